@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from lit_grpo.update.prefix.tree import Branch, prefix_tree
+from lit_grpo.trajectory import Branch, prefix_tree
 
 
 def arrays(*sequences: list[int]) -> list[np.ndarray]:

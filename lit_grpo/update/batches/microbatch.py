@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lit_grpo.types import Rollout
-from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
+from lit_grpo.update.batches.layout import LEAST_SHARED, Member, Members, MicroBatch, by_prompt, in_rows, packed
 from lit_grpo.update.batches.packing import pack_groups, pack_rows
 from lit_grpo.update.prefix.split_prompt import SplitPrompt
 
@@ -35,10 +35,12 @@ class MicroBatches(Iterable[MicroBatch]):
     Args:
         shared_prefix: Lay them out packed; otherwise in rows.
         bins: The members of each micro-batch; none make an empty one.
+        least_shared: The fewest tokens that completions of a prompt share, where they begin with the same.
     """
 
     shared_prefix: bool
     bins: Sequence[Sequence[Members]]
+    least_shared: int = LEAST_SHARED
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -47,7 +49,7 @@ class MicroBatches(Iterable[MicroBatch]):
         split = {members.prompt_ids for bin in self.bins for members in bin if not members.has_prompt}
         prompts = {prompt_ids: SplitPrompt(prompt_ids) for prompt_ids in split}
         for bin in self.bins:
-            yield packed(bin, prompts) if self.shared_prefix else in_rows(bin)
+            yield packed(bin, prompts, self.least_shared) if self.shared_prefix else in_rows(bin)
 
     def and_empty(self, number: int) -> MicroBatches:
         """Return these, and as many empty ones after them."""
@@ -59,17 +61,20 @@ def make_micro_batches(
     advantages_C: Sequence[float | torch.Tensor],
     max_tokens: int,
     shared_prefix: bool = True,
+    least_shared: int = LEAST_SHARED,
 ) -> MicroBatches:
     """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first.
 
     Best fit by length packs them. A prompt counts once for all of its completions, in the micro-batch that has it in
-    its row. The largest come first, so that a shortage of memory shows at once, but for what is left of a group begun.
+    its row. Completions that begin with the same tokens stay together if they fit, and those tokens count once. The
+    largest come first, so that a shortage of memory shows at once, but for what is left of a group begun.
 
     Args:
         rollouts: In any order; those with the same prompt tokens share it.
         advantages_C: One a rollout: a number, or a tensor with one for each of its tokens that is learnt from.
         max_tokens: Prompt and completion tokens of a micro-batch; in rows, padding counts as well.
         shared_prefix: Lay them out packed; otherwise in rows (see :class:`MicroBatch`).
+        least_shared: The fewest tokens that completions of a prompt share, where they begin with the same.
 
     Raises:
         ValueError: ``max_tokens`` is less than :func:`least_tokens`; the message says the smallest that works.
@@ -86,6 +91,46 @@ def make_micro_batches(
         bins = pack_rows([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
         return MicroBatches(False, [[Members((), [scored[row] for row in rows])] for rows in bins])
     groups = by_prompt(scored)
-    lengths = [[member.rollout.completion.num_tokens for member in group.members] for group in groups]
+    bundles = [_bundles(group, max_tokens, least_shared) for group in groups]
+    lengths = [[bundle.num_tokens for bundle in its] for its in bundles]
     bins = pack_groups([len(group.prompt_ids) for group in groups], lengths, max_tokens)
-    return MicroBatches(True, [[groups[p.group].part(p.responses, p.has_prompt) for p in parts] for parts in bins])
+    parts = [
+        [
+            groups[part.group].part(
+                [member for number in part.responses for member in bundles[part.group][number].members],
+                part.has_prompt,
+            )
+            for part in bin
+        ]
+        for bin in bins
+    ]
+    return MicroBatches(True, parts, least_shared)
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Completions of a prompt, by number, that stay in one micro-batch, and the tokens that they take of it."""
+
+    members: Sequence[int]
+    num_tokens: int
+
+
+def _bundles(group: Members, max_tokens: int, least_shared: int) -> list[_Bundle]:
+    """Put completions together that begin with the same tokens, as many as fit; in the order of the first of each."""
+    tree = group.tree(least_shared)
+    paths: list[list[int]] = [[] for _ in group.members]
+    for number, branch in enumerate(tree):
+        for member in branch.members:
+            paths[member].append(number)
+    bundles: list[_Bundle] = []
+    begun: set[int] = set()  # branches of the last bundle
+    for member in sorted(range(len(paths)), key=paths.__getitem__):  # depth first
+        path = paths[member]
+        more = 1 + sum(tree[number].num_tokens for number in path if number not in begun)
+        if begun.isdisjoint(path) or bundles[-1].num_tokens + more > max_tokens:
+            begun.clear()
+            bundles.append(_Bundle([member], 1 + sum(tree[number].num_tokens for number in path)))
+        else:
+            bundles[-1] = _Bundle([*bundles[-1].members, member], bundles[-1].num_tokens + more)
+        begun |= {*path}
+    return sorted(bundles, key=lambda bundle: min(bundle.members))
