@@ -36,7 +36,6 @@ ROOMS: dict[str, set[str]] = {
     "methods": {
         *UTILITIES,
         *("plugins", "settings", "scheduling", "scheduling.lengths", "rollout", "update", "update.advantages"),
-        "update.prefix",
         "environments",
     },
     "environments": {"types", "limits", "plugins", "process", "scheduling", "rollout", "rewards", "data"},

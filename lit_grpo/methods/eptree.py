@@ -29,10 +29,9 @@ from lit_grpo.limits import Count, Number
 from lit_grpo.methods.branches import Branching, Forking
 from lit_grpo.plugins import Answer
 from lit_grpo.scheduling.flight import Flight
-from lit_grpo.trajectory import OBSERVED
+from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Completion, Key, Request, RolloutGroup
 from lit_grpo.update.credit import GroupCredit
-from lit_grpo.update.prefix.tree import prefix_tree
 
 
 @dataclass(frozen=True)
