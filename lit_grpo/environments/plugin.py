@@ -162,13 +162,16 @@ class Snapshot(NamedTuple):
     token_ids: list[int]
     state: dict[str, Any]
 
-    def fits(self, request: Request) -> tuple[int, int]:
-        """Return how well a request can go on from it: common tokens and parts of the path; (-1, -1) for not at all."""
-        begun = request.prefix.until(len(self.token_ids)).token_ids_T.tolist()
-        if begun != self.token_ids:
+    def fits(self, path: SamplePath, token_ids: list[int]) -> tuple[int, int]:
+        """Return how well a request with these tokens can go on from it; (-1, -1) for not at all.
+
+        By the tokens in common first, then by the beginning of the path: where several have come to the same tokens,
+        the state is that of the nearest parent.
+        """
+        if token_ids[: len(self.token_ids)] != self.token_ids:
             return (-1, -1)
-        parts = zip(self.path, request.path, strict=False)
-        return (len(begun), sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], parts)))
+        parts = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.path, path, strict=False))
+        return (len(self.token_ids), sum(1 for _ in parts))
 
 
 ADDED = ("x", " 0", "\n.")
@@ -329,9 +332,10 @@ class EnvironmentWorker(Worker):
 
     def _snapshot(self, request: Request) -> dict[str, Any] | None:
         """Return the state that a request begins in which begins within others; None where there is none."""
-        snapshots = self._snapshots.get(request.group, [])
-        best = max(snapshots, key=lambda snapshot: snapshot.fits(request), default=None)
-        return None if best is None or best.fits(request)[0] < 0 else copy.deepcopy(best.state)
+        token_ids: list[int] = request.prefix.token_ids_T.tolist()
+        fitting = ((each.fits(request.path, token_ids), each) for each in self._snapshots.get(request.group, []))
+        (common, _), best = max(fitting, key=lambda pair: pair[0], default=((-1, -1), None))
+        return None if best is None or common < 0 else copy.deepcopy(best.state)
 
     def _keep_snapshot(self, session: Session, request: Request) -> None:
         """Keep the state of a session that has come to the prefix of ``request``."""

@@ -1,0 +1,48 @@
+"""Completions that begin within others in real runs, by the real command."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from lit_grpo.cli.command_line import run
+
+pytestmark = pytest.mark.integration
+
+TOOL = "{environments: {tools: [lit_grpo.tasks.calculator.calculate], max_turns: 3, tool_timeout_s: 10}}"
+RUNS = {
+    "eptree": ("arithmetic", 6, "[{eptree: {tokens: 2, rounds: 1, branches: 2}}]", 30),
+    "treepo": ("arithmetic", 4, "[{treepo: {width: 16, segment: 6}}]", 16),
+    "arpo": ("calculator", 4, f"[{TOOL}, {{arpo: {{width: 8}}}}]", 8),
+    "aepo": ("calculator", 4, f"[{TOOL}, {{aepo: {{width: 8}}}}]", 8),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_updates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, size, plugins, most = RUNS[name]
+    monkeypatch.chdir(tmp_path)
+    sizes = [
+        "--data.batch_size",
+        "4",
+        "--data.train.init_args.num_rows",
+        "16",
+        "--model.num_generations",
+        str(size),
+        "--trainer.limit_val_batches",
+        "0",
+    ]
+    run(["fit", "--config", config, "--trainer.max_steps", "2", *sizes, "--rollout.plugins", plugins])
+    folder = tmp_path / "runs" / config
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("rollout/branched_share")]
+    assert len(rows) == 2
+    shares = [float(row["rollout/branched_share"]) for row in rows]
+    assert sum(shares) > 0.05 and max(shares) <= 1 - size / most + 1e-6
+    assert sum(float(row["rollout/branched_tokens_saved"]) for row in rows) > 0
+    assert all(float(row["grad_norm"]) > 0 and float(row["update/skipped"]) == 0 for row in rows)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert samples
