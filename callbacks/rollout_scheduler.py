@@ -20,6 +20,8 @@ from lit_grpo.rewards.runner import can_score
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch
 from lit_grpo.update.arriving import check_arriving
+from lit_grpo.update.auxiliary import Auxiliary
+from lit_grpo.update.chunking import Chunking
 from lit_grpo.update.credit import Credit
 from lit_grpo.update.selection import Selection
 
@@ -93,7 +95,12 @@ class RolloutScheduler(pl.Callback):
             if self.session.mode.overlap == "within":
                 has_shards = hasattr(trainer.strategy, "shard")
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
-            pl_module.learn_from(self.session.plugin(Selection) or Selection(), self.session.plugin(Credit) or Credit())
+            pl_module.learn_from(
+                self.session.plugin(Selection) or Selection(),
+                self.session.plugin(Credit) or Credit(),
+                self.session.plugin(Chunking) or Chunking(),
+                self.session.plugin(Auxiliary) or Auxiliary(),
+            )
             if isinstance(data, PromptDataModule):
                 data.plug_in(self.session.prompt_rule, self.session.rewriter, on_demand=self.session.mode.carries)
         self.session.prepare(facts)

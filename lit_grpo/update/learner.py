@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from lit_grpo.update.batches.step import (
     minibatches,
     problem_of,
     taking_part_and_learnt,
+    thinned,
 )
 from lit_grpo.update.credit import give_credit
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
@@ -33,9 +35,9 @@ from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
+from lit_grpo.update.objective.snapshots import Snapshots
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -258,7 +260,9 @@ class Learner:
         kept = self._kept(learnt)
         num_kept = num_tokens if kept is None else int(self.ranks.sum(sum(int(part.sum()) for part in kept.values())))
         totals = StepTotals(num_tokens, int(self.ranks.sum(len(taking_part))), self.settings.max_tokens, num_kept)
-        return self._step(learnt, totals, fixed, is_first, kept)
+        step = self._step(learnt, totals, fixed, is_first, kept)
+        visit = partial(self.passes.visit, self.passes.micro_batches(step.rollouts, step.credits))
+        return replace(step, term=self.settings.auxiliary.term(self.policy, visit, self.ranks))
 
     def _step(
         self,
@@ -275,15 +279,21 @@ class Learner:
         """
         if not self.settings.objective.uses_every_completion:
             learnt = [(each, advantage) for each, advantage in learnt if advantage != 0 or any(each.turn_advantages)]
+        rollouts, version = [rollout for rollout, _ in learnt], self.optimization.policy_version
+        weights = self.settings.selection.token_weights(rollouts, version)
+        rollouts = rollouts if weights is None else thinned(rollouts, weights)
+        chunks = {row: self.settings.chunking.chunks(each.completion, version) for row, each in enumerate(rollouts)}
         return Step(
-            rollouts=[rollout for rollout, _ in learnt],
+            rollouts=rollouts,
             advantages=[advantage for _, advantage in learnt],
             totals=totals,
             fixed=fixed,
-            policy_version=self.optimization.policy_version,
+            policy_version=version,
             beta=self.state.kl.beta,
             entropy_coefficient=self.state.entropy.applied,
             kept=kept,
+            chunks={row: its for row, its in chunks.items() if len(its) > 1},
+            weights=weights,
             token_gap_limit=self.gap_limits.token if is_first else None,
         )
 
@@ -303,7 +313,9 @@ class Learner:
         Without anything to learn from there is no gradient, and the step counts and changes no weight.
         """
         while True:
-            gathered = self.passes.gradient(self.passes.micro_batches(step.rollouts, step.credits), step)
+            gathered = self.passes.gradient(
+                self.passes.micro_batches(step.rollouts, step.credits, chunks=step.chunks), step
+            )
             if gathered is not None:
                 return gathered
             self.passes.halve_budget(step.rollouts)
@@ -331,7 +343,7 @@ class Learner:
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, step.policy_version + 1)
-        values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
+        values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped), **step.term.metrics}
         metrics.finish_update(values if size.rule == "fixed" else values | {"update/step_scale": scale})
         if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
             self.state.entropy.update(float(self.ranks.sum(gathered.entropy)) / step.totals.num_entropy_tokens)

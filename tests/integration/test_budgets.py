@@ -46,6 +46,7 @@ RULES: dict[str, dict[str, Any]] = {
     },
     "dars": {"plugins": ["dars_equal:most=9"]},
     "tokens": {"plugins": ["variance:tokens=200"]},
+    "random prefixes while prompts stay open": {"plugins": ["april:max_staleness=3", "nat:share=0.4"]},
     "variance while prompts stay open": {"plugins": ["april:max_staleness=3", "greso", "variance"]},
 }
 

@@ -167,6 +167,13 @@ class Objective:
             self._proximal_part,
             *self.kl.parts,
         ]
+        whole = {
+            f"ratio {self.ratio_level}": self.ratio_level == "sequence",
+            f"off_policy_threshold {self.off_policy_threshold}": self.off_policy_threshold is not None,
+            f"off_policy_kl {self.off_policy_kl}": self.off_policy_kl is not None,
+        }
+        needed = frozenset({"whole_completions"})
+        parts += [Part(f"model.objective.{name}", needs=needed, chosen=chosen) for name, chosen in whole.items()]
         if self.top_entropy_quantile < 1:
             name = f"model.objective.top_entropy_quantile {self.top_entropy_quantile}"
             parts.append(Part(name, needs=frozenset({"all_ranks", "all_tokens", "entropies"})))
@@ -181,7 +188,6 @@ class Objective:
         normalization = f"model.objective.normalization {self.normalized_by}"
         correction = f"model.objective.correction.mode {self.correction.mode}"
         proximal, only = f"model.objective.proximal {self.proximal_policy}", self.recipe.only_ratio
-        of_sequence = self.correction.mode.startswith(("sequence", "geometric"))
         each = {"token": "one for each token", "sequence": "one for all tokens of a completion"}
         return [
             Clash(
@@ -205,7 +211,7 @@ class Objective:
             Clash(
                 f"{loss} needs corrections of single tokens",
                 f"{correction} makes one of all tokens of a completion",
-                found=self.recipe.takes_correction and of_sequence,
+                found=self.recipe.takes_correction and self.correction.of_sequence,
                 remedy="take token_truncate or token_mask",
             ),
             Clash(

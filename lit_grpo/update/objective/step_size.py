@@ -44,7 +44,7 @@ class StepSize:
     @property
     def needs(self) -> frozenset[str]:
         """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
-        return frozenset({"sampled_log_probs"} if self.rule == "effective_samples" else ())
+        return frozenset({"sampled_log_probs", "whole_completions"} if self.rule == "effective_samples" else ())
 
     def scale(self, log_weights_C: torch.Tensor) -> float:
         """Return what the learning rate is multiplied by.
