@@ -30,13 +30,13 @@ from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
 
 SHARES = (None, "nat:share=0.5", "nat:share=0.25", "nat_uniform:share=0.5", "nat_uniform:share=0.25")
-CHUNKS = (None, "seco:chunk=1024", "seco:chunk=512", "seco:chunk=256", "spaco:chunk=256,share=0.5")
-SERIES = {"part": (2**15, Work(32, 256, 16), SHARES), "chunks": (2100, Work(32, 2048, 2, sigma=0.0), CHUNKS)}
+CHUNKS = (None, "seco:chunk=512", "seco:chunk=256", "seco:chunk=128", "spaco:chunk=128,share=0.5")
+SERIES = {"part": (2**15, Work(32, 128, 16), SHARES), "chunks": (1060, Work(32, 1024, 2, sigma=0.0), CHUNKS)}
 QUICK = {
     "part": (2**10, Work(8, 24, 4), SHARES[:2]),
     "chunks": (70, Work(8, 64, 2, sigma=0.0), (None, "seco:chunk=16", "spaco:chunk=16,share=0.5")),
 }
-STEPS, DRAWS = 5, 32
+STEPS, DRAWS = 3, 12
 
 
 class Gradients:

@@ -491,6 +491,11 @@ class GRPOModule(EvaluationModule):
         with cast("LightningOptimizer", self.optimizers()).toggle_model(sync_grad=exchange):
             self.manual_backward(compute_loss() * self.trainer.world_size)  # the strategy averages over ranks
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What takes the optimizer's steps."""
+        return cast("LightningOptimizer", self.optimizers()).optimizer
+
     def take_step(self, scale: float = 1.0) -> float:
         """Take the optimizer's step, at ``scale`` times its learning rate, and the scheduler's; return the rate."""
         optimizer = cast("LightningOptimizer", self.optimizers())

@@ -44,6 +44,10 @@ METHODS = (
     "adhint",
     "pods",
     "d3s",
+    "seco",
+    "spaco",
+    "capo",
+    "router.loss",
     r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")

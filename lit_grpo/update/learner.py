@@ -297,15 +297,16 @@ class Learner:
             token_gap_limit=self.gap_limits.token if is_first else None,
         )
 
-    def _kept(self, learnt: Sequence[tuple[Rollout, float]]) -> dict[Key, torch.Tensor] | None:
-        """Which tokens of the whole step are learnt from, by the selection's scores or by entropy; None for all."""
+    def _kept(self, learnt: Sequence[tuple[Rollout, float]]) -> Mapping[Key, torch.Tensor] | None:
+        """Which tokens of the whole step are learnt from, by the selection or by entropy; None for all."""
         selection, highest_entropies = self.settings.selection, self.settings.objective.top_entropy_quantile
         share = selection.token_share(self.settings.progress(self.optimization.policy_version))
         if share < 1:
             return highest(selection.token_scores(learnt, self._entropies), share, self.ranks)
         if highest_entropies < 1:
             return highest(self._entropies([rollout for rollout, _ in learnt]), highest_entropies, self.ranks)
-        return None
+        rest(self.policy)
+        return selection.token_mask(learnt, self.passes.measure, self.optimization.optimizer)
 
     def _gradient(self, step: Step) -> Gathered:
         """Add up the gradient of a step; where memory runs out on a rank, all start again with smaller micro-batches.
@@ -344,6 +345,8 @@ class Learner:
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, step.policy_version + 1)
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped), **step.term.metrics}
+        if step.kept is not None:
+            values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values if size.rule == "fixed" else values | {"update/step_scale": scale})
         if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
             self.state.entropy.update(float(self.ranks.sum(gathered.entropy)) / step.totals.num_entropy_tokens)

@@ -126,6 +126,11 @@ class Optimization(Protocol):
 
     policy_version: int
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What takes the steps."""
+        ...
+
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""
         ...

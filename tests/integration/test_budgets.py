@@ -47,6 +47,7 @@ RULES: dict[str, dict[str, Any]] = {
     "dars": {"plugins": ["dars_equal:most=9"]},
     "tokens": {"plugins": ["variance:tokens=200"]},
     "random prefixes while prompts stay open": {"plugins": ["april:max_staleness=3", "nat:share=0.4"]},
+    "chunks": {"plugins": ["spaco:chunk=7,share=0.6"]},
     "variance while prompts stay open": {"plugins": ["april:max_staleness=3", "greso", "variance"]},
 }
 
