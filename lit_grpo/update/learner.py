@@ -261,7 +261,7 @@ class Learner:
         num_kept = num_tokens if kept is None else int(self.ranks.sum(sum(int(part.sum()) for part in kept.values())))
         totals = StepTotals(num_tokens, int(self.ranks.sum(len(taking_part))), self.settings.max_tokens, num_kept)
         step = self._step(learnt, totals, fixed, is_first, kept)
-        visit = partial(self.passes.visit, self.passes.micro_batches(step.rollouts, step.credits))
+        visit = partial(self.passes.visit, step.rollouts, step.credits)
         return replace(step, term=self.settings.auxiliary.term(self.policy, visit, self.ranks))
 
     def _step(

@@ -124,11 +124,16 @@ class PolicyPasses:
         return None if short else gathered
 
     @torch.no_grad()
-    def visit(self, micro_batches: MicroBatches, visitor: Callable[[Callable[[], object], float], None]) -> None:
+    def visit(
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float | torch.Tensor],
+        visitor: Callable[[Callable[[], object], float], None],
+    ) -> None:
         """Show what sends each micro-batch through the policy's layers, without gradient, and what its tokens count."""
         scatter(self.policy)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
-            for micro_batch in micro_batches:
+            for micro_batch in self.micro_batches(rollouts, advantages):
                 on_device = micro_batch.to(self.device)
                 forward = partial(predecessors, self.policy, on_device)
                 visitor(partial(compute, self.policy, forward), on_device.weight)
