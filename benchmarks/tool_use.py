@@ -61,7 +61,9 @@ def _row(config: str, folder: Path) -> Row:
 def _claims(tool: Row, plain: Row) -> list[Claim]:
     start, end = float(tool["start"]), float(tool["end"])
     return [
-        Claim("held-out accuracy before training, with the tool less without", start - float(plain["start"]), ">=", 0.1),
+        Claim(
+            "held-out accuracy before training, with the tool less without", start - float(plain["start"]), ">=", 0.1
+        ),
         Claim("held-out accuracy with the tool, end over start", end - start, ">=", 0.0),
     ]
 

@@ -24,10 +24,14 @@ from benchmarks.random_policies import TO_UPDATE, random_qwen3, save_random_poli
 from benchmarks.report import note
 from benchmarks.update_work import BatchOnDemand, Work, floor_flops
 from lit_grpo.memory import PeakMemory
+from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
+from lit_grpo.update.chunking import Chunking
+from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
+from lit_grpo.update.selection import Selection
 
 OPTIONS: dict[str, Any] = {"use_reentrant": False}
 TIMED_ROWS = 4  # of TRL's
@@ -43,7 +47,8 @@ class Case:
     ``size`` is tokens a micro-batch for lit_grpo, rows a micro-batch for TRL. ``share`` lays completions out after a
     common prompt. ``warm`` counts gradients and the optimizer's state as part of the idle process. ``first`` is how
     many completions of each group the warm-up has: all, unless told otherwise. Of several ``ranks``, which share every
-    row, the process is the one that torchrun's variables say.
+    row, the process is the one that torchrun's variables say. ``plugin`` is one that
+    says which tokens are learnt from, or how they go through the policy, such as ``nat:share=0.5``.
     """
 
     system: System
@@ -57,6 +62,7 @@ class Case:
     warm: bool = False
     first: int | None = None
     ranks: int = 1
+    plugin: str | None = None
 
 
 class Probe(pl.Callback):
@@ -137,12 +143,20 @@ def run_lit_grpo(case: Case, folder: str) -> None:
         gradient_checkpointing=case.checkpointing,
         optimizer=partial(torch.optim.AdamW, fused=True),
     )
+    teach(module.settings, case.plugin)
     probe = Probe(case.device, case.warm)
     precision = "bf16-mixed" if case.device == "cuda" else "32-true"
     callbacks: list[pl.Callback] = [probe] if case.share else [PlainRows(), probe]
     ranks = {"devices": case.ranks, "strategy": "ddp" if case.ranks > 1 else "auto"}
     trainer = quiet_trainer(case.device, callbacks, precision=precision, max_epochs=1, **ranks)
     trainer.fit(module, train_dataloaders=BatchOnDemand(case.work, case.first))
+
+
+def teach(settings: LearnerSettings, plugin: str | None) -> None:
+    """Let a plug-in say which tokens are learnt from, or how they go through the policy; None for plain GRPO."""
+    for made in make_plugins([plugin] if plugin else []).values():
+        selection = made if isinstance(made, Selection) else Selection()
+        settings.learn_from(selection, chunking=made if isinstance(made, Chunking) else None)
 
 
 def run_trl(case: Case, folder: str) -> None:

@@ -21,6 +21,8 @@ from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch
 from lit_grpo.update.advantages.shaping import Shaping
 from lit_grpo.update.arriving import check_arriving
+from lit_grpo.update.auxiliary import Auxiliary
+from lit_grpo.update.chunking import Chunking
 from lit_grpo.update.credit import Credit
 from lit_grpo.update.selection import Selection
 
@@ -98,6 +100,8 @@ class RolloutScheduler(pl.Callback):
                 self.session.plugin(Selection) or Selection(),
                 self.session.plugin(Credit) or Credit(),
                 self.session.plugin(Shaping) or Shaping(),
+                self.session.plugin(Chunking) or Chunking(),
+                self.session.plugin(Auxiliary) or Auxiliary(),
             )
             pl_module.settings.sizer = self.session.sizer
             if isinstance(data, PromptDataModule):

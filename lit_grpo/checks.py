@@ -274,7 +274,11 @@ def check_token_ids(prompts: Mapping[str, Sequence[Prompt]], num_embeddings: int
 
 
 def check_micro_batch(
-    prompts: Sequence[Prompt], sampling: SamplingParams, max_tokens: int, shares_prefix: bool
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    max_tokens: int,
+    shares_prefix: bool,
+    most_of_chunk: int | None = None,
 ) -> None:
     """Check that micro-batches have room for every training prompt and its completion, before anything is sampled.
 
@@ -283,13 +287,15 @@ def check_micro_batch(
         sampling: For training.
         max_tokens: The most that go through the model at once.
         shares_prefix: Whether a prompt may be in another micro-batch than its completion.
+        most_of_chunk: The most tokens of a completion that are in one micro-batch, where longer ones are cut.
 
     Raises:
         ValueError: ``max_tokens`` is too low.
     """
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     num_tokens = len(longest.token_ids)
-    least = max(num_tokens, sampling.room) if shares_prefix else num_tokens + sampling.room
+    room = min(sampling.room, most_of_chunk or sampling.room)
+    least = max(num_tokens, room) if shares_prefix else num_tokens + room
     if least > max_tokens:
         raise ValueError(
             f"Prompt {longest.prompt_id!r} has {num_tokens} tokens and up to {sampling.room} may follow, but "

@@ -51,6 +51,8 @@ from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.shaping import Shaping
+from lit_grpo.update.auxiliary import Auxiliary
+from lit_grpo.update.chunking import Chunking
 from lit_grpo.update.credit import Credit
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
@@ -203,11 +205,19 @@ class GRPOModule(EvaluationModule):
 
     # ---- set-up -----------------------------------------------------------------------------------
 
-    def learn_from(self, selection: Selection, credit: Credit | None = None, shaping: Shaping | None = None) -> None:
+    def learn_from(
+        self,
+        selection: Selection,
+        credit: Credit | None = None,
+        shaping: Shaping | None = None,
+        chunking: Chunking | None = None,
+        auxiliary: Auxiliary | None = None,
+    ) -> None:
         """Learn from those rollouts and tokens that ``selection`` chooses, in place of all.
 
         Each rollout has the advantage that ``shaping`` gives it; without one, the estimator's. Each turn has the
-        advantage that ``credit`` gives it; without one, that of its rollout.
+        advantage that ``credit`` gives it; without one, that of its rollout. Completions go through the policy in the
+        chunks that ``chunking`` cuts; without one, whole. ``auxiliary`` adds a term to the loss.
 
         :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run with what its plug-ins say, all where none
         says anything; call it yourself only where rollouts come from elsewhere.
@@ -217,7 +227,7 @@ class GRPOModule(EvaluationModule):
         """
         updates_per_batch = self.settings.updates_per_batch
         selection.check(RunFacts(None, self.num_generations, self.sampling.max_tokens, updates_per_batch))
-        self.settings.learn_from(selection, credit, shaping)
+        self.settings.learn_from(selection, credit, shaping, chunking, auxiliary)
 
     def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
         """Score with further functions too, which plug-ins bring; those that have joined already stay as they are.
@@ -330,7 +340,8 @@ class GRPOModule(EvaluationModule):
         self._longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
         max_tokens = self.settings.max_tokens_per_micro_batch
         if "train" in prompts and max_tokens != "auto":
-            check_micro_batch(prompts["train"], self.sampling, max_tokens, self.settings.shares_prefix)
+            shares_prefix, chunking = self.settings.shares_prefix, self.settings.chunking
+            check_micro_batch(prompts["train"], self.sampling, max_tokens, shares_prefix, chunking.most)
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
@@ -482,6 +493,11 @@ class GRPOModule(EvaluationModule):
         self.phases.move()
         with cast("LightningOptimizer", self.optimizers()).toggle_model(sync_grad=exchange):
             self.manual_backward(compute_loss() * self.trainer.world_size)  # the strategy averages over ranks
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What takes the optimizer's steps."""
+        return cast("LightningOptimizer", self.optimizers()).optimizer
 
     def take_step(self, scale: float = 1.0) -> float:
         """Take the optimizer's step, at ``scale`` times its learning rate, and the scheduler's; return the rate."""

@@ -133,6 +133,8 @@ class Plugin:
     :class:`lit_grpo.update.selection.Selection`        which rollouts are learnt from, and which of their tokens
     :class:`lit_grpo.update.advantages.shaping.Shaping` what each rollout is learnt from with
     :class:`lit_grpo.update.credit.Credit`              what each turn or token is learnt from with
+    :class:`lit_grpo.update.chunking.Chunking`          which completions go through the policy in chunks
+    :class:`lit_grpo.update.auxiliary.Auxiliary`        what is added to the objective's loss
     :class:`lit_grpo.rollout.rules.RolloutMode`         when groups leave the buffer, and what becomes of the others
     :class:`Plugin` itself                              what its :class:`Worker` does during and after a rollout
     ==================================================  ==========================================================

@@ -333,18 +333,20 @@ class Rollout:
     def rows(self) -> list[Rollout]:
         """What it is learnt from in: itself, or where its completion has ``contexts``, a rollout for each turn.
 
-        Each of these has its advantage, or the turn's, and a path of its own.
+        Each of these has its advantage, or those of the turn's tokens, and a path of its own.
         """
         if not self.completion.contexts:
             return [self]
         request, rows = self.completion.request, self.completion.rows
+        advantages = self.token_advantages
+        of_rows = None if advantages is None else advantages.split([row.num_trained for row in rows])
         return [
             replace(
                 self,
                 completion=Completion.of(
                     replace(request, path=(*request.path, turn)), row, self.completion.finish_reason
                 ),
-                turn_advantages=self.turn_advantages[turn : turn + 1],
+                token_advantages=None if of_rows is None else of_rows[turn],
             )
             for turn, row in enumerate(rows)
         ]

@@ -79,11 +79,14 @@ def test_an_id_that_looks_like_padding_is_a_token_like_any_other(shared_prefix: 
     assert micro_batch.source_N.tolist() == [1, 2, 3]
 
 
+HOST = ("groups", "prompts", "rows", "chunks", "places", "weights")
+
+
 def test_moving_to_a_device_moves_every_field() -> None:
     here = make_micro_batch([make_rollout([5], [9])], [1.0])
     moved = vars(here.to("meta"))
     assert moved.pop("distinct_U") is moved.pop("same_N") is None  # no completions share a token
-    assert all(moved.pop(name) == getattr(here, name) for name in ("groups", "prompts", "rows"))
+    assert all(moved.pop(name) == getattr(here, name) for name in HOST)
     assert {value.device.type for value in moved.values()} == {"meta"}
 
 

@@ -53,6 +53,10 @@ METHODS = (
     "gdro",
     "noise_scale",
     "copus",
+    "seco",
+    "spaco",
+    "capo",
+    "router.loss",
     r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")

@@ -130,11 +130,13 @@ def test_each_turn_is_sampled_after_the_conversation_as_the_template_writes_it_t
 def test_rows_have_the_tokens_of_their_turns_alone_to_learn_from() -> None:
     (group,), _ = talk(num_generations=2)
     assert [each.completion.request.path for each in group.rollouts] == [(0,), (1,)]
-    rollout = replace(group.rollouts[1], turn_advantages=(0.1, 0.2, 0.3, 0.4), advantage=1.0)
+    values = group.rollouts[1].completion.of_turns((0.1, 0.2, 0.3, 0.4))
+    rollout = replace(group.rollouts[1], token_advantages=values, advantage=1.0)
     assert rollout.completion.episode is not None and rollout.completion.episode.reward == 1.0
     rows = rollout.rows
     assert [row.completion.request.path for row in rows] == [(1, turn) for turn in range(4)]
-    assert [row.turn_advantages for row in rows] == [(0.1,), (0.2,), (0.3,), (0.4,)]
+    told = [row.token_advantages for row in rows]
+    assert [set(each.tolist()) for each in told if each is not None] == [{v} for v in values.unique().tolist()]
     for row, context, turn in zip(rows, rollout.completion.contexts, rollout.completion.turns, strict=True):
         assert row.completion.token_ids_T.tolist() == [*context, *turn]
         assert row.completion.trained_T.tolist() == [False] * len(context) + [True] * len(turn)

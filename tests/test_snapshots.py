@@ -21,7 +21,7 @@ from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingPa
 from lit_grpo.update.metrics import TokenMetrics
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.snapshots import Snapshots
+from lit_grpo.update.objective.snapshots import Snapshots
 
 OBJECTIVE = Objective("grpo", correction=Correction("token_truncate", high=1.3), proximal="snapshots")
 

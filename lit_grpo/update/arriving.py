@@ -86,7 +86,7 @@ class ArrivingGradient:
         return gathered
 
     def _gradient(self, part: Step) -> Gathered | None:
-        micro_batches = self._passes.micro_batches(part.rollouts, part.credits, equally_many=False)
+        micro_batches = self._passes.micro_batches(part.rollouts, part.credits, False, part.chunks)
         return self._passes.gradient(micro_batches, part, first=False, last=False)
 
     def _start_again(self) -> None:

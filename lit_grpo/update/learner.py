@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from lit_grpo.update.batches.step import (
     minibatches,
     problem_of,
     taking_part_and_learnt,
+    thinned,
 )
 from lit_grpo.update.credit import give_credit
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
@@ -34,9 +36,9 @@ from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
+from lit_grpo.update.objective.snapshots import Snapshots
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -264,7 +266,9 @@ class Learner:
         kept = self._kept(learnt)
         num_kept = num_tokens if kept is None else int(self.ranks.sum(sum(int(part.sum()) for part in kept.values())))
         totals = StepTotals(num_tokens, int(self.ranks.sum(len(taking_part))), self.settings.max_tokens, num_kept)
-        return self._step(learnt, totals, fixed, is_first, kept)
+        step = self._step(learnt, totals, fixed, is_first, kept)
+        visit = partial(self.passes.visit, step.rollouts, step.credits)
+        return replace(step, term=self.settings.auxiliary.term(self.policy, visit, self.ranks))
 
     def _step(
         self,
@@ -281,27 +285,34 @@ class Learner:
         """
         if not self.settings.objective.uses_every_completion:
             learnt = [(each, advantage) for each, advantage in learnt if advantage != 0 or _has_credit(each)]
+        rollouts, version = [rollout for rollout, _ in learnt], self.optimization.policy_version
+        weights = self.settings.selection.token_weights(rollouts, version)
+        rollouts = rollouts if weights is None else thinned(rollouts, weights)
+        chunks = {row: self.settings.chunking.chunks(each.completion, version) for row, each in enumerate(rollouts)}
         return Step(
-            rollouts=[rollout for rollout, _ in learnt],
+            rollouts=rollouts,
             advantages=[advantage for _, advantage in learnt],
             totals=totals,
             fixed=fixed,
-            policy_version=self.optimization.policy_version,
+            policy_version=version,
             beta=self.state.kl.beta,
             entropy_coefficient=self.state.entropy.applied,
             kept=kept,
+            chunks={row: its for row, its in chunks.items() if len(its) > 1},
+            weights=weights,
             token_gap_limit=self.gap_limits.token if is_first else None,
         )
 
-    def _kept(self, learnt: Sequence[tuple[Rollout, float]]) -> dict[Key, torch.Tensor] | None:
-        """Which tokens of the whole step are learnt from, by the selection's scores or by entropy; None for all."""
+    def _kept(self, learnt: Sequence[tuple[Rollout, float]]) -> Mapping[Key, torch.Tensor] | None:
+        """Which tokens of the whole step are learnt from, by the selection or by entropy; None for all."""
         selection, highest_entropies = self.settings.selection, self.settings.objective.top_entropy_quantile
         share = selection.token_share(self.settings.progress(self.optimization.policy_version))
         if share < 1:
             return highest(selection.token_scores(learnt, self._entropies), share, self.ranks)
         if highest_entropies < 1:
             return highest(self._entropies([rollout for rollout, _ in learnt]), highest_entropies, self.ranks)
-        return None
+        rest(self.policy)
+        return selection.token_mask(learnt, self.passes.measure, self.optimization.optimizer)
 
     def _gradient(self, step: Step, prompts: Sequence[GroupKey]) -> Gathered:
         """Add up the gradient of a step; where memory runs out on a rank, all start again with smaller micro-batches.
@@ -314,7 +325,9 @@ class Learner:
             sizer.measured(norms)
             return gathered
         while True:
-            gathered = self.passes.gradient(self.passes.micro_batches(step.rollouts, step.credits), step)
+            gathered = self.passes.gradient(
+                self.passes.micro_batches(step.rollouts, step.credits, chunks=step.chunks), step
+            )
             if gathered is not None:
                 return gathered
             self.passes.halve_budget(step.rollouts)
@@ -343,7 +356,9 @@ class Learner:
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, step.policy_version + 1)
-        values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
+        values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped), **step.term.metrics}
+        if step.kept is not None:
+            values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values if size.rule == "fixed" else values | {"update/step_scale": scale})
         if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
             self.state.entropy.update(float(self.ranks.sum(gathered.entropy)) / step.totals.num_entropy_tokens)

@@ -12,6 +12,8 @@ from lit_grpo.limits import Count, NotNegative, check_fields
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.advantages.shaping import Shaping
+from lit_grpo.update.auxiliary import Auxiliary
+from lit_grpo.update.chunking import Chunking
 from lit_grpo.update.credit import Credit
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
@@ -45,6 +47,8 @@ class LearnerSettings:
     selection: Selection = field(default_factory=Selection)
     credit: Credit = field(default_factory=Credit)
     shaping: Shaping = field(default_factory=Shaping)
+    chunking: Chunking = field(default_factory=Chunking)
+    auxiliary: Auxiliary = field(default_factory=Auxiliary)
     sizer: BatchSizer | None = None
     pass_rule: PassRule = field(default_factory=PassRule)
     sequence_parallel_size: Count = 1
@@ -55,23 +59,31 @@ class LearnerSettings:
         check_fields(self, "model.")
         self.learn_from(self.selection)
 
-    def learn_from(self, selection: Selection, credit: Credit | None = None, shaping: Shaping | None = None) -> None:
+    def learn_from(
+        self,
+        selection: Selection,
+        credit: Credit | None = None,
+        shaping: Shaping | None = None,
+        chunking: Chunking | None = None,
+        auxiliary: Auxiliary | None = None,
+    ) -> None:
         """Let another selection say which rollouts and tokens are learnt from.
 
-        ``shaping`` says with which advantage each rollout is, ``credit`` each turn.
+        Args:
+            selection: In place of the one before.
+            credit: Says with which advantage each turn or token is learnt from.
+            shaping: Says with which advantage each rollout is.
+            chunking: Says which completions go through the policy in chunks.
+            auxiliary: Adds a term to the loss.
 
         Raises:
-            ValueError: It chooses tokens, and the objective does so too.
+            ValueError: They and the objective do not go together, as where both choose tokens.
         """
-        name = f"rollout.plugins {type(selection).__name__}"
-        check_together(
-            [
-                *self.objective.parts,
-                *self.advantages.parts,
-                Part(name, selection.needs, selection.changes, selection.remedy),
-            ]
-        )
         self.selection, self.credit, self.shaping = selection, credit or self.credit, shaping or self.shaping
+        self.chunking, self.auxiliary = chunking or self.chunking, auxiliary or self.auxiliary
+        plugins = (selection, self.chunking, self.auxiliary)
+        parts = [Part(f"rollout.plugins {type(p).__name__}", p.needs, p.changes, p.remedy) for p in plugins]
+        check_together([*self.parts(), *parts])
 
     @property
     def updates_per_batch(self) -> int:
@@ -87,8 +99,11 @@ class LearnerSettings:
         parts = [*self.objective.parts, *self.advantages.parts]
         if self.sequence_parallel_size > 1:
             name = f"model.sequence_parallel_size {self.sequence_parallel_size}"
-            changes = {"own_prompts": "lets ranks share the tokens of each"}
-            parts.append(Part(name, needs=frozenset({"all_ranks", "fixed_token_budget"}), changes=changes))
+            changes = {
+                "own_prompts": "lets ranks share the tokens of each",
+                "own_rows": "spreads the tokens of a row over ranks",
+            }
+            parts.append(Part(name, frozenset({"all_ranks", "fixed_token_budget"}), changes))
         if self.max_tokens_per_micro_batch == "auto":
             changes = {"fixed_token_budget": "halves the number wherever the memory of a rank runs out"}
             parts.append(Part("model.max_tokens_per_micro_batch auto", changes=changes, remedy="give a number"))
@@ -119,6 +134,11 @@ class Optimization(Protocol):
     """What a learner leaves to the loop that it runs in; ``policy_version`` counts the steps that were taken."""
 
     policy_version: int
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What takes the steps."""
+        ...
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""

@@ -15,11 +15,11 @@ from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.metrics import Gap, MicroBatchSums
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.policy_loss import counted, policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
+from lit_grpo.update.objective.snapshots import factor_metrics
 from lit_grpo.update.objective.tokens import Tokens, completion_sums, spread
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
-from lit_grpo.update.snapshots import factor_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,16 +61,21 @@ class MicroBatchLoss:
                 owner=owner,
             )
 
-        logprobs_N, entropy_N = compute(self.policy, forward)
+        with step.term.watching():
+            logprobs_N, entropy_N = compute(self.policy, forward)
         if owner != self.rows.own:
             return logprobs_N.sum() * 0.0
         tokens = tokens_of(objective, logprobs_N, entropy_N, micro_batch, step)
         kept_N = None if step.kept is None else step.values_of(step.kept, micro_batch)
-        loss, token_metrics = policy_loss(objective, tokens, step.totals, step.beta, step.entropy_coefficient, kept_N)
+        part = step.part_of(micro_batch)
+        loss, token_metrics = policy_loss(
+            objective, tokens, step.totals, step.beta, step.entropy_coefficient, kept_N, part
+        )
         if objective.proximal_policy == "snapshots":
             token_metrics |= factor_metrics(tokens)
-        _gather(gathered, micro_batch, step, tokens, loss.detach(), token_metrics, kept_N)
-        return loss
+        entropy = counted(tokens.entropy_N.detach(), kept_N, part).sum()
+        _gather(gathered, micro_batch, step, tokens, loss.detach(), token_metrics, entropy)
+        return step.term.added_to(loss, micro_batch.weight)
 
 
 def tokens_of(
@@ -110,12 +115,12 @@ def _gather(
     tokens: Tokens,
     loss: torch.Tensor,
     token_metrics: dict[str, torch.Tensor],
-    kept_N: torch.Tensor | None,
+    entropy: torch.Tensor,
 ) -> None:
     """Add a micro-batch to what its step gathers."""
     entropy_N, gap_N = tokens.entropy_N.detach(), tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
     gathered.loss = gathered.loss + loss
-    gathered.entropy = gathered.entropy + (entropy_N if kept_N is None else entropy_N * kept_N).sum()
+    gathered.entropy = gathered.entropy + entropy
     gathered.log_weights.append(completion_sums(gap_N, tokens.lengths_C))
     gap = None
     if step.token_gap_limit is not None:

@@ -12,12 +12,14 @@ import torch
 
 from lit_grpo.budgets.batch_size import SquaredNorm
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
-from lit_grpo.policy.sharding import is_scattered, scatter
+from lit_grpo.policy.sharding import compute, is_scattered, scatter
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import GroupKey, Key, Rollout
 from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Gathered, Step
+from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
+from lit_grpo.update.logprobs.forward import predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
 from lit_grpo.update.loss import MicroBatchLoss
 from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
@@ -43,6 +45,10 @@ class PolicyPasses:
     def __init__(self, policy: PreTrainedModel, optimization: Optimization, settings: LearnerSettings) -> None:
         self.policy, self.optimization, self.settings = policy, optimization, settings
         self.budget: MicroBatchSize | None = None
+        for plugin in (settings.chunking, settings.auxiliary):
+            if "packed_rows" in plugin.needs and not settings.shares_prefix:
+                name = f"rollout.plugins: {type(plugin).__name__}"
+                raise ValueError(f"{name} needs packed rows, which this policy cannot have; leave it out.")
         self._rows = SequenceParallel.of(policy, settings.sequence_parallel_size, settings.shares_prefix)
         self._loss = MicroBatchLoss(policy, settings, self._rows)
 
@@ -158,11 +164,37 @@ class PolicyPasses:
         gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
 
+    @torch.no_grad()
+    def visit(
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float | torch.Tensor],
+        visitor: Callable[[Callable[[], object], float], None],
+    ) -> None:
+        """Show what sends each micro-batch through the policy's layers, without gradient, and what its tokens count."""
+        scatter(self.policy)
+        with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
+            for micro_batch in self.micro_batches(rollouts, advantages):
+                on_device = micro_batch.to(self.device)
+                forward = partial(predecessors, self.policy, on_device)
+                visitor(partial(compute, self.policy, forward), on_device.weight)
+
     def micro_batches(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[float | torch.Tensor], equally_many: bool = True
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float | torch.Tensor],
+        equally_many: bool = True,
+        chunks: Mapping[int, Sequence[Chunk]] | None = None,
     ) -> MicroBatches:
-        """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
-        own = make_micro_batches(rollouts, advantages, self._max_tokens(rollouts), self.settings.shares_prefix)
+        """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn.
+
+        Without ``chunks``, by the place of a rollout, completions are whole: with no gradient they take little memory,
+        so that one may have more tokens than the budget where a chunk has not.
+        """
+        shares_prefix, max_tokens = self.settings.shares_prefix, self._max_tokens(rollouts)
+        if chunks is None and self.settings.chunking.most is not None:
+            max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
+        own = make_micro_batches(rollouts, advantages, max_tokens, shares_prefix, chunks)
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 
     def halve_budget(self, rollouts: Sequence[Rollout]) -> None:

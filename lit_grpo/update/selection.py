@@ -11,11 +11,14 @@ import torch
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.logprobs.measurements import OfHidden
 
 Statistics = Literal["group", "kept"]
 Entropies = Callable[[Sequence[Rollout]], Mapping[Key, torch.Tensor]]
 """Sends rollouts through the policy; returns the entropy in nats of each token that is learnt from, by completion. All
 ranks call it together."""
+Measure = Callable[[Sequence[Rollout], OfHidden], Mapping[Key, torch.Tensor]]
+"""Likewise, with what a function makes of the last hidden state that predicts each token."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,10 @@ class Selection(Plugin):
 
     The others were sampled and rewarded, and count in statistics alone, or not even there (:attr:`counts`). A rule of
     your own is a dataclass that derives from it. It chooses within groups (:meth:`choose`), then, where it needs
-    ``all_ranks``, from the advantages of the whole batch (:meth:`choose_from_batch`), and at each optimizer step a
-    share of the tokens (:meth:`token_share`, :meth:`token_scores`). ``progress`` is the share of the run's updates
-    that has been made, from 0 to 1. A rule that chooses by :data:`Entropies` needs ``entropies``.
+    ``all_ranks``, from the advantages of the whole batch (:meth:`choose_from_batch`). At each optimizer step it chooses
+    a share of the tokens (:meth:`token_share`, :meth:`token_scores`), those that a mask leaves (:meth:`token_mask`), or
+    a random part of each completion (:meth:`token_weights`). ``progress`` is the share of the run's updates that has
+    been made, from 0 to 1. A rule that chooses by :data:`Entropies` needs ``entropies``.
     """
 
     role: ClassVar[str] = "which rollouts are learnt from"
@@ -76,6 +80,36 @@ class Selection(Plugin):
             entropies: Measures tokens.
         """
         raise NotImplementedError
+
+    def token_mask(
+        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimizer: torch.optim.Optimizer
+    ) -> Mapping[Key, torch.Tensor] | None:
+        """Return which tokens are learnt from, bool by completion; None for all. Asked before each optimizer step.
+
+        Args:
+            learnt: The rollouts of a step on this rank, and their advantages.
+            measure: Sends rollouts through the policy, and measures each token that may be learnt from.
+            optimizer: Takes the step.
+        """
+        return None
+
+    def token_weights(self, rollouts: Sequence[Rollout], version: int) -> Mapping[Key, torch.Tensor] | None:
+        """Return what each token counts that would be learnt from, by completion; None where each counts 1.
+
+        Asked once for each part of an optimizer step, and again where the part is taken again: the same rollouts and
+        version have the same weights. A token of weight 0 is not learnt from, and those after the last token with a
+        weight do not go through the policy: the row is shorter. The step's denominator is still of all tokens, so the
+        gradient is that of all in expectation where each weight is 1 on average. A rule that has weights changes
+        ``whole_completions``.
+
+        Args:
+            rollouts: Of a step on this rank, each with a token that would be learnt from.
+            version: Of the policy that takes the step.
+
+        Returns:
+            Float32, shape ``num_trained`` of each completion.
+        """
+        return None
 
 
 def candidates(rewards: GroupRewards, rollouts: Sequence[Rollout]) -> torch.Tensor:

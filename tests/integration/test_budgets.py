@@ -50,6 +50,8 @@ RULES: dict[str, dict[str, Any]] = {
     "gdro": {"plugins": ["prompt_gdro:bins=3,smoothing=0.5", "rollout_gdro"]},
     "noise scale": {"plugins": ["noise_scale"]},
     "dps": {"plugins": ["dps:candidates=2,decay=0.9"]},
+    "random prefixes while prompts stay open": {"plugins": ["april:max_staleness=3", "nat:share=0.4"]},
+    "chunks": {"plugins": ["spaco:chunk=7,share=0.6"]},
     "variance while prompts stay open": {"plugins": ["april:max_staleness=3", "greso", "variance"]},
 }
 

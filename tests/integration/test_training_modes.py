@@ -25,7 +25,7 @@ from lit_grpo.types import OBSERVED, PromptBatch, Rollout, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.snapshots import Snapshots
+from lit_grpo.update.objective.snapshots import Snapshots
 
 pytestmark = pytest.mark.integration
 

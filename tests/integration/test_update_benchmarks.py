@@ -62,6 +62,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
     "name",
     [
         "update_memory",
+        "token_share",
         "shared_prefix",
         "trees",
         "update_gpu",

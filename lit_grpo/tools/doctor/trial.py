@@ -31,6 +31,11 @@ class TrialOptimization:
         self._module, self._lr = module, lr
         self._optimizer = cast("LightningOptimizer", module.optimizers())
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The module's."""
+        return self._module.optimizer
+
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a gradient, as the module does."""
         self._module.add_gradient(compute_loss, exchange)

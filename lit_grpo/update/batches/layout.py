@@ -12,10 +12,11 @@ import torch
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.trajectory import Branch, prefix_tree
 from lit_grpo.types import Rollout
+from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.prefix.layout import PackedGroup, key_labels
 
 if TYPE_CHECKING:
-    from lit_grpo.update.prefix.split_prompt import SplitPrompt
+    from lit_grpo.update.prefix.carried import CarriedSpan
 
 
 LEAST_SHARED = 32
@@ -39,11 +40,12 @@ class MicroBatch:
     flattened (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first
     token is the prompt's last. The last tokens of carried prompts count as standing after the row, one after another.
     ``versions_N`` are the policy versions that sampled them, and ``advantages_N`` their advantages, of which those of
-    one completion may differ. ``prompts`` are those of groups that are split, by group, and None for all others.
+    one completion may differ. ``prompts`` are those of groups that are split, by group, and None for all others; where
+    a group is a chunk of a completion, the span before it, and ``chunks`` has its own, None for the last of them.
     ``lengths_C``, the number of its tokens on the N axis, is per completion, in the order of that axis, and
-    ``turn_lengths_S`` per turn; ``rows``, on the host, is each completion's place among the rollouts of the step.
-    ``labels_3K`` is there on a device other than the host, for a packed row: see
-    :func:`lit_grpo.update.prefix.layout.key_labels`.
+    ``turn_lengths_S`` per turn; on the host, ``rows`` is each completion's place among the rollouts of the step,
+    ``places`` which of its tokens that are learnt from these are, and ``weights`` what a chunk counts. ``labels_3K`` is
+    there on a device other than the host, for a packed row: see :func:`lit_grpo.update.prefix.layout.key_labels`.
 
     Where completions share tokens, ``distinct_U`` are the places, on the N axis, of one of each that are the same, and
     ``same_N`` says which of them each token is: log-probs are computed of the distinct ones alone.
@@ -67,7 +69,10 @@ class MicroBatch:
     turn_lengths_S: torch.Tensor
     rows: tuple[int, ...]
     groups: tuple[PackedGroup, ...] = ()
-    prompts: tuple[SplitPrompt | None, ...] = ()
+    prompts: tuple[CarriedSpan | None, ...] = ()
+    chunks: tuple[CarriedSpan | None, ...] = ()
+    places: tuple[slice, ...] = ()
+    weights: tuple[float, ...] = ()
     labels_3K: torch.Tensor | None = None
     distinct_U: torch.Tensor | None = None
     same_N: torch.Tensor | None = None
@@ -79,6 +84,13 @@ class MicroBatch:
     def spread(self, values_U: torch.Tensor) -> torch.Tensor:
         """Give each token the value of the distinct one that it is, along the first axis."""
         return values_U if self.same_N is None else values_U.index_select(0, self.same_N)
+
+    @property
+    def weight(self) -> float:
+        """What the tokens of a packed row count: 1, or a chunk's weight; 0 where it is one that stands for nothing."""
+        if self.chunks:
+            return self.weights[0]
+        return float(bool(self.groups[0].branch_tokens) or self.prompts[0] is not None) if self.groups else 1.0
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on ``device``, or itself where it is there already."""
@@ -92,11 +104,48 @@ class MicroBatch:
 
 
 class Member(NamedTuple):
-    """A rollout of a step: its place there, itself, and its advantage, or one for each token that is learnt from."""
+    """A rollout of a step: its place there, itself, and its advantage, or one for each token that is learnt from.
+
+    ``chunk`` is set where it is a part of it.
+    """
 
     row: int
     rollout: Rollout
     advantage: float | torch.Tensor
+    chunk: Chunk | None = None
+
+    @property
+    def begin(self) -> int:
+        """How many tokens of the completion come before it."""
+        return 0 if self.chunk is None else self.chunk.begin
+
+    @property
+    def tokens(self) -> slice:
+        """Which tokens of the completion it is."""
+        return slice(self.begin, self.rollout.completion.num_tokens if self.chunk is None else self.chunk.end)
+
+    @property
+    def num_in_row(self) -> int:
+        """How many of them go through the policy: all but the last token of a completion, which predicts nothing."""
+        tokens, num_tokens = self.tokens, self.rollout.completion.num_tokens
+        return max(min(tokens.stop, num_tokens - 1) - tokens.start, 0)
+
+    @property
+    def input_ids_T(self) -> torch.Tensor:
+        """Those tokens, in order."""
+        return self.rollout.completion.token_ids_T[self.begin : self.begin + self.num_in_row]
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """How many tokens of each turn are learnt from; all of a chunk are taken for one turn."""
+        return self.rollout.completion.trained_of_turns if self.chunk is None else [self.place.stop - self.place.start]
+
+    @property
+    def place(self) -> slice:
+        """Which of the completion's tokens that are learnt from it has."""
+        trained_T = self.rollout.completion.trained_T
+        first = int(trained_T[: self.begin].sum())
+        return slice(first, first + int(trained_T[self.tokens].sum()))
 
 
 @dataclass(frozen=True)
@@ -111,13 +160,14 @@ class Members:
         """Return some of them."""
         return Members(self.prompt_ids, [self.members[number] for number in numbers], has_prompt)
 
-    def input_ids(self, number: int) -> torch.Tensor:
-        """Return what of a completion goes through the policy: all but its last token, which predicts nothing."""
-        return self.members[number].rollout.completion.token_ids_T[:-1]
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that all of them follow: the prompt's, and for a chunk those of the completion before it."""
+        return len(self.prompt_ids) + max((member.begin for member in self.members), default=0)
 
     def tree(self, least_shared: int) -> list[Branch]:
         """Return the tree of what goes through the policy of its completions."""
-        return prefix_tree([self.input_ids(number).numpy() for number in range(len(self.members))], least_shared)
+        return prefix_tree([member.input_ids_T.numpy() for member in self.members], least_shared)
 
 
 def by_prompt(members: Sequence[Member]) -> list[Members]:
@@ -128,9 +178,13 @@ def by_prompt(members: Sequence[Member]) -> list[Members]:
     return [Members(some[0].rollout.prompt.token_ids, some) for some in groups.values()]
 
 
+SpanKey = tuple[int, ...] | tuple[str, int, int]
+"""A prompt's tokens, or ``("chunk", row, end)``: what a chunk of a rollout is named by."""
+
+
 def packed(
     parts: Sequence[Members],
-    prompts: Mapping[tuple[int, ...], SplitPrompt] = MappingProxyType({}),
+    spans: Mapping[SpanKey, CarriedSpan] = MappingProxyType({}),
     least_shared: int = LEAST_SHARED,
 ) -> MicroBatch:
     """Lay rollouts out as one row without padding, a prompt, and what responses begin with in common, once.
@@ -138,8 +192,8 @@ def packed(
     Where nothing would be in the row it has one token, so that a rank that has nothing to learn from can take part.
 
     Args:
-        parts: The rollouts of each prompt.
-        prompts: Those, by their tokens, that have responses in other micro-batches too.
+        parts: The rollouts of each prompt, or one chunk of one.
+        spans: Prompts that have responses in other micro-batches too, and chunks that others follow.
         least_shared: The fewest common tokens of responses that stand in the row once.
     """
     tokens, positions, groups, carried_tokens = [], [], [], 0
@@ -148,7 +202,7 @@ def packed(
         groups.append(
             PackedGroup(
                 groups[-1].end if groups else 0,
-                len(part.prompt_ids),
+                part.prefix_tokens,
                 tuple(branch.num_tokens for branch in tree),
                 carried_at=None if part.has_prompt else carried_tokens,
                 parents=tuple(branch.parent for branch in tree),
@@ -158,11 +212,12 @@ def packed(
             tokens.append(torch.tensor(part.prompt_ids))
             positions.append(torch.arange(len(part.prompt_ids)))
         else:
-            carried_tokens += len(part.prompt_ids)
+            carried_tokens += part.prefix_tokens
         for branch in tree:
-            tokens.append(part.input_ids(branch.members[0])[branch.begin : branch.end])
-            positions.append(torch.arange(branch.begin, branch.end) + len(part.prompt_ids))
-    split = [prompts.get(part.prompt_ids) for part in parts]
+            tokens.append(part.members[branch.members[0]].input_ids_T[branch.begin : branch.end])
+            positions.append(torch.arange(branch.begin, branch.end) + part.prefix_tokens)
+    split = [spans.get(_before(part)) for part in parts]
+    chunks = [spans.get(("chunk", one.row, one.chunk.end)) for part in parts for one in part.members if one.chunk]
     num_tokens = groups[-1].end if groups else 0
     places: list[Members | None] = [*parts]
     if not num_tokens:
@@ -175,6 +230,7 @@ def packed(
         position_ids_BT=torch.cat(positions)[None],
         groups=tuple(groups),
         prompts=tuple(split),
+        chunks=tuple(chunks),
         **_completions([member for part in parts for member in part.members], [*sources, _NONE]),
     )
     shares = any(len(branch.members) > 1 for tree in trees for branch in tree)
@@ -209,6 +265,12 @@ def in_rows(parts: Sequence[Members]) -> MicroBatch:
     )
 
 
+def _before(part: Members) -> SpanKey:
+    """Name what a part follows."""
+    first = part.members[0] if part.members else None
+    return part.prompt_ids if first is None or not first.begin else ("chunk", first.row, first.begin)
+
+
 def _after_row(group: PackedGroup, num_tokens: int) -> PackedGroup:
     """Put a carried prompt after a row of so many tokens."""
     return group if group.carried_at is None else replace(group, carried_at=group.carried_at + num_tokens)
@@ -235,14 +297,15 @@ def _sources(
         else:
             last = num_tokens + num_carried
             num_carried += 1
-        paths: list[list[torch.Tensor]] = [[] for _ in ([] if part is None else part.members)]
+        paths: list[list[torch.Tensor]] = [[_NONE] for _ in ([] if part is None else part.members)]
         for branch, stretch in zip(tree, group.branches, strict=True):
             rows_T = torch.arange(stretch.start, stretch.start + stretch.length)
             for member in branch.members:
                 paths[member].append(rows_T)
         for member, path in zip([] if part is None else part.members, paths, strict=True):
-            yield torch.full((min(member.rollout.completion.num_tokens, 1),), last)
-            yield from path
+            num_own = member.tokens.stop - member.tokens.start
+            yield torch.full((min(num_own, 1),), last)
+            yield torch.cat(path)[: max(num_own - 1, 0)]
 
 
 def _completions(members: Sequence[Member], sources: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -252,18 +315,30 @@ def _completions(members: Sequence[Member], sources: Sequence[torch.Tensor]) -> 
         members: Whose completions.
         sources: Where the predecessors of all their tokens stand, one after another.
     """
-    completions = [member.rollout.completion for member in members]
+    parts = [(member.rollout.completion, member.tokens) for member in members]
     advantages = [torch.as_tensor(member.advantage, dtype=torch.float32) for member in members]
-    advantages = [each.expand(one.num_trained) for each, one in zip(advantages, completions, strict=True)]
-    trained = torch.cat([*(completion.trained_T for completion in completions), _NONE.bool()])
-    logprobs = [*(completion.logprobs_T for completion in completions), torch.empty(0, dtype=torch.float32)]
+    advantages = [each.expand(one.num_trained) for each, (one, _) in zip(advantages, parts, strict=True)]
+    of_chunk = any(member.chunk for member in members)
+    places = [
+        member.place if of_chunk else slice(completion.num_trained)
+        for member, (completion, _) in zip(members, parts, strict=True)
+    ]
+    trained = torch.cat([*(completion.trained_T[tokens] for completion, tokens in parts), _NONE.bool()])
+    logprobs = [*(completion.logprobs_T[tokens] for completion, tokens in parts), torch.empty(0, dtype=torch.float32)]
     return {
         "source_N": torch.cat([*sources])[trained],
-        "target_ids_N": torch.cat([*(completion.token_ids_T for completion in completions), _NONE])[trained],
+        "target_ids_N": torch.cat([*(completion.token_ids_T[tokens] for completion, tokens in parts), _NONE])[trained],
         "sampled_logprobs_N": torch.cat(logprobs)[trained],
-        "versions_N": torch.cat([*(completion.versions_T for completion in completions), _NONE])[trained],
-        "advantages_N": torch.cat([*advantages, torch.empty(0, dtype=torch.float32)]),
-        "lengths_C": torch.tensor([completion.num_trained for completion in completions], dtype=torch.int64),
-        "turn_lengths_S": torch.tensor([n for one in completions for n in one.trained_of_turns], dtype=torch.int64),
+        "versions_N": torch.cat([*(completion.versions_T[tokens] for completion, tokens in parts), _NONE])[trained],
+        "advantages_N": torch.cat(
+            [
+                *(each[place] for each, place in zip(advantages, places, strict=True)),
+                torch.empty(0, dtype=torch.float32),
+            ]
+        ),
+        "lengths_C": torch.tensor([place.stop - (place.start or 0) for place in places], dtype=torch.int64),
+        "turn_lengths_S": torch.tensor([n for member in members for n in member.turn_lengths], dtype=torch.int64),
         "rows": tuple(member.row for member in members),
+        "places": tuple(places),
+        "weights": tuple(1.0 if member.chunk is None else member.chunk.weight for member in members),
     }

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lit_grpo.process.copies import in_one_copy
-from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
+from lit_grpo.types import Completion, GroupKey, Key, Rollout, RolloutGroup
+from lit_grpo.update.auxiliary import Term
 from lit_grpo.update.batches.layout import MicroBatch
+from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.metrics import MicroBatchSums, read_sums
-from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.normalization import Part, StepTotals
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Step:
         beta: Weight of the KL term.
         entropy_coefficient: Weight of the entropy bonus.
         kept: The tokens that are learnt from, by completion; None where all are.
+        chunks: Those of each rollout that goes through the policy in chunks, by its place.
+        weights: What each token counts that would be learnt from of a whole completion, by completion; those of weight
+            0 are left out of ``rollouts``. None where each counts 1.
+        term: What is added to the loss.
         token_gap_limit: How far, in nats, the log-prob that a fresh token was sampled with may be from the policy's;
             None in later steps on a batch, where the weights are not those that sampled.
     """
@@ -53,6 +59,9 @@ class Step:
     beta: float
     entropy_coefficient: float
     kept: Mapping[Key, torch.Tensor] | None = None
+    chunks: Mapping[int, Sequence[Chunk]] = field(default_factory=dict)
+    weights: Mapping[Key, torch.Tensor] | None = None
+    term: Term = field(default_factory=Term)
     token_gap_limit: float | None = None
 
     def of_prompts(self, prompts: Collection[GroupKey]) -> Step:
@@ -70,11 +79,32 @@ class Step:
         ]
 
     def values_of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
-        """Return the values of a micro-batch's completions one after another, shape N, on its device."""
-        rows = [values[self.rollouts[row].completion.request.key] for row in micro_batch.rows]
+        """Return the values of a micro-batch's completions one after another, shape N, on its device.
+
+        Args:
+            values: Of all tokens that would be learnt from of whole completions.
+            micro_batch: One of the step's.
+        """
+        keys = [self.rollouts[row].completion.request.key for row in micro_batch.rows]
+        weights = self.weights
+        rows = [values[key] if weights is None else values[key][weights[key] != 0] for key in keys]
+        rows = [row[place] for row, place in zip(rows, micro_batch.places, strict=True)]
         none = torch.empty(0, dtype=torch.float32)
         values_N = torch.cat([*rows, next(iter(values.values()), none)[:0]])
         return in_one_copy({"values": values_N}, micro_batch.lengths_C.device)["values"]
+
+    def part_of(self, micro_batch: MicroBatch) -> Part | None:
+        """Say of what a micro-batch's tokens are a part; None where completions are whole."""
+        if self.weights is None and not micro_batch.chunks:
+            return None
+        completions = [self.rollouts[row].completion for row in micro_batch.rows]
+        weights = self.weights or {one.request.key: torch.ones(one.num_trained) for one in completions}
+        lengths_C = torch.tensor([len(weights[one.request.key]) for one in completions], dtype=torch.int64)
+        weights_C = torch.tensor(micro_batch.weights, dtype=torch.float32)
+        there = in_one_copy({"lengths": lengths_C, "weights": weights_C}, micro_batch.lengths_C.device)
+        weights_N = self.values_of(weights, micro_batch)
+        of_chunks_N = there["weights"].repeat_interleave(micro_batch.lengths_C, output_size=len(weights_N))
+        return Part(weights_N * of_chunks_N, there["lengths"])
 
 
 @dataclass
@@ -164,6 +194,23 @@ def taking_part_and_learnt(
     valid = [(r, a) for r, a in pairs if a == a and r.kept and r.completion.num_trained]
     learnt = [(r, a) for r, a in valid if not mask_truncated or r.completion.finish_reason != "length"]
     return valid, [(row, a) for r, a in learnt for row in r.rows]
+
+
+def thinned(rollouts: Sequence[Rollout], weights: Mapping[Key, torch.Tensor]) -> list[Rollout]:
+    """Return rollouts whose completions end with the last token that has a weight, and learn from no token without.
+
+    Args:
+        rollouts: Whole ones.
+        weights: Of the tokens that are learnt from, by completion.
+    """
+    parts = []
+    for rollout in rollouts:
+        whole, advantages = rollout.completion, rollout.token_advantages
+        kept = weights[whole.request.key] != 0
+        part = Completion.of(whole.request, whole.thinned(kept), whole.finish_reason, whole.text)
+        of_kept = None if advantages is None else advantages[kept]
+        parts.append(replace(rollout, completion=part, token_advantages=of_kept))
+    return parts
 
 
 def log_baseline_weights(rollouts: Sequence[Rollout], scores: Mapping[Key, torch.Tensor]) -> torch.Tensor:

@@ -64,7 +64,7 @@ def predecessors(model: PreTrainedModel, micro_batch: MicroBatch, ranks: Sequenc
 
     Inside ``shared_prefixes(model)``.
     """
-    layout = SharedPrefix(micro_batch.groups, micro_batch.prompts, ranks, micro_batch.labels_3K)
+    layout = SharedPrefix(micro_batch.groups, micro_batch.prompts, ranks, micro_batch.labels_3K, micro_batch.chunks)
     layout.compute_carried(model)
     row = micro_batch.input_ids_BT, micro_batch.position_ids_BT
     if micro_batch.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from lit_grpo.types import Key, Rollout
     from lit_grpo.update.batches.layout import MicroBatch
 
-Measurement = Literal["logprobs", "entropy", "scores"]
+OfHidden = Callable[["PreTrainedModel", torch.Tensor, torch.Tensor], torch.Tensor]
+"""Measures tokens, shape (n, ...), of the model, the last hidden states (n, D) that predict them, and their ids."""
+Measurement = Literal["logprobs", "entropy", "scores"] | OfHidden
 
 
 def logprobs_and_scores(
@@ -64,7 +67,8 @@ def measure(
     """Measure every token that is learnt from, without gradient; by completion, on the CPU.
 
     Args:
-        what: ``logprobs`` or ``entropy`` of each token, shape T, or both of :func:`logprobs_and_scores`, shape (T, 2).
+        what: ``logprobs`` or ``entropy`` of each token, shape T, both of :func:`logprobs_and_scores`, shape (T, 2), or
+            a function of the last hidden states.
         rollouts: What to measure; each has such tokens.
         micro_batches: What they have been cut into.
         model: What to measure them under.
@@ -91,6 +95,11 @@ def _measured(
     def forward() -> torch.Tensor:
         if what == "scores":
             return logprobs_and_scores(model, micro_batch, temperature, ranks)
+        if callable(what):
+            with shared_prefixes(model) if micro_batch.groups else nullcontext():
+                hidden_nD = predecessors(model, micro_batch, ranks)
+            values_n = what(model, hidden_nD, ranks.own_part(micro_batch.target_ids_N))
+            return ranks.join(0, values_n, len(micro_batch.target_ids_N))
         logprobs_N, entropy_N = micro_batch_logprobs(model, micro_batch, temperature, ranks=ranks)
         return logprobs_N if what == "logprobs" else entropy_N
 

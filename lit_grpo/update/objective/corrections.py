@@ -53,8 +53,13 @@ class Correction:
     @property
     def needs(self) -> frozenset[str]:
         """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
-        of_sequence = {"one_row"} if self.mode.startswith(("sequence", "geometric")) else set[str]()
+        of_sequence = {"one_row", "whole_completions"} if self.of_sequence else set[str]()
         return frozenset({"sampled_log_probs"} | of_sequence if self.active else ())
+
+    @property
+    def of_sequence(self) -> bool:
+        """Whether a weight is of all tokens of a completion."""
+        return self.mode.startswith(("sequence", "geometric"))
 
     @property
     def truncates(self) -> bool:

@@ -166,7 +166,7 @@ class Objective:
             Part(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
             Part(f"model.objective.step_size.rule {self.step_size.rule}", needs=self.step_size.needs),
             self._proximal_part,
-            *self._one_row_parts,
+            *self._together_parts,
             *self.kl.parts,
         ]
         if self.top_entropy_quantile < 1:
@@ -178,17 +178,25 @@ class Objective:
         return parts
 
     @property
-    def _one_row_parts(self) -> list[Part]:
-        """What takes all tokens of a completion together."""
-        together = {
-            "ratio sequence": self.ratio_level == "sequence",
-            "normalization sequence": self.normalized_by == "sequence",
-            "off_policy_threshold": self.off_policy_threshold is not None,
-            "off_policy_kl": self.off_policy_kl is not None,
-            "proximal snapshots": self.proximal_policy == "snapshots",
+    def _together_parts(self) -> list[Part]:
+        """What takes all tokens of a completion, or of a turn, together."""
+        chosen = {
+            f"ratio {self.ratio_level}": self.ratio_level == "sequence",
+            f"off_policy_threshold {self.off_policy_threshold}": self.off_policy_threshold is not None,
+            f"off_policy_kl {self.off_policy_kl}": self.off_policy_kl is not None,
         }
+        needs = frozenset({"one_row", "whole_completions"})
+        parts = [Part(f"model.objective.{name}", needs, chosen=is_chosen) for name, is_chosen in chosen.items()]
+        of_turn, in_a_row = (
+            self.ratio_level == "turn",
+            {
+                "normalization sequence": self.normalized_by == "sequence",
+                "proximal snapshots": self.proximal_policy == "snapshots",
+            },
+        )
+        parts.append(Part("model.objective.ratio turn", frozenset({"whole_completions"}), chosen=of_turn))
         needs = frozenset({"one_row"})
-        return [Part(f"model.objective.{name}", needs, chosen=chosen) for name, chosen in together.items()]
+        return parts + [Part(f"model.objective.{name}", needs, chosen=is_so) for name, is_so in in_a_row.items()]
 
     @property
     def _clashes(self) -> list[Clash]:
@@ -196,7 +204,6 @@ class Objective:
         normalization = f"model.objective.normalization {self.normalized_by}"
         correction = f"model.objective.correction.mode {self.correction.mode}"
         proximal, only = f"model.objective.proximal {self.proximal_policy}", self.recipe.only_ratio
-        of_sequence = self.correction.mode.startswith(("sequence", "geometric"))
         each = {
             "token": "one for each token",
             "turn": "one for all tokens of a turn",
@@ -224,7 +231,7 @@ class Objective:
             Clash(
                 f"{loss} needs corrections of single tokens",
                 f"{correction} makes one of all tokens of a completion",
-                found=self.recipe.takes_correction and of_sequence,
+                found=self.recipe.takes_correction and self.correction.of_sequence,
                 remedy="take token_truncate or token_mask",
             ),
             Clash(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lit_grpo.update.normalization import StepTotals, token_weights
+from lit_grpo.update.normalization import Part, StepTotals, token_weights
 from lit_grpo.update.objective.corrections import correction_metrics, correction_weights
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.objective import Objective
@@ -20,6 +20,7 @@ def policy_loss(
     beta: float | None = None,
     entropy_coefficient: float | None = None,
     kept_N: torch.Tensor | None = None,
+    part: Part | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """Return a micro-batch's share of the step's loss, a scalar, and metrics of shape N.
 
@@ -28,11 +29,12 @@ def policy_loss(
 
     Args:
         objective: What to minimise.
-        tokens: Of whole completions.
+        tokens: Of whole completions, or those of a ``part`` that go through the policy.
         totals: Of the whole step, on all ranks.
         beta: Weight of the KL term now; ``kl.beta`` by default.
         entropy_coefficient: Weight of the entropy bonus now; ``entropy.coefficient`` by default.
         kept_N: Which tokens are learnt from, where the step leaves some out.
+        part: Of what the tokens are a part; its weights multiply all that a token adds to the loss.
 
     Raises:
         ValueError: The objective has a KL term, and the tokens have no reference log-probs.
@@ -53,13 +55,21 @@ def policy_loss(
         kl_N, term_N = _kl(objective, tokens)
         loss_N = loss_N + (objective.kl.beta if beta is None else beta) * term_N
         metrics["kl"] = kl_N.detach()
-    weights_C = token_weights(tokens.lengths_C, totals, objective.normalized_by, loss_N.dtype)
-    loss = (loss_N * spread(weights_C, tokens.lengths_C, len(loss_N))).sum()
+    lengths_C = tokens.lengths_C if part is None else part.lengths_C
+    weights_C = token_weights(lengths_C, totals, objective.normalized_by, loss_N.dtype)
+    weights_N = spread(weights_C, tokens.lengths_C, len(loss_N))
+    loss = (loss_N * (weights_N if part is None else weights_N * part.weights_N)).sum()
     if objective.entropy.active:
         coefficient = objective.entropy.coefficient if entropy_coefficient is None else entropy_coefficient
-        entropy_N = tokens.entropy_N if kept_N is None else tokens.entropy_N * kept_N
+        entropy_N = counted(tokens.entropy_N, kept_N, part)
         loss = loss - coefficient * entropy_N.sum() / max(totals.num_entropy_tokens, 1)
     return loss, metrics
+
+
+def counted(values_N: torch.Tensor, kept_N: torch.Tensor | None, part: Part | None) -> torch.Tensor:
+    """Return values with those of tokens that are left out as 0, and each as often as its token counts."""
+    values_N = values_N if kept_N is None else values_N * kept_N
+    return values_N if part is None else values_N * part.weights_N
 
 
 def _corrected_surrogate(objective: Objective, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:

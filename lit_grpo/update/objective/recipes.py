@@ -219,5 +219,6 @@ RECIPES: dict[str, Recipe] = {
         only_ratio="token",
         takes_correction=True,
         above_zero=frozenset({"lambda_positive", "lambda_negative"}),
+        needs=frozenset({"whole_completions"}),
     ),
 }

@@ -21,7 +21,7 @@ from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lit_grpo.update.prefix.split_prompt import SplitPrompt
+    from lit_grpo.update.prefix.carried import CarriedSpan
 
 
 ATTENTION_NAME = "lit_grpo_shared_prefix"
@@ -33,7 +33,9 @@ class SharedPrefix:
 
     Args:
         groups: Prompts and responses, and where they stand in the row.
-        prompts: By group, those that are carried from one micro-batch to the next; none by default.
+        prompts: By group, those that are carried from one micro-batch to the next, or the last of the spans that stand
+            for the prompt and what follows it; none by default.
+        chunks: By group, the span that is its one response, where later micro-batches have used it; none by default.
         ranks: Those that share the row.
         labels_3K: What :func:`key_labels` tells of the groups, on the row's device; by default it is copied there.
     """
@@ -41,41 +43,50 @@ class SharedPrefix:
     def __init__(
         self,
         groups: Sequence[PackedGroup],
-        prompts: Sequence[SplitPrompt | None] = (),
+        prompts: Sequence[CarriedSpan | None] = (),
         ranks: SequenceParallel = ALONE,
         labels_3K: torch.Tensor | None = None,
+        chunks: Sequence[CarriedSpan | None] = (),
     ) -> None:
         self.groups, self.ranks, self._labels_3K = tuple(groups), ranks, labels_3K
         self.num_tokens = max((group.end for group in groups), default=0)
         split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
         self._carried = [prompt for group, prompt in split if group.carried_at is not None]
         self._in_row = [(slice(g.start, g.start + g.prompt_tokens), p) for g, p in split if g.carried_at is None]
+        for group, chunk in zip(self.groups, chunks, strict=False):
+            if chunk is not None:
+                self._in_row.append((slice(group.response_start, group.response_start + len(chunk.token_ids)), chunk))
         self.calls: list[tuple[Hashable, int | None]] = []
         """The layers that have attended so far, each with its sliding window, ``None`` for full attention."""
         self._pieces: dict[int | None, list[Piece]] = {}
         self._masks: dict[int | None, BlockMask] = {}
 
     def compute_carried(self, model: PreTrainedModel) -> None:
-        """Run the carried prompts that have not been through ``model`` yet, each by itself and without gradient.
+        """Run the carried spans that have not been through ``model`` yet, one after another and without gradient.
 
         Where the model's layers take all ranks, a rank with fewer of them goes through the layers as often.
         """
-        unknown = [prompt for prompt in self._carried if not prompt.is_known]
+        unknown = [span for last in self._carried for span in last.chain if not span.is_known]
         most = int(Ranks(model.device).max(len(unknown))) if is_scattered(model) else len(unknown)
-        for prompt in unknown:
-            prompt.keep(_LAST_HIDDEN, self._run_alone(model, prompt.token_ids, [prompt])[0, -1:].clone())
-            prompt.is_known = True
+        for span in unknown:
+            span.keep(_LAST_HIDDEN, self._run_alone(model, span)[0, -1:].clone())
+            span.is_known = True
         for _ in range(most - len(unknown)):
-            self._run_alone(model, (0,), [None])
+            self._run_alone(model, None)
 
     @torch.no_grad()
-    def _run_alone(
-        self, model: PreTrainedModel, token_ids: Sequence[int], prompt: Sequence[SplitPrompt | None]
-    ) -> torch.Tensor:
-        """Return the hidden states (1, T, D) of a prompt, which remembers what is computed of it."""
-        alone = SharedPrefix([PackedGroup(0, len(token_ids), ())], prompt, self.ranks)
+    def _run_alone(self, model: PreTrainedModel, span: CarriedSpan | None) -> torch.Tensor:
+        """Return the hidden states (1, T, D) of a span, which remembers what is computed of it; of None, of a token."""
+        token_ids = (0,) if span is None else span.token_ids
+        before = None if span is None else span.before
+        first, length = 0 if span is None else span.num_before, len(token_ids)
+        if before is None:
+            alone = SharedPrefix([PackedGroup(0, length, ())], [span], self.ranks)
+        else:
+            group = PackedGroup(0, first, (length,), carried_at=length)
+            alone = SharedPrefix([group], [before], self.ranks, chunks=[span])
         input_ids_T = in_one_copy({"ids": torch.tensor(token_ids)}, model.device)["ids"]
-        positions_BT = torch.arange(len(token_ids), device=model.device)[None]
+        positions_BT = torch.arange(first, first + length, device=model.device)[None]
         return alone.hidden_states(model, input_ids_T[None], positions_BT)
 
     def hidden_states(
@@ -124,7 +135,7 @@ class SharedPrefix:
                 tensor = prompt.settle(name, tensor, index)
             else:
                 prompt.keep(name, tensor[index])
-        carried = [prompt.lend(name) for prompt in self._carried]
+        carried = [span.lend(name) for last in self._carried for span in last.chain]
         return torch.cat([tensor, *carried], 2) if carried else tensor
 
 

@@ -1,4 +1,4 @@
-"""A prompt whose responses are in several micro-batches: what it computes is carried from one to the next."""
+"""Tokens that later ones see from other micro-batches: what they compute is carried from one to the next."""
 
 from __future__ import annotations
 
@@ -10,23 +10,35 @@ import torch
 Index = tuple[slice, ...]
 
 
-class SplitPrompt:
-    """Keys, values and last hidden state of a prompt, for the micro-batches that have not got it in their row.
+class CarriedSpan:
+    """Keys, values and last hidden state of a prompt, or of a chunk of a completion, for micro-batches without it.
 
     They are computed once, without gradient. Micro-batches get them as leaves, and their backward passes leave the
-    gradient of each here. The last of the prompt's micro-batches has it in its row, adds what the others have left, and
-    takes it back through the prompt. So the prompt costs one pass and a forward pass however many micro-batches there
-    are, and gradients are those of one micro-batch with all of its responses.
+    gradient of each here. The last micro-batch that uses the span has it in its row, adds what the others have left,
+    and takes it back through the span. So a span costs one pass and a forward pass however many micro-batches there
+    are, and gradients are those of one micro-batch with all that sees the span.
 
     Args:
-        token_ids: The prompt's.
+        token_ids: The span's.
+        before: What it follows; a prompt follows nothing.
+        weight: What the others have left is multiplied by it.
     """
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = tuple(token_ids)
+    def __init__(self, token_ids: Sequence[int], before: CarriedSpan | None = None, weight: float = 1.0) -> None:
+        self.token_ids, self.before, self.weight = tuple(token_ids), before, weight
         self.is_known = False
         """Whether it has been through the model."""
         self._carried: dict[Hashable, _Carried] = {}
+
+    @property
+    def chain(self) -> list[CarriedSpan]:
+        """All that it follows, a prompt first, and itself."""
+        return [*([] if self.before is None else self.before.chain), self]
+
+    @property
+    def num_before(self) -> int:
+        """Tokens that it follows."""
+        return sum(len(span.token_ids) for span in self.chain[:-1])
 
     def keep(self, name: Hashable, tensor: torch.Tensor) -> None:
         """Note what is to be lent under a name."""
@@ -43,7 +55,9 @@ class SplitPrompt:
         """
         carried = self._carried.pop(name, None)
         gradient = None if carried is None else carried.settle()
-        return tensor if gradient is None else _AddGradient.apply(tensor, gradient, place)  # pyright: ignore[reportReturnType]
+        if gradient is None:
+            return tensor
+        return _AddGradient.apply(tensor, gradient * self.weight, place)  # pyright: ignore[reportReturnType]
 
 
 class _Carried:

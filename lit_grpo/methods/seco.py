@@ -1,0 +1,91 @@
+"""SeCO and SpaCO (arXiv 2505.16710): the backward pass of a long completion chunk by chunk.
+
+``seco`` has the gradient of the whole. Keys and values of all chunks are computed first, without a gradient. Then the
+last chunk goes through the policy again and back, which leaves a gradient at the keys and values of the chunks before
+it; these add it to their own when they have their turn. So activations of one chunk are in memory, and a completion may
+be longer than ``model.max_tokens_per_micro_batch``. It costs one more forward pass of what is cut.
+
+``spaco`` gives each chunk a backward pass with chance ``share`` alone, and multiplies all that goes back through it by
+``1 / share``. A gradient that passes m chunks on its way through keys and values is there with chance ``share**m``, and
+counts ``share**-m`` times: the mean over draws is the gradient of the whole. The price is variance. Chunks are drawn
+independently, and not a fixed number of them, so that this holds for every m.
+
+Example:
+    ``rollout.plugins: [{seco: {chunk: 2048}}]``, or ``[{spaco: {chunk: 2048, share: 0.5}}]``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lit_grpo.limits import Count, Share
+from lit_grpo.types import Completion
+from lit_grpo.update.chunking import Chunk, Chunking
+
+
+@dataclass(frozen=True)
+class SeCO(Chunking):
+    """Completions of more than ``chunk`` tokens are cut into chunks of about equal size.
+
+    Args:
+        chunk: The most tokens of one; not above ``model.max_tokens_per_micro_batch``.
+    """
+
+    chunk: Count = 2048
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Packed rows, and chunks of the size that is set."""
+        return super().needs | {"fixed_token_budget", "own_rows", "packed_rows"}
+
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """The loss sees a chunk at a time."""
+        said = f"sends those of more than {self.chunk} tokens through in chunks"
+        return {**super().changes, "whole_completions": said}
+
+    @property
+    def most(self) -> int | None:
+        """``chunk``."""
+        return self.chunk
+
+    def chunks(self, completion: Completion, version: int) -> Sequence[Chunk]:
+        """Return as few chunks as there can be."""
+        length = completion.num_tokens
+        number = -(-length // self.chunk)
+        if number < 2:
+            return ()
+        begins = [length * n // number for n in range(number + 1)]
+        pairs = pairwise(begins)
+        return [Chunk(begin, end, self.weight(completion, version, n)) for n, (begin, end) in enumerate(pairs)]
+
+    def weight(self, completion: Completion, version: int, number: int) -> float:
+        """Return by what the gradient through a chunk is multiplied, by its number; 0 for no backward pass."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class SpaCO(SeCO):
+    """A random part of the chunks has a backward pass.
+
+    Args:
+        chunk: See :class:`SeCO`.
+        share: The chance of each chunk; 1 is ``seco``.
+        seed: Of the draws, which depend on it, on the policy's version and on the completion's name alone.
+    """
+
+    share: Share = 0.5
+    seed: int = 0
+
+    def weight(self, completion: Completion, version: int, number: int) -> float:
+        """Return ``1 / share`` with chance ``share``, else 0."""
+        name = repr((self.seed, version, completion.request.key, number)).encode()
+        drawn = random.Random(hashlib.blake2b(name, digest_size=8).digest()).random()
+        return 1 / self.share if drawn < self.share else 0.0
+
+
+PLUGINS = {"seco": SeCO(), "spaco": SpaCO()}
