@@ -230,6 +230,8 @@ def logprobs(plain: PreTrainedModel, prompt: Prompt, completion: Completion) -> 
 class _Gradient:
     """Takes the place of an optimizer and changes nothing."""
 
+    optimizer: torch.optim.Optimizer
+
     def __init__(self, policy: PreTrainedModel) -> None:
         self.policy_version, self._policy = 0, policy
         self.gradients: dict[str, torch.Tensor] = {}

@@ -175,6 +175,7 @@ class _NoStep:
     """Takes the place of an optimizer and changes nothing."""
 
     policy_version = 0
+    optimizer: torch.optim.Optimizer
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         compute_loss().backward()

@@ -155,6 +155,7 @@ class _PlainSteps:
     """What a learner needs of an optimizer: it keeps the gradient, and changes no weight."""
 
     policy_version = 0
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, policy: torch.nn.Module) -> None:
         self._policy, self.gradient = policy, torch.empty(0)

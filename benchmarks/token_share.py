@@ -42,6 +42,8 @@ STEPS, DRAWS = 3, 12
 class Gradients:
     """Takes no step, and keeps the gradient of each."""
 
+    optimizer: torch.optim.Optimizer
+
     def __init__(self, policy: torch.nn.Module) -> None:
         self.policy, self.policy_version = policy, 0
         self.last = torch.empty(0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,9 +70,9 @@ def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
         return seen
 
     optimizer = torch.optim.SGD(plain.policy.parameters(), lr=0.5)
-    Capo().token_mask(learnt, measured, optimizer)
+    Capo().token_mask(learnt, measured, cast("Any", SimpleNamespace(optimizer=optimizer)))
     moved = {
-        key: models(*values.double().unbind(1), torch.tensor(advantage))[1]
+        key: models(values[:, 0].double(), values[:, 1].double(), torch.tensor(advantage))[1]
         for (r, advantage) in learnt
         for key, values in [(r.completion.request.key, seen[r.completion.request.key])]
     }
@@ -95,7 +96,7 @@ class ByHand(Capo):
         super().__init__()
         object.__setattr__(self, "given", given)
 
-    def token_mask(self, learnt: Any, measure: Any, optimizer: Any) -> Any:
+    def token_mask(self, learnt: Any, measure: Any, optimization: Any) -> Any:
         return self.given  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -15,7 +15,13 @@ from lit_grpo.methods.arpo import ARPO, turn_starts
 from lit_grpo.methods.eptree import EPTree
 from lit_grpo.plugins import Answer, Listener, RunFacts
 from lit_grpo.rollout.session import RolloutSession
-from lit_grpo.types import Completion, Request, SamplePath
+from lit_grpo.types import Completion, Request, RolloutGroup, SamplePath
+
+
+def rewards_of(group: RolloutGroup) -> dict[SamplePath, Any]:
+    """What environments gave, by path."""
+    completions = [rollout.completion for rollout in group.rollouts]
+    return {each.request.path: each.episode.reward for each in completions if each.episode is not None}
 
 
 class Counting(Guess):
@@ -23,9 +29,10 @@ class Counting(Guess):
 
     num_reset = num_asked = 0
 
-    def reset(self, **_: Any) -> None:
+    def reset(self, number: int = 0, **_: Any) -> str:
         type(self).num_reset += 1
         self.number, self.guesses = 100 * type(self).num_reset, []
+        return ""
 
     def guess(self, number: int) -> str:
         """Guess the number.
@@ -84,7 +91,9 @@ def test_a_fork_after_an_answer_has_the_environment_of_that_moment(kind: type[Co
     forks = Forks()
     worker = worker_of(kind)
     (group,) = play(worker, says, ROWS, num_generations=2, listeners=[forks])
-    rewards = {each.completion.request.path: each.completion.episode.reward for each in group.rollouts}  # pyright: ignore
+    rewards: Any = {
+        each.completion.request.path: cast("Any", each.completion.episode).reward for each in group.rollouts
+    }
     first, second = rewards[0,], rewards[1,]
     assert {first, second} == {103.0, 206.0} or {first, second} == {203.0, 106.0}
     number = first - 3  # of the parent's environment, which a fork does not make again
@@ -111,7 +120,9 @@ def test_a_fork_within_a_turn_has_the_environment_of_the_turns_beginning(kind: t
 
     begins: dict[SamplePath, int] = {}
     (group,) = play(worker_of(kind), goes_on, ROWS, listeners=[forks])
-    rewards = {each.completion.request.path: each.completion.episode.reward for each in group.rollouts}  # pyright: ignore
+    rewards: Any = {
+        each.completion.request.path: cast("Any", each.completion.episode).reward for each in group.rollouts
+    }
     assert forks.begun == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (0, 3): 3}
     assert rewards == {(0,): 103.0, (0, 0): 101.0, (0, 1): 102.0, (0, 2): 103.0, (0, 3): 103.0}
     assert kind.num_reset == 1
@@ -126,7 +137,9 @@ def test_forks_of_forks_find_the_state_of_the_path_that_they_come_from(kind: typ
             return answer
 
     (group,) = play(worker_of(kind), says, ROWS, listeners=[Twice()])
-    rewards = {each.completion.request.path: each.completion.episode.reward for each in group.rollouts}  # pyright: ignore
+    rewards: Any = {
+        each.completion.request.path: cast("Any", each.completion.episode).reward for each in group.rollouts
+    }
     assert rewards[0, 2] == 100 + 1 + 1 + 3 and rewards[0, 3] == 100 + 1 + 1 + 1
     assert rewards[0, 2, 1] == 100 + 1 + 4 + 4 and rewards[0, 2, 3] == 100 + 1 + 1 + 3
 

@@ -268,7 +268,7 @@ def test_nothing_is_lost_and_nothing_is_over_budget(seed: int, shared_prefix: bo
     advantages = [rng.gauss(0, 1) for _ in rollouts]
     least = least_tokens(rollouts, shared_prefix)
     budget = least + rng.randrange(0, 3 * least)
-    micro_batches = make_micro_batches(rollouts, advantages, budget, shared_prefix, least_shared)
+    micro_batches = make_micro_batches(rollouts, advantages, budget, shared_prefix, least_shared=least_shared)
 
     rows = [row for micro_batch in micro_batches for row in rows_of(micro_batch)]
     assert sorted(rows) == sorted(map(row_of, rollouts, advantages))

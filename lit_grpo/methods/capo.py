@@ -40,6 +40,8 @@ from lit_grpo.update.selection import Measure, Selection
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lit_grpo.update.learner_settings import Optimization
+
 LOGITS_PER_BLOCK = 2**22
 SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
@@ -69,7 +71,7 @@ class Capo(Selection):
         return {**super().changes, "all_tokens": "leaves tokens out by a model of curvature"}
 
     def token_mask(
-        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimizer: torch.optim.Optimizer
+        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: Optimization
     ) -> Mapping[Key, torch.Tensor] | None:
         """Return which tokens are within both bounds."""
 
@@ -78,7 +80,7 @@ class Capo(Selection):
             scaled = [name for name in SCALES if getattr(model.config.get_text_config(), name, None) not in (None, 1)]
             if type(head) is not torch.nn.Linear or head.bias is not None or not head.weight.requires_grad or scaled:
                 raise ValueError("rollout.plugins: capo needs a plain linear head that is trained; leave it out.")
-            factors = preconditioner(optimizer, head.weight)
+            factors = preconditioner(optimization.optimizer, head.weight)
             if factors is None:
                 return hidden_nD.new_zeros((len(hidden_nD), 2))
             return slopes_and_variances(head.weight, hidden_nD, target_ids_n, factors)
@@ -121,7 +123,7 @@ def slopes_and_variances(
         probs_nV = (hidden_nD @ weight_VD.T).softmax(-1)
         squares_nD = hidden_nD.square()
         of_one = isinstance(factors, float)
-        reach_nV = squares_nD.sum(-1, True) * factors if of_one else squares_nD @ factors.T
+        reach_nV = squares_nD.sum(-1, True) * factors if of_one else squares_nD @ torch.as_tensor(factors).T
         moved_nV = (torch.zeros_like(probs_nV).scatter_(1, ids_n[:, None], 1.0) - probs_nV) * reach_nV
         mean_n1 = (probs_nV * moved_nV).sum(-1, True)
         slope_n = (moved_nV.gather(1, ids_n[:, None]) - mean_n1).squeeze(1)

@@ -312,7 +312,7 @@ class Learner:
         if highest_entropies < 1:
             return highest(self._entropies([rollout for rollout, _ in learnt]), highest_entropies, self.ranks)
         rest(self.policy)
-        return selection.token_mask(learnt, self.passes.measure, self.optimization.optimizer)
+        return selection.token_mask(learnt, self.passes.measure, self.optimization)
 
     def _gradient(self, step: Step, prompts: Sequence[GroupKey]) -> Gathered:
         """Add up the gradient of a step; where memory runs out on a rank, all start again with smaller micro-batches.

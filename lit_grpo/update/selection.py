@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -12,6 +12,9 @@ from lit_grpo.plugins import Plugin
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.logprobs.measurements import OfHidden
+
+if TYPE_CHECKING:
+    from lit_grpo.update.learner_settings import Optimization
 
 Statistics = Literal["group", "kept"]
 Entropies = Callable[[Sequence[Rollout]], Mapping[Key, torch.Tensor]]
@@ -82,14 +85,14 @@ class Selection(Plugin):
         raise NotImplementedError
 
     def token_mask(
-        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimizer: torch.optim.Optimizer
+        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: Optimization
     ) -> Mapping[Key, torch.Tensor] | None:
         """Return which tokens are learnt from, bool by completion; None for all. Asked before each optimizer step.
 
         Args:
             learnt: The rollouts of a step on this rank, and their advantages.
             measure: Sends rollouts through the policy, and measures each token that may be learnt from.
-            optimizer: Takes the step.
+            optimization: Takes the step.
         """
         return None
 

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import lightning.pytorch as pl
 import pytest
-from conversations import chat_tokenizer, chatty_policy
 
+from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.types import PromptBatch
 
 pytestmark = pytest.mark.integration
