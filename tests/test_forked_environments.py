@@ -91,9 +91,7 @@ def test_a_fork_after_an_answer_has_the_environment_of_that_moment(kind: type[Co
     forks = Forks()
     worker = worker_of(kind)
     (group,) = play(worker, says, ROWS, num_generations=2, listeners=[forks])
-    rewards: Any = {
-        each.completion.request.path: cast("Any", each.completion.episode).reward for each in group.rollouts
-    }
+    rewards = rewards_of(group)
     first, second = rewards[0,], rewards[1,]
     assert {first, second} == {103.0, 206.0} or {first, second} == {203.0, 106.0}
     number = first - 3  # of the parent's environment, which a fork does not make again
@@ -120,9 +118,7 @@ def test_a_fork_within_a_turn_has_the_environment_of_the_turns_beginning(kind: t
 
     begins: dict[SamplePath, int] = {}
     (group,) = play(worker_of(kind), goes_on, ROWS, listeners=[forks])
-    rewards: Any = {
-        each.completion.request.path: cast("Any", each.completion.episode).reward for each in group.rollouts
-    }
+    rewards = rewards_of(group)
     assert forks.begun == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (0, 3): 3}
     assert rewards == {(0,): 103.0, (0, 0): 101.0, (0, 1): 102.0, (0, 2): 103.0, (0, 3): 103.0}
     assert kind.num_reset == 1
@@ -137,9 +133,7 @@ def test_forks_of_forks_find_the_state_of_the_path_that_they_come_from(kind: typ
             return answer
 
     (group,) = play(worker_of(kind), says, ROWS, listeners=[Twice()])
-    rewards: Any = {
-        each.completion.request.path: cast("Any", each.completion.episode).reward for each in group.rollouts
-    }
+    rewards = rewards_of(group)
     assert rewards[0, 2] == 100 + 1 + 1 + 3 and rewards[0, 3] == 100 + 1 + 1 + 1
     assert rewards[0, 2, 1] == 100 + 1 + 4 + 4 and rewards[0, 2, 3] == 100 + 1 + 1 + 3
 
