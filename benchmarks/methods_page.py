@@ -39,6 +39,9 @@ class Gain(NamedTuple):
     mean: float
     reach: float
 
+    def __str__(self) -> str:
+        return f"{self.mean:+.1f}" + ("" if math.isnan(self.reach) else f" ± {self.reach:.1f}")
+
     @property
     def word(self) -> str:
         """What the method gave."""
@@ -107,7 +110,7 @@ def _line(
     levels = [f"{100 * mean[name]:.1f}" for name in MEASURES]
     if method == GRPO:
         return 0.0, (method, levels[0], "-", levels[1], "-", "-", *costs, "")
-    gains = [f"{gain.mean:+.1f} ± {gain.reach:.1f}" for gain in (over_run, end)]
+    gains = [str(gain) for gain in (over_run, end)]
     set_by = runs[0]["set"].replace("|", "\\|")
     return over_run.mean, (method, levels[0], gains[0], levels[1], gains[1], over_run.word, *costs, f"`{set_by}`")
 

@@ -79,6 +79,7 @@ def test_a_method_gave_nothing_where_the_interval_has_0() -> None:
         Gain(1.0, math.nan).word,
     ]
     assert words == ["nothing", "more", "less", "nothing", "one seed"]
+    assert [str(Gain(1.0, 2.0)), str(Gain(-1.0, math.nan))] == ["+1.0 ± 2.0", "-1.0"]
 
 
 def row(method: str, seed: int, exact: float, **more: object) -> dict[str, object]:
