@@ -142,7 +142,7 @@ def test_two_ranks_ask_as_one_process_does(
 
 def test_ranks_agree_how_large_a_batch_is(ranks: list[dict[str, Any]]) -> None:
     first, second = (outcomes["norm_test"] for outcomes in ranks)
-    assert first["sizer"] == second["sizer"] and 2 < first["sizer"]["prompts"] <= 4
+    assert first["sizer"] == second["sizer"] and 2 <= first["sizer"]["prompts"] <= 4
     assert first["stream"] == second["stream"] and torch.equal(first["weights"], second["weights"])
 
 
