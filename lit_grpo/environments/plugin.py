@@ -127,8 +127,8 @@ class Snapshot(NamedTuple):
     def fits(self, path: SamplePath, token_ids: list[int]) -> tuple[int, int]:
         """Return how well a request with these tokens can go on from it; (-1, -1) for not at all.
 
-        By the tokens in common first, then by the beginning of the path: where several have come to the same tokens,
-        the state is that of the nearest parent.
+        By the tokens in common first, then by the beginning of the path: where several have equal tokens, the nearest
+        parent's state is taken.
         """
         if token_ids[: len(self.token_ids)] != self.token_ids:
             return (-1, -1)
