@@ -81,7 +81,8 @@ class Environments(Plugin):
     @property
     def changes(self) -> Mapping[str, str]:
         """Where an environment has no ``state``, nothing can begin in the middle of an episode."""
-        lacking = [kind.name for kind in self._kinds().values() if not kind.can_be_restored]
+        kinds = {} if self.factory is None else self._kinds()
+        lacking = [kind.name for kind in kinds.values() if not kind.can_be_restored]
         has = f"has {' and '.join(lacking)}, to which state and restore would have to be added"
         return {"restorable_environments": has} if lacking else {}
 
