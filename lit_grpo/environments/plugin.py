@@ -118,7 +118,8 @@ class Environments(Plugin):
                 "one_row": "makes each turn a row of its own",
                 "restorable_environments": "writes the conversation again for each turn",
             }
-        lacking = [kind.name for kind in self._kinds().values() if not kind.can_be_restored]
+        kinds = {} if self.factory is None else self._kinds()
+        lacking = [kind.name for kind in kinds.values() if not kind.can_be_restored]
         has = f"has {' and '.join(lacking)}, to which state and restore would have to be added"
         return {"restorable_environments": has} if lacking else {}
 
@@ -165,8 +166,8 @@ class Snapshot(NamedTuple):
     def fits(self, path: SamplePath, token_ids: list[int]) -> tuple[int, int]:
         """Return how well a request with these tokens can go on from it; (-1, -1) for not at all.
 
-        By the tokens in common first, then by the beginning of the path: where several have come to the same tokens,
-        the state is that of the nearest parent.
+        By the tokens in common first, then by the beginning of the path: where several have equal tokens, the nearest
+        parent's state is taken.
         """
         if token_ids[: len(self.token_ids)] != self.token_ids:
             return (-1, -1)
