@@ -243,13 +243,16 @@ def check_prompt_lengths(
     """
     most = 0
     for split, rows in prompts.items():
-        room = (sampling if split == "train" else eval_sampling).room
+        used = sampling if split == "train" else eval_sampling
+        room = used.room
         longest = max(rows, key=lambda prompt: len(prompt.token_ids))
         total = len(longest.token_ids) + room
         said = f"Prompt {longest.prompt_id!r} has {len(longest.token_ids)} tokens and up to {room} may follow"
         if total > context:
+            observed = ", sampling.max_observed" if used.max_observed else ""
             raise ValueError(
-                f"{said}, but the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
+                f"{said}, but the model's context is {context}; lower sampling.max_tokens{observed} or "
+                "data.max_prompt_tokens."
             )
         most = max(most, total)
     return most

@@ -688,7 +688,8 @@ def test_an_agent_whose_trajectory_is_dropped_while_the_policy_answers_is_told_t
     worker.close()
 
 
-def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_too_old() -> None:
+@pytest.mark.parametrize("asks_between", [True, False])
+def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_too_old(asks_between: bool) -> None:
     """As in modes that keep groups open: once it is away when the rollout ends, once its turn is too old."""
     begun: list[str] = []
     goes_on = threading.Event()
@@ -710,9 +711,12 @@ def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_to
         is_away = lambda _: bool(begun) and any(each.num_turns for each in worker.sessions.values())  # noqa: B023, E731
         RolloutLoop(generator, buffer, listeners=[worker]).run(is_away)
         buffer.learnt()
-        assert worker.state_dict() == {"sessions": []}  # no agent outlives a kill
+        assert worker.state_dict() == {"sessions": [[["train/0", 0, (0,)], None]]}  # no agent outlives a kill
         generator.version = version
         goes_on.set()
+        until = time.monotonic() + 20
+        while asks_between and not worker._outcomes and time.monotonic() < until:  # as during an update
+            time.sleep(0.01)
         RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)  # noqa: B023
         completion = only(buffer.take())
         assert len(completion.turns) == 2 and completion.oldest_version == version and len(begun) == times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +14,14 @@ import pytest
 from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompts_of, text_of
 from conversations import play as play_with
 
+from lit_grpo.checks import check_prompt_lengths
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments import EnvironmentFailed, Environments
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
 from lit_grpo.plugins import Answer, Listener, RunFacts
 from lit_grpo.rewards import RewardRunner
-from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
@@ -598,7 +600,7 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     worker, buffer = next(found for found in (cut_off() for _ in range(50)) if found is not None)
     buffer.learnt()  # else a checkpoint has what there was before the rollout
     kept, saved = worker.state_dict(), buffer.state_dict()
-    assert len(kept["sessions"]) == (2 if restored else 0)
+    assert [state is not None for _, state in kept["sessions"]] == [restored] * 2
     worker.close()
 
     worker, buffer = worker_of(kind), RolloutBuffer(rule)
@@ -696,6 +698,17 @@ class Unhinted(Guess):
         return ""
 
 
+class Silent(Guess):
+    def fly(self) -> str:
+        return ""
+
+
+class Undescribed(Guess):
+    def fly(self, where: str) -> str:
+        """Fly."""
+        return ""
+
+
 class NoReset:
     def look(self) -> str:
         """Look."""
@@ -732,6 +745,14 @@ def broken() -> Any:
             {"factory": Unhinted},
             r"Unhinted\.fly cannot be a tool .*give each argument a type hint and a line under",
         ),
+        (
+            {"factory": Silent},
+            r"Silent\.fly cannot be a tool .*has no docstring.*a line under Args: in a Google docstring",
+        ),
+        (
+            {"factory": Undescribed},
+            r"Undescribed\.fly cannot be a tool .*'where'.*a line under Args: in a Google docstr",
+        ),
         ({"factory": NoReset}, "environment NoReset has no method reset; add one"),
         ({"factory": Half}, "environment Half has one of state and restore; give it both, or none"),
         ({"factory": Method}, r"Method\.done is a method, and has to be an attribute or a property"),
@@ -762,6 +783,61 @@ def test_what_cannot_be_an_environment_is_refused(options: dict[str, Any], messa
 def test_fields_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"rollout.plugins environments: {message}"):
         make_plugins([{"environments": {"factory": Guess} | options}])
+
+
+def test_an_environment_that_never_ends_is_cut_short_and_the_user_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Endless(Guess):
+        def respond(self, text: str) -> str:
+            return "Go on."
+
+    with caplog.at_level(logging.WARNING):
+        for max_turns in (3, None):  # by turns, or by tokens
+            worker = worker_of(Endless, max_turns=max_turns)
+            (group,) = play(worker, lambda *_: "Well.", num_generations=2)
+            assert [rollout.completion.finish_reason for rollout in group.rollouts] == ["length"] * 2
+            told = [record.message for record in caplog.records if "cut short" in record.message]
+            assert len(told) == 1 + (max_turns is None)
+            assert told[0].startswith(
+                "All 2 trajectories of a rollout were cut short by max_turns, max_tokens or max_obs"
+            )
+        caplog.clear()
+        worker = worker_of(Guess)
+        play(worker, num_generations=2)
+    assert "cut short" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("told", "text"), [(None, "None"), ([1, {"a": 2}], "[1, {'a': 2}]"), (b"\xff", "b'\\xff'"), ("", "")]
+)
+def test_a_tool_that_returns_no_text_is_told_as_python_prints_it(told: Any, text: str) -> None:
+    def look() -> Any:
+        """Look."""
+        return told
+
+    says: Callable[..., str] = lambda _, turn: "Done." if turn else call("look")  # noqa: E731
+    completion = only(play(worker_of(tools=[look]), says, [{"prompt": "?"}]))
+    assert completion.episode is not None
+    assert completion.episode.messages[1] == {"role": "tool", "name": "look", "content": text}
+
+
+def test_a_reward_function_with_the_name_of_an_environments_is_refused() -> None:
+    def other(completions: Any) -> float:
+        return 0.0
+
+    (own,) = worker_of(Guess).rewards
+    with pytest.raises(ValueError, match=r"2 rewards have the name 'Guess' \(.+, .+\); set a name for each"):
+        check_names([RewardFunction.of(other, "Guess"), own])
+
+
+def test_answers_that_do_not_fit_in_the_context_are_refused_before_anything_is_sampled() -> None:
+    (prompt,) = prompts_of(worker_of(Guess), [{"prompt": "Guess.", "number": 1}])
+    sampling, room = SamplingParams(max_tokens=30, max_observed=40), 70 + len(prompt.token_ids)
+    assert check_prompt_lengths({"train": [prompt]}, sampling, sampling, room) == room
+    remedy = r"lower sampling\.max_tokens, sampling\.max_observed or data\.max_prompt_tokens"
+    with pytest.raises(ValueError, match=rf"up to 70 may follow, but the model's context is {room - 1}; {remedy}"):
+        check_prompt_lengths({"train": [prompt]}, sampling, sampling, room - 1)
 
 
 def test_a_run_without_room_for_answers_is_refused() -> None:

@@ -255,7 +255,7 @@ class AgentSession(Session):
 
     async def _reset(self) -> Outcome:
         """Let an agent begin; the trajectory goes on with its first request."""
-        self._spent_s, self.num_turns, self.num_tokens = 0.0, 0, 0
+        self._spent_s, self.num_turns = 0.0, 0
         if self.kind.type is not None:
             self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
         attempt = await self._begin()
@@ -323,9 +323,7 @@ class AgentSession(Session):
             self.counts["timeouts"] += 1
             await self.calls.replace_if_blocked()
             raise Failure("takes too long until its next request")
-        request = attempt.dialogue.goes_on
-        self.num_tokens = request.prefix.num_tokens
-        return Outcome(goes_on=request)
+        return Outcome(goes_on=attempt.dialogue.goes_on)
 
     async def _over_with(self, dialogue: Dialogue, told: Any, error: BaseException | None) -> Outcome:
         """End the trajectory with what the agent has returned or raised."""

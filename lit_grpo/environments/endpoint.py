@@ -45,6 +45,9 @@ class Endpoint:
     Each trajectory has an address of its own, ``http://127.0.0.1:PORT/ID/v1``; at the address without an id, the header
     ``X-Session-ID`` says which it is. It runs on the event loop that :meth:`serve` is called on.
 
+    A run that is resumed has another port and another ``api_key``. So it refuses what an agent of the run before still
+    asks, which a kill may have left at work in a process of its own.
+
     Attributes:
         api_key: What clients have to show as bearer token.
         ends: The tokens that end a turn.

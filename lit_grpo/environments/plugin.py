@@ -158,7 +158,7 @@ class EnvironmentWorker(Worker):
         self._ended: list[tuple[Session, Completion]] = []  # in this rollout
         self._before: list[tuple[Session, Completion]] = []  # in the last one
         self._closing: list[Future[None]] = []  # of trajectories that were dropped
-        self._kept: dict[Key, dict[str, Any]] = {}  # of a checkpoint
+        self._kept: dict[Key, dict[str, Any] | None] = {}  # of a checkpoint; None for what begins again
         self._outcomes: deque[tuple[Session, Outcome]] = deque()
         self._counts: Counter[str] = Counter()
         self._calls: Calls | None = None
@@ -250,11 +250,12 @@ class EnvironmentWorker(Worker):
         if session is not None:
             session.close()
         session = self.sessions[request.key] = self._session(request)
+        had_begun = request.key in self._kept
         kept = self._kept.pop(request.key, None)
         if request.prefix.num_tokens and kept is not None:
             session.restore(kept, request)
             return request
-        self._num_restarted += request.prefix.num_tokens > 0
+        self._num_restarted += had_begun or request.prefix.num_tokens > 0
         session.open()
         return request.after(EMPTY)
 
@@ -309,6 +310,9 @@ class EnvironmentWorker(Worker):
             if outcome.error is not None:
                 raise outcome.error
             session.waits = False
+            following = outcome.goes_on or outcome.begins
+            if following is not None:
+                session.num_tokens = following.prefix.num_tokens
             if outcome.goes_on is not None:
                 go_on.append(outcome.goes_on)
             elif outcome.begins is not None:
@@ -342,6 +346,11 @@ class EnvironmentWorker(Worker):
 
     def end(self, failed: bool) -> None:
         """Let go of all environments where the rollout has failed: what they were told of it is void."""
+        if self._num_ended and self._counts["cut_short"] >= self._num_ended:
+            self._tell(
+                f"All {self._num_ended} trajectories of a rollout were cut short by max_turns, max_tokens or "
+                "max_observed, and none came to its end; have the environment say so with done, or raise the limits."
+            )
         if failed:
             for session in self.sessions.values():
                 session.close()
@@ -384,12 +393,11 @@ class EnvironmentWorker(Worker):
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of environments that can be restored."""
-        states = ((key, session.state()) for key, session in self.sessions.items())
-        return {"sessions": [[list(key), state] for key, state in states if state is not None]}
+        """Return which trajectories have begun, and the states of those environments that can be restored."""
+        return {"sessions": [[list(key), session.state()] for key, session in self.sessions.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; trajectories whose environments cannot be restored begin again."""
+        """Go on from a checkpoint; trajectories whose environments cannot be restored begin again, and are counted."""
         self._kept = {(name, visit, tuple(path)): each for (name, visit, path), each in state["sessions"]}
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class Session:
         counts: What has happened in this rollout, by name.
 
     Attributes:
-        num_tokens: Of what it has come to, as far as the environment knows.
+        num_tokens: Of what it had come to when the environment or the rollout was last told of the other.
         waits: Whether the environment is at work, or what came of it has not been taken.
         waited_s: Seconds in which the environment was at work.
     """
@@ -195,7 +195,6 @@ class Session:
                 f"are observed, and model.sampling.max_observed allows {most}; raise it, or say less."
             )
         request = self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
-        self.num_tokens = len(observed)
         begins, self._has_sampled = self._has_sampled, False
         return Outcome(begins=request) if begins else Outcome(goes_on=request)
 
@@ -245,9 +244,7 @@ class Session:
             self.counts["cut_short"] += 1
             del self.messages[len(self.messages) - len(answers) :]
             return await self._over(completion, "length")
-        request = completion.request.after(completion.followed_by(observed))
-        self.num_tokens = request.prefix.num_tokens
-        return Outcome(goes_on=request)
+        return Outcome(goes_on=completion.request.after(completion.followed_by(observed)))
 
     async def _over(self, completion: Completion, reason: FinishReason) -> Outcome:
         """Let the environment give its reward, and end."""
