@@ -6,8 +6,11 @@ import re
 
 import pytest
 
+from lit_grpo.environments.calls import FORMATS, Call, read_turn
+from lit_grpo.environments.tools import Tool, named
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import WordProblemRows
+from lit_grpo.tasks.calculator import calculate
 from lit_grpo.tasks.word_problems import ANSWER_PATTERN, EXAMPLES
 
 QUESTION = re.compile(r"(\w+) has (\d+) (\w+) and \w+ (\d+) (.*)\. How many \3 does \1 have now\?")
@@ -36,6 +39,19 @@ def test_prompts_are_conversations_that_begin_with_solved_examples() -> None:
     assert [message["role"] for message in row["prompt"]] == ["user", "assistant"] * 2 + ["user"]
     for question, reply in EXAMPLES:
         assert ExactMatch(pattern=ANSWER_PATTERN)(reply, answer=str(solved(question)[2])) == 1.0
+
+
+def test_examples_with_a_tool_call_it_as_it_can_be_called_and_say_what_it_answers() -> None:
+    (row,) = WordProblemRows(1, tool=True).rows()
+    (plain,) = WordProblemRows(1).rows()
+    assert row["prompt"][-1] == plain["prompt"][-1] and row["answer"] == plain["answer"]
+    *examples, _ = row["prompt"]
+    assert [message["role"] for message in examples] == ["user", "assistant", "tool", "assistant"] * 2
+    tools = named([Tool.of(calculate)])
+    for called, said, reply in zip(examples[1::4], examples[2::4], examples[3::4], strict=True):
+        (call,) = read_turn(called["content"], FORMATS["json"], tools).calls
+        assert isinstance(call, Call) and tools[call.name].function(**call.arguments) == said["content"]
+        assert reply["content"] == said["content"]
 
 
 def test_no_pair_of_numbers_is_in_both_splits_and_no_row_is_twice() -> None:

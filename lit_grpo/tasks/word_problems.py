@@ -13,10 +13,21 @@ A prompt is a conversation: two examples with their answers, then the question.
 The row's ``answer`` is ``13``; :data:`ANSWER_PATTERN` takes the last number of a reply. A chat model of 135 million
 parameters answers about one in three right when it decodes greedily: it miscalculates, adds where it should subtract,
 or talks on.
+
+With ``tool: true`` the examples call the calculator, :func:`lit_grpo.tasks.calculator.calculate`, as a policy does
+whose chat template shows no tools:
+
+.. code-block:: text
+
+    user       Mia has 3 plums and gets 4 more. How many plums does Mia have now?
+    assistant  {"name": "calculate", "arguments": {"expression": "3 + 4"}}
+    tool       7
+    assistant  7
 """
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from typing import Any
@@ -44,13 +55,15 @@ class WordProblemRows(DrawnRows):
         num_rows: How many rows.
         split: ``train`` or ``validation``; no pair of numbers is in both.
         seed: Decides which rows of the split are drawn, and their order.
+        tool: Whether the examples call the calculator, as in ``configs/word_problems_tool.yaml``.
 
     Raises:
         ValueError: There is no such split, or ``num_rows`` is below 1.
     """
 
-    def __init__(self, num_rows: int, split: Split = "train", seed: int = 0) -> None:
+    def __init__(self, num_rows: int, split: Split = "train", seed: int = 0, tool: bool = False) -> None:
         super().__init__(num_rows, split, seed)
+        self._examples = [message for example in EXAMPLES for message in (_called if tool else _said)(*example)]
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw a row of the split."""
@@ -66,6 +79,17 @@ class WordProblemRows(DrawnRows):
         name, things = rng.choice(NAMES), rng.choice(THINGS)
         change = rng.choice(MORE if adds else FEWER).format(b=b)
         question = f"{name} has {a} {things} and {change}. How many {things} does {name} have now?"
-        turns = [text for example in EXAMPLES for text in example] + [question]
-        prompt = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(turns)]
+        prompt = [*self._examples, {"role": "user", "content": question}]
         return {"prompt": prompt, "answer": str(a + b if adds else a - b)}
+
+
+def _said(question: str, reply: str) -> list[dict[str, str]]:
+    """Return an example that is answered at once."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+
+
+def _called(question: str, reply: str) -> list[dict[str, str]]:
+    """Return an example that is answered after a call."""
+    expression, _, answer = reply.partition(" = ")
+    call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
+    return [*_said(question, call), {"role": "tool", "content": answer}, {"role": "assistant", "content": answer}]

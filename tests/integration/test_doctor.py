@@ -488,6 +488,17 @@ CONFIGS = {
     ],
     "word_problems": ON_THE_DEMO,
     "word_problems_lora": ON_THE_DEMO,
+    "word_problems_tool": [
+        *ON_THE_DEMO,
+        *(
+            "--model.policy",
+            "tiny_calculator",
+            "--data.train",
+            "CalculatorRows",
+            "--data.train.init_args.num_rows",
+            "64",
+        ),
+    ],
     "generators/slots": ["--config", "arithmetic"],
     "generators/vllm": ["--config", "arithmetic", "--model.generator.kv_memory", "64MiB"],
 }

@@ -95,8 +95,9 @@ def test_its_report_and_its_samples_show_conversations(run: Path, folder: Path) 
     assert all(sample["prompt"].endswith(" have now?<|im_end|>\n<|im_start|>assistant\n") for sample in samples)
 
 
-def test_the_doctor_has_nothing_to_say_against_it(folder: Path) -> None:
-    said = lit_grpo("doctor", *config("word_problems"), *SMALL, folder=folder)
+@pytest.mark.parametrize("name", ["word_problems", "word_problems_tool"])
+def test_the_doctor_has_nothing_to_say_against_it(name: str, folder: Path) -> None:
+    said = lit_grpo("doctor", *config(name), *SMALL, folder=folder)
     assert "fail" not in said.split()
 
 
@@ -151,9 +152,19 @@ def test_each_generator_trains_it(name: str, more: Sequence[str], folder: Path) 
     assert len(logged) == 2 and gaps and max(gaps) < 1e-4, logged
 
 
+def test_it_calls_a_tool_and_is_trained_with_it(folder: Path) -> None:
+    lit_grpo("fit", *config("word_problems_tool"), *SMALL, "--trainer.max_steps", "2", folder=folder)
+    rows = [row for row in metrics(folder / "runs" / "word_problems_tool") if row.get("environments/turns")]
+    assert len(rows) == 2 and all(float(row["environments/turns"]) > 1 for row in rows)
+    calls, broken = (sum(float(row[f"environments/{name}"]) for row in rows) for name in ("tool_calls", "broken_calls"))
+    assert calls > 16 and broken < calls  # of 32 completions
+    gaps = [float(row["sampling/logprob_gap_mean"]) for row in rows]
+    assert not any(gap > 1e-4 for gap in gaps), gaps  # NaN where no group of the batch taught anything
+
+
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
-    "name", [f"real_model_{what}" for what in ("learning", "decode", "lengths", "memory", "generators")]
+    "name", [*(f"real_model_{what}" for what in ("learning", "decode", "lengths", "memory", "generators")), "tool_use"]
 )
 def test_its_benchmarks_run(name: str, tmp_path: Path) -> None:
     result, _ = run_quick(name, tmp_path / "result.json")
