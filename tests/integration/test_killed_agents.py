@@ -99,7 +99,10 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
         "model.policy": "policy",
         "model.num_generations": NUM_GENERATIONS,
         "model.sampling": {"max_tokens": 400, "max_observed": 60},
-        "rollout.plugins": ["april", {"agent": {"run": f"{__file__}:works"}}],
+        "rollout.plugins": [
+            "april",
+            {"agent": {"run": f"{__file__}:works", "timeout_s": 600, "trajectory_timeout_s": 600}},
+        ],
         "data.train": "rows.jsonl",
         "data.shuffle": False,
         "data.batch_size": 2,
