@@ -146,7 +146,7 @@ class _Steps:
 
     def __init__(self, policy: Any, scale: Scale) -> None:
         self.policy_version, self._scale = 0, scale
-        self._optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
+        self.optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a gradient."""
@@ -156,7 +156,7 @@ class _Steps:
 
     def take_step(self, scale: float = 1.0) -> float:
         """Take a step."""
-        self._optimizer.step()
+        self.optimizer.step()
         self.policy_version += 1
         return 0.0
 

@@ -70,11 +70,10 @@ def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
 
     optimizer = torch.optim.SGD(plain.policy.parameters(), lr=0.5)
     Capo().token_mask(learnt, measured, optimizer)
-    moved = {
-        key: models(*values.double().unbind(1), torch.tensor(advantage))[1]
-        for (r, advantage) in learnt
-        for key, values in [(r.completion.request.key, seen[r.completion.request.key])]
-    }
+    moved: dict[Any, torch.Tensor] = {}
+    for rollout, advantage in learnt:
+        slope_T, variance_T = seen[rollout.completion.request.key].double().unbind(1)
+        moved[rollout.completion.request.key] = models(slope_T, variance_T, torch.tensor(advantage))[1]
     bound = float(torch.cat(list(moved.values())).median())
     masked, steps_of_masked = make_learner(selection=Capo(fisher=bound, hessian=1e9))
     steps_of_masked.optimizer = torch.optim.SGD(masked.policy.parameters(), lr=0.5)

