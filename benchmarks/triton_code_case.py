@@ -100,7 +100,7 @@ def _compilations(case: Case, twins: Twins) -> dict[str, int]:
     dtype, graphs = getattr(torch, case.dtype), lambda: counters["stats"]["unique_graphs"]
     for groups in _layouts(case.rows):
         labels_3K = key_labels(groups)
-        num_tokens = groups[-1].response_start + sum(groups[-1].response_tokens)
+        num_tokens = groups[-1].end
         query = torch.empty((1, NUM_HEADS, num_tokens, case.head_size), dtype=dtype, device="cuda", requires_grad=True)
         keys = (1, NUM_KV_HEADS, labels_3K.shape[1], case.head_size)
         key = torch.empty(keys, dtype=dtype, device="cuda", requires_grad=True)
@@ -125,7 +125,7 @@ def _layouts(num_rows: int) -> Iterator[list[Any]]:
         groups, start = list[PackedGroup](), 0
         for _ in range(rng.randint(1, 4)):
             group = PackedGroup(start, rng.randint(1, 60), tuple(rng.randint(0, 40) for _ in range(rng.randint(1, 6))))
-            start = group.response_start + sum(group.response_tokens)
+            start = group.end
             groups.append(group)
         if number % 5 == 4:
             groups.append(PackedGroup(start, 7, (3, 5), carried_at=start + 8))
@@ -165,7 +165,7 @@ def _row_by_row(
     output = torch.zeros_like(query)
     for group in (first, second):
         begin = group.response_start
-        for length in (0, *group.response_tokens):
+        for length in (0, *group.branch_tokens):
             ours = torch.arange(begin, begin + length)
             prompt = torch.arange(group.prompt_start, group.prompt_start + group.prompt_tokens)
             seen = torch.cat([prompt, ours])

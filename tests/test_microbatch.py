@@ -27,7 +27,7 @@ def test_a_packed_micro_batch_holds_each_prompt_once_and_points_at_predecessors(
     micro_batch = make_micro_batch(rollouts, [1.5, -0.5, 2.0])
     assert micro_batch.input_ids_BT.tolist() == [[5, 6, 7, 9, 4, 5]]  # the last token of a completion predicts nothing
     assert micro_batch.position_ids_BT.tolist() == [[0, 1, 2, 2, 3, 0]]
-    assert micro_batch.groups == (PackedGroup(0, 2, (1, 2)), PackedGroup(5, 1, (0,)))
+    assert micro_batch.groups == (PackedGroup(0, 2, (1, 2), parents=(None, None)), PackedGroup(5, 1, ()))
     assert micro_batch.source_N.tolist() == [1, 2, 1, 3, 4, 5]
     assert micro_batch.target_ids_N.tolist() == [7, 8, 9, 4, 3, 9]
     assert micro_batch.sampled_logprobs_N.tolist() == [-0.5, -0.25, -1.0, -3.0, -4.0, -2.0]
@@ -85,6 +85,7 @@ HOST = ("groups", "prompts", "rows", "chunks", "places", "weights")
 def test_moving_to_a_device_moves_every_field() -> None:
     here = make_micro_batch([make_rollout([5], [9])], [1.0])
     moved = vars(here.to("meta"))
+    assert moved.pop("distinct_U") is moved.pop("same_N") is None  # no completions share a token
     assert all(moved.pop(name) == getattr(here, name) for name in HOST)
     assert {value.device.type for value in moved.values()} == {"meta"}
 
@@ -110,8 +111,9 @@ def test_a_group_that_fits_is_never_split_and_the_last_micro_batch_of_a_larger_o
     fits, large = [make_rollout([5] * 4, [7] * 6)] * 2, [make_rollout([6] * 5, [7] * 7)] * 4
     made = make_micro_batches([*large, *fits], [0.0] * 6, 20)  # 4 + 2 x 6 = 16 tokens; 5 + 4 x 7 = 33 in two of 19
     first, second, third = made
-    assert first.groups == (PackedGroup(0, 5, (6, 6), carried_at=12),)
-    assert second.groups == (PackedGroup(0, 5, (6, 6)),) and third.groups == (PackedGroup(0, 4, (5, 5)),)
+    assert first.groups == (PackedGroup(0, 5, (6, 6), carried_at=12, parents=(None, None)),)
+    assert second.groups == (PackedGroup(0, 5, (6, 6), parents=(None, None)),)
+    assert third.groups == (PackedGroup(0, 4, (5, 5), parents=(None, None)),)
     assert first.prompts == second.prompts != third.prompts == (None,)
     assert first.input_ids_BT.tolist() == [[7] * 12] and first.position_ids_BT.tolist() == [[*range(5, 11)] * 2]
     assert first.source_N.tolist() == [12, *range(6), 12, *range(6, 12)]  # behind the row, the prompt's last token
@@ -120,15 +122,18 @@ def test_a_group_that_fits_is_never_split_and_the_last_micro_batch_of_a_larger_o
 def test_a_carried_prompt_needs_no_token_in_the_row() -> None:
     rollouts = [make_rollout([6] * 5, [7])] * 7
     first, second = make_micro_batches(rollouts, [0.0] * 7, 8)
-    assert first.groups == (PackedGroup(0, 1, ()), PackedGroup(0, 5, (0,) * 4, carried_at=1))
+    assert first.groups == (PackedGroup(0, 1, ()), PackedGroup(0, 5, (), carried_at=1))
     assert first.input_ids_BT.tolist() == [[0]] and first.source_N.tolist() == [1] * 4
-    assert second.groups == (PackedGroup(0, 5, (0,) * 3),) and second.source_N.tolist() == [4] * 3
+    assert second.groups == (PackedGroup(0, 5, ()),) and second.source_N.tolist() == [4] * 3
 
 
 def test_a_prompt_may_be_alone_in_its_row() -> None:
     rollouts = [make_rollout([6] * 5, [7] * 6)]
     first, second = make_micro_batches(rollouts, [1.0], 6)
-    assert first.groups == (PackedGroup(0, 5, (5,), carried_at=5),) and first.source_N.tolist() == [5, *range(5)]
+    assert first.groups == (PackedGroup(0, 5, (5,), carried_at=5, parents=(None,)),) and first.source_N.tolist() == [
+        5,
+        *range(5),
+    ]
     assert second.groups == (PackedGroup(0, 5, ()),) and second.lengths_C.tolist() == []
     assert first.prompts == second.prompts != (None,)
 
@@ -229,22 +234,33 @@ def is_dummy(group: PackedGroup, prompt: Any) -> bool:
 def num_budgeted(micro_batch: MicroBatch) -> int:
     """What a micro-batch takes of the budget."""
     if micro_batch.groups:
-        in_row = [
-            g.prompt_tokens for g, p in groups_and_prompts(micro_batch) if g.carried_at is None and not is_dummy(g, p)
-        ]
-        return sum(in_row) + int(micro_batch.lengths_C.sum())
+        pairs = [(g, p) for g, p in groups_and_prompts(micro_batch) if not is_dummy(g, p)]
+        in_row = [group.prompt_tokens for group, _ in pairs if group.carried_at is None]
+        return sum(in_row) + sum(sum(group.branch_tokens) for group, _ in pairs) + len(micro_batch.lengths_C)
     return len(micro_batch.lengths_C) * (micro_batch.input_ids_BT.shape[1] + 1)
 
 
-@pytest.mark.parametrize("shared_prefix", [True, False])
+def goes_once(micro_batch: MicroBatch) -> bool:
+    """Whether each beginning of a completion goes through the policy once, and each token through the head."""
+    beginnings, tokens = set(), set()
+    for prompt, completion, _, _ in rows_of(micro_batch):
+        beginnings |= {(prompt, completion[:end]) for end in range(1, len(completion))}
+        tokens |= {(prompt, completion[:end]) for end in range(1, len(completion) + 1)}
+    in_row = sum(sum(group.branch_tokens) for group in micro_batch.groups)
+    through_head = len(micro_batch.distinct(micro_batch.target_ids_N))
+    shares = micro_batch.distinct_U is not None
+    return in_row == len(beginnings) and (through_head == len(tokens) or not shares)
+
+
+@pytest.mark.parametrize(("shared_prefix", "least_shared"), [(True, 32), (True, 1), (True, 3), (False, 32)])
 @pytest.mark.parametrize("seed", range(60))
-def test_nothing_is_lost_and_nothing_is_over_budget(seed: int, shared_prefix: bool) -> None:
+def test_nothing_is_lost_and_nothing_is_over_budget(seed: int, shared_prefix: bool, least_shared: int) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(1, 30) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 6))]
     rollouts = [
         make_rollout(
             rng.choice(prompts),
-            completion := [rng.randrange(0, 30) for _ in range(rng.randint(1, 20))],
+            completion := [rng.randrange(0, 30 if least_shared > 3 else 2) for _ in range(rng.randint(1, 20))],
             logprobs=[-rng.random() for _ in completion],
         )
         for _ in range(rng.randint(1, 40))
@@ -252,11 +268,13 @@ def test_nothing_is_lost_and_nothing_is_over_budget(seed: int, shared_prefix: bo
     advantages = [rng.gauss(0, 1) for _ in rollouts]
     least = least_tokens(rollouts, shared_prefix)
     budget = least + rng.randrange(0, 3 * least)
-    micro_batches = make_micro_batches(rollouts, advantages, budget, shared_prefix)
+    micro_batches = make_micro_batches(rollouts, advantages, budget, shared_prefix, least_shared)
 
     rows = [row for micro_batch in micro_batches for row in rows_of(micro_batch)]
     assert sorted(rows) == sorted(map(row_of, rollouts, advantages))
     assert all(num_budgeted(micro_batch) <= budget for micro_batch in micro_batches)
+    if least_shared == 1:
+        assert all(goes_once(micro_batch) for micro_batch in micro_batches)
     if not shared_prefix:
         lengths = [len(prompt) + len(completion) for prompt, completion, _, _ in rows]
         assert lengths == sorted(lengths, reverse=True)

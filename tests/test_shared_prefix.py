@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lit_grpo.policy.architecture.logits import logit_map
 from lit_grpo.types import Rollout
+from lit_grpo.update.batches.layout import LEAST_SHARED
 from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.logprobs.checkpointing import KEPT, KeptBytes, checkpoint_layers
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
@@ -123,12 +124,18 @@ def plain(model: Any, rollouts: list[Rollout]) -> tuple[dict[int, torch.Tensor],
     return logprobs, gradients(model)
 
 
-def check_against_plain(model: Any, max_tokens: int = 10_000, tolerance: float = 1e-6) -> int:
+def check_against_plain(
+    model: Any,
+    max_tokens: int = 10_000,
+    tolerance: float = 1e-6,
+    rollouts: list[Rollout] | None = None,
+    least_shared: int = LEAST_SHARED,
+) -> int:
     """Compare; return how many micro-batches there were."""
-    rollouts = ragged_rollouts()
+    rollouts = ragged_rollouts() if rollouts is None else rollouts
     expected, gradient = plain(model, rollouts)
     model.zero_grad()
-    micro_batches = make_micro_batches(rollouts, [0.0] * len(rollouts), max_tokens)
+    micro_batches = make_micro_batches(rollouts, [0.0] * len(rollouts), max_tokens, least_shared=least_shared)
     with shared_prefixes(model):
         for micro_batch in micro_batches:
             members = [rollouts[row] for row in micro_batch.rows]
@@ -226,24 +233,93 @@ def test_in_double_precision_they_agree_ten_times_closer(name: str) -> None:
     check_against_plain(family(name).double(), tolerance=1e-7)  # the models norm and rotate in float32 all the same
 
 
+def tree_of_rollouts(depth: int, prompts: int = 2) -> list[Rollout]:
+    """Of each prompt, rollouts that divide in two again and again; one is the beginning of another, one comes twice."""
+    rng, rollouts = random.Random(1), []
+    for number in range(prompts):
+        prompt = [rng.randrange(2, 41) for _ in range(rng.randint(3, 12))]
+        paths = [[rng.randrange(2, 41) for _ in range(5)]]
+        for level in range(depth):
+            paths = [[*path, *(rng.randrange(2, 41) for _ in range(6 + level))] for path in paths for _ in range(2)]
+        paths += [paths[0][:9], paths[1]]
+        rng.shuffle(paths)
+        rollouts += [
+            make_rollout(prompt, path, prompt_id=f"train/{number}", sample_id=n) for n, path in enumerate(paths)
+        ]
+    return rollouts
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tree_of_rollouts_has_the_log_probs_and_gradients_of_the_plain_path(name: str) -> None:
+    rollouts = tree_of_rollouts(depth=3)
+    assert check_against_plain(family(name), rollouts=rollouts, least_shared=1) == 1
+    (micro_batch,) = make_micro_batches(rollouts, [0.0] * len(rollouts), 10_000, least_shared=1)
+    num_alone = sum(rollout.completion.num_tokens - 1 for rollout in rollouts)
+    num_distinct = 2 * (5 + 2 * 6 + 4 * 7 + 8 * 8 - 7)  # three leaves of each tree have a sibling, or longer ones
+    assert sum(sum(group.branch_tokens) for group in micro_batch.groups) <= num_distinct < num_alone / 1.5
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-mixed"])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+@pytest.mark.parametrize("max_tokens", [40, 70])
+def test_and_with_trees_split_over_micro_batches(name: str, checkpointing: Any, max_tokens: int) -> None:
+    model = family(name)
+    checkpoint_layers(model, checkpointing)
+    assert check_against_plain(model, max_tokens, rollouts=tree_of_rollouts(depth=3), least_shared=1) >= 4
+
+
+def test_and_in_double_precision_closer() -> None:
+    check_against_plain(family("qwen3").double(), tolerance=2e-7, rollouts=tree_of_rollouts(4), least_shared=1)
+
+
+def test_what_completions_begin_with_in_common_stands_in_the_row_once_from_32_tokens_on() -> None:
+    beginning = [random.Random(0).randrange(2, 41) for _ in range(40)]
+    rollouts = [make_rollout([3], [*beginning[:end], *own], sample_id=n) for n, (end, own) in enumerate(
+        [(40, [7, 7]), (40, [8, 8, 8]), (31, [9, 9])]
+    )]  # fmt: skip
+    (micro_batch,) = make_micro_batches(rollouts, [0.0] * 3, 10_000)
+    assert micro_batch.groups == (PackedGroup(0, 1, (40, 1, 2, 32), parents=(None, 0, 0, None)),)
+    assert micro_batch.position_ids_BT[0].tolist() == [0, *range(1, 41), 41, 41, 42, *range(1, 33)]
+    assert micro_batch.distinct_U is not None and len(micro_batch.distinct_U) == 40 + 2 + 3 + 33 - 1  # one first token
+
+
 def dense_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[PackedGroup], window: int | None
 ) -> torch.Tensor:
     """The definition: one mask over the whole row, token by token."""
-    spans, carried = [], []  # group, 0 for the prompt or the number of the response, position
+    spans, carried = [], []  # group, the branches that it comes after and its own, position
     for number, group in enumerate(groups):
-        prompt = [(number, 0, position) for position in range(group.prompt_tokens)]
+        prompt = [((number,), position) for position in range(group.prompt_tokens)]
         (spans if group.carried_at is None else carried).extend(prompt)
-        for index, length in enumerate(group.response_tokens):
-            spans += [(number, index + 1, group.prompt_tokens + position) for position in range(length)]
+        ways: list[tuple[int, ...]] = []
+        ends: list[int] = []
+        for index, length in enumerate(group.branch_tokens):
+            parent = group.parents[index] if group.parents else None
+            way = (number, index) if parent is None else (*ways[parent], index)
+            first = group.prompt_tokens if parent is None else ends[parent]
+            spans += [(way, first + place) for place in range(length)]
+            ways.append(way)
+            ends.append(first + length)
 
-    def sees(query: tuple[int, int, int], key: tuple[int, int, int]) -> bool:
-        near = 0 <= query[2] - key[2] < (window or 10**9)
-        return query[0] == key[0] and key[1] in (0, query[1]) and near
+    def sees(query: tuple[tuple[int, ...], int], key: tuple[tuple[int, ...], int]) -> bool:
+        near = 0 <= query[1] - key[1] < (window or 10**9)
+        return query[0][: len(key[0])] == key[0] and near
 
     mask = torch.tensor([[sees(query, key) for key in spans + carried] for query in spans], dtype=torch.bool)
     mask = mask.view(len(spans), len(spans + carried))  # where there is no query as well
     return scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
+
+
+def random_tree(rng: random.Random) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """Tokens of some branches, and the branch before each, in depth-first order; no parents where it is flat."""
+    way: list[int] = []
+    parents: list[int | None] = []
+    for number in range(rng.randint(0, 7)):
+        del way[rng.randint(0, len(way)) :]
+        parents.append(way[-1] if way else None)
+        way.append(number)
+    flat = rng.random() < 0.3
+    return tuple(rng.randint(0, 12) for _ in parents), () if flat else tuple(parents)
 
 
 @pytest.mark.parametrize("masked_rows", [4, 512])
@@ -255,8 +331,9 @@ def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
     rng = random.Random(seed)
     groups, start, num_carried = [], 0, 0
     for _ in range(rng.randint(1, 3)):
-        responses = tuple(rng.randint(0, 12) for _ in range(rng.randint(0, 4)))
-        group = PackedGroup(start, rng.randint(1, 15), responses, num_carried if rng.random() < 0.4 else None)
+        responses, parents = random_tree(rng)
+        carried_at = num_carried if rng.random() < 0.4 else None
+        group = PackedGroup(start, rng.randint(1, 15), responses, carried_at, parents)
         num_carried += 0 if group.carried_at is None else group.prompt_tokens
         groups.append(group)
         start = group.response_start + sum(responses)
@@ -285,7 +362,7 @@ def test_the_attention_of_gpus_is_the_same_softmax(window: int | None) -> None:
         PackedGroup(0, 7, (4, 0, 9)),
         PackedGroup(20, 6, (1, 2), carried_at=232),
         PackedGroup(23, 3, ()),
-        PackedGroup(26, 1, (5, 200)),
+        PackedGroup(26, 1, (5, 100, 60, 25, 15), parents=(None, None, 1, 2, 1)),
     ]
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 4, 232, 16), (1, 2, 238, 16), (1, 2, 238, 16)]

@@ -736,6 +736,109 @@ def test_what_is_kept_of_completions_is_not_dropped_when_they_come_back(
     generator.close()
 
 
+def counted_prefill(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every sequence that goes through the policy from now on, when a prompt or a prefix is computed."""
+    computed: list[int] = []
+    real = slot_prompts.prefill
+
+    def prefill(policy: Any, sequences: Sequence[Sequence[int]], *others: Any) -> torch.Tensor:
+        computed.extend(map(len, sequences))
+        return real(policy, sequences, *others)
+
+    monkeypatch.setattr(slot_prompts, "prefill", prefill)
+    return computed
+
+
+NO_END = SamplingParams(max_tokens=80, max_observed=20)
+
+
+def endless(policy: Any) -> Any:
+    """The same policy, but no completion ends before its limit."""
+    model = copy.deepcopy(policy)
+    model.lm_head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=True)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(policy.lm_head.weight)
+        model.lm_head.bias.zero_()
+        model.lm_head.bias[EOS] = -1e4
+    return model
+
+
+def check_alone(model: Any, done: dict[Key, Completion]) -> None:
+    """Sampled tokens have the log-probs that a forward over the whole gives them."""
+    for completion in done.values():
+        expected_T = full_logprobs(model, Rollout(completion.request.prompt, completion))
+        sampled_T = completion.trained_T
+        assert torch.allclose(completion.logprobs_T[sampled_T], expected_T[sampled_T], atol=1e-5)
+
+
+def test_a_fork_of_a_row_computes_nothing_again_and_its_branches_go_their_own_ways(
+    make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = endless(policy)
+    generator = make(8, model)
+    parent, *children = requests(PROMPTS[2:3], 4, NO_END)
+    generator.submit([parent])
+    for _ in range(40):
+        generator.step()
+    computed = counted_prefill(monkeypatch)
+    (stopped,) = generator.abort([parent.key])
+    ends = (40, 40, 25)
+    forks = [child.after(stopped.prefix.until(end)) for child, end in zip(children, ends, strict=True)]
+    done = decode(generator, [*forks[:2], stopped, forks[2]])
+    assert computed == []  # the first finds what was kept of its parent, the others a row
+    check_alone(model, done)
+    told = {key: completion.token_ids_T.tolist() for key, completion in done.items()}
+    for child, end in zip(children, ends, strict=True):
+        assert told[child.key][:end] == told[parent.key][:end]
+    assert len({tuple(ids) for ids in told.values()}) == 4
+
+
+def test_forks_of_what_nobody_has_compute_their_common_prefix_once(
+    make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = endless(policy)
+    generator, computed = make(8, model), counted_prefill(monkeypatch)
+    whole = decode(generator, requests(PROMPTS[2:3], 1, NO_END))
+    (trajectory,) = whole.values()
+    children = requests(PROMPTS[2:3], 5, NO_END)[1:]
+    forks = [child.after(trajectory.until(end)) for child, end in zip(children, (30, 50, 50, 41), strict=True)]
+    done = decode(generator, forks)
+    assert computed == [28, 49]  # the prompt, and the longest prefix but its last token
+    check_alone(model, done)
+
+
+def test_of_a_prefix_with_an_answer_the_tail_alone_is_computed(
+    make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = endless(policy)
+    generator = make(2, model)
+    (request,) = requests(PROMPTS[2:3], 1, NO_END)
+    generator.submit([request])
+    for _ in range(20):
+        generator.step()
+    (stopped,) = generator.abort([request.key])
+    computed = counted_prefill(monkeypatch)
+    answered = stopped.after(stopped.prefix.followed_by([3, 4, 5, 6, 7]))
+    done = decode(generator, [answered])
+    assert computed == [5]  # the last sampled token, whose keys nobody had, and the answer but its last token
+    check_alone(model, done)
+
+
+def test_what_other_weights_computed_is_not_copied(make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = endless(policy)
+    generator = make(4, model)
+    parent, child = requests(PROMPTS[2:3], 2, NO_END)
+    generator.submit([parent])
+    for _ in range(30):
+        generator.step()
+    generator.load_weights(model.named_parameters(), 1, in_flight="keep")
+    computed = counted_prefill(monkeypatch)
+    generator.submit([child.after(generator._rows.request(0).prefix)])
+    generator.step()
+    assert computed == [28, 29]  # the prompt and the prefix, under the weights of now
+    generator.close()
+
+
 def test_after_an_abort_no_keys_and_values_are_held(make: Any) -> None:
     generator, todo = make(4), requests(PROMPTS, 1, SAMPLING)
     generator.submit(todo)

@@ -383,7 +383,7 @@ class SlotGenerator(Versioned):
         resumed = [request for request in self._incoming if request.prefix.num_tokens]
         with self.budget.prefilling():
             most_tokens = self.budget.prefill_tokens
-            for requests in self._kept.resume(self.policy, resumed, self._version, cache, most_tokens):
+            for requests in self._kept.resume(self.policy, resumed, self._version, cache, rows, most_tokens):
                 self._enter(requests, rows)
 
     def _enter(self, requests: Sequence[Request], rows: TokenRows) -> None:

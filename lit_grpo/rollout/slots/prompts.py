@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from lit_grpo.rollout.slots.forward import prefill
 from lit_grpo.rollout.slots.kv.cache import SlotCache
+from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.scheduling.layouts import prompt_room
+from lit_grpo.trajectory import num_common, prefix_tree
 from lit_grpo.types import GroupKey, Key, Prompt, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 AHEAD_TOKENS = 512
+_LEAST_COPIED = 16  # tokens of another completion; fewer are computed with the others
 PromptKey = tuple[str, int, int]
 """``(prompt_id, visit, policy version)``: keys and values of an older version are another prompt's."""
 Missing = list[tuple[PromptKey, Prompt]]
@@ -103,6 +108,21 @@ class PromptStates:
         return chosen
 
 
+class _Kept(NamedTuple):
+    """Tokens of a completion without a row, and their keys and values as ``SlotCache.copy_completion`` returns them."""
+
+    prompt: PromptKey
+    token_ids_T: np.ndarray
+    tensors: list[torch.Tensor]
+
+
+class _Beginning(NamedTuple):
+    """The first tokens of a request's prefix whose keys and values are there, and where to get them."""
+
+    num_tokens: int
+    copy: Callable[[int], list[torch.Tensor]]
+
+
 class KeptCompletions:
     """Keys and values of completions that have left their rows and may come back: a cache, and no more.
 
@@ -111,56 +131,115 @@ class KeptCompletions:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._kept: dict[Key, list[torch.Tensor]] = {}
+        self._kept: dict[Key, _Kept] = {}
 
     def keep(self, request: Request, row: int, cache: SlotCache, most_tokens: int) -> None:
         """Copy what a row holds of a prefix, if all that is kept stays within ``most_tokens``."""
         num_tokens = request.prefix.num_tokens - 1
         if 0 < num_tokens <= most_tokens - self.num_tokens:
-            self._kept[request.key] = cache.copy_completion(row, num_tokens)
+            prompt = cast("PromptKey", cache.prompt_of(row))
+            tensors = cache.copy_completion(row, num_tokens)
+            self._kept[request.key] = _Kept(prompt, request.prefix.token_ids_T[:-1].numpy(), tensors)
             self.num_tokens += num_tokens
 
     def resume(
-        self, policy: PreTrainedModel, requests: Sequence[Request], version: int, cache: SlotCache, most_tokens: int
+        self,
+        policy: PreTrainedModel,
+        requests: Sequence[Request],
+        version: int,
+        cache: SlotCache,
+        rows: TokenRows,
+        most_tokens: int,
     ) -> Iterator[list[Request]]:
-        """Open rows for requests with prefixes, some at a time, and yield which; nothing more of them is kept.
+        """Open rows for requests with prefixes, some at a time, and yield which.
 
-        What is not kept is computed again, with one pass for those of one prompt whose prefixes are equally long.
+        Of each, what a row or a kept completion of its prompt begins with is copied: all of it, where nothing has been
+        observed since it was kept; the prefix, where it is a fork; all but the tail, where a tool has answered. What is
+        left is computed, with one pass for those of one prompt that have equally much of it. Of requests that begin
+        with the same tokens one is computed first. Nothing more is kept of those that have a row.
 
         Args:
             policy: Switched to slot attention.
             requests: What goes on; their prompts are in the cache.
             version: Of the policy.
             cache: Takes the rows.
+            rows: The tokens of those that there are.
             most_tokens: The most tokens that go through the model at once.
         """
-        alike: dict[tuple[PromptKey, int], list[Request]] = {}
-        for request in requests:
-            prompt, num_tokens = (*request.group, version), request.prefix.num_tokens - 1
-            copy = self._kept.pop(request.key, None)
-            self.num_tokens -= 0 if copy is None else copy[0].shape[1]
-            if copy is not None and copy[0].shape[1] == num_tokens:
-                cache.put_back(prompt, copy)
-                yield [request]
-            else:
-                alike.setdefault((prompt, num_tokens), []).append(request)
-        for (prompt, num_tokens), members in alike.items():
-            writer = cache.write_completions(prompt, len(members), num_tokens)
-            if num_tokens:
-                sequences = [request.prefix.token_ids_T[:-1].tolist() for request in members]
-                prefill(policy, sequences, most_tokens, writer, len(members[0].prompt.token_ids))
-            yield members
+        first, others = _one_of_each_beginning(requests)
+        for wave in (first, others):
+            alike: dict[tuple[PromptKey, int, int], list[tuple[Request, _Beginning]]] = {}
+            for request in wave:
+                prompt, beginning = (*request.group, version), self._beginning(request, version, cache, rows)
+                alike.setdefault((prompt, request.prefix.num_tokens - 1, beginning.num_tokens), []).append(
+                    (request, beginning)
+                )
+            for (prompt, num_tokens, known), members in alike.items():
+                beginnings = [beginning.copy(known) for _, beginning in members] if known else []
+                writer = cache.write_completions(prompt, len(members), num_tokens, beginnings)
+                if known < num_tokens:
+                    tails = [request.prefix.token_ids_T[known:-1].tolist() for request, _ in members]
+                    first_position = len(members[0][0].prompt.token_ids) + known
+                    prefill(policy, tails, most_tokens, writer, first_position)
+                for request, _ in members:
+                    self._forget(request.key)
+                yield [request for request, _ in members]
+
+    def _beginning(self, request: Request, version: int, cache: SlotCache, rows: TokenRows) -> _Beginning:
+        """Return the longest beginning of a request's prefix, without its last token, that is there; its own first."""
+        prompt, token_ids_T = (*request.group, version), request.prefix.token_ids_T[:-1].numpy()
+        own = self._kept.get(request.key)
+        if own is not None and (known := num_common(own.token_ids_T, token_ids_T)) == len(own.token_ids_T):
+            return _Beginning(known, partial(_first, own.tensors))
+        found = [
+            _Beginning(num_common(kept.token_ids_T, token_ids_T), partial(_first, kept.tensors))
+            for kept in self._kept.values()
+            if kept.prompt == prompt
+        ]
+        found += [
+            _Beginning(rows.num_common(row, token_ids_T), partial(cache.copy_completion, row))
+            for row in range(len(rows))
+            if cache.prompt_of(row) == prompt
+        ]
+        nothing = _Beginning(0, partial(_first, []))
+        longest = max(found, key=lambda beginning: beginning.num_tokens, default=nothing)
+        return longest if longest.num_tokens >= _LEAST_COPIED else nothing
+
+    def _forget(self, key: Key) -> None:
+        """Keep no more of a completion."""
+        if key in self._kept:
+            self.num_tokens -= len(self._kept.pop(key).token_ids_T)
 
     def drop(self, groups: Iterable[GroupKey]) -> None:
         """Keep no more of these groups."""
         groups = set(groups)
         for key in [key for key in self._kept if key[:2] in groups]:
-            self.num_tokens -= self._kept.pop(key)[0].shape[1]
+            self._forget(key)
 
     def fit(self, num_tokens: int) -> None:
         """Keep at most so many tokens; what came first goes first."""
         while self.num_tokens > max(num_tokens, 0):
-            self.num_tokens -= self._kept.pop(next(iter(self._kept)))[0].shape[1]
+            self._forget(next(iter(self._kept)))
+
+
+def _first(tensors: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
+    """Return keys and values of the first tokens, no copy."""
+    return [tensor[:, :num_tokens] for tensor in tensors]
+
+
+def _one_of_each_beginning(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+    """Part requests of which several begin with the same tokens of a prompt: the longest of those, and the others."""
+    groups: dict[GroupKey, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(request.group, []).append(request)
+    later: set[Key] = set()
+    for members in groups.values():
+        tree = prefix_tree([request.prefix.token_ids_T[:-1].numpy() for request in members], _LEAST_COPIED)
+        for branch in tree if len(members) > 1 else []:
+            if branch.parent is None:
+                alike = sorted((members[number] for number in branch.members), key=lambda each: each.prefix.num_tokens)
+                later |= {request.key for request in alike[:-1]}
+    return [each for each in requests if each.key not in later], [each for each in requests if each.key in later]
 
 
 def batches(missing: Missing, most_tokens: int) -> Iterator[Missing]:

@@ -11,6 +11,7 @@ import torch
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.rollout.sampling import request_key, uniform
+from lit_grpo.trajectory import num_common
 from lit_grpo.types import EMPTY, Completion, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
@@ -94,6 +95,10 @@ class TokenRows:
             self._counts[row], self._observed[row] = count, prefix.num_observed
             self._prompt_lengths[row] = len(request.prompt.token_ids)
             self._rows.append(_Row(request, [(count, version)]))
+
+    def num_common(self, row: int, token_ids_T: np.ndarray) -> int:
+        """How many tokens a row, without its last one, begins with that are those of ``token_ids_T``."""
+        return num_common(self._tokens[row, : max(self._counts[row] - 1, 0)], token_ids_T)
 
     def append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray, entropies_B: np.ndarray) -> None:
         """Give each row a token."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lit_grpo.process.copies import in_one_copy
+from lit_grpo.trajectory import Branch, prefix_tree
 from lit_grpo.types import Rollout
 from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.prefix.layout import PackedGroup, key_labels
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from lit_grpo.update.prefix.carried import CarriedSpan
 
 
+LEAST_SHARED = 32
+"""Tokens that completions of a prompt have to begin with in common to share them: fewer are not worth a call."""
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
@@ -26,7 +29,9 @@ class MicroBatch:
     """What goes through the policy at once, laid out in one of two ways.
 
     *Packed*, for models that can share a prefix: one row without padding, in which each of ``groups`` stands as [prompt
-    | response 1 | response 2 | ...], every response counting its positions from the prompt's end. *In rows*, where
+    | response 1 | response 2 | ...], every response counting its positions from the prompt's end. Tokens that several
+    responses begin with stand there once, as a branch of their own, wherever they come from: a tree of rollouts, or
+    equal completions. *In rows*, where
     ``groups`` is empty: a completion a row after a prompt of its own, padded on the right (under causal attention
     padding on the right is never seen, so there is no attention mask, and no pad id can be mistaken for a token).
 
@@ -41,6 +46,9 @@ class MicroBatch:
     ``rows`` is each one's place among the rollouts of the step, ``places`` which of its tokens that are learnt from
     these are, and ``weights`` what a chunk counts. ``labels_3K`` is there on a device other than the
     host, for a packed row: see :func:`lit_grpo.update.prefix.layout.key_labels`.
+
+    Where completions share tokens, ``distinct_U`` are the places, on the N axis, of one of each that are the same, and
+    ``same_N`` says which of them each token is: log-probs are computed of the distinct ones alone.
 
     Example:
         The prompt [5, 6] with the completions [7, 8] and [9, 4, 3], packed::
@@ -65,13 +73,24 @@ class MicroBatch:
     places: tuple[slice, ...] = ()
     weights: tuple[float, ...] = ()
     labels_3K: torch.Tensor | None = None
+    distinct_U: torch.Tensor | None = None
+    same_N: torch.Tensor | None = None
+
+    def distinct(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the values of the distinct tokens alone, along the first axis."""
+        return values_N if self.distinct_U is None else values_N.index_select(0, self.distinct_U)
+
+    def spread(self, values_U: torch.Tensor) -> torch.Tensor:
+        """Give each token the value of the distinct one that it is, along the first axis."""
+        return values_U if self.same_N is None else values_U.index_select(0, self.same_N)
 
     @property
     def weight(self) -> float:
         """What the tokens of a packed row count: 1, or a chunk's weight; 0 where it is one that stands for nothing."""
-        if self.chunks:
-            return self.weights[0]
-        return float(bool(self.groups[0].response_tokens) or self.prompts[0] is not None) if self.groups else 1.0
+        means_nothing = self.groups[:1] == (PackedGroup(0, 1, ()),) and self.prompts[0] is None
+        if means_nothing and self.input_ids_BT.numel() == 1 and (not self.rows or len(self.groups) > 1):
+            return 0.0
+        return self.weights[0] if self.chunks else 1.0
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on ``device``, or itself where it is there already."""
@@ -136,6 +155,15 @@ class Members:
         """Tokens that all of them follow: the prompt's, and for a chunk those of the completion before it."""
         return len(self.prompt_ids) + max((member.begin for member in self.members), default=0)
 
+    def input_ids(self, number: int) -> torch.Tensor:
+        """Return what of a completion goes through the policy: all but its last token, which predicts nothing."""
+        member = self.members[number]
+        return member.rollout.completion.token_ids_T[member.begin : member.begin + member.num_in_row]
+
+    def tree(self, least_shared: int) -> list[Branch]:
+        """Return the tree of what goes through the policy of its completions."""
+        return prefix_tree([self.input_ids(number).numpy() for number in range(len(self.members))], least_shared)
+
 
 def by_prompt(members: Sequence[Member]) -> list[Members]:
     """Group rollouts whose prompts are the same for the policy."""
@@ -149,44 +177,68 @@ SpanKey = tuple[int, ...] | tuple[str, int, int]
 """A prompt's tokens, or ``("chunk", row, end)``: what a chunk of a rollout is named by."""
 
 
-def packed(parts: Sequence[Members], spans: Mapping[SpanKey, CarriedSpan] = MappingProxyType({})) -> MicroBatch:
-    """Lay rollouts out as one row without padding, a prompt once before all of its responses.
+def packed(
+    parts: Sequence[Members],
+    spans: Mapping[SpanKey, CarriedSpan] = MappingProxyType({}),
+    least_shared: int = LEAST_SHARED,
+) -> MicroBatch:
+    """Lay rollouts out as one row without padding, a prompt, and what responses begin with in common, once.
 
     Where nothing would be in the row it has one token, so that a rank that has nothing to learn from can take part.
 
     Args:
         parts: The rollouts of each prompt, or one chunk of one.
         spans: Prompts that have responses in other micro-batches too, and chunks that others follow.
+        least_shared: The fewest common tokens of responses that stand in the row once.
     """
-    tokens, positions, groups, start, carried_tokens = [], [], [], 0, 0
-    for part in parts:
-        lengths, prefix = tuple(member.num_in_row for member in part.members), part.prefix_tokens
-        groups.append(PackedGroup(start, prefix, lengths, None if part.has_prompt else carried_tokens))
+    tokens, positions, groups, carried_tokens = [], [], [], 0
+    trees = [part.tree(least_shared) for part in parts]
+    for part, tree in zip(parts, trees, strict=True):
+        groups.append(
+            PackedGroup(
+                groups[-1].end if groups else 0,
+                part.prefix_tokens,
+                tuple(branch.num_tokens for branch in tree),
+                carried_at=None if part.has_prompt else carried_tokens,
+                parents=tuple(branch.parent for branch in tree),
+            )
+        )
         if part.has_prompt:
             tokens.append(torch.tensor(part.prompt_ids))
             positions.append(torch.arange(len(part.prompt_ids)))
         else:
-            carried_tokens += prefix
-        for member, length in zip(part.members, lengths, strict=True):
-            tokens.append(member.rollout.completion.token_ids_T[member.begin : member.begin + length])
-            positions.append(torch.arange(length) + prefix)
-        start = groups[-1].response_start + sum(lengths)
+            carried_tokens += part.prefix_tokens
+        for branch in tree:
+            tokens.append(part.input_ids(branch.members[0])[branch.begin : branch.end])
+            positions.append(torch.arange(branch.begin, branch.end) + part.prefix_tokens)
     split = [spans.get(_before(part)) for part in parts]
     chunks = [spans.get(("chunk", one.row, one.chunk.end)) for part in parts for one in part.members if one.chunk]
-    if not start:
-        tokens, positions, start = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], 1
-        groups, split = [PackedGroup(0, 1, ()), *groups], [None, *split]
-    groups = [_after_row(group, start) for group in groups]
-    members = [member for part in parts for member in part.members]
-    sources = _sources(groups, start, [member.tokens.stop - member.tokens.start for member in members])
-    return MicroBatch(
+    num_tokens = groups[-1].end if groups else 0
+    places: list[Members | None] = [*parts]
+    if not num_tokens:
+        tokens, positions, num_tokens = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], 1
+        groups, split, places, trees = [PackedGroup(0, 1, ()), *groups], [None, *split], [None, *places], [[], *trees]
+    groups = [_after_row(group, num_tokens) for group in groups]
+    sources = _sources(groups, num_tokens, places, trees)
+    micro_batch = MicroBatch(
         input_ids_BT=torch.cat(tokens)[None],
         position_ids_BT=torch.cat(positions)[None],
         groups=tuple(groups),
         prompts=tuple(split),
         chunks=tuple(chunks),
-        **_completions(members, [*sources, _NONE]),
+        **_completions([member for part in parts for member in part.members], [*sources, _NONE]),
     )
+    shares = any(len(branch.members) > 1 for tree in trees for branch in tree)
+    return _with_distinct(micro_batch) if shares else micro_batch
+
+
+def _with_distinct(micro_batch: MicroBatch) -> MicroBatch:
+    """Note which tokens are the same: of one id, predicted from one place."""
+    pairs_N2 = torch.stack([micro_batch.source_N, micro_batch.target_ids_N], 1)
+    pairs_U2, same_N = pairs_N2.unique(dim=0, return_inverse=True)
+    distinct_U = torch.empty(len(pairs_U2), dtype=torch.int64)
+    distinct_U[same_N] = torch.arange(len(same_N))
+    return replace(micro_batch, distinct_U=distinct_U, same_N=same_N)
 
 
 def in_rows(parts: Sequence[Members]) -> MicroBatch:
@@ -219,21 +271,36 @@ def _after_row(group: PackedGroup, num_tokens: int) -> PackedGroup:
     return group if group.carried_at is None else replace(group, carried_at=group.carried_at + num_tokens)
 
 
-def _sources(groups: Sequence[PackedGroup], num_tokens: int, num_targets: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Where each completion token's predecessor stands: in the row, or after it for the last of a carried prompt."""
-    targets, num_carried = iter(num_targets), 0
-    for group in groups:
+def _sources(
+    groups: Sequence[PackedGroup],
+    num_tokens: int,
+    parts: Sequence[Members | None],
+    trees: Sequence[Sequence[Branch]],
+) -> Iterator[torch.Tensor]:
+    """Where each completion token's predecessor stands: in the row, or after it for the last of a carried prompt.
+
+    Args:
+        groups: In the row.
+        num_tokens: Of the row.
+        parts: By group, whose completions; None for one without.
+        trees: By group, the branches of its completions.
+    """
+    num_carried = 0
+    for group, part, tree in zip(groups, parts, trees, strict=True):
         if group.carried_at is None:
             last = group.start + group.prompt_tokens - 1
         else:
             last = num_tokens + num_carried
             num_carried += 1
-        start = group.response_start
-        for length in group.response_tokens:
-            num = next(targets)
-            yield torch.full((min(num, 1),), last)
-            yield torch.arange(start, start + max(num - 1, 0))
-            start += length
+        paths: list[list[torch.Tensor]] = [[] for _ in ([] if part is None else part.members)]
+        for branch, stretch in zip(tree, group.branches, strict=True):
+            rows_T = torch.arange(stretch.start, stretch.start + stretch.length)
+            for member in branch.members:
+                paths[member].append(rows_T)
+        for member, path in zip([] if part is None else part.members, paths, strict=True):
+            num_targets = member.tokens.stop - member.tokens.start
+            yield torch.full((min(num_targets, 1),), last)
+            yield torch.cat([_NONE, *path])[: max(num_targets - 1, 0)]  # the last of a chunk predicts the next one's
 
 
 def _completions(members: Sequence[Member], sources: Sequence[torch.Tensor]) -> dict[str, Any]:

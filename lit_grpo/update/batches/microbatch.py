@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lit_grpo.types import Rollout
-from lit_grpo.update.batches.layout import Member, Members, MicroBatch, SpanKey, by_prompt, in_rows, packed
+from lit_grpo.update.batches.layout import (
+    LEAST_SHARED,
+    Member,
+    Members,
+    MicroBatch,
+    SpanKey,
+    by_prompt,
+    in_rows,
+    packed,
+)
 from lit_grpo.update.batches.packing import pack_groups, pack_rows
 from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
@@ -50,11 +59,13 @@ class MicroBatches(Iterable[MicroBatch]):
     Args:
         shared_prefix: Lay them out packed; otherwise in rows.
         bins: The members of each micro-batch; none make an empty one.
+        least_shared: The fewest tokens that completions of a prompt share, where they begin with the same.
         chunks: Those of each rollout that is cut, by its row.
     """
 
     shared_prefix: bool
     bins: Sequence[Sequence[Members]]
+    least_shared: int = LEAST_SHARED
     chunks: Mapping[int, Sequence[Chunk]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -67,7 +78,7 @@ class MicroBatches(Iterable[MicroBatch]):
             chunks = [(members, member) for members in bin for member in members.members if member.chunk]
             for members, member in chunks:
                 self._add_spans(members.prompt_ids, member, spans)
-            yield packed(bin, spans) if self.shared_prefix else in_rows(bin)
+            yield packed(bin, spans, self.least_shared) if self.shared_prefix else in_rows(bin)
             for _, member in chunks:
                 if member.chunk == next(chunk for chunk in self.chunks[member.row] if chunk.weight):
                     for chunk in self.chunks[member.row]:
@@ -94,18 +105,21 @@ def make_micro_batches(
     advantages_C: Sequence[float | torch.Tensor],
     max_tokens: int,
     shared_prefix: bool = True,
+    least_shared: int = LEAST_SHARED,
     chunks: Mapping[int, Sequence[Chunk]] | None = None,
 ) -> MicroBatches:
     """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first.
 
     Best fit by length packs them. A prompt counts once for all of its completions, in the micro-batch that has it in
-    its row. The largest come first, so that a shortage of memory shows at once, but for what is left of a group begun.
+    its row. Completions that begin with the same tokens stay together if they fit, and those tokens count once. The
+    largest come first, so that a shortage of memory shows at once, but for what is left of a group begun.
 
     Args:
         rollouts: In any order; those with the same prompt tokens share it.
         advantages_C: One a rollout: a number, or a tensor with one for each of its tokens that is learnt from.
         max_tokens: Prompt and completion tokens of a micro-batch; in rows, padding counts as well.
         shared_prefix: Lay them out packed; otherwise in rows (see :class:`MicroBatch`).
+        least_shared: The fewest tokens that completions of a prompt share, where they begin with the same.
         chunks: Of packed rollouts, by their place, those that are cut. A chunk is a micro-batch of its own, and what it
             sees of the completion before it does not count towards its tokens.
 
@@ -127,12 +141,50 @@ def make_micro_batches(
     groups = by_prompt(scored)
     whole = [replace(group, members=[one for one in group.members if one.row not in chunks]) for group in groups]
     cut = [[one for one in group.members if one.row in chunks] for group in groups]
-    lengths = [[member.rollout.completion.num_tokens for member in group.members] for group in whole]
+    bundles = [_bundles(group, max_tokens, least_shared) for group in whole]
+    lengths = [[bundle.num_tokens for bundle in its] for its in bundles]
     bins: list[Sequence[Members]] = []
     for parts in pack_groups([len(group.prompt_ids) for group in groups], lengths, max_tokens):
         for part in (part for part in parts if part.has_prompt):
             for member in cut[part.group]:
                 in_turn = [chunk for chunk in reversed(chunks[member.row]) if chunk.weight]
                 bins += [[Members(groups[part.group].prompt_ids, [member._replace(chunk=c)], False)] for c in in_turn]
-        bins.append([whole[part.group].part(part.responses, part.has_prompt) for part in parts])
-    return MicroBatches(True, bins, chunks)
+        bins.append(
+            [
+                whole[part.group].part(
+                    [member for number in part.responses for member in bundles[part.group][number].members],
+                    part.has_prompt,
+                )
+                for part in parts
+            ]
+        )
+    return MicroBatches(True, bins, least_shared, chunks)
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Completions of a prompt, by number, that stay in one micro-batch, and the tokens that they take of it."""
+
+    members: Sequence[int]
+    num_tokens: int
+
+
+def _bundles(group: Members, max_tokens: int, least_shared: int) -> list[_Bundle]:
+    """Put completions together that begin with the same tokens, as many as fit; in the order of the first of each."""
+    tree = group.tree(least_shared)
+    paths: list[list[int]] = [[] for _ in group.members]
+    for number, branch in enumerate(tree):
+        for member in branch.members:
+            paths[member].append(number)
+    bundles: list[_Bundle] = []
+    begun: set[int] = set()  # branches of the last bundle
+    for member in sorted(range(len(paths)), key=paths.__getitem__):  # depth first
+        path = paths[member]
+        more = 1 + sum(tree[number].num_tokens for number in path if number not in begun)
+        if begun.isdisjoint(path) or bundles[-1].num_tokens + more > max_tokens:
+            begun.clear()
+            bundles.append(_Bundle([member], 1 + sum(tree[number].num_tokens for number in path)))
+        else:
+            bundles[-1] = _Bundle([*bundles[-1].members, member], bundles[-1].num_tokens + more)
+        begun |= {*path}
+    return sorted(bundles, key=lambda bundle: min(bundle.members))

@@ -50,15 +50,17 @@ def micro_batch_logprobs(
             )
         with shared_prefixes(model):
             return micro_batch_logprobs(model, micro_batch, temperature, entropy_gradient, ranks, owner)
-    hidden_nD, target_ids_n = predecessors(model, micro_batch, ranks), ranks.own_part(micro_batch.target_ids_N)
-    both = head_logprobs(model, hidden_nD, target_ids_n, temperature, entropy_gradient)
-    if ranks.size == 1:
-        return both
-    return ranks.join(owner, torch.stack(both, 1), len(micro_batch.target_ids_N)).unbind(1)  # pyright: ignore[reportReturnType]
+    target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
+    hidden_uD, target_ids_u = predecessors(model, micro_batch, ranks), ranks.own_part(target_ids_U)
+    logprobs_U, entropy_U = head_logprobs(model, hidden_uD, target_ids_u, temperature, entropy_gradient)
+    if ranks.size > 1:
+        both_U2 = ranks.join(owner, torch.stack([logprobs_U, entropy_U], 1), len(target_ids_U))
+        logprobs_U, entropy_U = both_U2.unbind(1)
+    return micro_batch.spread(logprobs_U), micro_batch.spread(entropy_U)
 
 
 def predecessors(model: PreTrainedModel, micro_batch: MicroBatch, ranks: SequenceParallel = ALONE) -> torch.Tensor:
-    """Return the last hidden states (n, D) that predict the completion tokens, of several ranks each a part.
+    """Return the last hidden states (u, D) that predict the distinct completion tokens, of several ranks each a part.
 
     Inside ``shared_prefixes(model)``.
     """
@@ -69,7 +71,9 @@ def predecessors(model: PreTrainedModel, micro_batch: MicroBatch, ranks: Sequenc
         hidden_BTD = layout.hidden_states(model, *row)
     else:
         hidden_BTD = hidden_states(model, row[0], position_ids=row[1])
-    return layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(0, ranks.own_part(micro_batch.source_N))
+    return layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(
+        0, ranks.own_part(micro_batch.distinct(micro_batch.source_N))
+    )
 
 
 def head_logprobs(

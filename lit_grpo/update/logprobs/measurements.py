@@ -38,19 +38,20 @@ def logprobs_and_scores(
     backward pass is the head's alone. No ``.grad`` changes.
     """
     with shared_prefixes(model) if micro_batch.groups else nullcontext(), torch.no_grad():
-        hidden_ND = predecessors(model, micro_batch, ranks)
-    target_ids_N = ranks.own_part(micro_batch.target_ids_N)
+        hidden_uD = predecessors(model, micro_batch, ranks)
+    target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
+    target_ids_u = ranks.own_part(target_ids_U)
     with torch.enable_grad():
-        hidden_ND.requires_grad_()
+        hidden_uD.requires_grad_()
         head = linear_head(model)
         if head is None:
-            logprobs_N, _ = head_logprobs(model, hidden_ND, target_ids_N, temperature)
+            logprobs_u, _ = head_logprobs(model, hidden_uD, target_ids_u, temperature)
         else:
             still = replace(head, weight_VD=head.weight_VD.detach(), keeps_gradient=False)
-            logprobs_N, _ = linear_logprobs(hidden_ND, target_ids_N, still, temperature)
-        (gradient_ND,) = torch.autograd.grad(logprobs_N.sum(), hidden_ND)
-    both_N2 = torch.stack([logprobs_N.detach(), gradient_ND.to(logprobs_N.dtype).square().sum(-1)], 1)
-    return ranks.join(0, both_N2, len(micro_batch.target_ids_N))
+            logprobs_u, _ = linear_logprobs(hidden_uD, target_ids_u, still, temperature)
+        (gradient_uD,) = torch.autograd.grad(logprobs_u.sum(), hidden_uD)
+    both_u2 = torch.stack([logprobs_u.detach(), gradient_uD.to(logprobs_u.dtype).square().sum(-1)], 1)
+    return micro_batch.spread(ranks.join(0, both_u2, len(target_ids_U)))
 
 
 @torch.no_grad()
@@ -96,9 +97,10 @@ def _measured(
             return logprobs_and_scores(model, micro_batch, temperature, ranks)
         if callable(what):
             with shared_prefixes(model) if micro_batch.groups else nullcontext():
-                hidden_nD = predecessors(model, micro_batch, ranks)
-            values_n = what(model, hidden_nD, ranks.own_part(micro_batch.target_ids_N))
-            return ranks.join(0, values_n, len(micro_batch.target_ids_N))
+                hidden_uD = predecessors(model, micro_batch, ranks)
+            target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
+            values_u = what(model, hidden_uD, ranks.own_part(target_ids_U))
+            return micro_batch.spread(ranks.join(0, values_u, len(target_ids_U)))
         logprobs_N, entropy_N = micro_batch_logprobs(model, micro_batch, temperature, ranks=ranks)
         return logprobs_N if what == "logprobs" else entropy_N
 

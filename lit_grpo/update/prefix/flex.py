@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 
 def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: int) -> BlockMask:
-    """Say which tokens of a packed row see which: a prompt itself, a response its prompt and itself.
+    """Say which tokens of a packed row see which: a prompt itself, a response its prompt and itself, branch by branch.
 
     On a GPU the mask is made by a compiled kernel, block by block, never token by token. It has room for two blocks of
     queries and of keys at least. For a single one torch compiles all over again, and for fewer than 128 queries it
@@ -25,15 +25,14 @@ def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: i
     num_keys = max(labels_3K.shape[1], _TWO_BLOCKS)
     if missing := num_keys - labels_3K.shape[1]:
         labels_3K = pad(labels_3K, (0, missing), value=-1)
-    group_T, segment_T, position_T = labels_3K
+    stretch_T, last_T, position_T = labels_3K
     device = labels_3K.device.type
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        same_group = group_T[query] == group_T[key]
-        same_segment = (segment_T[key] == 0) | (segment_T[key] == segment_T[query])
+        after = (stretch_T[key] <= stretch_T[query]) & (stretch_T[query] <= last_T[key])
         distance = position_T[query] - position_T[key]
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        return same_group & same_segment & near
+        return after & near
 
     create = _compiled_mask() if device == "cuda" else create_block_mask
     return create(sees, None, None, max(num_tokens, _TWO_BLOCKS), num_keys, device=device)

@@ -11,31 +11,6 @@ MASKED_ROWS = 512  # queries of one masked piece, so that a mask takes no more t
 
 
 @dataclass(frozen=True)
-class PackedGroup:
-    """Where a prompt and some of its responses stand in a packed row: the prompt once, the responses after it.
-
-    ``response_tokens`` counts what of each response goes through the model: all but its last token, which predicts
-    nothing. The prompt of a group that is split may be carried instead of standing in the row: its keys and values were
-    computed for all of its micro-batches, and follow those of the row from ``carried_at`` on.
-    """
-
-    start: int
-    prompt_tokens: int
-    response_tokens: tuple[int, ...]
-    carried_at: int | None = None
-
-    @property
-    def prompt_start(self) -> int:
-        """Where its prompt's keys begin."""
-        return self.start if self.carried_at is None else self.carried_at
-
-    @property
-    def response_start(self) -> int:
-        """Where its first response begins in the row."""
-        return self.start + (self.prompt_tokens if self.carried_at is None else 0)
-
-
-@dataclass(frozen=True)
 class Stretch:
     """Neighbouring tokens of the row whose positions are neighbours too: ``start`` in the row, ``first`` position."""
 
@@ -56,6 +31,73 @@ class Stretch:
     def rows(self) -> slice:
         """Where it stands in the row."""
         return slice(self.start, self.start + self.length)
+
+
+@dataclass(frozen=True)
+class PackedGroup:
+    """Where a prompt and some of its responses stand in a packed row: the prompt once, the responses after it.
+
+    The responses are a tree of branches (:mod:`lit_grpo.trajectory`), each after the branch that it begins at:
+    what several responses begin with is one branch, and stands in the row once. ``branch_tokens`` counts what of each
+    goes through the model: all of a response but its last token, which predicts nothing. ``parents`` has the number of
+    the branch before each, None for the prompt; by default no branch is after another. Branches are in depth-first
+    order. The prompt of a group that is split may be carried instead of standing in the row: its keys and values were
+    computed for all of its micro-batches, and follow those of the row from ``carried_at`` on.
+
+    Example:
+        Two responses that begin with the same 40 tokens, and end with 5 and 7 of their own, after a prompt of 10::
+
+            PackedGroup(start=0, prompt_tokens=10, branch_tokens=(40, 5, 7), parents=(None, 0, 0))
+    """
+
+    start: int
+    prompt_tokens: int
+    branch_tokens: tuple[int, ...]
+    carried_at: int | None = None
+    parents: tuple[int | None, ...] = ()
+
+    @property
+    def prompt_start(self) -> int:
+        """Where its prompt's keys begin."""
+        return self.start if self.carried_at is None else self.carried_at
+
+    @property
+    def response_start(self) -> int:
+        """Where its first response begins in the row."""
+        return self.start + (self.prompt_tokens if self.carried_at is None else 0)
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the row."""
+        return self.response_start + sum(self.branch_tokens)
+
+    @property
+    def prompt(self) -> Stretch:
+        """Its prompt's keys."""
+        return Stretch(self.prompt_start, 0, self.prompt_tokens)
+
+    @property
+    def branches(self) -> list[Stretch]:
+        """Its branches, in order."""
+        stretches, start = list[Stretch](), self.response_start
+        for length, parent in zip(self.branch_tokens, self._parents, strict=True):
+            first = self.prompt_tokens if parent is None else stretches[parent].end
+            stretches.append(Stretch(start, first, length))
+            start += length
+        return stretches
+
+    @property
+    def last_below(self) -> list[int]:
+        """The number of the last branch that comes after each, directly or not; its own where none does."""
+        last = list(range(len(self.branch_tokens)))
+        for number, parent in reversed([*enumerate(self._parents)]):
+            if parent is not None:
+                last[parent] = max(last[parent], last[number])
+        return last
+
+    @property
+    def _parents(self) -> Sequence[int | None]:
+        return self.parents or [None] * len(self.branch_tokens)
 
 
 @dataclass(frozen=True)
@@ -86,44 +128,45 @@ class Piece:
 
 
 def key_labels(groups: Sequence[PackedGroup]) -> torch.Tensor:
-    """Number of its group, number of its response within that (0 for the prompt) and position, for every key.
+    """Number of its stretch, number of the last stretch that sees it, and position, for every key.
+
+    A stretch is a prompt or a branch; the numbers count all groups, depth first. So a token sees the keys whose two
+    numbers enclose that of its own stretch, up to its position.
 
     Returns:
         Shape (3, keys), int64: those of the row, then those of carried prompts.
     """
-    num_keys = sum(group.prompt_tokens + sum(group.response_tokens) for group in groups)
+    num_keys = sum(group.prompt_tokens + sum(group.branch_tokens) for group in groups)
     labels_3K = torch.empty((3, num_keys), dtype=torch.int64)
-    for number, group in enumerate(groups):
-        start = group.prompt_start
-        for segment, length in enumerate((group.prompt_tokens, *group.response_tokens)):
-            rows = slice(start, start + length)
-            labels_3K[0, rows], labels_3K[1, rows] = number, segment
-            labels_3K[2, rows] = torch.arange(length) + (group.prompt_tokens if segment else 0)
-            start = rows.stop if segment else group.response_start
+    number = 0
+    for group in groups:
+        lasts = [len(group.branch_tokens), *(last + 1 for last in group.last_below)]
+        for place, (stretch, last) in enumerate(zip([group.prompt, *group.branches], lasts, strict=True)):
+            labels_3K[0, stretch.rows], labels_3K[1, stretch.rows] = number + place, number + last
+            labels_3K[2, stretch.rows] = torch.arange(stretch.first, stretch.end)
+        number += len(lasts)
     return labels_3K
 
 
 def group_pieces(group: PackedGroup, window: int | None) -> list[Piece]:
     """Cut the attention of a group into pieces in which no key is repeated and no query padded.
 
+    Each stretch attends to itself, and then all that comes after it, which are neighbours in the row, to it.
+
     Args:
         group: Where it stands in the row.
         window: How many tokens back a query sees, its own among them; ``None`` for all.
     """
-    prompt = Stretch(group.prompt_start, 0, group.prompt_tokens)
-    responses, start = [], group.response_start
-    for length in group.response_tokens:
-        if length:
-            responses.append(Stretch(start, group.prompt_tokens, length))
-            start += length
-    pieces = list(_own_pieces(prompt, window)) if group.carried_at is None else []
-    for response in responses:
-        pieces += _own_pieces(response, window)
-    if responses and (window is None or max(response.end for response in responses) <= window):
-        pieces.append(Piece(slice(responses[0].start, start), prompt.rows, merges=True))
-    else:
-        for response in responses:
-            pieces += _windowed(response, prompt, window or 0, merges=True)
+    branches, last_below = group.branches, group.last_below
+    stretches = branches if group.carried_at is not None else [group.prompt, *branches]
+    pieces = [piece for stretch in stretches if stretch.length for piece in _own_pieces(stretch, window)]
+    below = [branches, *(branches[number + 1 : last + 1] for number, last in enumerate(last_below))]
+    for seen, after in zip([group.prompt, *branches], below, strict=True):
+        asking = [stretch for stretch in after if stretch.length and seen.length]
+        if asking and (window is None or max(stretch.end for stretch in asking) <= window):
+            pieces.append(Piece(slice(asking[0].start, asking[-1].rows.stop), seen.rows, merges=True))
+        else:
+            pieces += [piece for stretch in asking for piece in _windowed(stretch, seen, window or 0, merges=True)]
     return pieces
 
 

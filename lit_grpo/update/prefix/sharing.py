@@ -49,7 +49,7 @@ class SharedPrefix:
         chunks: Sequence[CarriedSpan | None] = (),
     ) -> None:
         self.groups, self.ranks, self._labels_3K = tuple(groups), ranks, labels_3K
-        self.num_tokens = max((group.response_start + sum(group.response_tokens) for group in groups), default=0)
+        self.num_tokens = max((group.end for group in groups), default=0)
         split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
         self._carried = [prompt for group, prompt in split if group.carried_at is not None]
         self._in_row = [(slice(g.start, g.start + g.prompt_tokens), p) for g, p in split if g.carried_at is None]

@@ -98,31 +98,41 @@ class SlotCache:
         self._prompt_of += prompts
         self._readers = None
 
-    def write_completions(self, prompt: Hashable, count: int, num_tokens: int) -> ShelfWriter:
-        """Open rows for ``count`` completions of a prompt, of ``num_tokens`` each; return what is to fill them."""
+    def write_completions(
+        self, prompt: Hashable, count: int, num_tokens: int, beginnings: Sequence[Sequence[torch.Tensor]] = ()
+    ) -> ShelfWriter:
+        """Open rows for ``count`` completions of a prompt, of ``num_tokens`` each; return what is to fill them.
+
+        Args:
+            prompt: Whose completions.
+            count: How many.
+            num_tokens: Of each.
+            beginnings: What is known of each, equally much, as ``copy_completion`` returns it; none by default.
+        """
         first = self.num_rows
         self.admit([prompt] * count)
         for piece, start in enumerate(self._starts.tolist()):
             if 0 < start < num_tokens:
                 self._extend(piece, range(first, first + count))
+        for row, known in enumerate(beginnings, first):
+            start = 0
+            for part in self._stretches(row, 1, known[0].shape[1]):
+                for there, values in zip(part.rows(0), known, strict=True):
+                    there.copy_(values[:, start : start + part.num_tokens])
+                start += part.num_tokens
         room, entry, length = self._prompts[prompt]
         before = Stretch(self._prompt_shelves[room], range(entry, entry + 1), length)
-        return ShelfWriter(self._stretches(first, count, num_tokens), [before])
+        written = beginnings[0][0].shape[1] if beginnings else 0
+        return ShelfWriter(self._stretches(first, count, num_tokens), [before], written)
 
     def copy_completion(self, row: int, num_tokens: int) -> list[torch.Tensor]:
         """Return a row's first keys by layer, then its values, shape (KV heads, tokens, key or value size) each."""
         parts = [part.rows(0) for part in self._stretches(row, 1, num_tokens)]
         return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
 
-    def put_back(self, prompt: Hashable, kept: Sequence[torch.Tensor]) -> None:
-        """Open a row for a completion of which ``copy_completion`` has been kept."""
-        row, num_tokens = self.num_rows, kept[0].shape[1]
-        self.write_completions(prompt, 1, num_tokens)
-        start = 0
-        for part in self._stretches(row, 1, num_tokens):
-            for there, values in zip(part.rows(0), kept, strict=True):
-                there.copy_(values[:, start : start + part.num_tokens])
-            start += part.num_tokens
+    def prompt_of(self, row: int) -> Hashable:
+        """Return the prompt that a row reads."""
+        return self._prompt_of[row]
 
     def _stretches(self, row: int, count: int, num_tokens: int) -> list[Stretch]:
         """Where the first tokens of rows lie whose entries are neighbours on each shelf, piece by piece."""

@@ -39,11 +39,12 @@ class ShelfWriter:
     Args:
         pieces: Where they are to stand, one stretch after another; what is after a row's own tokens is not read.
         before: What stands before them: the prompt that the completions share.
+        written: How many tokens of each row are there already.
     """
 
-    def __init__(self, pieces: Sequence[Stretch], before: Sequence[Stretch] = ()) -> None:
+    def __init__(self, pieces: Sequence[Stretch], before: Sequence[Stretch] = (), written: int = 0) -> None:
         self._pieces, self._before = pieces, before
-        self._begin = self._end = 0
+        self._begin = self._end = written
 
     @property
     def shape(self) -> KVShape:
