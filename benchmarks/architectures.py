@@ -234,6 +234,7 @@ class _Gradient:
 
     def __init__(self, policy: PreTrainedModel) -> None:
         self.policy_version, self._policy = 0, policy
+        self.optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
         self.gradients: dict[str, torch.Tensor] = {}
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:

@@ -159,6 +159,7 @@ class _PlainSteps:
 
     def __init__(self, policy: torch.nn.Module) -> None:
         self._policy, self.gradient = policy, torch.empty(0)
+        self.optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
 
     def add_gradient(self, compute_loss: Any, exchange: bool) -> None:
         """Add a micro-batch's."""

@@ -46,6 +46,7 @@ class Gradients:
 
     def __init__(self, policy: torch.nn.Module) -> None:
         self.policy, self.policy_version = policy, 0
+        self.optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
         self.last = torch.empty(0)
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:

@@ -122,13 +122,19 @@ def slopes_and_variances(
     for hidden_nD, ids_n in zip(hidden_ND.split(size), target_ids_N.split(size), strict=True):
         probs_nV = (hidden_nD @ weight_VD.T).softmax(-1)
         squares_nD = hidden_nD.square()
-        of_one = isinstance(factors, float)
-        reach_nV = squares_nD.sum(-1, True) * factors if of_one else squares_nD @ torch.as_tensor(factors).T
+        reach_nV = _reach(squares_nD, factors)
         moved_nV = (torch.zeros_like(probs_nV).scatter_(1, ids_n[:, None], 1.0) - probs_nV) * reach_nV
         mean_n1 = (probs_nV * moved_nV).sum(-1, True)
         slope_n = (moved_nV.gather(1, ids_n[:, None]) - mean_n1).squeeze(1)
         parts.append(torch.stack([slope_n, (probs_nV * (moved_nV - mean_n1).square()).sum(-1)], 1))
     return torch.cat(parts)
+
+
+def _reach(squares_nD: torch.Tensor, factors: torch.Tensor | float) -> torch.Tensor:
+    """How far a logit moves for each unit of its gradient: shape (n, V), or (n, 1) where it is the same for all."""
+    if isinstance(factors, torch.Tensor):
+        return squares_nD @ factors.T
+    return squares_nD.sum(-1, True) * factors
 
 
 def preconditioner(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> torch.Tensor | float | None:

@@ -9,7 +9,8 @@ are chosen equally often. ``f_e`` has no gradient.
 into micro-batches, where a loss by micro-batch would demand balance within each. It must be known before the first
 backward pass. Counts of the step before would be of another batch; so one forward pass without gradient counts first,
 about a third of an update's work. A token counts once: the prompt once for all completions that share it, and a
-completion whose advantage is 0 does not go through the policy, and is not counted.
+completion whose advantage is 0 does not go through the policy, and is not counted. What completions begin
+with in common counts once in each micro-batch that has it.
 
 RL seldom needs it: the policy comes balanced, and its router is best left as it is. It is for runs in which
 ``router/loss`` rises, which this plug-in logs at any ``coefficient``.

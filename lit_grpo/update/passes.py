@@ -194,7 +194,7 @@ class PolicyPasses:
         shares_prefix, max_tokens = self.settings.shares_prefix, self._max_tokens(rollouts)
         if chunks is None and self.settings.chunking.most is not None:
             max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
-        own = make_micro_batches(rollouts, advantages, max_tokens, shares_prefix, chunks)
+        own = make_micro_batches(rollouts, advantages, max_tokens, shares_prefix, chunks=chunks)
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 
     def halve_budget(self, rollouts: Sequence[Rollout]) -> None:

@@ -88,9 +88,10 @@ class MicroBatch:
     @property
     def weight(self) -> float:
         """What the tokens of a packed row count: 1, or a chunk's weight; 0 where it is one that stands for nothing."""
-        if self.chunks:
-            return self.weights[0]
-        return float(bool(self.groups[0].branch_tokens) or self.prompts[0] is not None) if self.groups else 1.0
+        means_nothing = self.groups[:1] == (PackedGroup(0, 1, ()),) and self.prompts[0] is None
+        if means_nothing and self.input_ids_BT.numel() == 1 and (not self.rows or len(self.groups) > 1):
+            return 0.0
+        return self.weights[0] if self.chunks else 1.0
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on ``device``, or itself where it is there already."""

@@ -97,9 +97,10 @@ def _measured(
             return logprobs_and_scores(model, micro_batch, temperature, ranks)
         if callable(what):
             with shared_prefixes(model) if micro_batch.groups else nullcontext():
-                hidden_nD = predecessors(model, micro_batch, ranks)
-            values_n = what(model, hidden_nD, ranks.own_part(micro_batch.target_ids_N))
-            return ranks.join(0, values_n, len(micro_batch.target_ids_N))
+                hidden_uD = predecessors(model, micro_batch, ranks)
+            target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
+            values_u = what(model, hidden_uD, ranks.own_part(target_ids_U))
+            return micro_batch.spread(ranks.join(0, values_u, len(target_ids_U)))
         logprobs_N, entropy_N = micro_batch_logprobs(model, micro_batch, temperature, ranks=ranks)
         return logprobs_N if what == "logprobs" else entropy_N
 
