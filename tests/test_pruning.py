@@ -260,7 +260,7 @@ def test_a_rollout_that_is_not_learnt_from_leaves_nothing() -> None:
 
 def test_the_plug_in_says_when_completions_are_dropped() -> None:
     arrol = plugin("arrol")
-    assert arrol == Arrol(512, 0.5, 0.5) and arrol.needs == {"whole_rollouts", "hidden_states"}
+    assert arrol == Arrol(512, 0.5, 0.5) and arrol.needs == {"whole_rollouts", "hidden_states", "separate_completions"}
     plugin("arrol:at=24,keep=0.25").check(RunFacts(2, 3, 26, 1))
     for max_tokens, num_generations, sentence in (
         (513, 8, r"at is 512, and sampling\.max_tokens is 513: 511 is the largest"),

@@ -335,7 +335,7 @@ def test_random_conversations_are_learnt_from_as_they_were_sampled(family: str) 
             "model.objective.normalization sequence needs each completion to be learnt from in one row",
         ),
         (Objective("gspo"), "model.objective.ratio sequence needs each completion"),
-        (Objective(off_policy_threshold=0.1), "model.objective.off_policy_threshold needs each completion"),
+        (Objective(off_policy_threshold=0.1), r"model\.objective\.off_policy_threshold 0\.1 needs each completion"),
     ],
 )
 def test_what_takes_a_completion_together_is_refused(objective: Objective, message: str) -> None:

@@ -35,12 +35,10 @@ import torch
 
 from lit_grpo.limits import Positive
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.selection import Measure, Selection
+from lit_grpo.update.selection import Measure, Selection, TakesSteps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from lit_grpo.update.learner_settings import Optimization
 
 LOGITS_PER_BLOCK = 2**22
 SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -71,7 +69,7 @@ class Capo(Selection):
         return {**super().changes, "all_tokens": "leaves tokens out by a model of curvature"}
 
     def token_mask(
-        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: Optimization
+        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: TakesSteps
     ) -> Mapping[Key, torch.Tensor] | None:
         """Return which tokens are within both bounds."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
@@ -13,15 +13,21 @@ from lit_grpo.types import Key, Rollout
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.logprobs.measurements import OfHidden
 
-if TYPE_CHECKING:
-    from lit_grpo.update.learner_settings import Optimization
-
 Statistics = Literal["group", "kept"]
 Entropies = Callable[[Sequence[Rollout]], Mapping[Key, torch.Tensor]]
 """Sends rollouts through the policy; returns the entropy in nats of each token that is learnt from, by completion. All
 ranks call it together."""
 Measure = Callable[[Sequence[Rollout], OfHidden], Mapping[Key, torch.Tensor]]
 """Likewise, with what a function makes of the last hidden state that predicts each token."""
+
+
+class TakesSteps(Protocol):
+    """What takes a run's optimizer steps, as far as a selection may know it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Selection(Plugin):
         raise NotImplementedError
 
     def token_mask(
-        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: Optimization
+        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: TakesSteps
     ) -> Mapping[Key, torch.Tensor] | None:
         """Return which tokens are learnt from, bool by completion; None for all. Asked before each optimizer step.
 
