@@ -72,6 +72,8 @@ def says(request: Request, _: int) -> str:
 
 def talk(
     num_generations: int = 1,
+    tokenizer: Any = TOKENIZER,
+    says: Any = says,
     sampling: SamplingParams = SAMPLING,
     before: Sequence[Any] = (),
     after: Sequence[Any] = (),
@@ -79,11 +81,11 @@ def talk(
     **options: Any,
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     worker = Environments(factory=factory, history="rerendered", **options).worker()
-    worker.prepare(TOKENIZER, {})
+    worker.prepare(tokenizer, {})
     row = {"prompt": "Go."}
-    rendered = PromptRenderer(conversing=worker).render(row, TOKENIZER)
+    rendered = PromptRenderer(conversing=worker).render(row, tokenizer)
     prompt = Prompt("train/0", rendered.token_ids, rendered.text, row, messages=rendered.messages)
-    loop = RolloutLoop(Scripted(TOKENIZER, says), listeners=[*before, worker, *after])
+    loop = RolloutLoop(Scripted(tokenizer, says), listeners=[*before, worker, *after])
     try:
         groups, stats = loop.collect([prompt], num_generations, sampling, seed=0)
         return groups, worker.metrics() | {"num_discarded": stats.num_discarded}
@@ -94,6 +96,18 @@ def talk(
 def only(groups: Sequence[RolloutGroup]) -> Completion:
     ((rollout,),) = [group.rollouts for group in groups]
     return rollout.completion
+
+
+def test_a_turn_that_the_template_refuses_to_write_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    """As Llama's, which takes one call in a turn."""
+    one_call = "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}"
+    tokenizer = chat_tokenizer(one_call + "{% endif %}{% endfor %}" + THINKS)
+    calls = {0: "Answer 0.", 1: call("look") + call("look")}
+    groups, metrics = talk(tokenizer=tokenizer, says=lambda request, _: calls[request.seed])
+    completion = only(groups)
+    assert [tokenizer.decode(turn).removesuffix("<|im_end|>") for turn in completion.turns] == list(calls.values())
+    assert completion.finish_reason == "length" and metrics["environments/cut_short"] == 1
+    assert "What the policy has said is refused by the chat template: one" in caplog.text
 
 
 BEGIN = "<|im_start|>user\nGo. Ready?<|im_end|>\n<|im_start|>assistant\n"
@@ -317,7 +331,10 @@ def test_the_gradient_is_that_of_each_turn_after_its_own_context() -> None:
     assert relative_error(steps.gradients[0], expected) < 1e-6
 
 
-@pytest.mark.parametrize("family", table_rows(FAMILIES, quick=["smollm2"]))
+WRITES_ALL = [family for family in FAMILIES if family != "llama3_1"]  # which refuses two calls in a turn
+
+
+@pytest.mark.parametrize("family", table_rows(WRITES_ALL, quick=["smollm2"]))
 def test_random_conversations_are_learnt_from_as_they_were_sampled(family: str) -> None:
     if template_of(family) is None:
         pytest.skip("TRL, whose wheel has the templates, is not installed")

@@ -362,6 +362,7 @@ class EnvironmentWorker(Worker):
             calls=self._calls,
             outcomes=self._outcomes,
             counts=self._counts,
+            told=self._tell,
             told_failure=self._tell_failure,
         )
 

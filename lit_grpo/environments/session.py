@@ -105,6 +105,7 @@ class Session:
     waits: bool = False
     waited_s: float = 0.0
     began: float = field(default_factory=time.monotonic)
+    told: Callable[[str], None] = lambda _: None
     told_failure: Callable[[str], None] = lambda _: None
     _work: Future[None] | None = None  # beside decoding
     _is_over: bool = False
@@ -465,7 +466,7 @@ class RewritingSession(Session):
 
     def _goes_on(self, completion: Completion, observed: Sequence[int]) -> Outcome | None:
         context = self._written()
-        if len(context) > completion.request.sampling.max_observed:
+        if context is None or len(context) > completion.request.sampling.max_observed:
             return None
         contexts = (*self._before.contexts, tuple(context))
         self._next = _Before(turns=completion.followed_by(observed), text=completion.text, contexts=contexts)
@@ -473,11 +474,14 @@ class RewritingSession(Session):
         request = replace(self.request, seed=seed, prefix=EMPTY.followed_by(context))
         return Outcome(rewritten=request)
 
-    def _written(self) -> list[int]:
+    def _written(self) -> list[int] | None:
         """Return the tokens of the conversation after those of the prompt.
 
+        None where the chat template refuses what the policy has said, such as two calls in one turn: then the
+        trajectory ends there.
+
         Raises:
-            ValueError: The chat template refuses it, or changes the prompt.
+            ValueError: The chat template changes the prompt.
         """
         prompt = self.request.prompt
         begins = prompt.messages or [{"role": "user", "content": ""}]
@@ -485,7 +489,8 @@ class RewritingSession(Session):
         try:
             context = self.chat.beginning(prompt, [*begins, *self.messages], self.kind.schemas)
         except UnusableRow as error:
-            raise ValueError(f"The conversation that goes on from {prompt.prompt_id} {error}.") from None
+            self.told(f"What the policy has said {error} Such trajectories end there, and count as cut short.")
+            return None
         if context is None:
             raise ValueError(
                 f"The chat template changes the prompt of {prompt.prompt_id} once the conversation has gone on, and a "
