@@ -70,8 +70,6 @@ def paired_gain(with_S: Sequence[float], without_S: Sequence[float]) -> Gain:
 
 def methods_page(path: Path) -> str:
     """Return the page of a result file."""
-    if not path.exists():
-        return "# What each method gave\n\nNothing has been measured yet (`python -m benchmarks.methods`).\n"
     result = json.loads(path.read_text())
     return "\n".join([HEAD.format(result=path.stem, cpu=result["machine"]["cpu"]), *tables(result), ""])
 
