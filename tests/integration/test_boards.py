@@ -55,6 +55,7 @@ def digits(completion, log_metric):
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
 ENVIRONMENTS = (
+    "rows",
     *("turns", "waiting_share", "tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "cut_short"),
     *("shortened_answers", "failures", "timeouts", "retries", "restarted", "dropped"),
 )
@@ -113,6 +114,16 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(
         (f"replay/{name}" for name in ("members", "frac_revived", "age", "prompts")), "rollout.plugins rlep"
     ),
+    **dict.fromkeys(("poise/explained", "poise/explained_by_others"), "rollout.plugins poise"),
+    "copo/local": "rollout.plugins copo",
+    **dict.fromkeys(
+        (f"majority/{name}" for name in ("share", "labelled", "right", "reward_right")), "rollout.plugins majority_vote"
+    ),
+    **dict.fromkeys(
+        ("rollout/branched_share", "rollout/branched_tokens_saved"), "rollout.plugins eptree, treepo, arpo or aepo"
+    ),
+    "update/kept_share": "rollout.plugins or an objective that leave tokens out",
+    "router/loss": "rollout.plugins router_loss",
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }
