@@ -16,7 +16,8 @@ say the base of the logarithm nor what the "structured" global reward is beyond 
 Note that a completion's own outcome does not count in ``A(global)``: in an easy prompt wrong answers are pushed up by
 it, where ``w`` is small.
 
-Evidence: the formula in float64, in ``tests/test_copo.py``. What it gives has not been measured here.
+Evidence: the formula in float64, in ``tests/test_copo.py``. On the demo, with the default ``rho``,
+held-out exact match is 24 points below GRPO's (docs/methods.md).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ used for, and not the rollout's own; several others are averaged; what is read i
 the whole trajectory. A completion that ends before has the mean that such ones have had. Until the first batch has been
 learnt from, advantages are the estimator's.
 
-Evidence: 10,000 draws against the exact gradient of a small policy, in ``tests/test_poise.py``. Whether it saves
-rollouts has not been measured here.
+Evidence: 10,000 draws against the exact gradient of a small policy, in ``tests/test_poise.py``. With groups of 4
+it gave no more on the demo and on knights than groups of 4 do without it (docs/methods.md).
 """
 
 from __future__ import annotations
