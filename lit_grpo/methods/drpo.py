@@ -14,8 +14,8 @@ What deviates: later steps on a batch have clipped ratios, where the paper's cod
 KL term above 1e-4 (that is ``objective.kl`` here); losses other than ``grpo`` (``token``, ``constant``) make long
 completions weigh more. ``totals: estimator`` is a form of our own.
 
-Evidence: the gradient of J in float64, in ``tests/test_drpo.py``. On the demo and on knights it saved no tokens and gave
-nothing (docs/methods.md).
+Evidence: the gradient of J in float64, in ``tests/test_drpo.py``. On the demo and on knights it saved no tokens, and
+gave nothing (docs/methods.md).
 """
 
 from __future__ import annotations
