@@ -71,6 +71,16 @@ def test_rows_of_the_calculator_have_their_answers_and_no_split_has_anothers() -
     assert re.search(ANSWER_PATTERN, "1681") and not re.search(ANSWER_PATTERN, '{"expression": "1681"}')
 
 
+def test_a_game_goes_on_from_its_state() -> None:
+    game, other = Catch(), Catch()
+    game.reset(seed=3)
+    game.move("left")
+    other.restore(game.state())
+    assert (game.move("right"), game.turn_reward()) == (other.move("right"), other.turn_reward())
+    other.move("stay")
+    assert other.board != game.board
+
+
 def play(seed: int) -> Catch:
     """As one should."""
     game = Catch()

@@ -1,6 +1,6 @@
 """A small game in text: a ball falls, and a paddle on the bottom row is to be under it.
 
-The environment has TRL's shape (its example ``grpo_catch``), with ``done`` and a reward by turn beside it.
+The environment has TRL's shape (its example ``grpo_catch``), with ``done``, a reward by turn and ``state`` beside it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,14 @@ class Catch:
     def get_reward(self) -> float:
         """1 for a ball that was caught."""
         return float(self.done and self.ball == self.paddle)
+
+    def state(self) -> dict[str, int]:
+        """The game as it stands."""
+        return dict(vars(self))
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from a game as it stood."""
+        vars(self).update(state)
 
 
 class CatchRows(DrawnRows):
