@@ -334,7 +334,7 @@ def test_the_gradient_is_that_of_each_turn_after_its_own_context() -> None:
 WRITES_ALL = [family for family in FAMILIES if family != "llama3_1"]  # which refuses two calls in a turn
 
 
-@pytest.mark.parametrize("family", table_rows(WRITES_ALL, quick=["smollm2"]))
+@pytest.mark.parametrize("family", table_rows(WRITES_ALL, quick=[]))
 def test_random_conversations_are_learnt_from_as_they_were_sampled(family: str) -> None:
     if template_of(family) is None:
         pytest.skip("TRL, whose wheel has the templates, is not installed")

@@ -364,6 +364,7 @@ def test_vllm_decodes_turns_too(tmp_path: Path) -> None:
     assert float(row["sampling/logprob_gap_mean"]) < 1e-4  # of the tokens of all turns
 
 
+@pytest.mark.nightly
 def test_ratios_by_turn_differ_from_those_of_tokens_once_the_policy_has_moved(tmp_path: Path) -> None:
     norms = {}
     for ratio in ("token", "turn"):
