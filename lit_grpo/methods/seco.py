@@ -10,6 +10,9 @@ be longer than ``model.max_tokens_per_micro_batch``. It costs one more forward p
 counts ``share**-m`` times: the mean over draws is the gradient of the whole. The price is variance. Chunks are drawn
 independently, and not a fixed number of them, so that this holds for every m.
 
+Evidence (``token_share-2026-11-26``): of a completion of 2,048 tokens, chunks of 512, 256 and 128 take 0.55, 0.32 and
+0.20 of an update's memory, and 1.20, 1.32 and 1.53 times the seconds.
+
 Example:
     ``rollout.plugins: [{seco: {chunk: 2048}}]``, or ``[{spaco: {chunk: 2048, share: 0.5}}]``
 """
