@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from hand_made import plugin
 
-from lit_grpo.budgets.allocation import Allocation, proportional
+from lit_grpo.budgets.allocation import Allocation, greedy, proportional
 from lit_grpo.budgets.history import LengthMoments, PromptHistory, Record, Visit
 from lit_grpo.methods import shipped
 from lit_grpo.methods.dars import HardMore
 from lit_grpo.methods.divided import Proportional, Uniform
-from lit_grpo.methods.knapsack import Knapsack, greedy, knapsack_value
+from lit_grpo.methods.knapsack import Knapsack, knapsack_value
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.sgpo import Buckets
 from lit_grpo.plugins import RunFacts
@@ -52,15 +52,15 @@ def test_the_knapsack_is_worth_as_much_as_the_best_of_all_divisions(seed: int) -
     rates = [rng.choice([0.0, 1.0, rng.random(), rng.random()]) for _ in range(rng.randint(1, 6))]
     least, most = rng.randint(2, 4), rng.randint(5, 20)
     budget = rng.randint(least * len(rates), 60 + least * len(rates))
-    counts = greedy(rates, budget, least, most)
+    counts = greedy(rates, budget, least, most, knapsack_value)
     assert sum(counts) == min(budget, most * len(rates)) and min(counts) >= least and max(counts) <= most
     value = math.fsum(knapsack_value(count, rate) for count, rate in zip(counts, rates, strict=True))
     assert value == pytest.approx(best_by_dynamic_programming(rates, budget, least, most), rel=1e-12, abs=1e-15)
 
 
 def test_what_is_worth_nothing_goes_to_prompts_that_nobody_has_passed() -> None:
-    assert greedy([0.0, 1.0, 0.0], 16, 2, 7) == [7, 2, 7]
-    assert greedy([0.0, 1.0, 0.0], 18, 2, 7) == [7, 4, 7]
+    assert greedy([0.0, 1.0, 0.0], 16, 2, 7, knapsack_value) == [7, 2, 7]
+    assert greedy([0.0, 1.0, 0.0], 18, 2, 7, knapsack_value) == [7, 4, 7]
 
 
 def test_the_knapsack_leaves_unsolved_prompts_what_mixed_ones_do_not_need() -> None:
@@ -156,7 +156,7 @@ def test_a_budget_of_tokens_is_worth_as_much_as_the_best_division_but_for_one_co
     def price(counts: Sequence[int]) -> float:
         return math.fsum(count * cost for count, cost in zip(counts, costs, strict=True))
 
-    counts = greedy(rates, budget, least, most, costs=costs)
+    counts = greedy(rates, budget, least, most, knapsack_value, costs=costs)
     every = itertools.product(range(least, most + 1), repeat=len(rates))
     best = max(worth(division) for division in every if price(division) <= budget)
     step = max(knapsack_value(3, rate) - knapsack_value(2, rate) for rate in rates)

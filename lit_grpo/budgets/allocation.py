@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -214,3 +215,42 @@ def proportional(weights: np.ndarray, costs: np.ndarray, budget: float, least: i
             counts[row] += 1
             left -= costs[row]
     return counts.tolist()
+
+
+def greedy(
+    rates: Sequence[float],
+    budget: float,
+    least: int | Sequence[int],
+    most: int,
+    value: Callable[[int, float], float],
+    costs: Sequence[float] | None = None,
+) -> list[int]:
+    """Divide a budget so that the sum of a concave ``value`` is largest; what is left buys no further completion.
+
+    Args:
+        rates: Of prompts.
+        budget: What all completions may cost.
+        least: The least of each, whatever it costs; a number for all, or one for each.
+        most: The most of each.
+        value: Of so many completions at a rate.
+        costs: Of a completion of each prompt; by default 1.
+    """
+    counts = [least] * len(rates) if isinstance(least, int) else list(least)
+    costs = [1.0] * len(rates) if costs is None else costs
+
+    def turn(row: int) -> tuple[float, bool, int, int]:
+        rate, number = rates[row], counts[row]
+        return ((value(number, rate) - value(number + 1, rate)) / costs[row], rate > 0, number, row)
+
+    waiting = [turn(row) for row in range(len(rates)) if counts[row] < most]
+    heapq.heapify(waiting)
+    left = budget - sum(count * cost for count, cost in zip(counts, costs, strict=True))
+    while waiting:
+        row = heapq.heappop(waiting)[-1]
+        if costs[row] > left + SMALLEST_PART:
+            continue  # what costs less may still fit
+        counts[row] += 1
+        left -= costs[row]
+        if counts[row] < most:
+            heapq.heappush(waiting, turn(row))
+    return counts

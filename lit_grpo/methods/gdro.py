@@ -14,11 +14,10 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_grpo.budgets.allocation import Divided
+from lit_grpo.budgets.allocation import Divided, greedy
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import PromptRule, State
 from lit_grpo.limits import Count, Limit, Positive, Share
-from lit_grpo.methods.knapsack import greedy
 from lit_grpo.types import Prompt
 
 Bins = Annotated[int, Limit(least=2, remedy="with one bin all prompts are alike")]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 
-from lit_grpo.budgets.allocation import SMALLEST_PART, Divided
+from lit_grpo.budgets.allocation import Divided, greedy
 from lit_grpo.limits import Limit
 
 
@@ -45,52 +43,15 @@ class Knapsack(Divided):
             needed = float((self.least + np.floor(np.minimum(needs, most - self.least))) @ costs[mixed])
             for rows, limit in ((mixed, needed), (unsolved, math.inf)):
                 shared = min(limit, budget - float(counts[~rows] @ costs[~rows]))
-                counts[rows] = greedy(rates[rows].tolist(), shared, self.least, most, costs=costs[rows].tolist())
-        return greedy(rates.tolist(), budget, counts.tolist(), most, costs=costs.tolist())
+                counts[rows] = greedy(
+                    rates[rows].tolist(), shared, self.least, most, knapsack_value, costs=costs[rows].tolist()
+                )
+        return greedy(rates.tolist(), budget, counts.tolist(), most, knapsack_value, costs=costs.tolist())
 
 
 def knapsack_value(number: int, rate: float) -> float:
     """Return what so many completions are worth of a prompt that passes at ``rate``."""
     return (1 - rate**number - (1 - rate) ** number) * rate * (1 - rate) ** 2
-
-
-def greedy(
-    rates: Sequence[float],
-    budget: float,
-    least: int | Sequence[int],
-    most: int,
-    value: Callable[[int, float], float] = knapsack_value,
-    costs: Sequence[float] | None = None,
-) -> list[int]:
-    """Divide a budget so that the sum of a concave ``value`` is largest; what is left buys no further completion.
-
-    Args:
-        rates: Of prompts.
-        budget: What all completions may cost.
-        least: The least of each, whatever it costs; a number for all, or one for each.
-        most: The most of each.
-        value: Of so many completions at a rate.
-        costs: Of a completion of each prompt; by default 1.
-    """
-    counts = [least] * len(rates) if isinstance(least, int) else list(least)
-    costs = [1.0] * len(rates) if costs is None else costs
-
-    def turn(row: int) -> tuple[float, bool, int, int]:
-        rate, number = rates[row], counts[row]
-        return ((value(number, rate) - value(number + 1, rate)) / costs[row], rate > 0, number, row)
-
-    waiting = [turn(row) for row in range(len(rates)) if counts[row] < most]
-    heapq.heapify(waiting)
-    left = budget - sum(count * cost for count, cost in zip(counts, costs, strict=True))
-    while waiting:
-        row = heapq.heappop(waiting)[-1]
-        if costs[row] > left + SMALLEST_PART:
-            continue  # what costs less may still fit
-        counts[row] += 1
-        left -= costs[row]
-        if counts[row] < most:
-            heapq.heappush(waiting, turn(row))
-    return counts
 
 
 PLUGINS = {"knapsack": Knapsack()}
