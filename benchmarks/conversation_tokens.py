@@ -291,16 +291,19 @@ def _settings(num_conversations: int) -> Row:
     }
 
 
+def _largest(names: Sequence[str], rows: Sequence[Row]) -> float:
+    return max(float(row[name]) for row in rows for name in names)
+
+
 def _claims(rows: list[Row], faults: list[str]) -> list[Claim]:
-    largest = lambda names, rows: max(float(row[name]) for row in rows for name in names)  # noqa: E731
-    gaps = {"the update": (largest(["update_gap"], rows), EXACT)}
+    gaps = {"the update": (_largest(["update_gap"], rows), EXACT)}
     for generator in dict.fromkeys(str(row["generator"]) for row in rows):
         own = [row for row in rows if row["generator"] == generator]
-        gaps[generator] = largest(["generator_gap"], own), limit_of(generator)
+        gaps[generator] = _largest(["generator_gap"], own), limit_of(generator)
     return [
         Claim("figures that are not as they should be", float(len(faults)), "<=", 0),
-        Claim("wrong tokens and members", largest(COUNTS, rows), "<=", 0),
-        Claim("turns of the longest conversation", largest(["most_turns"], rows), ">=", MOST_TURNS),
+        Claim("wrong tokens and members", _largest(COUNTS, rows), "<=", 0),
+        Claim("turns of the longest conversation", _largest(["most_turns"], rows), ">=", MOST_TURNS),
         *(
             Claim(f"{which}: largest gap of a log-prob, in units of 1e-5 nats", 1e5 * gap, "<=", 1e5 * limit)
             for which, (gap, limit) in gaps.items()

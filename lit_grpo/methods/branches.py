@@ -35,13 +35,16 @@ class Branching(Worker):
     forks = True
 
     def __init__(self) -> None:
-        self._numbers: Counter[Key] = Counter()
-        self._num_members = self._num_branches = self._num_saved = 0
+        self._count_from_zero()
 
     def begin(self, flight: Flight) -> None:
         """Begin with no group."""
-        Branching.__init__(self)
+        self._count_from_zero()
         self._flight = flight
+
+    def _count_from_zero(self) -> None:
+        self._numbers: Counter[Key] = Counter()
+        self._num_members = self._num_branches = self._num_saved = 0
 
     def next_path(self, parent: Key, num_saved: int) -> SamplePath:
         """Return the path of a further branch, which begins with so many tokens that its parent has sampled."""
