@@ -82,7 +82,7 @@ def _fields(prompts: int, group: int, learning_rate: float, num_rows: int, held_
 TASKS = {
     "demo": Task("arithmetic", 60_000, 8, _fields(8, 8, 1e-4, 128, 512)),
     "knights": Task("knights", 200_000, 10, _fields(8, 8, 2e-4, 64, 256)),
-    "word_problems": Task("word_problems", 12_000, 3, _fields(8, 8, 2e-5, 64, 96)),
+    "word_problems": Task("word_problems", 6_500, 3, _fields(8, 8, 2e-5, 64, 96)),
     "catch": Task(
         "catch",
         20_000,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
+from hand_made import SERVER_ARGUMENTS, by_text, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
@@ -17,7 +17,6 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -53,11 +52,6 @@ class Syncs(Callback):
         self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def even_sum(completion: str) -> float:
-    """A reward that about half of all completions get."""
-    return float(sum(map(ord, completion)) % 2 == 0)
-
-
 def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback) -> Any:
     """Take three updates; return the trained policy."""
     data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=2)
@@ -65,9 +59,9 @@ def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback) ->
         folder,
         generator=generator,
         lora=LoraSettings(r=1, target_modules=["q_proj", "down_proj"]),
-        optimizer=sgd(2.0),
+        optimizer=sgd(0.3),
         sampling=SamplingParams(max_tokens=9),
-        rewards=[RewardSpec(f"{__file__}:even_sum")],
+        rewards=[by_text()],
     )
     trainer = make_trainer(RolloutScheduler(), WeightSync(), *callbacks, max_steps=3, max_epochs=-1)
     trainer.fit(module, datamodule=data)

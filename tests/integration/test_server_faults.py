@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from conftest import random_policy, table_rows
-from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
+from hand_made import SERVER_ARGUMENTS, by_text, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from benchmarks.make_tiny import make_tokenizer
@@ -25,7 +25,6 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
-from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
@@ -351,11 +350,6 @@ class KillAll(Callback):
                 os.killpg(pid, signal.SIGKILL)
 
 
-def even_sum(completion: str) -> float:
-    """A reward that about half of all completions get."""
-    return float(sum(map(ord, completion)) % 2 == 0)
-
-
 def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback, ckpt_path: Path | None = None) -> Any:
     """Take three updates, with a checkpoint after each."""
     module = make_module(
@@ -363,7 +357,7 @@ def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback, ck
         generator=generator,
         optimizer=sgd(0.1),
         sampling=SamplingParams(max_tokens=9),
-        rewards=[RewardSpec(f"{__file__}:even_sum")],
+        rewards=[by_text()],
     )
     data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=2)
     checkpoint = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)

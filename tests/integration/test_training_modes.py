@@ -13,13 +13,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import table_rows
-from hand_made import Checkpoints, chosen, make_module, make_trainer, plugin, sgd
+from hand_made import Checkpoints, by_text, chosen, make_module, make_trainer, plugin, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.metrics import STALENESS
 from lit_grpo.module import GRPOModule
-from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, PromptBatch, Rollout, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
@@ -71,11 +70,6 @@ class Trained(pl.Callback):
         return [rollout for batch in self.batches.values() for rollout in batch]
 
 
-def even_sum(completion: str) -> float:
-    """A reward that about half of all completions get."""
-    return float(sum(map(ord, completion)) % 2 == 0)
-
-
 def train(
     policy_folder: Path,
     mode: str | None,
@@ -93,7 +87,7 @@ def train(
         policy_folder,
         generator=generator or SlotGenerator(6),
         num_generations=GROUP,
-        rewards=[RewardSpec(f"{__file__}:even_sum")],
+        rewards=[by_text()],
         **({"optimizer": sgd(0.5), "sampling": SamplingParams(max_tokens=24)} | settings),
     )
     trained, scheduler = Trained(), RolloutScheduler(plugins=chosen(mode))
@@ -235,16 +229,14 @@ def test_a_checkpoint_of_another_mode_is_refused_while_prompts_are_open(policy_f
 def test_groups_that_leave_in_parts_do_not_go_with_what_remembers_visits(policy_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
     data = PromptDataModule(str(policy_folder), train=str(tmp_path / "prompts.jsonl"), batch_size=2)
-    module = make_module(
-        policy_folder, advantages=Advantages("dcpo"), rewards=[RewardSpec(f"{__file__}:even_sum")], num_generations=2
-    )
+    module = make_module(policy_folder, advantages=Advantages("dcpo"), rewards=[by_text()], num_generations=2)
     trainer = make_trainer(RolloutScheduler(plugins=["sortedrl"]), WeightSync(), max_steps=1)
     with pytest.raises(ValueError, match=r"estimator dcpo needs all members .* sortedrl lets .*; add unit=group"):
         trainer.fit(module, datamodule=data)
 
 
 def test_a_mode_needs_the_data_module(policy_folder: Path) -> None:
-    module = make_module(policy_folder, rewards=[RewardSpec(f"{__file__}:even_sum")])
+    module = make_module(policy_folder, rewards=[by_text()])
     trainer = make_trainer(RolloutScheduler(plugins=["april"]), WeightSync(), max_steps=1)
     with pytest.raises(ValueError, match=r"april needs prompts from .*PromptDataModule, and a dataloader of yo"):
         trainer.fit(module, train_dataloaders=[PromptBatch([])])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_policy, save_tokenizer, table_rows
-from hand_made import chosen, make_module, make_trainer, save_policy_for_vllm, sgd
+from hand_made import by_text, chosen, make_module, make_trainer, save_policy_for_vllm, sgd
 
 from benchmarks.small_models import small_model
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
@@ -18,7 +18,6 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.plugins import Listener
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.proof import given_logprobs
@@ -119,11 +118,6 @@ def test_where_vllm_draws_in_its_own_way_a_break_is_said_to_change_random_number
     assert decode(generator, greedy.after(whole.until(5))).token_ids_T.tolist() == whole.token_ids_T.tolist()
 
 
-def even_sum(completion: str) -> float:
-    """A reward that about half of all completions get."""
-    return float(sum(map(ord, completion)) % 2 == 0)
-
-
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[VLLMGenerator]:
     """The generators that have made an engine, one for each time."""
@@ -146,7 +140,7 @@ def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, mode: st
         generator=generator,
         optimizer=sgd(0.3),
         sampling=SamplingParams(max_tokens=9),
-        rewards=[RewardSpec(f"{__file__}:even_sum")],
+        rewards=[by_text()],
     )
     data = PromptDataModule(str(folder), train=rows, validation=rows, batch_size=2)
     trainer = make_trainer(RolloutScheduler(plugins=chosen(mode)), WeightSync(), max_steps=num_updates, max_epochs=-1)

@@ -10,14 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import table_rows
-from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
+from hand_made import by_text, make_module, make_trainer, save_policy_for_vllm, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy import load_policy, load_tokenizer
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import Request, SamplingParams
@@ -33,11 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
 
 
-def even_sum(completion: str) -> float:
-    """A reward that about half of all completions get."""
-    return float(sum(map(ord, completion)) % 2 == 0)
-
-
 @pytest.fixture(scope="module")
 def generator() -> VLLMGenerator:
     return VLLMGenerator(4, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": 32})
@@ -45,7 +39,7 @@ def generator() -> VLLMGenerator:
 
 def make_task(folder: Path, generator: VLLMGenerator, **options: Any) -> Any:
     settings = {"optimizer": sgd(0.3), "sampling": SamplingParams(max_tokens=9)} | options
-    return make_module(folder, generator=generator, rewards=[RewardSpec(f"{__file__}:even_sum")], **settings)
+    return make_module(folder, generator=generator, rewards=[by_text()], **settings)
 
 
 def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, **options: Any) -> Any:
