@@ -155,6 +155,7 @@ METHODS = {
     "arpo, groups of 16": Method(("arpo",), tasks=TURNS),
     "aepo": Method(("aepo:width=8",), FEW_OF_FOUR, tasks=TURNS),
     "aepo, groups of 16": Method(("aepo",), tasks=TURNS),
+    "trace": Method(("trace:width=8",), FEW_OF_FOUR, tasks=TURNS),
     "eptree": Method(("eptree",), {"model.num_generations": 2}),
     "eptree, groups of 40": Method(("eptree",)),
     "treepo": Method(("treepo:segment=8,width=8",), {"model.num_generations": 2}),

@@ -187,9 +187,10 @@ class Trajectory:
     def turns(self) -> list[list[int]]:
         """The tokens of each turn: a stretch of sampled tokens, between two that were observed."""
         token_ids: list[int] = self.token_ids_T.tolist()
-        return [token_ids[begin:end] for begin, end in self._places_of_turns()]
+        return [token_ids[begin:end] for begin, end in self.places_of_turns]
 
-    def _places_of_turns(self) -> list[tuple[int, int]]:
+    @property
+    def places_of_turns(self) -> list[tuple[int, int]]:
         """Where each turn begins and ends."""
         places: list[tuple[int, int]] = []
         begin, in_turn = 0, False
@@ -212,7 +213,7 @@ class Trajectory:
             return [self]
         columns = [values.tolist() for values in (self.token_ids_T, self.logprobs_T, self.versions_T, self.trained_T)]
         rows: list[Trajectory] = []
-        for context, (begin, end) in zip(self.contexts, self._places_of_turns(), strict=True):
+        for context, (begin, end) in zip(self.contexts, self.places_of_turns, strict=True):
             token_ids, logprobs, versions, trained = (values[begin:end] for values in columns)
             number = len(context)
             row = Trajectory(

@@ -11,7 +11,7 @@ from conversations import call, chat_tokenizer, play
 from test_environments import Guess, add, worker_of
 
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.arpo import ARPO, turn_starts
+from lit_grpo.methods.arpo import ARPO
 from lit_grpo.methods.eptree import EPTree
 from lit_grpo.plugins import Answer, Listener, RunFacts
 from lit_grpo.rollout.session import RolloutSession
@@ -72,7 +72,7 @@ class Forks(Listener):
         request = completion.request
         if request.path != self.path:
             return None
-        prefixes = [completion.until(start + self.inside) for start in turn_starts(completion)]
+        prefixes = [completion.until(start + self.inside) for start, _ in completion.places_of_turns]
         begun = [prefix for prefix in prefixes if prefix.num_tokens]
         made = [replace(request, path=(*self.path, n), prefix=prefix) for n, prefix in enumerate(begun)]
         self.begun = {each.path: len(completion.turns) - len(made) + n for n, each in enumerate(made)}

@@ -18,7 +18,7 @@ from test_learner import make_learner, ragged_groups
 
 from lit_grpo.compatibility import check_together
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.arpo import AEPO, ARPO, turn_starts
+from lit_grpo.methods.arpo import AEPO, ARPO
 from lit_grpo.methods.eptree import EPTree, step_signals
 from lit_grpo.methods.treepo import TreePO, relative_advantages
 from lit_grpo.plugins import RunFacts, Worker
@@ -296,7 +296,7 @@ def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: An
     while todo:
         key, begun_with, in_a_row = todo.pop()
         completion, number = found[key], 0
-        starts = turn_starts(completion)
+        starts = [begin for begin, _ in completion.places_of_turns]
         for turn, start in enumerate(starts[1:], 2):
             if start <= begun_with:
                 continue
@@ -354,6 +354,7 @@ def test_higher_entropies_branch_more() -> None:
         ("treepo:segment=0", "segment must be at least 1"),
         ("arpo:threshold=2", "threshold must be"),
         ("aepo:alpha=-1", "alpha must be at least 0"),
+        ("trace:window=0", "window must be at least 1"),
     ],
 )
 def test_fields_that_cannot_be_are_refused(spec: str, message: str) -> None:
@@ -367,6 +368,8 @@ def test_fields_that_cannot_be_are_refused(spec: str, message: str) -> None:
         (["treepo:width=4"], "treepo: width is 4, and model.num_generations is 8, which is how many paths begin"),
         (["treepo:segment=64"], "treepo: segment is 64, and sampling.max_tokens is 64, so that no path would divide"),
         (["arpo:width=7"], "arpo: width is 7, and model.num_generations is 8"),
+        (["trace:width=7"], "trace: width is 7, and model.num_generations is 8"),
+        (["trace", "aepo"], "trace needs every completion to be sampled by itself.* aepo lets comp"),
         (
             [{"treepo": {"segment": 8}}, "arpo"],
             "treepo needs every completion to be sampled by itself.* arpo lets comp",
@@ -383,7 +386,7 @@ def test_what_does_not_go_together_is_refused(specs: list[Any], message: str) ->
 
 
 def test_they_go_with_a_plain_run() -> None:
-    for spec in ("eptree", "treepo:segment=8", "arpo", "aepo"):
+    for spec in ("eptree", "treepo:segment=8", "arpo", "aepo", "trace"):
         session = RolloutSession(make_plugins([spec]))
         session.check(RunFacts(4, 8, 64, 1), [])
         (worker,) = session.workers.values()

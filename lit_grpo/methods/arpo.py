@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_grpo.limits import Count, NotNegative, Share
-from lit_grpo.methods.branches import Branching, Forking
+from lit_grpo.methods.branches import Branching, Forking, check_width
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.trajectory import OBSERVED
-from lit_grpo.types import Completion, GroupKey, Key, Request, Trajectory
+from lit_grpo.types import Completion, GroupKey, Key, Request
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,7 @@ class ARPO(Forking):
         Raises:
             ValueError: Groups begin with more members than they may have.
         """
-        if self.width < run.num_generations:
-            raise ValueError(
-                f"width is {self.width}, and model.num_generations is {run.num_generations}, which is how many paths "
-                "begin; give a width of as many or more, such as 16 for 8 paths."
-            )
+        check_width(self.width, run)
 
     def worker(self) -> TurnBrancher:
         """Return what branches."""
@@ -97,17 +93,6 @@ class AEPO(ARPO):
 
 def _clipped(value: float) -> float:
     return min(max(value, 0.0), 1.0)
-
-
-def turn_starts(trajectory: Trajectory) -> list[int]:
-    """Return the place of the first token of each turn."""
-    starts: list[int] = []
-    begin, in_turn = 0, False
-    for segment in trajectory.segments:
-        if segment.version is not None and not in_turn:
-            starts.append(begin)
-        begin, in_turn = begin + segment.num_tokens, segment.version is not None
-    return starts
 
 
 class TurnBrancher(Branching):
@@ -145,7 +130,7 @@ class TurnBrancher(Branching):
     def _look_at(self, completion: Completion) -> None:
         """Ask for a branch before the last turn of a completion, where that is to be."""
         request, settings = completion.request, self.settings
-        starts = turn_starts(completion)
+        starts = [begin for begin, _ in completion.places_of_turns]
         if len(starts) < 2 or starts[-1] == self._begun_with.get(request.key):
             return
         members = self._members.setdefault(request.group, {request.key})

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lit_grpo.plugins import Plugin, Worker
+from lit_grpo.plugins import Plugin, RunFacts, Worker
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.types import EMPTY, Key, Request, RolloutGroup, SamplePath, Trajectory
 
@@ -24,6 +24,19 @@ class Forking(Plugin):
     def changes(self) -> Mapping[str, str]:
         """Completions have beginnings in common."""
         return {"separate_completions": "lets completions begin within others"}
+
+
+def check_width(width: int, run: RunFacts) -> None:
+    """Check that groups have room for branches, or none by intention.
+
+    Raises:
+        ValueError: They begin with more members than they may have.
+    """
+    if width < run.num_generations:
+        raise ValueError(
+            f"width is {width}, and model.num_generations is {run.num_generations}, which is how many paths begin; "
+            "give a width of as many or more, such as 16 for 8 paths."
+        )
 
 
 class Branching(Worker):

@@ -28,7 +28,7 @@ from typing import ClassVar
 import numpy as np
 
 from lit_grpo.limits import Count
-from lit_grpo.methods.branches import Branching, Forking
+from lit_grpo.methods.branches import Branching, Forking, check_width
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.flight import Flight
@@ -70,11 +70,7 @@ class TreePO(Forking, GroupCredit):
         Raises:
             ValueError: They cannot.
         """
-        if self.width < run.num_generations:
-            raise ValueError(
-                f"width is {self.width}, and model.num_generations is {run.num_generations}, which is how many paths "
-                "begin; give a width of as many or more, such as 16 for 4 paths."
-            )
+        check_width(self.width, run)
         if self.segment >= run.max_tokens:
             raise ValueError(
                 f"segment is {self.segment}, and sampling.max_tokens is {run.max_tokens}, so that no path would "

@@ -120,8 +120,10 @@ ONLY_ELSEWHERE = {
         (f"majority/{name}" for name in ("share", "labelled", "right", "reward_right")), "rollout.plugins majority_vote"
     ),
     **dict.fromkeys(
-        ("rollout/branched_share", "rollout/branched_tokens_saved"), "rollout.plugins eptree, treepo, arpo or aepo"
+        ("rollout/branched_share", "rollout/branched_tokens_saved"),
+        "rollout.plugins eptree, treepo, arpo, aepo or trace",
     ),
+    **dict.fromkeys(("trace/explained", "trace/contrast"), "rollout.plugins trace"),
     "update/kept_share": "rollout.plugins or an objective that leave tokens out",
     "router/loss": "rollout.plugins router_loss",
     "sapo/gate": "objective.loss sapo",

@@ -18,6 +18,7 @@ RUNS = {
     "treepo": ("arithmetic", 4, "[{treepo: {width: 16, segment: 6}}]", 16),
     "arpo": ("calculator", 4, f"[{TOOL}, {{arpo: {{width: 8}}}}]", 8),
     "aepo": ("calculator", 4, f"[{TOOL}, {{aepo: {{width: 8}}}}]", 8),
+    "trace": ("calculator", 4, f"[{TOOL}, {{trace: {{width: 8}}}}]", 8),
 }
 
 
