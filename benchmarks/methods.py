@@ -136,6 +136,7 @@ METHODS = {
     "poise": Method(("poise:at=12",)),
     "poise, groups of 4": Method(("poise:at=12",), SMALL_GROUPS),
     "groups of 4": Method(fields=SMALL_GROUPS),
+    "half as many completions": Method(fields=FEW_OF_FOUR, tasks=TURNS),
     "drpo": Method(("drpo",), LOSS_GRPO),
     "drpo, default loss": Method(("drpo",)),
     "loss grpo": Method(fields=LOSS_GRPO),
