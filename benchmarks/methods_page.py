@@ -23,14 +23,15 @@ Each method beside plain GRPO at an **equal budget of generated tokens** (`pytho
 *Over the run* is held-out exact match as the mean over the budget, *at the end* what the run has come to by then; both
 in percent. A *gain* is the mean difference in points from plain GRPO of the same seed, with the 95% interval of
 Student's t over the seeds. A method **gave nothing** where the interval of the gain over the run has 0 in it: with so
-few seeds no gain was seen, and there may still be one. *Length* is the mean number of tokens of a completion in the
+few seeds no gain was seen, and there may still be one. Of twenty methods without effect one falls outside its interval
+by chance. *Length* is the mean number of tokens of a completion in the
 last quarter of the updates, *CPU s* the seconds of rollouts and updates. All policies are small; what a large model
 would show is not known.
 
 All these methods are off by default. [Papers](papers.md) says where each is from, [choosing](choosing.md) what to take
 first.
 """
-COLUMNS = ("method", "over the run", "gain", "at the end", "gain", "gave", "updates", "length", "CPU s", "set by")
+COLUMNS = ("method", "over the run", "gain", "at the end", "gain", "gave", "seeds", "updates", "length", "CPU s", "set by")
 
 
 class Gain(NamedTuple):
@@ -104,7 +105,7 @@ def _line(
     mean = {
         name: statistics.fmean(run[name] for run in runs) for name in (*MEASURES, "updates", "late_length", "cpu_s")
     }
-    costs = tuple(f"{mean[name]:.0f}" for name in ("updates", "late_length", "cpu_s"))
+    costs = (str(len(runs)), *(f"{mean[name]:.0f}" for name in ("updates", "late_length", "cpu_s")))
     levels = [f"{100 * mean[name]:.1f}" for name in MEASURES]
     if method == GRPO:
         return 0.0, (method, levels[0], "-", levels[1], "-", "-", *costs, "")
