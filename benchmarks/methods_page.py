@@ -31,7 +31,8 @@ would show is not known.
 All these methods are off by default. [Papers](papers.md) says where each is from, [choosing](choosing.md) what to take
 first.
 """
-COLUMNS = ("method", "over the run", "gain", "at the end", "gain", "gave", "seeds", "updates", "length", "CPU s", "set by")
+MEANS = ("seeds", "updates", "length", "CPU s")
+COLUMNS = ("method", "over the run", "gain", "at the end", "gain", "gave", *MEANS, "set by")
 
 
 class Gain(NamedTuple):

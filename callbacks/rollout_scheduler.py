@@ -19,12 +19,7 @@ from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch
-from lit_grpo.update.advantages.shaping import Shaping
 from lit_grpo.update.arriving import check_arriving
-from lit_grpo.update.auxiliary import Auxiliary
-from lit_grpo.update.chunking import Chunking
-from lit_grpo.update.credit import Credit
-from lit_grpo.update.selection import Selection
 
 
 class RolloutScheduler(pl.Callback):
@@ -96,13 +91,7 @@ class RolloutScheduler(pl.Callback):
             self.session.check(facts, [*self._other_parts(data, pl_module), replace(SHARDS, chosen=has_shards)])
             if self.session.mode.overlap == "within":
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
-            pl_module.learn_from(
-                self.session.plugin(Selection) or Selection(),
-                self.session.plugin(Credit) or Credit(),
-                self.session.plugin(Shaping) or Shaping(),
-                self.session.plugin(Chunking) or Chunking(),
-                self.session.plugin(Auxiliary) or Auxiliary(),
-            )
+            pl_module.learn_from(*self.session.plugins.values())
             pl_module.settings.sizer = self.session.sizer
             if isinstance(data, PromptDataModule):
                 data.plug_in(self.session.prompt_rule, self.session.rewriter, on_demand=self.session.mode.carries)

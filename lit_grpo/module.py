@@ -31,7 +31,7 @@ from lit_grpo.checks import (
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.findings.lessons import LessonWatch
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
@@ -50,18 +50,13 @@ from lit_grpo.settings import takes_dicts
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
-from lit_grpo.update.advantages.shaping import Shaping
-from lit_grpo.update.auxiliary import Auxiliary
-from lit_grpo.update.chunking import Chunking
-from lit_grpo.update.credit import Credit
 from lit_grpo.update.learner import Learner
-from lit_grpo.update.learner_settings import LearnerSettings
+from lit_grpo.update.learner_settings import ROLES, LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import scaled_learning_rate
 from lit_grpo.update.prefix.support import prefix_refusal
-from lit_grpo.update.selection import Selection
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -205,29 +200,24 @@ class GRPOModule(EvaluationModule):
 
     # ---- set-up -----------------------------------------------------------------------------------
 
-    def learn_from(
-        self,
-        selection: Selection,
-        credit: Credit | None = None,
-        shaping: Shaping | None = None,
-        chunking: Chunking | None = None,
-        auxiliary: Auxiliary | None = None,
-    ) -> None:
-        """Learn from those rollouts and tokens that ``selection`` chooses, in place of all.
+    def learn_from(self, *plugins: Plugin) -> None:
+        """Learn as plug-ins of :data:`lit_grpo.update.learner_settings.ROLES` say; others are passed over.
 
-        Each rollout has the advantage that ``shaping`` gives it; without one, the estimator's. Each turn has the
-        advantage that ``credit`` gives it; without one, that of its rollout. Completions go through the policy in the
-        chunks that ``chunking`` cuts; without one, whole. ``auxiliary`` adds a term to the loss.
+        A selection chooses rollouts and tokens, a shaping gives each rollout its advantage, a credit each turn or token
+        its own, a chunking cuts completions for the policy, an auxiliary adds a term to the loss. A role that no
+        plug-in has is as without any.
 
-        :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run with what its plug-ins say, all where none
-        says anything; call it yourself only where rollouts come from elsewhere.
+        :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run; call it yourself only where rollouts come
+        from elsewhere.
 
         Raises:
-            ValueError: It keeps more than ``num_generations``, or chooses tokens where the objective does so too.
+            ValueError: One does not fit the run's numbers, or does not go with the objective.
         """
-        updates_per_batch = self.settings.updates_per_batch
-        selection.check(RunFacts(None, self.num_generations, self.sampling.max_tokens, updates_per_batch))
-        self.settings.learn_from(selection, credit, shaping, chunking, auxiliary)
+        learners = [plugin for plugin in plugins if isinstance(plugin, tuple(ROLES.values()))]
+        facts = RunFacts(None, self.num_generations, self.sampling.max_tokens, self.settings.updates_per_batch)
+        for plugin in learners:
+            plugin.check(facts)
+        self.settings.learn_from(*learners)
 
     def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
         """Score with further functions too, which plug-ins bring; those that have joined already stay as they are.

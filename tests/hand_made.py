@@ -226,8 +226,7 @@ def make_module(
         "optimizer": sgd(0.0),
     }
     module = GRPOModule(policy=str(policy), **(defaults | options))
-    if selection is not None or shaping is not None:
-        module.learn_from(selection or Selection(), shaping=shaping)
+    module.learn_from(*(plugin for plugin in (selection, shaping) if plugin is not None))
     return module
 
 

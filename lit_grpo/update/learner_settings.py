@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from lit_grpo.budgets.batch_size import BatchSizer
 from lit_grpo.compatibility import Part, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.advantages.shaping import Shaping
@@ -21,6 +22,15 @@ from lit_grpo.update.selection import Selection
 
 if TYPE_CHECKING:
     import torch
+
+ROLES: dict[str, type[Plugin]] = {
+    "selection": Selection,
+    "credit": Credit,
+    "shaping": Shaping,
+    "chunking": Chunking,
+    "auxiliary": Auxiliary,
+}
+"""What plug-ins say to a learner, by the field that keeps it."""
 
 
 @dataclass
@@ -57,33 +67,21 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
-        self.learn_from(self.selection)
+        self.learn_from(*(getattr(self, name) for name in ROLES))
 
-    def learn_from(
-        self,
-        selection: Selection,
-        credit: Credit | None = None,
-        shaping: Shaping | None = None,
-        chunking: Chunking | None = None,
-        auxiliary: Auxiliary | None = None,
-    ) -> None:
-        """Let another selection say which rollouts and tokens are learnt from.
-
-        Args:
-            selection: In place of the one before.
-            credit: Says with which advantage each turn or token is learnt from.
-            shaping: Says with which advantage each rollout is.
-            chunking: Says which completions go through the policy in chunks.
-            auxiliary: Adds a term to the loss.
+    def learn_from(self, *plugins: Plugin) -> None:
+        """Let plug-ins say what is learnt from, and how; what none of them says is as without any.
 
         Raises:
             ValueError: They and the objective do not go together, as where both choose tokens.
         """
-        self.selection, self.credit, self.shaping = selection, credit or self.credit, shaping or self.shaping
-        self.chunking, self.auxiliary = chunking or self.chunking, auxiliary or self.auxiliary
-        plugins = (selection, self.chunking, self.auxiliary)
-        parts = [Part(f"rollout.plugins {type(p).__name__}", p.needs, p.changes, p.remedy) for p in plugins]
+        roles = {
+            name: next((each for each in plugins if isinstance(each, role)), role()) for name, role in ROLES.items()
+        }
+        parts = [Part(f"rollout.plugins {type(p).__name__}", p.needs, p.changes, p.remedy) for p in roles.values()]
         check_together([*self.parts(), *parts])
+        for name, plugin in roles.items():
+            setattr(self, name, plugin)
 
     @property
     def updates_per_batch(self) -> int:
