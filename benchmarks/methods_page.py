@@ -28,6 +28,10 @@ by chance. *Length* is the mean number of tokens of a completion in the
 last quarter of the updates, *CPU s* the seconds of rollouts and updates. All policies are small; what a large model
 would show is not known.
 
+Rows that are named by what they set (`groups of 4`, `half as many completions`, `two iterations`, `loss grpo`) have no
+method: what a method gives that sets the same is its difference from them. `half as many completions` is what forking
+ones begin with on tasks of several turns.
+
 All these methods are off by default. [Papers](papers.md) says where each is from, [choosing](choosing.md) what to take
 first.
 """
