@@ -56,6 +56,7 @@ def test_a_stage_that_fails_or_hangs_ends_alone(monkeypatch: pytest.MonkeyPatch,
     assert written == [2, 3, 5, 7, 9, 11]
 
 
+@pytest.mark.nightly
 def test_counts_are_within_their_budgets(tmp_path: Path) -> None:
     result, _ = run_quick("device_counts", tmp_path / "result.json")
     check_result(result, "device_counts")
