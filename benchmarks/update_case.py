@@ -28,10 +28,8 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
-from lit_grpo.update.chunking import Chunking
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
-from lit_grpo.update.selection import Selection
 
 OPTIONS: dict[str, Any] = {"use_reentrant": False}
 TIMED_ROWS = 4  # of TRL's
@@ -154,9 +152,7 @@ def run_lit_grpo(case: Case, folder: str) -> None:
 
 def teach(settings: LearnerSettings, plugin: str | None) -> None:
     """Let a plug-in say which tokens are learnt from, or how they go through the policy; None for plain GRPO."""
-    for made in make_plugins([plugin] if plugin else []).values():
-        selection = made if isinstance(made, Selection) else Selection()
-        settings.learn_from(selection, chunking=made if isinstance(made, Chunking) else None)
+    settings.learn_from(*make_plugins([plugin] if plugin else []).values())
 
 
 def run_trl(case: Case, folder: str) -> None:

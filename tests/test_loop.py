@@ -33,6 +33,7 @@ class FakeGenerator:
     abilities: frozenset[str] = frozenset()
     version = 0
     feature_points = ()
+    keeps_ended = False
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import ALPHABET, random_policy
-from hand_made import full_logprobs
+from hand_made import Environment, full_logprobs
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lit_grpo.methods.eptree import EPTree
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import digest
@@ -27,6 +28,7 @@ from lit_grpo.rollout.slots import prompts as slot_prompts
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.kv.cache import SlotCache
+from lit_grpo.rollout.slots.prompts import KeptCompletions
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, SamplingParams, Segment, Trajectory
@@ -822,6 +824,58 @@ def test_of_a_prefix_with_an_answer_the_tail_alone_is_computed(
     done = decode(generator, [answered])
     assert computed == [5]  # the last sampled token, whose keys nobody had, and the answer but its last token
     check_alone(model, done)
+
+
+@pytest.mark.parametrize("num_slots", [3, 32])
+def test_after_an_answer_nothing_is_computed_but_the_tail(
+    num_slots: int, make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a whole rollout, where turns end by themselves; what has no room is computed again."""
+    generator, computed = make(num_slots, policy), counted_prefill(monkeypatch)
+    sampling = SamplingParams(max_tokens=60, max_observed=100)
+    groups, _ = RolloutLoop(generator, listeners=[Environment(3)]).collect(PROMPTS[:3], 4, sampling, 0)
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    prompts = sum(len(prompt.token_ids) for prompt in PROMPTS[:3])
+    answers = sum(completion.num_observed for completion in completions)
+    assert answers > 40
+    if num_slots == 32:
+        assert sum(computed) == prompts + answers
+    check_alone(policy, {completion.request.key: completion for completion in completions})
+    assert generator.capacity().kv_tokens_in_use == 0  # nothing outlasts the rollout
+    generator.close()
+
+
+def test_forks_of_what_has_ended_copy_it(make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, computed = make(64, policy), counted_prefill(monkeypatch)
+    listener = EPTree(2, 1, 2).worker()
+    RolloutLoop(generator, listeners=[listener]).collect(PROMPTS[:3], 4, SamplingParams(max_tokens=40), 0)
+    assert listener.metrics()["rollout/branched_tokens_saved"] > 100
+    for prompt in PROMPTS[:3]:
+        computed.remove(len(prompt.token_ids))
+    assert all(number < slot_prompts._LEAST_COPIED for number in computed)  # for which a copy is not worth it
+    generator.close()
+
+
+def test_what_has_ended_makes_room_for_what_has_not(make: Any, policy: Any) -> None:
+    model = endless(policy)
+    generator = make(4, model)
+    first, second, third = requests(PROMPTS[2:3], 3, NO_END)
+    generator.submit([first, second, third])
+    for _ in range(20):
+        generator.step()
+    kept, rows, cache = KeptCompletions(), generator._rows, generator._cache
+
+    def keep(row: int, ended: bool) -> list[Any]:
+        kept.keep(rows.request(row), row, cache, 40, ended)
+        return list(kept._kept)
+
+    with torch.inference_mode():
+        assert keep(0, True) == [first.key] and keep(1, False) == [first.key, second.key]
+        assert keep(2, False) == [second.key, third.key]  # the ended one has gone
+        assert keep(0, True) == [second.key, third.key]  # and comes in nobody's place
+        kept.fit(20)
+    assert list(kept._kept) == [third.key] and kept.num_tokens == 19
+    generator.close()
 
 
 def test_what_other_weights_computed_is_not_copied(make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

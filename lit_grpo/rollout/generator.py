@@ -82,10 +82,12 @@ class Decoder(Protocol):
     """Decodes submitted requests step by step: what the rollout loop, its only caller, needs of a generator.
 
     ``feature_points`` are the numbers of tokens at which its steps report observations; they may be set while nothing
-    is in flight.
+    is in flight. ``keeps_ended`` says, likewise, that completions which end may go on, or others begin within them, so
+    that keys and values are worth keeping until their prompt is released.
     """
 
     feature_points: tuple[int, ...]
+    keeps_ended: bool
 
     @property
     def version(self) -> int:

@@ -104,7 +104,7 @@ class RolloutLoop:
 
 
 class _Rollout:
-    """One run of the loop."""
+    """One run of the loop; where it ``goes_back`` to what has ended, prompts are kept until their groups are whole."""
 
     def __init__(self, loop: RolloutLoop, admits: Callable[[], bool]) -> None:
         self._start = time.perf_counter()
@@ -114,6 +114,7 @@ class _Rollout:
         self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points}))
         capacity = self._capacity = self._generator.capacity()
         forks = any(listener.forks for listener in self._listeners)
+        self._goes_back = self._generator.keeps_ended = forks  # or once there are requests of several turns
         self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens, forks)
         self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
         self._probe: Probing | None = None
@@ -186,6 +187,8 @@ class _Rollout:
     def _submit(self, requests: Sequence[Request], away: Sequence[Request] = ()) -> None:
         """Let requests wait for their turn, or be away first; those ``away`` stay so."""
         asked = [*requests, *away]
+        if any(request.sampling.max_observed for request in asked):
+            self._goes_back = self._generator.keeps_ended = True
         if not asked:
             return
         self._begun_with |= {each.key: each.prefix.num_sampled for each in asked if each.prefix.num_sampled}
@@ -228,8 +231,8 @@ class _Rollout:
             )
 
     def _release(self, requests: Iterable[Request]) -> None:
-        """Let go of the prompts of these requests that no other needs; forks may, until their group is whole."""
-        if self._flight.forks:
+        """Let go of the prompts of these requests that no other needs."""
+        if self._goes_back:
             return
         prompts = {request.group: request.prompt for request in requests}
         for group in list(prompts):
@@ -322,7 +325,7 @@ class _Rollout:
     def _whole(self, group: RolloutGroup | None) -> list[Answer | None]:
         if group is None:
             return []
-        if self._flight.forks:
+        if self._goes_back:
             self._generator.release([group.prompt])
         return [listener.whole(group) for listener in self._listeners]
 

@@ -67,6 +67,7 @@ class SlotGenerator(Versioned):
         self.kv_memory = MemoryAmount(kv_memory)
         self.packed_weights = packed_weights
         self.feature_points: tuple[int, ...] = ()
+        self.keeps_ended = False
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None
@@ -400,6 +401,8 @@ class SlotGenerator(Versioned):
         for completion in finished:
             completion.text = self._text_of(completion.sampled_ids)
         for row in reversed(ended):
+            if self.keeps_ended and not self._prompts.is_released(rows.requests[row].group):
+                self._kept.keep(rows.request(row), row, cache, self._room_to_keep(cache), ended=True)
             cache.remove(row)
             rows.remove(row)
         return finished

@@ -114,6 +114,7 @@ class _Kept(NamedTuple):
     prompt: PromptKey
     token_ids_T: np.ndarray
     tensors: list[torch.Tensor]
+    ended: bool  # so that it may never come back
 
 
 class _Beginning(NamedTuple):
@@ -133,13 +134,20 @@ class KeptCompletions:
         self.num_tokens = 0
         self._kept: dict[Key, _Kept] = {}
 
-    def keep(self, request: Request, row: int, cache: SlotCache, most_tokens: int) -> None:
-        """Copy what a row holds of a prefix, if all that is kept stays within ``most_tokens``."""
+    def keep(self, request: Request, row: int, cache: SlotCache, most_tokens: int, ended: bool = False) -> None:
+        """Copy what a row holds of a prefix, if all that is kept stays within ``most_tokens``.
+
+        Those that have ended make room for it, the first of them first.
+        """
         num_tokens = request.prefix.num_tokens - 1
-        if 0 < num_tokens <= most_tokens - self.num_tokens:
-            prompt = cast("PromptKey", cache.prompt_of(row))
-            tensors = cache.copy_completion(row, num_tokens)
-            self._kept[request.key] = _Kept(prompt, request.prefix.token_ids_T[:-1].numpy(), tensors)
+        if not 0 < num_tokens <= most_tokens:
+            return
+        for key in [key for key, kept in self._kept.items() if kept.ended]:
+            if self.num_tokens + num_tokens > most_tokens:
+                self._forget(key)
+        if self.num_tokens + num_tokens <= most_tokens:
+            prompt, token_ids_T = cast("PromptKey", cache.prompt_of(row)), request.prefix.token_ids_T[:-1].numpy()
+            self._kept[request.key] = _Kept(prompt, token_ids_T, cache.copy_completion(row, num_tokens), ended)
             self.num_tokens += num_tokens
 
     def resume(
@@ -217,9 +225,10 @@ class KeptCompletions:
             self._forget(key)
 
     def fit(self, num_tokens: int) -> None:
-        """Keep at most so many tokens; what came first goes first."""
-        while self.num_tokens > max(num_tokens, 0):
-            self._forget(next(iter(self._kept)))
+        """Keep at most so many tokens; what has ended goes before what has not, and of these what came first."""
+        for key in sorted(self._kept, key=lambda key: not self._kept[key].ended):
+            if self.num_tokens > max(num_tokens, 0):
+                self._forget(key)
 
 
 def _first(tensors: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:

@@ -84,6 +84,7 @@ class EngineGenerator(Versioned, ABC):
             self.abilities |= {"policy_dtype"}
         self.weights_folder: str | None = None  # in which files of weights lie, or shared memory
         self.feature_points: tuple[int, ...] = ()
+        self.keeps_ended = False  # vLLM caches prefixes anyway
         self._policy: PolicySpec | None = None
         self._made_for = ""
         self._arrived: dict[str, str] = {}  # the digests of what engines hold

@@ -113,6 +113,7 @@ class ReplayGenerator:
 
     version = 0
     feature_points: tuple[int, ...] = ()
+    keeps_ended = False
 
     def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
         self._engine, self._lengths = engine, lengths
