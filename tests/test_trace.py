@@ -123,8 +123,8 @@ def test_a_group_goes_on_from_its_anchors_by_the_division(num_slots: int, collec
 
 
 def test_what_is_sampled_does_not_depend_on_the_slots(collect: Any) -> None:
-    one, two = (tokens(collect(slots, 3, ContrastiveTree(9).worker())[0]) for slots in (2, 32))
-    assert one == two and len(one) == 27
+    one, two, many = (tokens(collect(slots, 8, ContrastiveTree(20).worker())[0]) for slots in (2, 5, 32))
+    assert one == two == many and len(one) == 60
 
 
 def test_a_width_of_the_paths_that_begin_samples_what_a_run_without_it_does(collect: Any) -> None:

@@ -8,8 +8,7 @@ of these probabilities is largest: one continuation after another goes to the an
     p^n (1 - p) + (1 - p)^n p
 
 n is 1 at first for a turn, since its own path is there, and the number of first paths for the prompt. Gains only fall
-as n grows, so this division is the best one (``tests/test_trace.py`` tries all). A continuation of the prompt is a
-fresh path. Advantages are those of the run's estimator.
+as n grows, so this division is the best one. A continuation of the prompt is a fresh path. Advantages are the run's.
 
 p is predicted by one ridge regression on signed hashes (Weinberger et al. 2009) of an anchor's tokens and of its last
 ``window`` tokens with their neighbours, and on how many turns and tokens it has. It learns from all anchors of each
@@ -141,14 +140,15 @@ class TreeExpander(Branching):
         if group in self._expanded or self._flight.num_of(group):
             return None
         self._expanded.add(group)
+        first.sort(key=lambda path: path.request.path)  # however they were decoded
         choices = [(path, anchor) for path in first for anchor in anchors(path)[1:]]
         random.Random(f"{completion.request.seed}/{group}").shuffle(choices)  # so that equal chances favour no path
-        looked_at = [anchor for _, anchor in choices] + [*anchors(completion), EMPTY][:1]
+        looked_at = [anchor for _, anchor in choices] + [*anchors(first[0]), EMPTY][:1]
         chances = self.chances(np.array([features(prompt, each, self.settings.window) for each in looked_at]))
         more = divided(chances.tolist(), [1] * len(choices) + [len(first)], max(self.settings.width - len(first), 0))
         submit = [
             self.branch(path.request, anchor)
-            for (path, anchor), number in zip([*choices, (completion, EMPTY)], more, strict=True)
+            for (path, anchor), number in zip([*choices, (first[0], EMPTY)], more, strict=True)
             for _ in range(number)
         ]
         self._continued |= {request.key for request in submit if request.prefix.num_tokens}
