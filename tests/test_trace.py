@@ -11,15 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import random_policy
 from hand_made import Environment, make_rollout
-from test_trees import PROMPTS, Found, by_prompt, tokens
+from test_trees import PROMPTS, SAMPLING, Found, by_prompt, sampler, tokens
 
 from lit_grpo.methods.trace import ContrastiveTree, TreeExpander, anchors, divided, features
-from lit_grpo.policy.loading import load_tokenizer
-from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import (
     EMPTY,
     OBSERVED,
@@ -29,28 +24,17 @@ from lit_grpo.types import (
     Request,
     Rollout,
     RolloutGroup,
-    SamplingParams,
     Trajectory,
 )
 
-SAMPLING = SamplingParams(max_tokens=24, max_observed=12)
 PASSES = PassRule("r")
 
 
 @pytest.fixture(scope="module")
 def collect(policy_folder: Path) -> Callable[..., tuple[Found, Any]]:
     """Samples groups of so many first paths, with an environment and these listeners."""
-    policy: Any = random_policy()
-
-    def sample(num_slots: int, size: int, *listeners: Any) -> tuple[Found, Any]:
-        generator = SlotGenerator(num_slots)
-        generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
-        generator.load_weights(policy.named_parameters(), 0)
-        loop = RolloutLoop(generator, listeners=[Environment(3), *listeners])
-        groups, stats = loop.collect(PROMPTS, size, SAMPLING, 0)
-        return {each.completion.request.key: each.completion for group in groups for each in group.rollouts}, stats
-
-    return sample
+    sample = sampler(policy_folder)
+    return lambda num_slots, size, *listeners: sample(num_slots, size, Environment(3), *listeners)
 
 
 # ---- the division ----------------------------------------------------------------------------------------

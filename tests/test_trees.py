@@ -38,7 +38,11 @@ Found = dict[Key, Completion]
 
 @pytest.fixture(scope="module")
 def collect(policy_folder: Path) -> Callable[..., tuple[Found, Any]]:
-    """Samples groups in so many slots, with these listeners."""
+    return sampler(policy_folder)
+
+
+def sampler(policy_folder: Path) -> Callable[..., tuple[Found, Any]]:
+    """What samples groups in so many slots, with these listeners."""
     policy: Any = random_policy()
 
     def sample(num_slots: int, size: int, *listeners: Any) -> tuple[Found, Any]:
