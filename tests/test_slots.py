@@ -20,9 +20,11 @@ from lit_grpo.methods.eptree import EPTree
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import digest
+from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots import prompts as slot_prompts
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME
@@ -842,6 +844,16 @@ def test_after_an_answer_nothing_is_computed_but_the_tail(
         assert sum(computed) == prompts + answers
     check_alone(policy, {completion.request.key: completion for completion in completions})
     assert generator.capacity().kv_tokens_in_use == 0  # nothing outlasts the rollout
+    generator.close()
+
+
+def test_groups_that_leave_in_parts_leave_no_keys_and_values_either(make: Any, policy: Any) -> None:
+    """No group of theirs is ever said to be whole."""
+    generator = make(32, policy)
+    buffer = RolloutBuffer(ReleaseRule(num_completions=12))
+    buffer.open(requests(PROMPTS[:3], 4, SamplingParams(max_tokens=60, max_observed=100)))
+    RolloutLoop(generator, buffer, listeners=[Environment(3)]).run(buffer.ready)
+    assert generator.capacity().kv_tokens_in_use == 0
     generator.close()
 
 

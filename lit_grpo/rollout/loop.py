@@ -114,6 +114,7 @@ class _Rollout:
         self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points}))
         capacity = self._capacity = self._generator.capacity()
         forks = any(listener.forks for listener in self._listeners)
+        self._prompts: dict[GroupKey, Prompt] = {}  # of what may be gone back to
         self._goes_back = self._generator.keeps_ended = forks  # or once there are requests of several turns
         self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens, forks)
         self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
@@ -189,6 +190,8 @@ class _Rollout:
         asked = [*requests, *away]
         if any(request.sampling.max_observed for request in asked):
             self._goes_back = self._generator.keeps_ended = True
+        if self._goes_back:
+            self._prompts |= {request.group: request.prompt for request in asked}
         if not asked:
             return
         self._begun_with |= {each.key: each.prefix.num_sampled for each in asked if each.prefix.num_sampled}
@@ -447,7 +450,7 @@ class _Rollout:
 
     def _put_back(self) -> None:
         """Take out of the generator what is unfinished; the buffer has its prefixes."""
-        prompts: dict[GroupKey, Prompt] = {request.group: request.prompt for request in self._flight.requests}
+        prompts = self._prompts | {request.group: request.prompt for request in self._flight.requests}
         for request in self._generator.abort(self._flight.active):
             self._flight.wait(request)
             self._buffer.ask(request)
