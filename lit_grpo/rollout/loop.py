@@ -114,7 +114,7 @@ class _Rollout:
         self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points}))
         capacity = self._capacity = self._generator.capacity()
         forks = any(listener.forks for listener in self._listeners)
-        self._prompts: dict[GroupKey, Prompt] = {}  # of what may be gone back to
+        self._prompts: dict[GroupKey, Prompt] = {}  # of open groups that may be gone back to
         self._goes_back = self._generator.keeps_ended = forks  # or once there are requests of several turns
         self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens, forks)
         self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
@@ -328,7 +328,7 @@ class _Rollout:
     def _whole(self, group: RolloutGroup | None) -> list[Answer | None]:
         if group is None:
             return []
-        if self._goes_back:
+        if self._prompts.pop(group.key, None) is not None:
             self._generator.release([group.prompt])
         return [listener.whole(group) for listener in self._listeners]
 
