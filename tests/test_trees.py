@@ -326,6 +326,11 @@ def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: An
     assert len(branched) / len(found) == pytest.approx(worker.metrics()["rollout/branched_share"])
 
 
+def test_turns_that_all_have_room_branch_alike_in_any_slots(collect: Any) -> None:
+    few, many = (tokens(collect(slots, 8, Environment(3), ARPO(64, 2, 0.5, 0.4).worker())[0]) for slots in (3, 32))
+    assert few == many and len(many) == 192
+
+
 def by_prompt(found: Found) -> dict[str, list[Key]]:
     return {prompt.prompt_id: [key for key in found if key[0] == prompt.prompt_id] for prompt in PROMPTS}
 

@@ -7,9 +7,9 @@ that came before the turn, as long as the group has less than ``width`` members:
     ARPO:   clip(u - alpha (H_t - H_0), 0, 1) <= threshold
     AEPO:   clip((u + alpha (H_t - H_0)) max(0, 1 - 0.05 n), 0, 1) >= threshold
 
-n is how many turns of the path have branched one after another. Once no path of a group is left, fresh ones fill the
-width. Advantages are those of the run's estimator: a token before a branch is in each of its completions, and so is
-learnt from with the mean of theirs.
+n is how many turns of the path have branched one after another. Of more branches than have room those are made whose
+turns end first. Once no path of a group is left, fresh ones fill the width. Advantages are those of the run's
+estimator: a token before a branch is in each of its completions, and so is learnt from with the mean of theirs.
 
 u depends on the seed, the prompt, the path and the turn alone, so that a run that goes on draws the same. With the
 ``width`` of ``model.num_generations`` it is plain GRPO.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lit_grpo.limits import Count, NotNegative, Share
 from lit_grpo.methods.branches import Branching, Forking, check_width
@@ -158,7 +158,8 @@ class TurnBrancher(Branching):
         asked = any(request.group == group for request in self._pending)
         if not asked and not self._flight.num_of(group):
             members = self._members.setdefault(group, {completion.request.key})
-            self._pending += [self.branch(completion.request) for _ in range(self.settings.width - len(members))]
+            first = replace(completion.request, path=min(members)[2])  # whichever has ended last
+            self._pending += [self.branch(first) for _ in range(self.settings.width - len(members))]
         return self._answer()
 
     def idle(self) -> Answer | None:
