@@ -886,6 +886,8 @@ def test_what_has_ended_makes_room_for_what_has_not(make: Any, policy: Any) -> N
         assert keep(2, False) == [second.key, third.key]  # the ended one has gone
         assert keep(0, True) == [second.key, third.key]  # and comes in nobody's place
         kept.fit(20)
+        assert list(kept._kept) == [third.key] and kept.num_tokens == 19
+        keep(2, True)  # one that begins again from its prompt, and ends again
     assert list(kept._kept) == [third.key] and kept.num_tokens == 19
     generator.close()
 

@@ -139,6 +139,7 @@ class KeptCompletions:
 
         Those that have ended make room for it, the first of them first.
         """
+        self._forget(request.key)
         num_tokens = request.prefix.num_tokens - 1
         if not 0 < num_tokens <= most_tokens:
             return
