@@ -828,19 +828,22 @@ def test_of_a_prefix_with_an_answer_the_tail_alone_is_computed(
     check_alone(model, done)
 
 
-@pytest.mark.parametrize("num_slots", [3, 32])
+@pytest.mark.parametrize(("num_slots", "delay"), [(3, 3), (6, 200), (32, 3)])
 def test_after_an_answer_nothing_is_computed_but_the_tail(
-    num_slots: int, make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
+    num_slots: int, delay: int, make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a whole rollout, where turns end by themselves; what has no room is computed again."""
+    """In a whole rollout, where turns end by themselves; what has no room is computed again.
+
+    Where environments are slow, free slots lend theirs.
+    """
     generator, computed = make(num_slots, policy), counted_prefill(monkeypatch)
     sampling = SamplingParams(max_tokens=60, max_observed=100)
-    groups, _ = RolloutLoop(generator, listeners=[Environment(3)]).collect(PROMPTS[:3], 4, sampling, 0)
+    groups, _ = RolloutLoop(generator, listeners=[Environment(delay)]).collect(PROMPTS[:3], 4, sampling, 0)
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     prompts = sum(len(prompt.token_ids) for prompt in PROMPTS[:3])
     answers = sum(completion.num_observed for completion in completions)
     assert answers > 40
-    if num_slots == 32:
+    if num_slots > 3:
         assert sum(computed) == prompts + answers
     check_alone(policy, {completion.request.key: completion for completion in completions})
     assert generator.capacity().kv_tokens_in_use == 0  # nothing outlasts the rollout

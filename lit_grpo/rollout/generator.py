@@ -31,8 +31,8 @@ class Capacity:
     memory for keys and values in tokens, ``None`` where it is not a limit, ``kv_tokens_in_use`` how much of it is
     taken, and ``layout`` how it is divided among completions. A generator that ``evicts`` makes room by itself when
     memory becomes scarce; from any other the loop takes requests away before a step that would not fit. Of completions
-    that have left their slots it keeps keys and values of so many tokens: ``kept_share`` of what slots of full length
-    hold. It computes those of others again.
+    that have left their slots it keeps keys and values of so many tokens at least: ``kept_share`` of what slots of full
+    length hold. It computes those of others again.
     """
 
     slots: int

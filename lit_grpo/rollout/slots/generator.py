@@ -220,7 +220,7 @@ class SlotGenerator(Versioned):
     def abort(self, keys: Iterable[Key]) -> list[Request]:
         """Stop requests and hand them back, with what they have come to as their prefixes.
 
-        Their keys and values are kept for a return: up to a quarter of what slots of full length take, if it is there.
+        Their keys and values are kept for a return, in the memory of free slots and a quarter more, if it is there.
         """
         wanted = set(keys)
         if not wanted:
@@ -247,10 +247,15 @@ class SlotGenerator(Versioned):
         return requests[::-1]
 
     def _room_to_keep(self, cache: SlotCache, entering: int = 0) -> int:
-        """KV tokens of completions without a row that may be kept, where rows with so many enter."""
+        """KV tokens of completions without a row that may be kept, where requests with so many tokens enter.
+
+        As much as free slots leave, and ``KEPT_SHARE`` more: with the rows it is never more than slots of full length
+        and their share, however many completions wait.
+        """
         assert self.budget is not None
         free = self.budget.tokens - cache.allocated_tokens - entering
-        return min(free, int(KEPT_SHARE * self.num_slots * cache.max_tokens))
+        free_slots = self.num_slots - self._num_in_flight
+        return min(free, int((free_slots + KEPT_SHARE * self.num_slots) * cache.max_tokens))
 
     # ---- one step ---------------------------------------------------------------------------------
 
