@@ -107,6 +107,8 @@ TASKS = {
     ),
 }
 OUTCOMES, TURNS = ("demo", "knights", "word_problems"), ("catch", "calculator")
+SHORT = ("word_problems",)
+"""A run of these has ten updates."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,10 @@ METHODS = {
     "rollout_gdro": Method(("rollout_gdro",)),
     "capo": Method(("capo",)),
     "copo": Method(("copo",)),
-    "norm_test": Method(("norm_test:most=32",)),
-    "goodput": Method(("goodput:most=32",)),
+    "norm_test": Method(("norm_test:most=32",), tasks=("demo", "knights")),
+    "norm_test, early": Method(("norm_test:most=32,warm_up=4",), tasks=SHORT),
+    "goodput": Method(("goodput:most=32",), tasks=("demo", "knights")),
+    "goodput, early": Method(("goodput:most=32,warm_up=4",), tasks=SHORT),
     "arpo": Method(("arpo:width=8",), FEW_OF_FOUR, tasks=TURNS),
     "arpo, groups of 16": Method(("arpo",), tasks=TURNS),
     "aepo": Method(("aepo:width=8",), FEW_OF_FOUR, tasks=TURNS),

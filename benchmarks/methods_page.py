@@ -32,6 +32,9 @@ Rows that are named by what they set (`groups of 4`, `half as many completions`,
 method: what a method gives that sets the same is its difference from them. `half as many completions` is what forking
 ones begin with on tasks of several turns.
 
+A run of `word_problems` has ten updates, in which a prompt comes once or twice. What goes by earlier visits hardly acts
+there (`prompt_gdro` begins with the ninth), and `early` rules have a warm-up of 4 updates in place of 20.
+
 All these methods are off by default. [Papers](papers.md) says where each is from, [choosing](choosing.md) what to take
 first.
 """

@@ -439,6 +439,85 @@ def test_a_tool_that_takes_too_long_is_the_policys_fault_and_it_is_told(tool: An
     assert messages[3]["content"] == "awake"
 
 
+class Apart(BaseException):
+    """No Exception."""
+
+
+async def cancels() -> str:
+    """Cancel what it waits for."""
+    task = asyncio.create_task(asyncio.sleep(9))
+    task.cancel()
+    await task
+    return "never"
+
+
+def cancelled() -> str:
+    """Raise what ends coroutines."""
+    raise asyncio.CancelledError("by a tool")
+
+
+def apart() -> str:
+    """Raise no Exception."""
+    raise Apart("own")
+
+
+async def async_apart() -> str:
+    """Raise no Exception."""
+    raise Apart("own")
+
+
+@pytest.mark.parametrize(
+    ("tool", "told"),
+    [
+        (cancels, "CancelledError"),
+        (cancelled, "CancelledError: by a tool"),
+        (apart, "Apart: own"),
+        (async_apart, "Apart: own"),
+    ],
+)
+def test_an_error_that_would_end_what_waits_for_it_is_an_answer_too(tool: Any, told: str) -> None:
+    worker, found = worker_of(tools=[tool]), []
+    says = lambda _, turn: "ok" if turn else call(tool.__name__)  # noqa: E731
+    rollout = threading.Thread(target=lambda: found.extend(play(worker, says)), daemon=True)
+    rollout.start()
+    rollout.join(20)  # it waited for ever
+    (group,) = found
+    assert only([group]).episode.messages[1]["content"] == f"{{'error': '{told}'}}"  # pyright: ignore
+
+
+class ClosesSlowly(Guess):
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.number_made = type(self).made
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: Your guess.
+        """
+        if self.number_made == 1:
+            raise ConnectionError("gone")
+        time.sleep(0.2)
+        return super().guess(number)
+
+    def close(self) -> None:
+        if self.number_made == 1:
+            time.sleep(0.9)
+
+
+def test_what_a_failed_environment_takes_to_close_is_not_the_next_ones_time() -> None:
+    worker = worker_of(ClosesSlowly, trajectory_timeout_s=1.0, retries=1)
+
+    def slowly(request: Request, turn: int) -> str:
+        time.sleep(0.4)  # so that it is closed before the last calls
+        return counting(request, turn)
+
+    assert only(play(worker, slowly)).episode.reward == 1.0  # pyright: ignore
+
+
 def test_all_calls_of_a_trajectory_together_are_limited() -> None:
     worker = worker_of(tools=[sleepy], trajectory_timeout_s=0.3)
     says = lambda _, turn: call("sleepy", seconds=0.2) if turn < 3 else "ok"  # noqa: E731

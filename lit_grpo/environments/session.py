@@ -397,9 +397,9 @@ class Session:
             await asyncio.wrap_future(closing)
 
     async def _closed(self, environment: Any) -> None:
-        try:
-            limit_s = self.limits.reset_timeout_s
-            await self.calls.call(environment.close, _is_async(self.kind, "close"), limit_s, self._spend)
+        limit_s, is_async = self.limits.reset_timeout_s, _is_async(self.kind, "close")
+        try:  # what it takes is not the time of the fresh one
+            await self.calls.call(environment.close, is_async, limit_s, lambda _: None)
         except (Exception, *FAILURES) as error:  # nothing depends on it
             self.told_failure(f"{self.kind.name} fails when it is closed ({error_text(error)})")
 

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from lit_grpo.process.loops import EventLoop
+from lit_grpo.rewards.loading import error_text
 
 MOST_LOST = 1000
 """So many calls may hang at a time, each in a thread that cannot be stopped, before the run ends."""
@@ -78,7 +79,7 @@ class Calls:
         Raises:
             CallTimeout: It has taken too long.
             TooManyHang: So have too many others.
-            BaseException: Whatever the function raised.
+            BaseException: Whatever the function raised; a RuntimeError where that would end the loop (:func:`_raised`).
         """
         if is_async:
             return await self._timed(self._await(function, timeout_s), timeout_s, took)
@@ -156,10 +157,21 @@ class Calls:
 async def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
         return await function(), None
-    except Exception as error:
-        return None, error
-    except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop of all calls
-        return None, error
+    except BaseException as error:  # a user's function runs here: every error must reach the caller
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return None, _raised(error)
+
+
+def _raised(error: BaseException) -> BaseException:
+    """Return what a user's function has raised, as what a future may raise in the coroutine that waits for it.
+
+    ``StopIteration`` is refused by futures; ``CancelledError`` and errors of users that are no ``Exception`` would end
+    that coroutine in silence.
+    """
+    may = isinstance(error, Exception | SystemExit | KeyboardInterrupt | GeneratorExit)
+    return error if may and not isinstance(error, StopIteration) else RuntimeError(error_text(error))
 
 
 class _CallThread:
@@ -200,9 +212,7 @@ class _CallThread:
 def _settle(outcome: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
     if outcome.done():
         return
-    if isinstance(error, StopIteration):  # a future refuses it
-        error = RuntimeError("StopIteration")
     if error is None:
         outcome.set_result(value)
     else:
-        outcome.set_exception(error)
+        outcome.set_exception(_raised(error))
