@@ -24,7 +24,8 @@ from lit_grpo.methods import make_plugins, shipped
 from lit_grpo.methods.dars import HardMore
 from lit_grpo.methods.greso import Greso
 from lit_grpo.methods.reinforce_ada import Balanced
-from lit_grpo.plugins import RunFacts
+from lit_grpo.methods.xrpo import UncertainMore
+from lit_grpo.plugins import Answer, Listener, RunFacts
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.generator import StepEvents
@@ -201,6 +202,41 @@ def test_a_prompt_without_a_reward_gets_no_more(runner: RewardRunner, monkeypatc
     monkeypatch.setitem(PASSES, "d", "----")
     groups, _, _ = collect(Balanced(), runner, "d")
     assert len(groups["d"].rollouts) == 4
+
+
+class Drops(Listener):
+    """Leaves the first completion of a prompt out of its group after so many steps."""
+
+    def __init__(self, name: str, at: int) -> None:
+        self.key, self.left = (name, 0, (0,)), at
+
+    def step(self, events: StepEvents) -> Answer | None:
+        self.left -= 1
+        return None if self.left else Answer(drop=[self.key])
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 9, 15, 29])
+@pytest.mark.parametrize(("name", "lengths"), [("d", [30, 5, 3, 4]), ("b", [30, 5, 3, 20]), ("c", [30, 5, 3, 25])])
+def test_a_round_is_whole_without_what_is_left_out(
+    runner: RewardRunner, at: int, name: str, lengths: list[int]
+) -> None:
+    """However much has ended before: its group is rewarded, replaced where it is flat, and has its further rounds."""
+    for allocation in (Allocation(), Balanced(rounds=2, passed=1, failed=1), UncertainMore(phases=2, base=4)):
+        generator = Marked(9, {name: lengths + [4] * 36, "a": [4] * 40})
+        rounds = Rounds(runner, allocation, PassRule("mark"), iter(prompts("a")), num_generations=8)
+        loop = RolloutLoop(generator, listeners=[rounds, Drops(name, at)])
+        groups, _ = loop.collect(prompts(name), 4, SAMPLING, seed=0)
+        rewards = {group.prompt.prompt_id: [each.reward for each in group.rollouts] for group in groups}
+        paths = [each.completion.request.path for each in groups[0].rollouts]
+        assert paths == [(number,) for number in range(1, 1 + len(paths))]
+        assert rewards[name] == [float(mark) for mark in PASSES[name][1 : 1 + len(paths)]] and len(paths) >= 3
+        flat = len(set(rewards[name])) == 1
+        assert ((name, 0) in rounds.flat) == flat == ("a" in rewards)
+        metrics = rounds.metrics()
+        assert metrics["budget/frac_flat_first"] > 0 or not flat
+        assert metrics["budget/further_completions"] == sum(map(len, rewards.values())) - 3 - 4 * flat
+        if isinstance(allocation, Balanced):  # c alone has both at once
+            assert len(paths) == {"d": 7, "b": 7, "c": 3}[name]
 
 
 def test_an_interrupt_leaves_nothing_behind(runner: RewardRunner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from lit_grpo.budgets.allocation import Allocation, Tally
 from lit_grpo.budgets.foresight import Foresight
 from lit_grpo.budgets.history import all_equal
 from lit_grpo.plugins import Answer, Listener
-from lit_grpo.types import Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
+from lit_grpo.types import EMPTY, Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
@@ -26,20 +27,27 @@ PATIENCE = 8
 class _Rounds:
     """What a prompt has come to.
 
+    Args:
+        first: Completions of the first round.
+        request: One of them.
+
     Attributes:
         ends: How many completions it has had by the end of each round; those of the last one may still be decoded.
         asked: How many have been asked for: those of its rounds, and of the next one what is certain already.
         ended: By number, those that have ended.
         unscored: Those among them whose rewards nobody has asked for.
         rewarded: By number, those that have their rewards.
+        gone: The numbers of those that have been left out of the group.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, request: Request) -> None:
+        self._request = replace(request, prefix=EMPTY)
         self.ends = [first]
         self.asked = first
         self.ended: dict[int, Rollout] = {}
         self.unscored: list[Rollout] = []
         self.rewarded: dict[int, Rollout] = {}
+        self.gone: set[int] = set()
 
     @property
     def first(self) -> int:
@@ -54,7 +62,21 @@ class _Rounds:
     @property
     def is_over(self) -> bool:
         """Whether all of its rounds have ended."""
-        return sum(number < self.ends[-1] for number in self.ended) == self.ends[-1]
+        return self.num_in_rounds(self.ended) == self.ends[-1]
+
+    @property
+    def num_left(self) -> int:
+        """Completions of its rounds so far whose rewards are to come."""
+        return self.ends[-1] - self.num_in_rounds(self.rewarded)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all that have been asked for have their rewards."""
+        return len(self.rewarded.keys() | self.gone) == self.asked
+
+    def num_in_rounds(self, numbers: Iterable[int]) -> int:
+        """Return how many of its rounds so far are among these numbers or left out."""
+        return sum(number < self.ends[-1] for number in self.gone.union(numbers))
 
     def end(self, completion: Completion) -> None:
         """Note that one of them has ended."""
@@ -65,6 +87,10 @@ class _Rounds:
         """Return those that are to be scored, in their order."""
         rollouts, self.unscored = sorted(self.unscored, key=lambda each: each.completion.request.path), []
         return RolloutGroup(rollouts[0].prompt, rollouts)
+
+    def requests(self, numbers: Iterable[int]) -> list[Request]:
+        """Return requests of further completions."""
+        return [replace(self._request, path=(number,)) for number in numbers]
 
 
 class Rounds(Listener):
@@ -115,14 +141,24 @@ class Rounds(Listener):
     def begin(self, flight: Flight) -> None:
         """Begin with no group."""
         self._clear()
-        self._flight = flight
+
+    def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Note how many the first rounds of new prompts have."""
+        new = defaultdict[GroupKey, list[Request]](list)
+        for request in requests:
+            if request.group not in self._rounds:
+                new[request.group].append(request)
+        self._rounds |= {key: _Rounds(len(first), first[0]) for key, first in new.items()}
+        return ()
 
     def finish(self, completion: Completion) -> None:
-        """Note it, and how many its prompt's first round has."""
-        key = completion.request.group
-        if key not in self._rounds:
-            self._rounds[key] = _Rounds(1 + self._flight.num_of(key))
-        self._rounds[key].end(completion)
+        """Note it."""
+        self._rounds[completion.request.group].end(completion)
+
+    def dropped(self, request: Request) -> None:
+        """Wait for it no longer: the others may be all of a round."""
+        self._rounds[request.group].gone.add(request.path[0])
+        self._lessened.append(request.group)
 
     def whole(self, group: RolloutGroup) -> None:
         """Remember who is to have the rewards."""
@@ -134,7 +170,7 @@ class Rounds(Listener):
         self._step += 1
         patience = math.inf if self._allocation.compares else PATIENCE
         due = [part for part, since in self._scored if self._step - since > patience]
-        return self._decide(due) if due else None
+        return self._decide(due) if due or self._lessened else None
 
     def idle(self) -> Answer | None:
         """Decide of all."""
@@ -153,8 +189,8 @@ class Rounds(Listener):
 
     def metrics(self) -> dict[str, float]:
         """Return how many completions further rounds brought, and the share of groups that were flat without them."""
-        first = [_is_flat([each.ended[n] for n in range(each.first)]) for each in self._rounds.values()]
-        extra = sum(len(rounds.ended) - rounds.first for rounds in self._rounds.values())
+        first = [_is_flat([r for n, r in each.ended.items() if n < each.first]) for each in self._rounds.values()]
+        extra = sum(number >= rounds.first for rounds in self._rounds.values() for number in rounds.ended)
         return {
             "budget/further_completions": float(extra),
             "budget/frac_flat_first": sum(first) / len(first) if first else math.nan,
@@ -173,13 +209,13 @@ class Rounds(Listener):
         for part in parts:
             rewarded = self._rounds[part.key].rewarded
             rewarded |= {rollout.completion.request.path[0]: rollout for rollout in part.rollouts}
-        keys = list(dict.fromkeys(part.key for part in parts))
-        if self._allocation.compares and parts:
-            numbers = self._ask_together()
-            keys = [] if any(numbers.values()) else [*self._rounds]
+        keys, self._lessened = list(dict.fromkeys([*(part.key for part in parts), *self._lessened])), []
+        if self._allocation.compares:
+            numbers = self._ask_together() if parts else {}
+            keys = [] if any(numbers.values()) or not parts else [*self._rounds]
         else:
             numbers = {key: self._ask(self._rounds[key]) for key in keys}
-        submit = [request for key in numbers for request in _requests(self._rounds[key], numbers[key])]
+        submit = [request for key in numbers for request in self._rounds[key].requests(numbers[key])]
         opened = [request for key in keys if self._is_to_replace(key) for request in self._instead(key)]
         return Answer(submit=submit, open=opened)
 
@@ -189,10 +225,10 @@ class Rounds(Listener):
         while True:
             members = [each for each in rounds.members if not math.isnan(each.reward)]
             num_passed = sum(self._pass_rule.passes(each.rewards) for each in members)
-            num_left = rounds.ends[-1] - len(rounds.members)
-            more = self._foresight.least(len(members), num_passed, num_left, len(rounds.ends), rounds.first)
+            left = rounds.num_left
+            more = self._foresight.least(len(members), num_passed, left, len(rounds.ends), rounds.first)
             rounds.asked = rounds.ends[-1] + more
-            if num_left or not more:
+            if left or not more:
                 return range(before, rounds.asked)
             rounds.ends.append(rounds.asked)
 
@@ -215,13 +251,13 @@ class Rounds(Listener):
     def _is_to_replace(self, key: GroupKey) -> bool:
         """Whether a group has had all its rounds and no difference, and has not been replaced yet."""
         rounds = self._rounds[key]
-        return len(rounds.rewarded) == rounds.asked and _is_flat(rounds.ended.values()) and key not in self._replaced
+        return rounds.has_all and _is_flat(rounds.ended.values()) and key not in self._replaced
 
     def _instead(self, key: GroupKey) -> list[Request]:
         """The requests of another prompt's first round, where there is one."""
         prompt, rounds = next(self._replacements, None), self._rounds[key]
         self._replaced.add(key)
-        requests = _requests(rounds, range(rounds.first))
+        requests = rounds.requests(range(rounds.first))
         return [] if prompt is None else [replace(request, prompt=prompt) for request in requests]
 
     def _clear(self) -> None:
@@ -229,13 +265,8 @@ class Rounds(Listener):
         self._whole: list[RolloutGroup] = []
         self._scored: list[tuple[RolloutGroup, int]] = []  # what waits for its rewards, and since which step
         self._replaced: set[GroupKey] = set()
+        self._lessened: list[GroupKey] = []  # by a completion that has been left out since the last decision
         self._step = self._num_compared = 0
-
-
-def _requests(rounds: _Rounds, numbers: Iterable[int]) -> list[Request]:
-    """Requests of a prompt's completions."""
-    request = next(iter(rounds.ended.values())).completion.request
-    return [replace(request, path=(number,)) for number in numbers]
 
 
 def _is_flat(rollouts: Iterable[Rollout]) -> bool:
