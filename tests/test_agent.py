@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -688,6 +689,39 @@ def test_an_agent_whose_trajectory_is_dropped_while_the_policy_answers_is_told_t
     worker.close()
 
 
+def test_a_validation_does_not_wait_for_threads_of_agents_that_wait_for_the_policy() -> None:
+    goes_on = threading.Event()
+
+    def solve(base_url: str, api_key: str, **_: Any) -> float:
+        client = Client(base_url, api_key)
+        first = client.say(ASKED)
+        goes_on.wait(20)
+        client.say(ASKED, first, user("On."))
+        return 1.0
+
+    worker, buffer = worker_of(solve, num_threads=2), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep"))
+    generator = Scripted(chat_tokenizer(), numbered)
+    (prompt,) = prompts_of(worker, [{"prompt": "Guess."}])
+    buffer.open(group_requests([prompt], 2, SAMPLING, 0))
+    both_begun = lambda _: [bool(each.num_turns) for each in worker.sessions.values()] == [True] * 2  # noqa: E731
+    RolloutLoop(generator, buffer, listeners=[worker]).run(both_begun)
+    goes_on.set()
+    buffer.learnt()
+    held_out, found = replace(prompt, prompt_id="validation/0"), []
+
+    def validate() -> None:
+        loop = RolloutLoop(Scripted(chat_tokenizer(), numbered), listeners=[worker])
+        found.extend(loop.collect([held_out], 3, SAMPLING, 0)[0])
+
+    validation = threading.Thread(target=validate, daemon=True)
+    validation.start()
+    validation.join(30)
+    assert [len(group.rollouts) for group in found] == [3]
+    RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    assert [len(group.rollouts) for group in buffer.take()] == [2]
+    worker.close()
+
+
 @pytest.mark.parametrize("asks_between", [True, False])
 def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_too_old(asks_between: bool) -> None:
     """As in modes that keep groups open: once it is away when the rollout ends, once its turn is too old."""
@@ -711,7 +745,8 @@ def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_to
         is_away = lambda _: bool(begun) and any(each.num_turns for each in worker.sessions.values())  # noqa: B023, E731
         RolloutLoop(generator, buffer, listeners=[worker]).run(is_away)
         buffer.learnt()
-        assert worker.state_dict() == {"sessions": [[["train/0", 0, (0,)], None]]}  # no agent outlives a kill
+        ((key, places),) = worker.state_dict()["sessions"]
+        assert key == ["train/0", 0, (0,)] and {state for _, state in places} == {None}  # no agent outlives a kill
         generator.version = version
         goes_on.set()
         until = time.monotonic() + 20

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
-from lit_grpo.types import Prompt, Request, RolloutGroup, SamplingParams
+from lit_grpo.types import PassRule, Prompt, Request, RolloutGroup, SamplingParams
 
 
 class Guess:
@@ -679,7 +680,7 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     worker, buffer = next(found for found in (cut_off() for _ in range(50)) if found is not None)
     buffer.learnt()  # else a checkpoint has what there was before the rollout
     kept, saved = worker.state_dict(), buffer.state_dict()
-    assert [state is not None for _, state in kept["sessions"]] == [restored] * 2
+    assert [[state is not None for _, state in places] for _, places in kept["sessions"]] == [[restored]] * 2
     worker.close()
 
     worker, buffer = worker_of(kind), RolloutBuffer(rule)
@@ -691,6 +692,120 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     assert {len(each.completion.turns) for each in group.rollouts} == {10}
     assert worker.metrics()["environments/restarted"] == (0 if restored else 2)
     worker.close()
+
+
+class Counts(Kept):
+    """Rewards each guess that it has heard."""
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: Your guess.
+        """
+        self.tries += 1
+        return "no"
+
+    def get_reward(self) -> float:
+        return float(self.tries)
+
+
+class Cut(SystemExit):
+    """Ends a rollout in its middle."""
+
+
+@pytest.mark.parametrize("cut", ["after", "within", "again"])
+def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_its_rollout(cut: str) -> None:
+    """As it has their completions: after the rollout, or where that is cut off, or once it was resumed from one."""
+    rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
+    says = lambda _, turn: call("guess", number=1) if turn < 9 else "I am done."  # noqa: E731
+    worker, buffer = worker_of(Counts), RolloutBuffer(rule)
+    sampling = SamplingParams(max_tokens=2000, max_observed=2000)
+    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 99}]), 1, sampling, 0))
+
+    def run(num_turns: int, stops: bool = False) -> None:
+        def until(_: int) -> bool:
+            there = all(each.num_turns >= num_turns and not each.waits for each in worker.sessions.values())
+            if stops and there and worker.sessions:
+                raise Cut
+            return there and bool(worker.sessions) and not buffer.away
+
+        RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(until)
+
+    def resume() -> tuple[EnvironmentWorker, RolloutBuffer]:
+        states = worker.state_dict(), buffer.state_dict()
+        worker.close()
+        resumed, again = worker_of(Counts), RolloutBuffer(rule)
+        resumed.load_state_dict(states[0])
+        again.load_state_dict(states[1])
+        return resumed, again
+
+    run(2)
+    buffer.learnt()
+    worker.learnt([], PassRule("Counts"), 1, lambda own: [own])
+    if cut == "within":
+        with pytest.raises(Cut):
+            run(5, stops=True)
+    else:
+        run(5)
+    worker, buffer = resume()
+    if cut == "again":
+        run(5)
+        worker, buffer = resume()
+    assert [len(request.prefix.turns) for request in buffer.unfinished] == [2]
+    RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    episode = only(buffer.take()).episode
+    assert episode is not None and episode.reward == 9.0 and len(episode.messages) == 19
+    assert worker.metrics()["environments/restarted"] == 0
+    worker.close()
+
+
+class Unsaid(Kept):
+    """Cannot say its state."""
+
+    def state(self) -> dict[str, Any]:
+        raise RuntimeError("no")
+
+
+def test_a_state_that_cannot_be_said_does_not_keep_a_checkpoint_from_being_saved() -> None:
+    rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
+    worker, buffer = worker_of(Unsaid), RolloutBuffer(rule)
+    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 1, SAMPLING, 0))
+    begun = lambda _: any(each.num_turns and not each.waits for each in worker.sessions.values())  # noqa: E731
+    RolloutLoop(Scripted(chat_tokenizer(), counting), buffer, listeners=[worker]).run(begun)
+    ((_, places),) = worker.state_dict()["sessions"]
+    assert {state for _, state in places} == {None}
+    worker.close()
+
+
+def test_environments_are_there_until_their_groups_have_been_scored() -> None:
+    """However many rollouts the others of a group take, and whatever is validated meanwhile."""
+    seen: list[list[int]] = []
+
+    def tries(environments: list[Any], **_: Any) -> list[float]:
+        seen.append([each.tries for each in environments])
+        return [0.0 for _ in environments]
+
+    def says(request: Request, turn: int) -> str:
+        return call("guess", number=turn + 1) if turn < (1 if request.path == (0,) else 6) else "I am done."
+
+    runner = RewardRunner([RewardFunction.of(tries, "tries")])
+    worker, buffer = worker_of(Kept), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=2))
+    (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 9}])
+    buffer.open(group_requests([prompt], 2, SAMPLING, 0))
+    generator, listeners = Scripted(chat_tokenizer(), says), [worker, Rewarding(runner)]
+    RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: len(worker._ended) == 1 and not buffer.away)
+    buffer.learnt()
+    for number in range(2):
+        held_out = replace(prompt, prompt_id=f"validation/{number}")
+        RolloutLoop(Scripted(chat_tokenizer(), lambda *_: "no"), listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
+    RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: not buffer.asks)
+    assert seen == [[1, 6]]
+    kept = [session.environment for session, _ in worker._ended.values()]
+    assert not any(each.closed for each in kept)
+    runner.close()
+    worker.close()
+    assert all(each.closed for each in kept)
 
 
 class Lazy(Guess):
@@ -743,13 +858,13 @@ def test_an_answer_to_what_has_been_discarded_is_not_taken() -> None:
 
 def test_environments_are_closed_once_they_have_been_scored() -> None:
     worker = worker_of(Kept)
-    rows = prompts_of(worker, [{"prompt": "?", "number": 3}])
+    (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 3}])
     loop = RolloutLoop(Scripted(chat_tokenizer(), counting), listeners=[worker])
-    (first,) = loop.collect(rows, 1, SAMPLING, 0)[0]
+    (first,) = loop.collect([prompt], 1, SAMPLING, 0)[0]
     environment = first.rollouts[0].completion.episode.environment  # pyright: ignore
-    loop.collect(rows, 1, SAMPLING, 0)
+    loop.collect([replace(prompt, visit=1)], 1, SAMPLING, 0)
     assert not environment.closed
-    loop.collect(rows, 1, SAMPLING, 0)
+    loop.collect([replace(prompt, visit=2)], 1, SAMPLING, 0)
     _until(lambda: environment.closed)
     assert first.rollouts[0].completion.episode.environment is None  # pyright: ignore
     worker.close()

@@ -10,6 +10,7 @@ import pytest
 from conversations import call, chat_tokenizer, play
 from test_environments import Guess, add, worker_of
 
+from lit_grpo.environments import EnvironmentFailed
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.arpo import ARPO
 from lit_grpo.methods.eptree import EPTree
@@ -209,3 +210,44 @@ def test_an_environment_that_can_be_restored_goes_with_forks() -> None:
     RolloutSession(make_plugins([{"environments": {"factory": Counting, "tools": [add]}}, "arpo"])).check(
         RunFacts(4, 8, 64, 1, max_observed=64), []
     )
+
+
+class FailsOnce(Counting):
+    """Fails after the first guess of its first attempt."""
+
+    has_failed = False
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: Your guess.
+        """
+        if not type(self).has_failed and self.guesses:
+            type(self).has_failed = True
+            raise EnvironmentFailed("gone")
+        return super().guess(number)
+
+
+def test_a_fork_goes_on_from_the_attempt_that_its_parent_is() -> None:
+    forks = Forks()
+    (group,) = play(worker_of(FailsOnce), says, ROWS, listeners=[forks])
+    rewards = rewards_of(group)
+    assert {path: rewards[path] // 100 for path in rewards} == dict.fromkeys(rewards, 2.0) and len(rewards) > 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_state_that_fails_is_a_failure_of_the_environment(is_async: bool, kind: type[Counting]) -> None:
+    class Unsaid(kind):  # pyright: ignore
+        def state(self) -> dict[str, Any]:
+            if type(self).num_reset == 1:
+                raise EnvironmentFailed("gone")
+            return super().state()
+
+    class Async(kind):  # pyright: ignore
+        async def state(self) -> dict[str, Any]:  # pyright: ignore
+            return super().state()
+
+    worker = worker_of(Async if is_async else Unsaid)
+    (group,) = play(worker, says, ROWS, listeners=[Forks()])
+    assert len(group.rollouts) > 3 and worker.metrics()["environments/retries"] == (0 if is_async else 1)

@@ -299,7 +299,7 @@ class AgentSession(Session):
         if kind.is_async:
             begun.set()
         try:
-            return await self.calls.call(call, kind.is_async, None, lambda _: None), None
+            return await self.calls.call(call, kind.is_async, None, lambda _: None, self.apart), None
         except (Exception, *FAILURES) as error:  # a user's function runs here: it must not end the loop
             return None, error
 

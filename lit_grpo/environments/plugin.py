@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
@@ -23,7 +23,8 @@ from lit_grpo.environments.workers import Calls
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.types import EMPTY, Completion, Episode, GroupKey, Key, Request, RolloutGroup, SamplePath
+from lit_grpo.trajectory import OBSERVED
+from lit_grpo.types import EMPTY, Completion, Episode, GroupKey, Key, PassRule, Request, RolloutGroup, SamplePath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -157,22 +158,33 @@ class Environments(Plugin):
 
 
 class Snapshot(NamedTuple):
-    """What a trajectory had come to when its environment had answered, and the state of its session then."""
+    """What a trajectory had come to when its environment had answered, and the state of its session then.
+
+    The state is None where it cannot be gone on from: the environment was at work, or has no ``state``.
+    """
 
     path: SamplePath
     token_ids: list[int]
-    state: dict[str, Any]
+    state: dict[str, Any] | None
 
-    def fits(self, path: SamplePath, token_ids: list[int]) -> tuple[int, int]:
-        """Return how well a request with these tokens can go on from it; (-1, -1) for not at all.
+    def fits(self, request: Request) -> tuple[int, int]:
+        """Return how well a request can go on from it; (-1, -1) for not at all.
 
         By the tokens in common first, then by the beginning of the path: where several have equal tokens, the nearest
-        parent's state is taken.
+        parent's state is taken. What the request has come to since must have been sampled, not observed.
         """
-        if token_ids[: len(self.token_ids)] != self.token_ids:
+        num, prefix = len(self.token_ids), request.prefix
+        if prefix.token_ids_T[:num].tolist() != self.token_ids or bool((prefix.versions_T[num:] == OBSERVED).any()):
             return (-1, -1)
-        parts = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.path, path, strict=False))
-        return (len(self.token_ids), sum(1 for _ in parts))
+        parts = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.path, request.path, strict=False))
+        return (num, sum(1 for _ in parts))
+
+
+def best_state(snapshots: Sequence[Snapshot], request: Request) -> dict[str, Any] | None:
+    """Return a copy of the state that a request goes on from, the last one of equals; None where it begins again."""
+    fitting = [(each.fits(request), each) for each in reversed(snapshots)]
+    (common, _), best = max(fitting, key=lambda pair: pair[0], default=((-1, -1), None))
+    return None if best is None or common < 0 else copy.deepcopy(best.state)
 
 
 ADDED = ("x", " 0", "\n.")
@@ -224,14 +236,17 @@ class EnvironmentWorker(Worker):
         self.kinds, self._limits, self._num_threads, self._form = kinds, limits, num_threads, form
         self.chat: Chat | None = None
         self.sessions: dict[Key, Session] = {}
-        self._ended: list[tuple[Session, Completion]] = []  # in this rollout
-        self._before: list[tuple[Session, Completion]] = []  # in the last one
+        self._ended: dict[Key, tuple[Session, Completion]] = {}  # until they have been scored
+        self._scoring: set[Key] = set()  # of those, the ones whose groups became whole in this rollout
+        self._scored: set[Key] = set()  # or in the last one
         self._closing: list[Future[None]] = []  # of trajectories that were dropped
-        self._kept: dict[Key, dict[str, Any] | None] = {}  # of a checkpoint; None for what begins again
+        self._kept: dict[Key, list[Snapshot]] = {}  # of a checkpoint, or of a rollout that has failed
+        self._carried: dict[Key, list[Snapshot]] = {}  # as this rollout began, until it has been learnt from
         self._snapshots: dict[GroupKey, list[Snapshot]] = {}  # of this rollout, where requests begin within others
         self._outcomes: deque[tuple[Session, Outcome]] = deque()
         self._counts: Counter[str] = Counter()
         self._calls: Calls | None = None
+        self._apart: bool | None = None  # whether a rollout has none of the trajectories that there are
         self._told: set[str] = set()
         self._num_restarted = 0
         self._rewards = [
@@ -298,11 +313,11 @@ class EnvironmentWorker(Worker):
     # ---- rollouts -----------------------------------------------------------------------------------
 
     def begin(self, flight: Flight) -> None:
-        """A rollout begins; environments of the one before the last have been scored."""
-        self._flight = flight
-        self._let_go(self._before)
+        """A rollout begins; what became whole in the one before the last has been scored."""
+        self._flight, self._apart = flight, None
+        self._let_go(self._scored)
         self._closing = [future for future in self._closing if not future.done()]
-        self._before, self._ended = self._ended, []
+        self._scored, self._scoring = self._scoring, set()
         self._counts.clear()
         self._snapshots.clear()
         self._waited_s = self._lasted_s = 0.0
@@ -310,45 +325,45 @@ class EnvironmentWorker(Worker):
 
     def requested(self, requests: Sequence[Request]) -> list[Request]:
         """Let each request begin with an environment of its own, which is reset first."""
+        going_on = {request.key: self.sessions[request.key] for request in requests if request.key in self.sessions}
+        if self._apart is None:  # trajectories of another rollout keep their threads until that goes on
+            self._apart = bool(self.sessions) and not going_on
+        self._carried |= self._snapshots_of(going_on)
         held = [self._held(request) for request in requests]
         return [request for request in held if request is not None]
 
     def _held(self, request: Request) -> Request | None:
-        session = self.sessions.get(request.key)
-        if session is not None and session.num_tokens == request.prefix.num_tokens and session.waits:
+        key, session = request.key, self.sessions.get(request.key)
+        num_known = len(session.token_ids) if session is not None else 0
+        if session is not None and num_known == request.prefix.num_tokens and session.waits:
             return request
-        if session is not None and session.num_tokens <= request.prefix.num_tokens > 0:
+        if session is not None and num_known <= request.prefix.num_tokens > 0:
             return None  # it goes on, whether it was stopped in the middle of a turn or before one
         if session is not None:
             session.close()
-        session = self.sessions[request.key] = self._session(request)
-        had_begun = request.key in self._kept
-        kept = self._kept.pop(request.key, None) or self._snapshot(request)
-        if request.prefix.num_tokens and kept is not None:
-            session.restore(kept, request)
+        self._let_go({key})  # it has ended and begins again: it was too old
+        session = self.sessions[key] = self._session(request)
+        kept = self._kept.pop(key, [])
+        if kept:
+            self._carried[key] = kept
+        state = best_state(kept or self._snapshots.get(request.group, []), request)
+        if request.prefix.num_tokens and state is not None:
+            session.restore(state, request)
             return request
-        self._num_restarted += had_begun or request.prefix.num_tokens > 0
+        self._num_restarted += bool(kept) or request.prefix.num_tokens > 0
         session.open()
         return request.after(EMPTY)
 
-    def _snapshot(self, request: Request) -> dict[str, Any] | None:
-        """Return the state that a request begins in which begins within others; None where there is none."""
-        token_ids: list[int] = request.prefix.token_ids_T.tolist()
-        fitting = ((each.fits(request.path, token_ids), each) for each in self._snapshots.get(request.group, []))
-        (common, _), best = max(fitting, key=lambda pair: pair[0], default=((-1, -1), None))
-        return None if best is None or common < 0 else copy.deepcopy(best.state)
-
-    def _keep_snapshot(self, session: Session, request: Request) -> None:
-        """Keep the state of a session that has come to the prefix of ``request``."""
-        state = session.state()
-        if state is not None:
-            token_ids: list[int] = request.prefix.token_ids_T.tolist()
-            kept = Snapshot(request.path, token_ids, copy.deepcopy(state))
-            self._snapshots.setdefault(request.group, []).append(kept)
+    def _snapshots_of(self, sessions: Mapping[Key, Session]) -> dict[Key, list[Snapshot]]:
+        """Return where each of these can go on; environments are asked together."""
+        asked = {key: session.ask_state() for key, session in sessions.items()}
+        wait([future for future in asked.values() if future is not None], timeout=self._limits.tool_timeout_s + 1)
+        return {key: [Snapshot(key[2], session.token_ids, _result(asked[key]))] for key, session in sessions.items()}
 
     def whole(self, group: RolloutGroup) -> None:
-        """No more requests begin within those of a group."""
+        """No more requests begin within those of a group, and it is to be scored."""
         self._snapshots.pop(group.key, None)
+        self._scoring |= {rollout.completion.request.key for rollout in group.rollouts}
 
     def _session(self, request: Request) -> Session:
         assert self.chat is not None, "prepare comes first"
@@ -364,6 +379,8 @@ class EnvironmentWorker(Worker):
             counts=self._counts,
             told=self._tell,
             told_failure=self._tell_failure,
+            keeps_states=self._flight.forks,
+            apart=bool(self._apart),
         )
 
     def turn(self, completion: Completion) -> Answer:
@@ -405,9 +422,8 @@ class EnvironmentWorker(Worker):
             session.took()
             following = outcome.goes_on or outcome.begins or outcome.rewritten
             if following is not None:
-                session.num_tokens = following.prefix.num_tokens
-                if self._flight.forks:
-                    self._keep_snapshot(session, following)
+                session.token_ids = following.prefix.token_ids_T.tolist()
+                self._keep_snapshot(session, outcome)
             if outcome.goes_on is not None:
                 go_on.append(outcome.goes_on)
             elif outcome.rewritten is not None:
@@ -421,6 +437,16 @@ class EnvironmentWorker(Worker):
         self._outcomes.extend(of_others)
         return Answer(go_on=go_on, rewritten=rewritten, again=again, finish=finish, drop=drop)
 
+    def _keep_snapshot(self, session: Session, outcome: Outcome) -> None:
+        """Keep what others may begin with; what a failed attempt has left is no part of the trajectory any more."""
+        request = session.request
+        if outcome.begins is not None and request.group in self._snapshots:
+            kept = [each for each in self._snapshots[request.group] if each.path != request.path]
+            self._snapshots[request.group] = kept
+        if outcome.state is not None:
+            snapshot = Snapshot(request.path, session.token_ids, outcome.state)
+            self._snapshots.setdefault(request.group, []).append(snapshot)
+
     def finish(self, completion: Completion) -> None:
         """A trajectory has ended, perhaps in the middle; its environment is kept until it has been scored."""
         session = self.sessions.pop(completion.request.key, None)
@@ -432,7 +458,7 @@ class EnvironmentWorker(Worker):
             completion.take(whole)
             completion.request, completion.text = whole.request, whole.text
             completion.episode = session.episode()._replace(turn_rewards=())
-        self._ended.append((session, completion))
+        self._ended[completion.request.key] = (session, completion)
         self._num_ended += 1
         self._num_turns += session.num_turns
         self._num_rows += max(len(completion.contexts), 1)
@@ -446,21 +472,32 @@ class EnvironmentWorker(Worker):
             self._closing.append(closing)
 
     def end(self, failed: bool) -> None:
-        """Let go of all environments where the rollout has failed: what they were told of it is void."""
+        """Let go of all environments where the rollout has failed: what they were told of it is void.
+
+        Where trajectories can go on, from before the rollout or from now, stays known.
+        """
         if self._num_ended and self._counts["cut_short"] >= self._num_ended:
             self._tell(
                 f"All {self._num_ended} trajectories of a rollout were cut short by max_turns, max_tokens or "
                 "max_observed, and none came to its end; have the environment say so with done, or raise the limits."
             )
         if failed:
+            self._kept, self._carried = self._places(), {}
             for session in self.sessions.values():
                 session.close()
             self.sessions.clear()
             self._outcomes.clear()
 
-    def _let_go(self, ended: Sequence[tuple[Session, Completion]]) -> None:
+    def learnt(
+        self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int, gather: Callable[[Any], list[Any]]
+    ) -> dict[str, float]:
+        """Nothing goes back to before the rollout any more."""
+        self._kept, self._carried = {}, {}
+        return {}
+
+    def _let_go(self, keys: Iterable[Key]) -> None:
         """Close environments whose completions have been scored."""
-        for session, completion in ended:
+        for session, completion in [self._ended.pop(key) for key in keys if key in self._ended]:
             session.close()
             if completion.episode is not None:
                 completion.episode = completion.episode._replace(environment=None)
@@ -495,23 +532,44 @@ class EnvironmentWorker(Worker):
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which trajectories have begun, and the states of those environments that can be restored."""
-        return {"sessions": [[list(key), session.state()] for key, session in self.sessions.items()]}
+        """Return which trajectories have begun, and where those can go on whose environments can be restored.
+
+        As the rollout began and as they are now: until it has been learnt from, what is resumed is before it.
+        """
+        places = self._places()
+        return {"sessions": [[list(key), [list(each[1:]) for each in places[key]]] for key in places]}
+
+    def _places(self) -> dict[Key, list[Snapshot]]:
+        """Return where each trajectory can go on, the latest place last."""
+        now = self._snapshots_of(self.sessions)
+        known = (self._kept, self._carried, now)
+        keys = dict.fromkeys(key for places in known for key in places)
+        return {key: [each for places in known for each in places.get(key, [])] for key in keys}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; trajectories whose environments cannot be restored begin again, and are counted."""
-        self._kept = {(name, visit, tuple(path)): each for (name, visit, path), each in state["sessions"]}
+        self._kept = {
+            (name, visit, tuple(path)): [Snapshot(tuple(path), *each) for each in places]
+            for (name, visit, path), places in state["sessions"]
+        }
 
     def close(self) -> None:
         """End all environments, and what calls them."""
-        sessions = [*self.sessions.values(), *(session for session, _ in [*self._before, *self._ended])]
+        sessions = [*self.sessions.values(), *(session for session, _ in self._ended.values())]
         closing = [future for session in sessions if (future := session.close()) is not None]
         wait([*closing, *self._closing], timeout=CLOSING_S)
         self.sessions.clear()
-        self._before, self._ended = [], []
+        self._ended.clear()
         if self._calls is not None:
             self._calls.stop()
             self._calls = None
+
+
+def _result(future: Future[dict[str, Any] | None] | None) -> dict[str, Any] | None:
+    """Return a state that has come; None where there is none."""
+    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()
 
 
 def _reward_of(completion: str, episode: Episode | None, kind: str) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import time
 from collections import Counter, deque
@@ -48,13 +49,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a request that is away: one of these, or none where it is to be dropped."""
+    """What has become of a request that is away: one of the first five, or none where it is to be dropped.
+
+    ``state`` is what the trajectory is then, where others may begin within it.
+    """
 
     goes_on: Request | None = None
     rewritten: Request | None = None
     begins: Request | None = None
     finished: Completion | None = None
     error: BaseException | None = None
+    state: dict[str, Any] | None = None
 
 
 class Failure(Exception):
@@ -80,10 +85,12 @@ class Session:
         calls: Makes calls of the environment.
         outcomes: What has come of trajectories that are away.
         counts: What has happened in this rollout, by name.
+        keeps_states: Whether others may begin within it, from the states that its outcomes have.
+        apart: Whether its calls have threads of their own.
 
     Attributes:
         said: What the environment has said at its reset.
-        num_tokens: Of what it had come to when the environment or the rollout was last told of the other.
+        token_ids: What it had come to when the environment or the rollout was last told of the other.
         waits: Whether the environment is at work, or what came of it has not been taken.
         waited_s: Seconds in which the environment was at work.
     """
@@ -95,12 +102,14 @@ class Session:
     calls: Calls
     outcomes: deque[tuple[Session, Outcome]]
     counts: Counter[str]
+    keeps_states: bool = False
+    apart: bool = False
     environment: Any = None
     messages: list[Message] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     said: str = ""
     num_turns: int = 0
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     num_failed: int = 0
     waits: bool = False
     waited_s: float = 0.0
@@ -120,7 +129,7 @@ class Session:
 
     def take_turn(self, completion: Completion) -> None:
         """Let the environment answer a turn."""
-        self.num_tokens, self._has_sampled = completion.num_tokens, True
+        self.token_ids, self._has_sampled = completion.token_ids_T.tolist(), True
         self._do(self._answered(completion))
 
     def took(self) -> None:
@@ -155,17 +164,16 @@ class Session:
         """Return what there is to say of it so far."""
         return Episode(self.environment, self.messages, self.kind.name, reward, tuple(self.turn_rewards))
 
-    def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps, or a branch begins with; None where it cannot go on from one."""
+    def ask_state(self) -> Future[dict[str, Any] | None] | None:
+        """Begin to ask for what a checkpoint keeps; return None where the trajectory cannot go on from one."""
         has_environment = self.kind.type is not None
         if not self.kind.can_be_restored or self.waits or (has_environment and self.environment is None):
             return None
-        own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns")}
-        return own | {"environment": self.environment.state() if has_environment else None}
+        return self.calls.start(self._state_if_any())
 
     def restore(self, state: Mapping[str, Any], request: Request) -> None:
         """Go on from a checkpoint, with a fresh environment that is told its state; ``request`` then goes on."""
-        self.num_tokens, self._has_sampled = request.prefix.num_tokens, True
+        self.token_ids, self._has_sampled = request.prefix.token_ids_T.tolist(), True
         self._do(self._restored(state, request))
 
     # ---- beside decoding ------------------------------------------------------------------------------
@@ -211,7 +219,8 @@ class Session:
             )
         request = self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
         begins, self._has_sampled = self._has_sampled, False
-        return Outcome(begins=request) if begins else Outcome(goes_on=request)
+        outcome = Outcome(begins=request) if begins else Outcome(goes_on=request)
+        return await self._with_state(outcome)
 
     async def _restored(self, state: Mapping[str, Any], request: Request) -> Outcome:
         """Give a fresh environment its state; where that fails, begin again."""
@@ -224,8 +233,8 @@ class Session:
         except Failure as failure:
             return await self._opened() if self._retries(failure) else Outcome()
         for name in ("messages", "turn_rewards", "num_turns"):
-            setattr(self, name, state[name])
-        return Outcome(goes_on=request)
+            setattr(self, name, copy.deepcopy(state[name]))
+        return Outcome(goes_on=request, state=copy.deepcopy(dict(state)) if self.keeps_states else None)
 
     async def _answered(self, completion: Completion) -> Outcome:
         """Answer a turn; where the environment fails, begin again with a fresh one."""
@@ -256,7 +265,31 @@ class Session:
             self.counts["cut_short"] += 1
             del self.messages[len(self.messages) - len(answers) :]
             return await self._over(completion, "length")
-        return outcome
+        return await self._with_state(outcome)
+
+    async def _with_state(self, outcome: Outcome) -> Outcome:
+        """Have an outcome say what the trajectory is then, where others may begin within it."""
+        return replace(outcome, state=await self._state()) if self.keeps_states else outcome
+
+    async def _state_if_any(self) -> dict[str, Any] | None:
+        try:
+            return await self._state()
+        except Failure as failure:
+            self.told_failure(f"{self.kind.name} {failure}")
+            return None
+
+    async def _state(self) -> dict[str, Any]:
+        """Return a copy of what the trajectory has come to, for :meth:`restore`.
+
+        Raises:
+            Failure: The environment cannot say it.
+        """
+        own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns")}
+        if self.kind.type is None:
+            return copy.deepcopy(own | {"environment": None})
+        is_async = _is_async(self.kind, "state")
+        told = await self._guarded("is asked for its state", self.environment.state, is_async, at_once=True)
+        return copy.deepcopy(own | {"environment": told})
 
     def _goes_on(self, completion: Completion, observed: Sequence[int]) -> Outcome | None:
         """Go on after a turn and what follows it; None where more would be observed than may be."""
@@ -353,10 +386,17 @@ class Session:
         return await self._guarded(f"is asked for {name}", getattr(self.environment, name), _is_async(self.kind, name))
 
     async def _guarded(
-        self, what: str, function: Callable[[], Any], is_async: bool, timeout_s: float | None = None
+        self,
+        what: str,
+        function: Callable[[], Any],
+        is_async: bool,
+        timeout_s: float | None = None,
+        at_once: bool = False,
     ) -> Any:
         """Make a call that may not fail: whatever it raises, and its hanging, is a failure of the environment."""
         try:
+            if at_once:
+                return await self.calls.at_once(function, is_async, self.limits.tool_timeout_s)
             return await self._within(function, is_async, timeout_s)
         except CallTimeout:
             self.counts["timeouts"] += 1
@@ -372,7 +412,7 @@ class Session:
             raise asyncio.CancelledError
         limit_s = self.limits.tool_timeout_s if timeout_s is None else timeout_s
         left_s = self.limits.trajectory_timeout_s - self._spent_s
-        return await self.calls.call(function, is_async, max(min(limit_s, left_s), 0.0), self._spend)
+        return await self.calls.call(function, is_async, max(min(limit_s, left_s), 0.0), self._spend, self.apart)
 
     def _spend(self, seconds: float) -> None:
         self._spent_s += seconds
@@ -399,7 +439,7 @@ class Session:
     async def _closed(self, environment: Any) -> None:
         limit_s, is_async = self.limits.reset_timeout_s, _is_async(self.kind, "close")
         try:  # what it takes is not the time of the fresh one
-            await self.calls.call(environment.close, is_async, limit_s, lambda _: None)
+            await self.calls.call(environment.close, is_async, limit_s, lambda _: None, self.apart)
         except (Exception, *FAILURES) as error:  # nothing depends on it
             self.told_failure(f"{self.kind.name} fails when it is closed ({error_text(error)})")
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from lit_grpo.process.loops import EventLoop
 from lit_grpo.rewards.loading import error_text
 
+_T = TypeVar("_T")
 MOST_LOST = 1000
 """So many calls may hang at a time, each in a thread that cannot be stopped, before the run ends."""
 _BLOCKED_S = 1.0  # that the loop of coroutines may take for nothing before it counts as blocked
@@ -34,18 +35,18 @@ class Calls:
     its time whatever that code does.
 
     Args:
-        num_threads: How many calls that are not async run at a time.
+        num_threads: How many calls that are not async run at a time, and as many of those that are ``apart``.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._keeper = EventLoop("lit_grpo-environments")
         self._coroutines = EventLoop("lit_grpo-async-tools")
-        self._free = asyncio.Semaphore(num_threads)
+        self._free = {is_apart: asyncio.Semaphore(num_threads) for is_apart in (False, True)}
         self._ends: dict[object, float] = {}  # of calls that are being made
         self._idle: list[_CallThread] = []
         self._lost: set[_CallThread] = set()
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+    def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Start a coroutine that makes calls, from any thread."""
         return self._keeper.begin(coroutine)
 
@@ -69,9 +70,16 @@ class Calls:
         self._keeper.at_end(close)
 
     async def call(
-        self, function: Callable[[], Any], is_async: bool, timeout_s: float | None, took: Callable[[float], None]
+        self,
+        function: Callable[[], Any],
+        is_async: bool,
+        timeout_s: float | None,
+        took: Callable[[float], None],
+        apart: bool = False,
     ) -> Any:
         """Make a call; ``took`` is told its seconds, without the wait for a thread.
+
+        Calls that are ``apart`` do not wait for the threads of others.
 
         Without ``timeout_s`` it has the time that it takes, until its task is cancelled; it is then left alone as one
         that has taken too long.
@@ -83,8 +91,12 @@ class Calls:
         """
         if is_async:
             return await self._timed(self._await(function, timeout_s), timeout_s, took)
-        async with self._free:
+        async with self._free[apart]:
             return await self._timed(self._run(function, timeout_s), timeout_s, took)
+
+    async def at_once(self, function: Callable[[], Any], is_async: bool, timeout_s: float) -> Any:
+        """Make a short call as :meth:`call` does, without waiting for a thread that others have."""
+        return await (self._await if is_async else self._run)(function, timeout_s)
 
     async def _timed(
         self, call: Coroutine[Any, Any, Any], timeout_s: float | None, took: Callable[[float], None]
