@@ -13,6 +13,7 @@ from jsonargparse import Namespace
 
 from lit_grpo.__main__ import main
 from lit_grpo.cli.parsing.early import HELP, TABLE, check_early
+from lit_grpo.cli.parsing.names import with_class_paths
 from lit_grpo.cli.parsing.refusals import check_values
 
 ROOT = Path(__file__).parents[1]
@@ -137,3 +138,14 @@ def test_an_interrupt_before_a_run_is_one_line(
     with pytest.raises(SystemExit, match="130"):
         main()
     assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_the_help_of_a_class_is_asked_for_by_its_short_name() -> None:
+    slots, adamw = "lit_grpo.rollout.slots.SlotGenerator", "torch.optim.AdamW"
+    for given, taken in (
+        (["--model.generator.help", "slots"], ["--model.generator.help", slots]),
+        (["--model.optimizer.help=AdamW"], [f"--model.optimizer.help={adamw}"]),
+        (["--model.generator", "slots", "--run.name=slots"], ["--model.generator", "slots", "--run.name=slots"]),
+        (["--help", "slots", "--model.generator.help"], ["--help", "slots", "--model.generator.help"]),
+    ):
+        assert list(with_class_paths(given)) == taken

@@ -19,6 +19,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_grpo.cli.parsing.fields import Field
 from lit_grpo.cli.parsing.help import SHORT, short_help
+from lit_grpo.cli.parsing.names import with_class_paths
 from lit_grpo.cli.parsing.sentences import did_you_mean, exit_with, near, nearest, shipped, with_paths
 
 _NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
@@ -41,9 +42,9 @@ class InputParser(LightningArgumentParser):
     """
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
-        """Parse, after names of configurations are replaced by their paths."""
+        """Parse, after names of configurations and of classes are replaced by their paths."""
         given = sys.argv[1:] if args is None else list(args)
-        return super().parse_args([*with_paths(given)], *rest, **options)
+        return super().parse_args([*with_class_paths([*with_paths(given)])], *rest, **options)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         """Add an argument whose classes have short names, and whose lists replace earlier lists."""

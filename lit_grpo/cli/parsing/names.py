@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 GENERATORS = {
@@ -30,3 +30,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "model.optimizer": {"class_path": OPTIMIZERS["AdamW"], "init_args": {"lr": 1e-6}},
 }
 """The defaults of these fields, so that ``--model.generator.num_slots 8`` needs no class."""
+
+
+def with_class_paths(arguments: Sequence[str]) -> Iterator[str]:
+    """Replace the short name of a class whose help is asked for, as in ``--model.generator.help slots``."""
+    field = ""
+    for argument in arguments:
+        option, equals, name = argument.partition("=")
+        asked = option.removeprefix("--").removesuffix(".help") if option.endswith(".help") else ""
+        yield (
+            option + equals + FIELDS.get(asked, {}).get(name, name)
+            if equals
+            else FIELDS.get(field, {}).get(argument, argument)
+        )
+        field = "" if equals else asked
