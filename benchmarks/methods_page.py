@@ -33,8 +33,8 @@ method: what a method gives that sets the same is its difference from them. `hal
 ones begin with on tasks of several turns.
 
 A run of `word_problems` has ten updates, in which a prompt comes once or twice. What goes by earlier visits hardly acts
-there (`prompt_gdro` begins with the ninth), and `early` rules have a warm-up of 4 updates in place of 20. `spaco` has no
-row there: a completion of ten tokens is one chunk, so that it is plain GRPO.
+there (`prompt_gdro` begins with the ninth), and `early` rules have a warm-up of 4 updates in place of 20. `spaco` has
+no row there: a completion of ten tokens is one chunk, so that it is plain GRPO.
 
 All these methods are off by default. [Papers](papers.md) says where each is from, [choosing](choosing.md) what to take
 first.
