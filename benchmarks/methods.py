@@ -129,9 +129,14 @@ class Method:
 FEW_OF_FOUR: dict[str, Any] = {"model.num_generations": 4}
 SMALL_GROUPS: dict[str, Any] = {"model.num_generations": 4, "data.batch_size": 16}
 LOSS_GRPO: dict[str, Any] = {"model.objective.loss": "grpo"}
-ANSWER = r"(?:^|=)(\d+)$"
-UNLEARNT = json.dumps([{"function": "exact_match", "name": "correct", "weight": 0, "args": {"pattern": ANSWER}}])
-"""The demo's reward, for figures alone."""
+
+
+def _vote(task: str, pattern: str) -> Method:
+    """Majorities in place of a task's own reward, which is there for figures alone."""
+    unlearnt = [{"function": "exact_match", "name": "correct", "weight": 0, "args": {"pattern": pattern}}]
+    return Method(({"majority_vote": {"pattern": pattern}},), {"model.rewards": json.dumps(unlearnt)}, tasks=(task,))
+
+
 METHODS = {
     GRPO: Method(tasks=(*OUTCOMES, *TURNS)),
     "dps": Method(("dps",)),
@@ -145,7 +150,9 @@ METHODS = {
     "nat": Method(("nat",)),
     "nat_uniform": Method(("nat_uniform",)),
     "spaco": Method(("spaco:chunk=16",)),
-    "majority_vote": Method(({"majority_vote": {"pattern": ANSWER}},), {"model.rewards": UNLEARNT}, tasks=("demo",)),
+    "majority_vote": _vote("demo", r"(?:^|=)(\d+)$"),
+    "majority_vote, letters": _vote("knights", r"(?:^|\.)([A-Ga-g]+)$"),
+    "majority_vote, last number": _vote("word_problems", r"(\d+)\D*$"),
     "xrpo": Method(("xrpo",)),
     "novelty": Method(("novelty",)),
     "prompt_gdro": Method(("prompt_gdro",)),

@@ -23,8 +23,18 @@ from lit_grpo.environments.workers import Calls
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.trajectory import OBSERVED
-from lit_grpo.types import EMPTY, Completion, Episode, GroupKey, Key, PassRule, Request, RolloutGroup, SamplePath
+from lit_grpo.types import (
+    EMPTY,
+    OBSERVED,
+    Completion,
+    Episode,
+    GroupKey,
+    Key,
+    PassRule,
+    Request,
+    RolloutGroup,
+    SamplePath,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
