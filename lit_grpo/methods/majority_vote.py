@@ -15,7 +15,7 @@ What deviates: answers are compared as text, not as mathematics; a tie has no la
 there is no second sample of votes beyond the group, and ECHO's trees, pruning and clipping are not here.
 
 Evidence: all groups of five by enumeration, in ``tests/test_majority_vote.py``. On the demo, where the majority is
-right about as often as not, it unlearns: held-out exact match is 25 points below GRPO's, on ``knights`` 33
+right about as often as not, it unlearns: held-out exact match is 25 points below GRPO's, on ``knights`` 32
 (docs/methods.md).
 """
 
