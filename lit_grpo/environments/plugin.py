@@ -547,7 +547,7 @@ class EnvironmentWorker(Worker):
         As the rollout began and as they are now: until it has been learnt from, what is resumed is before it.
         """
         places = self._places()
-        return {"sessions": [[list(key), [list(each[1:]) for each in places[key]]] for key in places]}
+        return {"sessions": [[list(key), [[each.token_ids, each.state] for each in places[key]]] for key in places]}
 
     def _places(self) -> dict[Key, list[Snapshot]]:
         """Return where each trajectory can go on, the latest place last."""
@@ -559,7 +559,7 @@ class EnvironmentWorker(Worker):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; trajectories whose environments cannot be restored begin again, and are counted."""
         self._kept = {
-            (name, visit, tuple(path)): [Snapshot(tuple(path), *each) for each in places]
+            (name, visit, tuple(path)): [Snapshot(tuple(path), token_ids, kept) for token_ids, kept in places]
             for (name, visit, path), places in state["sessions"]
         }
 
