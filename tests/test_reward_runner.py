@@ -414,10 +414,10 @@ def test_async_call_that_is_overdue_is_cancelled_and_the_others_are_scored(make_
 
 def test_async_function_that_blocks_its_loop_is_found_out(make_runner: MakeRunner) -> None:
     async def blocks(completion: str) -> float:
-        time.sleep(1.5)
+        time.sleep(3)
         return 1.0
 
-    with pytest.raises(RewardError, match="TimeoutError: an async reward function blocks its event loop; await in it"):
+    with pytest.raises(RewardError, match=r"an async function blocks the event loop at .* \(blocks\); await in it"):
         make_runner(blocks, timeout_s=0.1).score(make_group("a"))
 
 
@@ -473,11 +473,11 @@ def test_close_ends_the_threads_and_a_later_group_starts_them_again(make_runner:
 
     def loops() -> list[str]:
         names = [thread.name for thread in threading.enumerate() if thread not in others]
-        return sorted(name for name in names if name in ("lit_grpo-rewards", "lit_grpo-async-rewards"))
+        return [name for name in names if name == "lit_grpo-rewards"]
 
     runner, group = make_runner(length, slow_length), make_group("ab")
     runner.score(group)
-    assert loops() == ["lit_grpo-async-rewards", "lit_grpo-rewards"]
+    assert loops() == ["lit_grpo-rewards"]
     runner.submit(make_group("dropped"))
     runner.close()
     assert loops() == []

@@ -21,6 +21,7 @@ from lit_grpo.environments.session import FAILURES, Failure, Limits, Outcome, Se
 from lit_grpo.environments.workers import TooManyHang
 from lit_grpo.limits import Count, Number
 from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.process.calls import USERS_LOOP
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text, load_object
 from lit_grpo.types import Completion
@@ -331,7 +332,7 @@ class AgentSession(Session):
             return await self._over_with(attempt.dialogue, told, error)
         if not attempt.dialogue.asked.is_set():
             self.counts["timeouts"] += 1
-            await self.calls.replace_if_blocked()
+            await USERS_LOOP.replace_if_blocked()
             raise Failure("takes too long until its next request")
         return Outcome(goes_on=attempt.dialogue.goes_on)
 

@@ -1,4 +1,4 @@
-"""Calls of environments and tools beside decoding: a bounded pool of threads, and an event loop for coroutines."""
+"""Calls of environments and tools beside decoding: sync ones in a bounded pool of threads, async ones on a loop."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from lit_grpo.process.calls import USERS_LOOP
 from lit_grpo.process.loops import EventLoop
 from lit_grpo.rewards.loading import error_text
 
 _T = TypeVar("_T")
 MOST_LOST = 1000
 """So many calls may hang at a time, each in a thread that cannot be stopped, before the run ends."""
-_BLOCKED_S = 1.0  # that the loop of coroutines may take for nothing before it counts as blocked
+_END_S = 1.0  # that the loop may take to end
 
 
 class CallTimeout(Exception):
@@ -40,7 +41,6 @@ class Calls:
 
     def __init__(self, num_threads: int) -> None:
         self._keeper = EventLoop("lit_grpo-environments")
-        self._coroutines = EventLoop("lit_grpo-async-tools")
         self._free = {is_apart: asyncio.Semaphore(num_threads) for is_apart in (False, True)}
         self._ends: dict[object, float] = {}  # of calls that are being made
         self._idle: list[_CallThread] = []
@@ -135,7 +135,7 @@ class Calls:
             )
 
     async def _await(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
-        outcome = asyncio.wrap_future(self._coroutines.begin(_caught(function)))
+        outcome = asyncio.wrap_future(USERS_LOOP.begin(_caught(function)))
         try:
             await asyncio.wait([outcome], timeout=timeout_s)
         except asyncio.CancelledError:
@@ -147,21 +147,12 @@ class Calls:
                 raise error
             return value
         outcome.cancel()
-        await self.replace_if_blocked()
+        await USERS_LOOP.replace_if_blocked()
         raise CallTimeout
-
-    async def replace_if_blocked(self) -> None:
-        """Give later coroutines another loop, where one that does not await holds this one."""
-        coroutines = self._coroutines
-        sign = asyncio.wrap_future(coroutines.begin(asyncio.sleep(0)))
-        await asyncio.wait([sign], timeout=_BLOCKED_S)
-        if not sign.done() and coroutines is self._coroutines:
-            self._coroutines = EventLoop("lit_grpo-async-tools")
 
     def stop(self) -> None:
         """Cancel what waits, and end the threads; one whose call goes on is left alone."""
-        self._keeper.close(wait_s=_BLOCKED_S)
-        self._coroutines.close(wait_s=_BLOCKED_S)
+        self._keeper.close(wait_s=_END_S)
         for thread in self._idle:
             thread.end()
 

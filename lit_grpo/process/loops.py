@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 class EventLoop:
     """Runs coroutines in a thread of its own, from the first coroutine until it is closed.
 
-    The thread does not keep the interpreter alive.
+    The thread does not keep the interpreter alive. Where it is gone, as in a forked process, a new one takes its place.
 
     Args:
         name: Of the thread.
@@ -27,6 +27,11 @@ class EventLoop:
         self._thread: threading.Thread | None = None
         self._closes: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
+    @property
+    def thread_id(self) -> int | None:
+        """The identifier of the thread; None before the first coroutine."""
+        return None if self._thread is None else self._thread.ident
+
     def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Call ``close`` when the thread ends, so that no connection stays open."""
         self._closes.append(close)
@@ -34,7 +39,7 @@ class EventLoop:
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run a coroutine, from any thread; the future gets its result."""
         with self._begins:
-            if self._loop is None:
+            if self._loop is None or self._thread is None or not self._thread.is_alive():
                 self._loop = asyncio.new_event_loop()
                 arguments = self._loop, self._closes
                 self._thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)

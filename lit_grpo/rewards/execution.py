@@ -10,23 +10,26 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.calls import USERS_LOOP
 
 AsyncCall = Callable[[], Coroutine[Any, Any, Any]]
 
 
-async def await_calls(loop: EventLoop, calls: Sequence[AsyncCall], timeout_s: float | None) -> list[Any]:
-    """Await all calls at once on a loop; return the value of each call, or the error that it raised.
+async def await_calls(calls: Sequence[AsyncCall], timeout_s: float | None) -> list[Any]:
+    """Await all calls at once on the loop of users' coroutines; return their values, or the errors that they raised.
 
     A call that takes longer than ``timeout_s`` is cancelled and gives a ``TimeoutError``. Await this function on
-    another loop, which watches the time even if a call blocks it: then all give a ``TimeoutError``.
+    another loop, which watches the time even if a call blocks that loop: then all give a ``TimeoutError``.
     """
-    future = asyncio.wrap_future(loop.begin(_outcomes(calls, timeout_s)))
+    future = asyncio.wrap_future(USERS_LOOP.begin(_outcomes(calls, timeout_s)))
     limit_s = None if timeout_s is None else 2 * timeout_s + 1
-    if (await asyncio.wait([future], timeout=limit_s))[0]:
-        return future.result()
-    future.cancel()
-    blocked = TimeoutError("an async reward function blocks its event loop; await in it, or make it sync")
+    try:
+        if (await asyncio.wait([future], timeout=limit_s))[0]:
+            return future.result()
+    finally:
+        future.cancel()
+    where = await USERS_LOOP.replace_if_blocked() or "a line that has ended since"
+    blocked = TimeoutError(f"an async function blocks the event loop at {where}; await in it, or make it sync")
     return [blocked] * len(calls)
 
 

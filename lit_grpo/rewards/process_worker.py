@@ -24,6 +24,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the function's own prints must not mix with the replies
     process, call = os.getpid(), _load(*pickle.load(sys.stdin.buffer))
+    runner = asyncio.Runner()  # one event loop for all calls, so that the function may keep a client
     while True:
         try:
             arguments, loggers = pickle.load(sys.stdin.buffer)
@@ -32,7 +33,7 @@ def main() -> None:
         logged: list[Logged] = []
         for name in loggers:
             arguments[name] = functools.partial(_log, logged, name)
-        returned = _returned(call, arguments)
+        returned = _returned(call, arguments, runner)
         if os.getpid() != process:  # the function has forked, and its child returned here as well
             os._exit(0)
         replies.write(_pickled(returned, logged))
@@ -57,11 +58,11 @@ def _raise(error: Exception, **_: Any) -> None:
     raise error
 
 
-def _returned(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _returned(call: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> Any:
     """Return the value of a call, or the error that it raised."""
     try:
         returned = call(**arguments)
-        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        return runner.run(returned) if inspect.iscoroutine(returned) else returned
     except Exception as error:  # a user's function runs here: every error must reach the caller
         return error
 

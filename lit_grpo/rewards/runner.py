@@ -58,7 +58,8 @@ class RewardRunner:
         rollout.reward  = 1 * 1.0 = 1.0         # NaN if no function with a weight applies
 
     Functions that are not ``async`` run in at most ``num_workers`` threads, so a function may be called several times
-    at once, even for rollouts of one group. ``async`` functions all run on one event loop, which they must not block.
+    at once, even for rollouts of one group. ``async`` functions all run on one event loop, which they must not block
+    (:class:`lit_grpo.process.calls.UsersLoop`).
 
     An error is an exception, a call that takes longer than ``timeout_s``, a value that is neither a finite number nor
     ``None``, or a wrong number of values for a group. A thread cannot be stopped: when its call takes too long, the
@@ -98,9 +99,7 @@ class RewardRunner:
         self._workers = asyncio.Semaphore(num_workers)
         self._pending: list[_Submission] = []  # in the order of arrival
         self._warned: set[str] = set()
-        # Two event loops: one that watches the time limits, and one for the users' coroutines, which may block it.
-        self._keeper: EventLoop | None = None
-        self._coroutines: EventLoop | None = None
+        self._keeper: EventLoop | None = None  # watches the time limits; no user's code runs on it
         self._streams: KeptStreams | None = None
         self._told_of_streams = False
 
@@ -166,10 +165,9 @@ class RewardRunner:
         for submission in self._pending:
             submission.values.cancel()
         self._pending = []
-        for loop in (self._keeper, self._coroutines):
-            if loop is not None:
-                loop.close(wait_s=1.0)
-        self._keeper = self._coroutines = None
+        if self._keeper is not None:
+            self._keeper.close(wait_s=1.0)
+        self._keeper = None
         if self._streams is not None:
             self._streams.close()
         self._streams = None
@@ -190,10 +188,8 @@ class RewardRunner:
             for keywords in of_group
         ]
         if function.is_async:
-            if self._coroutines is None:
-                self._coroutines = EventLoop("lit_grpo-async-rewards")
             coroutines = [functools.partial(function.score_async, keywords, size) for keywords, size in calls]
-            outcomes = await await_calls(self._coroutines, coroutines, self._timeout_s)
+            outcomes = await await_calls(coroutines, self._timeout_s)
         else:
             bound = [functools.partial(function.score, keywords, size) for keywords, size in calls]
             outcomes = await run_calls(bound, self._timeout_s, self._raises, self._workers, self._num_workers)
