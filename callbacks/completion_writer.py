@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lit_grpo.display.cards import near
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.faults import json_line
-from lit_grpo.process.terminal import counted
+from lit_grpo.process.terminal import counted, say
 
 
 class CompletionWriter(pl.Callback):
@@ -60,11 +60,11 @@ class CompletionWriter(pl.Callback):
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the path of the completions, their mean rewards, and the share that passed."""
-        print(f"Completions written to {near(self.path)}.")
+        say(f"Completions written to {near(self.path)}.")
         if self._rewards:
             means = [f"{name} {sum(values) / len(values):.3g}" for name, values in self._rewards.items()]
             num = len(self._rewards.get("reward", ()))
-            print(f"Mean over {counted(num, 'completion')}: {', '.join(means)}.")
+            say(f"Mean over {counted(num, 'completion')}: {', '.join(means)}.")
             assert isinstance(pl_module, EvaluationModule)
             share = f"{self._num_passed / self._num_scored:.1%}"
-            print(f"Passed ({pl_module.pass_rule}): {share} of {counted(self._num_scored, 'completion')}.")
+            say(f"Passed ({pl_module.pass_rule}): {share} of {counted(self._num_scored, 'completion')}.")

@@ -7,13 +7,14 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_grpo.checks import check_order
+from lit_grpo.faults.observers import Observer
 from lit_grpo.memory import PeakMemory
 
 from .rollout_scheduler import RolloutScheduler
 from .weight_sync import WeightSync
 
 
-class MemoryMonitor(pl.Callback):
+class MemoryMonitor(Observer):
     """Log ``memory/rollout_peak_gib`` and ``memory/update_peak_gib`` of every batch, and the memory in use after it.
 
     The figures are the allocator's on a GPU, and the process's resident set on a CPU. The callback comes after

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
 from lit_grpo.checks import total_updates
 from lit_grpo.display.lines import as_plain, as_text
@@ -79,21 +80,24 @@ class GRPOProgressBar(ProgressBar, Listener):
         return self._scores | dict(trainer.progress_bar_metrics)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the live lines; the screen asks for them a few times a second."""
+        """Yield the live lines; the screen asks for them a few times a second, and in the middle of any print."""
+        yield from self.lines(options.max_width, options.ascii_only) or ()
+
+    def lines(self, width: int, ascii_only: bool) -> list[Text]:
+        """Return the live lines, each of at most ``width`` columns."""
         counted = COUNTED.get(self.trainer.state.fn or TrainerFn.VALIDATING, "batches validated")
-        width, ascii_only = options.max_width, options.ascii_only
         module, rollout, now = self.trainer.lightning_module, self._rollout, time.monotonic()
-        yield as_text(run_fields(counted, self._updates, self._metrics, _passes(module)), width, ascii_only)
+        lines = [run_fields(counted, self._updates, self._metrics, _passes(module))]
         if len(self._functions) > 1:
-            yield as_text(function_fields(self._functions), width, ascii_only)
+            lines.append(function_fields(self._functions))
         phase = module.phases.name if isinstance(module, GRPOModule) else ""
         if phase != self._phase:
             self._phase, self._phase_began = phase, now
         if rollout is not None and phase in ("rollout", "validation"):
-            fields = rollout.fields(phase, memory_text(self._metrics))
+            lines.append(rollout.fields(phase, memory_text(self._metrics)))
         else:
-            fields = phase_fields(phase, now - self._phase_began, self._metrics)
-        yield as_text(fields, width, ascii_only)
+            lines.append(phase_fields(phase, now - self._phase_began, self._metrics))
+        return [as_text(fields, width, ascii_only) for fields in lines]
 
     # ---- rollouts ---------------------------------------------------------------------------------
 

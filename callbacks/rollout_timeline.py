@@ -14,13 +14,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.display.due import is_due
 from lit_grpo.faults import forget_after
+from lit_grpo.faults.observers import Observer
 from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.scheduling.recording import timeline_row
 from lit_grpo.scheduling.timeline import draw_timeline, recorded_timeline
 from lit_grpo.types import PromptBatch
 
 
-class RolloutTimeline(pl.Callback):
+class RolloutTimeline(Observer):
     """Draw some rollouts as ``timelines/update-N.png`` and in the loggers.
 
     In a picture a row is a slot and a bar a completion, coloured by group; a white part is an idle slot. The same data

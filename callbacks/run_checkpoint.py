@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import signal
@@ -20,6 +21,7 @@ from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
 from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.module import GRPOModule
+from lit_grpo.process.terminal import say
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
 from .rollout_scheduler import RolloutScheduler
@@ -70,6 +72,7 @@ class RunCheckpoint(pl.Callback):
         self._several = False
         self._watch: RankWatch | None = None
         self._previous: dict[int, Any] = {}
+        self._run_folder: Path | None = None  # on the first rank, if it exists
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check the place in the list, and set the writer of checkpoints and the run's folder on all ranks."""
@@ -107,6 +110,8 @@ class RunCheckpoint(pl.Callback):
         path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
         self._newest = self._given = (pl_module.policy_version, None if path is None else str(path))
         self._several, self._phase = trainer.world_size > 1, "learnt"
+        folder = Path(trainer.default_root_dir)
+        self._run_folder = folder if trainer.is_global_zero and folder.exists() else None
         self._listen()
 
     def on_train_batch_start(
@@ -114,6 +119,7 @@ class RunCheckpoint(pl.Callback):
     ) -> None:
         """Save the state after the batch before, if due; then stop if a signal came."""
         assert isinstance(pl_module, GRPOModule)
+        self._check_folder()
         if self._io is not None and not pl_module.ranks.max(float(self._io.is_writing)):
             self._settle(pl_module)  # raises the error of the last write, if any
         with _without_batch(trainer):
@@ -133,6 +139,12 @@ class RunCheckpoint(pl.Callback):
     ) -> None:
         """Note that the state can be saved again."""
         self._phase, self._validated = "learnt", False
+        self._check_folder()
+
+    def _check_folder(self) -> None:
+        """End a run whose folder was moved or deleted: loggers and displays go on without it."""
+        if self._run_folder is not None and not self._run_folder.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._run_folder / self.folder))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember whether this validation is the best so far."""
@@ -230,7 +242,7 @@ class RunCheckpoint(pl.Callback):
         self._requested = signum
         if self._phase == "away" or (self._phase == "rollout" and not self._several):
             self._stop()
-        print("\nFinishing this update, then saving a checkpoint; press Ctrl-C again to stop without.", flush=True)
+        say("\nFinishing this update, then saving a checkpoint; press Ctrl-C again to stop without.", flush=True)
 
     def _stop(self, rank: int = 0) -> None:
         raise Stopped(128 + self._requested if rank == 0 else 0)
@@ -241,7 +253,7 @@ class RunCheckpoint(pl.Callback):
         try:
             self._settle(pl_module)
         except CheckpointError as error:
-            print(error)
+            say(str(error))
         except RuntimeError:  # a rank is gone; ``exception`` says so too
             pass
         if self._watch is not None:
@@ -261,11 +273,11 @@ class RunCheckpoint(pl.Callback):
                     self._save_last(trainer, pl_module.policy_version)
                     self._settle(pl_module)
         except (CheckpointError, OSError) as error:
-            print(error)
+            say(str(error))
         finally:
             self._hang_up()
         if phase != "away" and trainer.is_global_zero:
-            print(self._how_to_go_on(trainer))
+            say(self._how_to_go_on(trainer))
 
     def _how_to_go_on(self, trainer: pl.Trainer) -> str:
         version, path = self._newest

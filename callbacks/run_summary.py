@@ -18,6 +18,7 @@ from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
+from lit_grpo.faults.observers import Observer
 from lit_grpo.findings.lessons import LESSON, LessonCount
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import files_note
@@ -28,7 +29,7 @@ from .run_checkpoint import Stopped, run_name
 LIT_GRPO = "python -m lit_grpo"
 
 
-class RunSummary(pl.Callback):
+class RunSummary(Observer):
     """Print a card that describes the run when its policy is loaded, and a card with its results when it ends.
 
     The second card has the first and last pass@1 of validation prompts and reward (of several reward functions those of
@@ -123,6 +124,8 @@ class RunSummary(pl.Callback):
             facts[finding.name] = finding.sentence
         if self._lessons.is_worth_a_word:
             facts["taught nothing"] = str(self._lessons)
+        if module.observers.failures:
+            facts["failed"] = ", ".join(f"{name} {counted(n, 'time')}" for name, n in module.observers.failures.items())
         facts["folder"] = near(folder)
         if _offline(trainer) is not None:
             facts["W&B"] = "offline, nothing has been sent"

@@ -16,6 +16,7 @@ from lit_grpo.display.due import is_due
 from lit_grpo.display.samples import Sample, Samples, transcript
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults import forget_after, json_line, writable
+from lit_grpo.faults.observers import Observer
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards.function import RewardFunction
@@ -25,7 +26,7 @@ USUAL = ("answer", "solution", "ground_truth", "target", "label", "reference")
 """Columns with the expected answer, for runs whose reward functions name no column."""
 
 
-class SampleLogger(pl.Callback):
+class SampleLogger(Observer):
     """Print some sampled completions, and write them to ``samples.jsonl`` and loggers.
 
     On the terminal a completion is a block of lines: rewards, advantage, tokens and the reason of its end; the end of

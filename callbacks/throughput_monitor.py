@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lit_grpo.checks import check_order
 from lit_grpo.faults import StallWatch
+from lit_grpo.faults.observers import Observer
 from lit_grpo.limits import NotNegative, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import embeddings
@@ -21,7 +22,7 @@ from .rollout_scheduler import RolloutScheduler
 from .weight_sync import WeightSync
 
 
-class ThroughputMonitor(pl.Callback):
+class ThroughputMonitor(Observer):
     """Log completion tokens per second, and the seconds of each phase.
 
     The figures of the rollout, of the update and of both count the completion tokens of all ranks, so they can be
@@ -117,13 +118,13 @@ class ThroughputMonitor(pl.Callback):
         self._totals["time/total_s"] += step_s
         tokens = self._sampled["num_tokens"]
         learnt = float(trainer.callback_metrics["update/tokens"])
-        both_s = rollout_s + update_s
+        both_s, generation_s = rollout_s + update_s, batch.metrics.get("time/generation_s", rollout_s)
         flops = self._flops_per_token * (self._prompt_tokens + tokens + 3 * learnt)
         pl_module.log_dict(
             {
                 "time/total_s": self._totals["time/total_s"],
                 **({} if batch.arriving is None else self._totals),
-                "perf/rollout_tokens_per_s": tokens / batch.metrics.get("time/generation_s", rollout_s),
+                "perf/rollout_tokens_per_s": tokens / generation_s if generation_s else 0.0,  # nothing was decoded
                 "perf/update_tokens_per_s": tokens / update_s,
                 "perf/tokens_per_s": tokens / both_s,
                 "perf/tokens_per_s_per_device": tokens / both_s / trainer.world_size,

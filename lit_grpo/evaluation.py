@@ -11,6 +11,7 @@ import torch
 from torchmetrics import MeanMetric
 
 from lit_grpo.faults import Phases
+from lit_grpo.faults.observers import Observers
 from lit_grpo.findings.reward_curves import HELD_OUT, RewardCurves
 from lit_grpo.metrics import pass_at_k
 from lit_grpo.ranks import Ranks
@@ -32,6 +33,7 @@ class EvaluationModule(pl.LightningModule):
     Attributes:
         reward_curves: The reward functions in training.
         held_out_curves: The reward functions in validations.
+        observers: Keeps callbacks and loggers that only show or write the run from ending it.
     """
 
     policy_version: int
@@ -44,7 +46,7 @@ class EvaluationModule(pl.LightningModule):
         pass_reward: str | None = None,
     ) -> None:
         super().__init__()
-        self.phases = Phases()
+        self.phases, self.observers = Phases(), Observers()
         self.pass_at_k = pass_at_k
         names = (*(f"pass@{k}" for k in pass_at_k), *EVAL_MEANS)
         self.means = torch.nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in names})
@@ -99,9 +101,10 @@ class EvaluationModule(pl.LightningModule):
 
     def follow(self, curves: RewardCurves, logs: Mapping[str, float]) -> None:
         """Add a row to the curves of reward functions, and warn of what they show since."""
-        curves.add(logs)
-        for finding in curves.news():
-            self.ranks.warn(finding.sentence)
+        with self.observers.may_fail("The finding of flat rewards"):
+            curves.add(logs)
+            for finding in curves.news():
+                self.ranks.warn(finding.sentence)
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Do the same for the test prompts."""

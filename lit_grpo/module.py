@@ -248,6 +248,7 @@ class GRPOModule(EvaluationModule):
             self._check_selection()
             check_ranks(self.trainer, self.policy_name, self.lora, self.reference, self.settings)
         check_callbacks(self.trainer)
+        self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyright: ignore[reportAttributeAccessIssue]
 
     def _check_selection(self) -> None:
         """Check that a selection that moves over the run knows its end, and tell what entropies cost."""
@@ -439,12 +440,14 @@ class GRPOModule(EvaluationModule):
         rewards = GroupRewards.of(batch.groups, list(self.settings.weights))
         version = self.policy_version - (update is not None)
         logs = rollout_metrics(batch.groups, rewards, version, self.ranks)
-        collapsed = self._collapse.sentence(logs, version)
-        for sentence in (collapsed, self._rewarded.sentence(logs)):
-            if sentence is not None:
-                self.ranks.warn(sentence)
+        collapsed = None
+        with self.observers.may_fail("The finding of a collapse"):
+            collapsed = self._collapse.sentence(logs, version)
+            for sentence in (collapsed, self._rewarded.sentence(logs)):
+                if sentence is not None:
+                    self.ranks.warn(sentence)
+            self._tell_of_unseen_tokens(batch)
         self.follow(self.reward_curves, logs)
-        self._tell_of_unseen_tokens(batch)
         frac_uniform = logs["frac_reward_zero_std"]
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
@@ -453,9 +456,10 @@ class GRPOModule(EvaluationModule):
         else:
             check_minibatches(self.settings.num_minibatches, len(batch.groups))
         update = self.learner.learn(batch.groups) if update is None else update
-        sentence = self._lessons.sentence(frac_uniform, update["advantages/max_abs"], version)
-        if sentence is not None and collapsed is None:
-            self.ranks.warn(sentence)
+        with self.observers.may_fail("The finding of batches without signal"):
+            sentence = self._lessons.sentence(frac_uniform, update["advantages/max_abs"], version)
+            if sentence is not None and collapsed is None:
+                self.ranks.warn(sentence)
         self.log_anew("update", update)
         self.log("step", float(self.policy_version))
         batch.trained = True

@@ -1,6 +1,9 @@
+from __future__ import annotations
+
 import csv
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,3 +122,36 @@ def test_the_rows_of_a_long_run_are_not_kept_in_memory(tmp_path: Path) -> None:
     log.log_metrics({"new": 1.0}, step=400)
     assert [row["step"] for row in read(log.path)] == [str(step) for step in range(401)]
     assert read(log.path)[7]["metric_3"] == str(7 + 3 / 7) and read(log.path)[7]["new"] == ""
+
+
+def test_rows_after_one_that_could_not_be_written_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsCSV(tmp_path / "metrics.csv")
+    for step in range(2):
+        log.log_metrics({"reward": float(step)}, step=step)
+    opened = Path.open
+
+    class Full:
+        """A file on a disk that takes three bytes more."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def write(self, data: bytes) -> None:
+            self.file.write(data[:3])
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda path, *mode: Full(opened(path, *mode)))
+    with pytest.raises(OSError, match="No space"):
+        log.log_metrics({"reward": 2.0}, step=2)
+    monkeypatch.setattr(Path, "open", opened)
+    log.log_metrics({"reward": 3.0}, step=3)
+    assert [(row["step"], row["reward"]) for row in read(log.path)] == [("0", "0.0"), ("1", "1.0"), ("3", "3.0")]

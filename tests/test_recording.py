@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from pathlib import Path
 
 import numpy as np
 
@@ -83,3 +85,14 @@ def test_a_recorded_timeline_is_in_seconds_with_what_came_after_the_rollout() ->
     ]
     assert figure.axes[-1].texts[0].get_text() == "memory for 100, above the picture"
     assert figure.axes[-1].get_xlim() == (0, 4.25)
+
+
+def test_a_rollout_without_a_step_can_be_drawn(tmp_path: Path) -> None:
+    batch = batch_of(num_samples=0, num_slots=0, num_calls=0)
+    row = timeline_row(2, batch, {**SECONDS, "rollout": 0.5})
+    assert row["clock"] == [] and seconds_at(np.array(row["clock"]).reshape(-1, 3), np.array([])).tolist() == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_timeline([recorded_timeline("update 2", row)], "seconds", row["slots_kept"]).savefig(tmp_path / "a.png")
+        row["seconds"] = {"rollout": 0.0, "reward_wait": 0.0}
+        draw_timeline([recorded_timeline("update 2", row)], "seconds", row["slots_kept"]).savefig(tmp_path / "b.png")

@@ -291,14 +291,14 @@ def _is_gone(error: OSError, folder: Path) -> bool:
 
 def quieten() -> None:
     """Silence messages that tell the user nothing; each entry names the cause."""
-    # TensorBoard writes in a thread. Its error on a full disk is raised again by the next write, and reported there.
-    threading.excepthook = _quiet_of_full_disks
+    # TensorBoard writes in a thread. Its error is raised again by the next write, and reported there.
+    threading.excepthook = _quiet_of_writers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no worker is forked after tokenising
     # Lightning uses deprecated names of jsonargparse.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     silence()
 
 
-def _quiet_of_full_disks(failure: threading.ExceptHookArgs) -> None:
-    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in FULL):
+def _quiet_of_writers(failure: threading.ExceptHookArgs) -> None:
+    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in (*FULL, errno.ENOENT)):
         threading.__excepthook__(failure)

@@ -20,7 +20,14 @@ def the_console() -> Console:
 
     In a notebook it writes plain text.
     """
-    return Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
+    return _Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Print no more, and raise the error of the closed pipe; rich would end the process, and the run with it."""
+        self.quiet = True
+        raise
 
 
 class Screen:

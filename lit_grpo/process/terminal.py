@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """What moves a terminal's cursor, its colours, its clipboard, or the direction of what it writes."""
@@ -11,6 +12,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u2
 def visible(text: str) -> str:
     """Write control characters as text, tabs and line ends aside: a terminal would obey them."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def say(text: str, *, flush: bool = False) -> None:
+    """Print a line for the user; a terminal or a pipe that is gone is no reason to fail."""
+    with suppress(OSError, ValueError):  # a closed pipe; a closed file, or one that cannot encode the text
+        print(text, flush=flush)
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

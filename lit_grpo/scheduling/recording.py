@@ -55,7 +55,9 @@ def timeline_row(step: int, batch: PromptBatch, seconds: Mapping[str, float]) ->
 
 
 def seconds_at(moments: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Return when steps were reached, from the ``clock`` of a row, shape (moments, 3)."""
+    """Return when steps were reached, from the ``clock`` of a row, shape (moments, 3); 0 if there was no step."""
+    if not len(moments):
+        return np.zeros(len(steps))
     return np.interp(steps, moments[:, 0], moments[:, 1])
 
 

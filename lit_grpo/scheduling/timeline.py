@@ -58,7 +58,7 @@ class Timeline:
     @property
     def end(self) -> float:
         """When all is over."""
-        return max([span.end for span in self.spans] + [phase.end for phase in self.phases], default=1)
+        return max([span.end for span in self.spans] + [phase.end for phase in self.phases], default=1) or 1
 
 
 def recorded_timeline(title: str, row: dict[str, Any]) -> Timeline:
@@ -172,6 +172,7 @@ def _draw_slots(axis: Axes, timeline: Timeline, num_slots: int) -> None:
 def _draw_limit(axis: Axes, timelines: Sequence[Timeline]) -> None:
     """Mark the limit in the picture, or say it in words where it is far above everything."""
     peak = max(float(each.kv[1].max(initial=0)) for each in timelines if each.kv is not None)
+    peak = peak or 1.0  # nothing was decoded
     limits = {each.kv_limit for each in timelines if each.kv_limit is not None}
     for limit in limits:
         if limit <= 3 * peak:

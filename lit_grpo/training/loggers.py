@@ -237,21 +237,22 @@ class MetricsCSV(Logger):
         return list(csv.DictReader(line for line in lines if line.endswith("\n")))
 
     def _write(self, last: dict[str, Any]) -> None:
-        """Write the last row again, or all rows if the columns have changed."""
-        whole = self._written_bytes == 0
+        """Write the last row again, or all rows if the columns have changed or the last write has failed."""
+        num_head, self._written_bytes = self._written_bytes, 0
+        whole = num_head == 0
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self._columns, restval="")
         if whole:
             writer.writeheader()
             writer.writerows(row for row in self._read() if int(row["step"]) < last["step"])
-            head = text.getvalue().encode()
-            self._written_bytes = len(head)
+            num_head = len(text.getvalue().encode())
         writer.writerow(last)
         data = text.getvalue().encode()
         if whole:
             replace_file(self.path, data)
-            return
-        with self.path.open("r+b") as file:
-            file.seek(self._written_bytes)
-            file.truncate()
-            file.write(data)
+        else:
+            with self.path.open("r+b") as file:
+                file.seek(num_head)
+                file.truncate()
+                file.write(data)
+        self._written_bytes = num_head

@@ -1,0 +1,93 @@
+"""What only shows or writes a run: it may fail, and the run goes on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import ThroughputMonitor as LightningThroughputMonitor
+from lightning.pytorch.loggers import Logger
+
+from lit_grpo.faults.lost_ranks import lost_rank
+from lit_grpo.process.terminal import first_line
+
+
+class Observer(pl.Callback):
+    """A callback that only shows, draws or writes what a run does: if one of its hooks fails, the run goes on.
+
+    The first failure is a warning with the name of the callback; later hooks are called all the same. ``setup`` checks
+    what must hold before a run begins, so its errors are raised, and so are those of what a checkpoint keeps. Derive
+    your own callback from it if the callback does not change the training.
+    """
+
+
+LIGHTNING = (ProgressBar, ModelSummary, LearningRateMonitor, DeviceStatsMonitor, LightningThroughputMonitor)
+"""Lightning's callbacks that only show or write a run."""
+RAISED = {"setup", "state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint"}
+"""Hooks whose errors end a run, of observers too."""
+
+
+class Observers:
+    """Keeps failures of observers from ending a run.
+
+    Attributes:
+        failures: How often each observer has failed, by name.
+    """
+
+    def __init__(self) -> None:
+        self.failures: Counter[str] = Counter()
+
+    def guard(self, parts: Iterable[object]) -> None:
+        """Let all public methods of observers and loggers among ``parts`` fail from now on; others stay as they are."""
+        for part in parts:
+            if not isinstance(part, (Observer, Logger, *LIGHTNING)) or vars(part).get("_guarded_by") is self:
+                continue
+            vars(part)["_guarded_by"] = self
+            for name, _ in inspect.getmembers(type(part), inspect.isfunction):
+                if not name.startswith("_") and name not in RAISED:
+                    setattr(part, name, self._guarded(part, getattr(part, name)))
+
+    def _guarded(self, part: object, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self.may_fail(type(part).__name__, f" in {method.__name__}"):
+                return method(*arguments, **named)
+
+        return call
+
+    @contextmanager
+    def may_fail(self, name: str, where: str = "") -> Iterator[None]:
+        """Go on after an error of the code within; the first of each name is a warning.
+
+        The error of a collective is raised, because another rank is gone.
+
+        Args:
+            name: The observer.
+            where: What it was doing, for the warning.
+        """
+        try:
+            yield
+        except Exception as error:
+            if lost_rank(error):
+                raise
+            self.failures[name] += 1
+            if self.failures[name] > 1:
+                return
+            if os.environ.get("LIT_GRPO_TRACEBACK"):
+                traceback.print_exc()
+            said = first_line(error)
+            said = said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
+            warnings.warn(
+                f"{name} failed{where} ({said}). It only shows or writes the run, so the run goes on; further failures "
+                "of it are counted, not shown (LIT_GRPO_TRACEBACK=1 shows where).",
+                stacklevel=2,
+            )
