@@ -1,24 +1,35 @@
 """CAPO (arXiv 2510.00819): tokens that would make an optimizer step unstable are left out, by a model of the head.
 
-For each token, of advantage A, with the last hidden state h and the head's distribution p, the step that its own
-gradient g would make of the head's weight is simulated: ``D = P g``, with ``P = lr / (sqrt(v) + eps)`` of Adam's second
-moments as they are before the step (momentum left out), or ``lr`` for an optimizer without. Of the quadratic model of
-the token's objective ``A log pi`` and of its Fisher information::
+For each token, of advantage A, with the last hidden state h and the head's distribution p at temperature 1, the step
+``D`` is simulated that the optimizer would make of the head's weight with the gradient ``g = A (1[y] - p) h'`` of this
+token alone. With Adam the moments are those after that step::
 
-    m_H = g'D + D'HD / 2        how much the objective would change
-    m_F = D'FD / 2              how far the distribution would move, a KL divergence in nats
+    m = (b1 m_t + (1 - b1) g) / (1 - b1^(t + 1))    v = (b2 v_t + (1 - b2) g^2) / (1 - b2^(t + 1))
+    D = lr m / (sqrt(v) + eps)
 
-A token is learnt from where ``|m_H| <= hessian`` and ``m_F <= fisher``. Others stay in the denominator. No matrix of
-second derivatives exists: D changes the logits by ``d_v = A (1[v = y] - p_v) q_v`` with ``q = P h^2``, and then ``g'D
-= A (d_y - E_p d)``, ``D'FD = Var_p d`` and ``D'HD = -A Var_p d``. It costs a forward pass and two products with the
-head. The distribution is that at temperature 1.
+With SGD ``D = lr g``. With ``u = D h``, how far D moves the logits, and ``s = u_y - E_p u``, how far it moves the log-
+prob of the token, the quadratic models of the surrogate ``A pi / pi_old`` and of the distribution are::
 
-Known from the abstract and a summary alone: which quantities, that the head's are taken with a simulated step, and the
-bounds 1e-4 and 0.01. Unknown, and our reading: a step for each token by itself, and a bound on both sides of ``m_H``.
+    m_H = A s + A (s^2 - Var_p u) / 2    the change of the surrogate; its Hessian is A times what is in brackets
+    m_F = s^2 / 2                        the Fisher term of the sampled token, in nats
 
-``m_F`` grows with the square of the learning rate, and the bounds belong to the paper's 1.5e-5. At the demo's 1e-3 they
-leave out 15% of the tokens and nearly all of the gradient, whose norm fell from 0.6 to 0.0002 in the second update:
-look at ``grad_norm``, and raise them.
+A token is learnt from where ``|m_H| < hessian`` and ``m_F < fisher``. A weight moves by at most about ``lr (1 - b1) /
+sqrt(1 - b2)`` for one token, however small the moments are: they divide a gradient of one token, not the batch's mean.
+
+It costs a forward pass and, for each token, products of ``top`` rows of the head. The paper's code
+(luckeciano/stable-pg-llm, 933fe01) is what it was compared with; ``top``, the bounds and their strict sides are of it.
+Four things deviate. The moments are the optimizer's own, with clipped gradients and those of tied embeddings among
+them; the code keeps moments of its own, of the mean gradient of each row of the head. A sampled token that is not among
+the ``top`` likeliest takes the place of the last of them; the code's sampling is limited to them. Tokens that are left
+out stay in the denominator; the code's ``grpo`` loss divides by those that are left, its ``dr_grpo`` loss as here. And
+before Adam's first step, when there are no moments, all tokens are learnt from; the code takes ``lr g`` there, with the
+learning rate of 0 that its warm-up begins with, so that all are learnt from as well.
+
+Evidence: both models beside autograd's Hessian and Fisher matrix in float64, in ``tests/test_capo.py``, and gradient
+norms beside GRPO's at the paper's learning rate, ``python -m benchmarks.capo_norms``.
+
+The bounds belong to the paper's learning rate of 1.5e-5, and m_F grows with its square: look at ``update/kept_share``
+at another one, and raise them.
 
 Example:
     ``rollout.plugins: [{capo: {fisher: 1.0e-4, hessian: 0.01}}]``
@@ -26,21 +37,20 @@ Example:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
-from lit_grpo.limits import Positive
+from lit_grpo.limits import Limit, Positive
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.selection import Measure, Selection, TakesSteps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LOGITS_PER_BLOCK = 2**22
+VALUES_PER_BLOCK = 2**22
 SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
@@ -48,15 +58,17 @@ SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 class Capo(Selection):
     """Leaves out tokens whose own step would change the head's distribution too much.
 
-    The first step with Adam, which has no moments yet, learns from all. ``update/kept_share`` is logged.
+    Before the first step of Adam, which has no moments yet, none is left out. ``update/kept_share`` is logged.
 
     Args:
-        fisher: The largest ``m_F`` of a token that is learnt from, in nats.
-        hessian: The largest ``|m_H|``.
+        fisher: The bound of ``m_F``, in nats.
+        hessian: The bound of ``|m_H|``.
+        top: How many tokens of the vocabulary a distribution is cut to: the likeliest, the sampled one among them.
     """
 
     fisher: Positive = 1e-4
     hessian: Positive = 0.01
+    top: Annotated[int, Limit(least=2)] = 50
 
     @property
     def needs(self) -> frozenset[str]:
@@ -71,80 +83,121 @@ class Capo(Selection):
     def token_mask(
         self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: TakesSteps
     ) -> Mapping[Key, torch.Tensor] | None:
-        """Return which tokens are within both bounds."""
+        """Return which tokens are within both bounds.
 
-        def of_hidden(model: PreTrainedModel, hidden_nD: torch.Tensor, target_ids_n: torch.Tensor) -> torch.Tensor:
+        Raises:
+            ValueError: The head is not a plain linear layer that is trained, or the optimizer is neither Adam nor SGD.
+        """
+
+        def of_hidden(
+            model: PreTrainedModel, hidden_nD: torch.Tensor, target_ids_n: torch.Tensor, advantages_n: torch.Tensor
+        ) -> torch.Tensor:
             head: Any = model.get_output_embeddings()
             scaled = [name for name in SCALES if getattr(model.config.get_text_config(), name, None) not in (None, 1)]
             if type(head) is not torch.nn.Linear or head.bias is not None or not head.weight.requires_grad or scaled:
                 raise ValueError("rollout.plugins: capo needs a plain linear head that is trained; leave it out.")
-            factors = preconditioner(optimization.optimizer, head.weight)
-            if factors is None:
+            step = HeadStep.of(optimization.optimizer, head.weight)
+            if step is None:
                 return hidden_nD.new_zeros((len(hidden_nD), 2))
-            return slopes_and_variances(head.weight, hidden_nD, target_ids_n, factors)
+            return curvature_models(head.weight, hidden_nD, target_ids_n, advantages_n, step, self.top)
 
         values = measure([rollout for rollout, _ in learnt], of_hidden)
-        mask: dict[Key, torch.Tensor] = {}
-        for rollout, advantage in learnt:
-            completion = rollout.completion
-            slope_T, variance_T = values[completion.request.key].double().unbind(1)
-            own = rollout.token_advantages
-            advantage_T = torch.full_like(slope_T, advantage) if own is None else own.double()
-            change_T, moved_T = models(slope_T, variance_T, advantage_T)
-            mask[completion.request.key] = (change_T.abs() <= self.hessian) & (moved_T <= self.fisher)
-        return mask
+        return {key: (its[:, 0].abs() < self.hessian) & (its[:, 1] < self.fisher) for key, its in values.items()}
 
 
-def models(
-    slope_T: torch.Tensor, variance_T: torch.Tensor, advantage_T: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``m_H`` and ``m_F``, shape T, of what :func:`slopes_and_variances` tells for an advantage of 1."""
-    squares_T = advantage_T.square()
-    return squares_T * slope_T - squares_T * advantage_T * variance_T / 2, squares_T * variance_T / 2
+@dataclass(frozen=True)
+class HeadStep:
+    """The step that an optimizer would make of the head's weight.
+
+    Args:
+        lr: The learning rate.
+        moments: Adam's means of gradients and of their squares, each of the weight's shape; None with SGD.
+        betas: Adam's decays.
+        eps: Adam's epsilon.
+        number: Steps that Adam has made.
+    """
+
+    lr: float
+    moments: tuple[torch.Tensor, torch.Tensor] | None = None
+    betas: tuple[float, float] = (0.0, 0.0)
+    eps: float = 0.0
+    number: int = 0
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> HeadStep | None:
+        """Return the next step of an optimizer; None before the first one of Adam.
+
+        Raises:
+            ValueError: It is neither Adam nor SGD.
+        """
+        group = next(each for each in optimizer.param_groups if any(one is weight for one in each["params"]))
+        lr = float(group["lr"])
+        if isinstance(optimizer, torch.optim.SGD):
+            return cls(lr)
+        if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            raise ValueError(
+                "rollout.plugins: capo simulates steps of Adam, AdamW and SGD, and model.optimizer is "
+                f"{type(optimizer).__name__}; take one of these, or leave capo out."
+            )
+        state, (beta1, beta2) = optimizer.state.get(weight), group["betas"]
+        if not state:
+            return None
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        return cls(lr, moments, (float(beta1), float(beta2)), group["eps"], int(state["step"]))
+
+    def moved(self, gradients_nkD: torch.Tensor, ids_nk: torch.Tensor) -> torch.Tensor:
+        """Return by how much rows of the weight move up a gradient, shape (n, k, D).
+
+        Args:
+            gradients_nkD: Of each row, of what is to grow.
+            ids_nk: Which rows.
+        """
+        if self.moments is None:
+            return self.lr * gradients_nkD
+        (first, second), (beta1, beta2), number = self.moments, self.betas, self.number + 1
+        mean = torch.lerp(gradients_nkD, -first[ids_nk].to(gradients_nkD), beta1)  # the moments are of a loss
+        square = torch.lerp(gradients_nkD.square(), second[ids_nk].to(gradients_nkD), beta2)
+        return self.lr / (1 - beta1**number) * mean / ((square / (1 - beta2**number)).sqrt_() + self.eps)
 
 
 @torch.no_grad()
-def slopes_and_variances(
-    weight_VD: torch.Tensor, hidden_ND: torch.Tensor, target_ids_N: torch.Tensor, factors: torch.Tensor | float
+def curvature_models(
+    weight_VD: torch.Tensor,
+    hidden_ND: torch.Tensor,
+    target_ids_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    step: HeadStep,
+    top: int,
 ) -> torch.Tensor:
-    """Return ``d_y - E_p d`` and ``Var_p d`` of each token for an advantage of 1, shape (N, 2).
+    """Return ``m_H`` and ``m_F`` of each token, shape (N, 2), float32 or of the hidden states' precision.
 
     Args:
         weight_VD: The head's, without a bias.
         hidden_ND: What it is applied to.
         target_ids_N: Tokens.
-        factors: What each entry of a gradient of the weight is multiplied by in a step, shape (V, D), or one number.
+        advantages_N: Of each.
+        step: What the optimizer would do.
+        top: See :class:`Capo`.
     """
-    parts = [hidden_ND.new_zeros((0, 2))]
-    size = max(1, LOGITS_PER_BLOCK // len(weight_VD))
-    for hidden_nD, ids_n in zip(hidden_ND.split(size), target_ids_N.split(size), strict=True):
-        probs_nV = (hidden_nD @ weight_VD.T).softmax(-1)
-        squares_nD = hidden_nD.square()
-        reach_nV = _reach(squares_nD, factors)
-        moved_nV = (torch.zeros_like(probs_nV).scatter_(1, ids_n[:, None], 1.0) - probs_nV) * reach_nV
-        mean_n1 = (probs_nV * moved_nV).sum(-1, True)
-        slope_n = (moved_nV.gather(1, ids_n[:, None]) - mean_n1).squeeze(1)
-        parts.append(torch.stack([slope_n, (probs_nV * (moved_nV - mean_n1).square()).sum(-1)], 1))
+    top = min(top, len(weight_VD))
+    size = max(1, VALUES_PER_BLOCK // max(len(weight_VD), top * weight_VD.shape[1]))
+    precision = torch.promote_types(hidden_ND.dtype, torch.float32)
+    parts = [hidden_ND.new_zeros((0, 2), dtype=precision)]
+    blocks = (each.split(size) for each in (hidden_ND, target_ids_N, advantages_N.to(precision)))
+    for hidden_nD, ids_n, advantages_n in zip(*blocks, strict=True):
+        logits_nV = (hidden_nD @ weight_VD.T).to(precision)
+        ids_nk = logits_nV.topk(top).indices
+        ids_nk[:, -1] = torch.where((ids_nk == ids_n[:, None]).any(1), ids_nk[:, -1], ids_n)
+        probs_nk = logits_nV.gather(1, ids_nk).softmax(1)
+        scores_nk = (ids_nk == ids_n[:, None]).to(precision) - probs_nk
+        hidden_n1D = hidden_nD[:, None].to(precision)
+        moved_nkD = step.moved((advantages_n[:, None] * scores_nk)[:, :, None] * hidden_n1D, ids_nk)
+        moved_nk = (moved_nkD * hidden_n1D).sum(-1)
+        slope_n = (scores_nk * moved_nk).sum(1)
+        variance_n = (probs_nk * (moved_nk - (probs_nk * moved_nk).sum(1, True)).square()).sum(1)
+        squares_n = slope_n.square()
+        parts.append(torch.stack([advantages_n * (slope_n + (squares_n - variance_n) / 2), squares_n / 2], 1))
     return torch.cat(parts)
-
-
-def _reach(squares_nD: torch.Tensor, factors: torch.Tensor | float) -> torch.Tensor:
-    """How far a logit moves for each unit of its gradient: shape (n, V), or (n, 1) where it is the same for all."""
-    if isinstance(factors, torch.Tensor):
-        return squares_nD @ factors.T
-    return squares_nD.sum(-1, True) * factors
-
-
-def preconditioner(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> torch.Tensor | float | None:
-    """Return what an optimizer multiplies a gradient by, of the weight's shape or a number; None if not known yet."""
-    group = next(each for each in optimizer.param_groups if any(one is weight for one in each["params"]))
-    if "betas" not in group:
-        return float(group["lr"])
-    state = optimizer.state.get(weight)
-    if not state:
-        return None
-    unbiased = 1 - group["betas"][1] ** float(state["step"])
-    return group["lr"] / (state["exp_avg_sq"].sqrt() / math.sqrt(unbiased) + group["eps"])
 
 
 PLUGINS = {"capo": Capo()}

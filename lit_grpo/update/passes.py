@@ -75,11 +75,11 @@ class PolicyPasses:
         Where the budget is open and the memory of a rank runs out, all of them start again with half of it.
         """
         with_tokens = [row for rollout in rollouts for row in rollout.rows if row.completion.num_trained]
-        no_advantages = [0.0] * len(with_tokens)
+        advantages = [_credit(row) if callable(what) else 0.0 for row in with_tokens]
         while True:
             values: dict[Key, torch.Tensor] | None = None
             equally_many = is_scattered(self.policy) or self._rows.size > 1
-            micro_batches = self.micro_batches(with_tokens, no_advantages, equally_many)
+            micro_batches = self.micro_batches(with_tokens, advantages, equally_many)
             try:
                 with nullcontext(self.policy) if lend is None else lend() as model:
                     values = measure(
@@ -214,6 +214,11 @@ class PolicyPasses:
             tokens = estimate_tokens(self.policy, free_bytes(self.device), settings.shares_prefix, is_selective)
             self.budget = MicroBatchSize(int(-self.ranks.max(-tokens)))
         return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))
+
+
+def _credit(rollout: Rollout) -> float | torch.Tensor:
+    """The advantage of a rollout, or where its tokens have their own, that of each."""
+    return rollout.advantage if rollout.token_advantages is None else rollout.token_advantages
 
 
 def _of_several_rows(rollouts: Sequence[Rollout], values: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from lit_grpo.types import Key, Rollout
     from lit_grpo.update.batches.layout import MicroBatch
 
-OfHidden = Callable[["PreTrainedModel", torch.Tensor, torch.Tensor], torch.Tensor]
-"""Measures tokens, shape (n, ...), of the model, the last hidden states (n, D) that predict them, and their ids."""
+OfHidden = Callable[["PreTrainedModel", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Measures tokens, shape (n, ...), of the model, the last hidden states (n, D) that predict them, their ids (n,), and
+their advantages (n,)."""
 Measurement = Literal["logprobs", "entropy", "scores"] | OfHidden
 
 
@@ -96,12 +97,20 @@ def _measured(
         if what == "scores":
             return logprobs_and_scores(model, micro_batch, temperature, ranks)
         if callable(what):
-            with shared_prefixes(model) if micro_batch.groups else nullcontext():
-                hidden_uD = predecessors(model, micro_batch, ranks)
-            target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
-            values_u = what(model, hidden_uD, ranks.own_part(target_ids_U))
-            return micro_batch.spread(ranks.join(0, values_u, len(target_ids_U)))
+            return _of_hidden(what, model, micro_batch, ranks)
         logprobs_N, entropy_N = micro_batch_logprobs(model, micro_batch, temperature, ranks=ranks)
         return logprobs_N if what == "logprobs" else entropy_N
 
     return compute(model, forward)
+
+
+def _of_hidden(
+    what: OfHidden, model: PreTrainedModel, micro_batch: MicroBatch, ranks: SequenceParallel
+) -> torch.Tensor:
+    """Measure each token by itself: completions that begin alike share hidden states, but not advantages."""
+    with shared_prefixes(model) if micro_batch.groups else nullcontext():
+        hidden_uD = predecessors(model, micro_batch, ranks)
+    target_ids_N = micro_batch.target_ids_N
+    hidden_ND = micro_batch.spread(ranks.join(0, hidden_uD, len(micro_batch.distinct(target_ids_N))))
+    own = [ranks.own_part(each) for each in (hidden_ND, target_ids_N, micro_batch.advantages_N)]
+    return ranks.join(0, what(model, *own), len(target_ids_N))
