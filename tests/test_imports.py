@@ -59,8 +59,9 @@ ROOMS: dict[str, set[str]] = {
     "checks": {"types", "limits", "compatibility", "strategies", "policy", "update", "update.logprobs"},
     "settings": set(),
     "faults": UTILITIES,
+    "faults.observers": {"faults", "process"},
     "findings": {"types"},
-    "evaluation": {*UTILITIES, "faults", "findings", "metrics", "rewards"},
+    "evaluation": {*UTILITIES, "faults", "faults.observers", "findings", "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "tasks": {"data", "limits", "process", "rewards"},
     "tools.dashboard": {"types", "process", "findings"},
@@ -87,6 +88,7 @@ ONLY_IN = {
     "lightning": {
         "module",
         "evaluation",
+        "faults.observers",
         "checks",
         "checkpoints",
         "strategies",
