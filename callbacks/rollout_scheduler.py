@@ -85,6 +85,7 @@ class RolloutScheduler(pl.Callback):
             max_tokens=pl_module.sampling.max_tokens,
             updates_per_batch=pl_module.settings.updates_per_batch,
             max_observed=min(pl_module.sampling.max_observed, pl_module.eval_sampling.max_observed),
+            divided_advantages=pl_module.settings.advantages.divides_groups,
         )
         if stage == "fit":
             has_shards = hasattr(trainer.strategy, "shard")

@@ -185,6 +185,7 @@ class RunFacts:
         max_tokens: The most tokens of a completion.
         updates_per_batch: Optimizer steps on one batch.
         max_observed: The most tokens of a completion that are observed, in training or in validation: the smaller.
+        divided_advantages: Whether the advantage estimator divides by a deviation of each group.
     """
 
     def __init__(
@@ -194,10 +195,11 @@ class RunFacts:
         max_tokens: int,
         updates_per_batch: int,
         max_observed: int = 0,
+        divided_advantages: bool = True,
     ) -> None:
         self.num_prompts, self.num_generations = num_prompts, num_generations
         self.max_tokens, self.updates_per_batch = max_tokens, updates_per_batch
-        self.max_observed = max_observed
+        self.max_observed, self.divided_advantages = max_observed, divided_advantages
 
 
 class Worker(Listener):

@@ -22,6 +22,8 @@ from lit_grpo.methods.knapsack import Knapsack, knapsack_value
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.sgpo import Buckets
 from lit_grpo.plugins import RunFacts
+from lit_grpo.rollout.session import RolloutSession
+from lit_grpo.update.advantages.estimator import Advantages
 
 
 def at(*rates: float | None) -> list[Record]:
@@ -208,27 +210,37 @@ def test_buckets_are_powers_of_two_that_expect_a_pass() -> None:
     assert Buckets().first(at(*rates), 16) == [2, 2, 2, 4, 4, 8, 8, 8, 16]
 
 
-DARS = {  # of 8 completions in the first round: how many passed, and how many more come by each schedule
-    0: (24, 24 + 32),
-    1: (11, 24),
-    2: (3, 8),
-    3: (1, 3),
-    4: (0, 0),
-    8: (0, 0),
+DARS = {  # by whether a deviation divides, and how many of 12 pass: what schedule_ET and schedule_HW return
+    (False, "equal"): [20, 20, 10, 4, 2, 1, 0],
+    (False, "hardness"): [52, 52, 24, 12, 6, 3, 0],
+    (True, "equal"): [19, 10, 5, 2, 1, 1, 0],
+    (True, "hardness"): [46, 28, 15, 9, 5, 3, 0],
 }
-"""Worked out by hand: with S = 2 p (1 - p), p = 1/16 for none, (4 - 8 S) / S and (8 (1 - p) - 8 S) / S, rounded up."""
+"""Printed by the paper's code (yangzhch6/DARS at 9b21b71, ray_dars_trainer.py), N = 12, N_max 32 and 64."""
 
 
-@pytest.mark.parametrize("passed", DARS)
-def test_dars_gives_what_its_table_says(passed: int) -> None:
-    equal, hardness = plugin("dars_equal"), plugin("dars_hardness")
-    rate = passed / 8 or 0.5 / 8
-    s = 2 * rate * (1 - rate)
-    for rule, most, peak in ((equal, 32, 4.0), (hardness, 64, 2 * (1 - rate) * 4 if passed else 2 * (1 - 1 / 16) * 4)):
-        expected = 0 if passed >= 4 else min(math.ceil(round((peak - 8 * s) / s, 9)), most - 8)
-        assert rule.more(8, passed, 1, 8) == expected
-    assert (equal.more(8, passed, 1, 8), hardness.more(8, passed, 1, 8)) == DARS[passed]
-    assert equal.more(8 + 11, passed, 2, 8) == 0  # there is no third round
+@pytest.mark.parametrize(("divided", "schedule"), DARS)
+def test_dars_gives_what_its_code_gives(divided: bool, schedule: str) -> None:
+    rule = plugin(f"dars_{schedule}:divided={str(divided).lower()}")
+    assert [rule.more(12, passed, 1, 12) for passed in range(7)] == DARS[divided, schedule]
+    assert rule.more(12 + 10, passed := 1, 2, 12) == 0 < rule.more(12, passed, 1, 12)  # there is no third round
+
+
+@pytest.mark.parametrize(
+    ("advantages", "more"),
+    [
+        (Advantages(), 10),
+        (Advantages("mc_grpo"), 10),
+        (Advantages("gdpo"), 10),
+        (Advantages(scale="none"), 20),
+        (Advantages(scale="batch"), 20),
+        (Advantages("rloo"), 20),
+    ],
+)
+def test_the_schedule_of_dars_goes_by_what_the_run_divides_advantages_by(advantages: Advantages, more: int) -> None:
+    session = RolloutSession({"dars_equal": HardMore(most=32)})
+    session.prepare(RunFacts(4, 12, 16, 1, divided_advantages=advantages.divides_groups))
+    assert session.allocation.more(12, 1, 1, 12) == more
 
 
 def test_a_balanced_prompt_ends_once_both_kinds_are_there_or_rounds_are_over() -> None:
@@ -268,7 +280,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("best", "plugins best: there is none; give one of april, "),
         ("no.such.Rule", "cannot be loaded"),
         ("math.floor", "or the class path of a Plugin"),
-        ("dars_equal:budget=3", "dars_equal:budget=3: it has no field 'budget'; it has schedule, most"),
+        ("dars_equal:budget=3", "dars_equal:budget=3: it has no field 'budget'; it has schedule, most, divided"),
         (
             "knapsack:budget=64,tokens=900",
             "budget 64 needs completions, and tokens 900 counts tokens; leave one of the two out",

@@ -329,12 +329,14 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(PASSES, f"p{number}", passes)
 
 
-def fill(runner: RewardRunner, loader: PromptLoader, replaces: int, seed_of_lengths: int = 0) -> PromptBatch:
+def fill(
+    runner: RewardRunner, loader: PromptLoader, replaces: int, seed_of_lengths: int = 0, metric: str = "passed"
+) -> PromptBatch:
     """A batch whose groups without a difference are replaced."""
     batch = next(iter(loader))
     rng = random.Random(seed_of_lengths)
     lengths = {f"p{number}": [rng.randint(1, 9) for _ in range(4)] for number in range(40)}
-    session = session_of(f"replace_flat:most={replaces}")
+    session = session_of(f"replace_flat:most={replaces},metric={metric}")
     session.open(PromptHistory(), loader)
     session.rewards = runner
     run = SimpleNamespace(
@@ -371,10 +373,30 @@ def test_prompts_are_asked_until_the_batch_is_full_of_groups_that_differ(runner:
 @pytest.mark.usefixtures("marks")
 def test_a_limit_on_replacements_that_is_reached_is_told_once(runner: RewardRunner) -> None:
     stream = PromptLoader(prompts(*(f"p{place}" for place in range(20))), 3, shuffle=False)
-    with pytest.warns(UserWarning, match=r"All 1 prompts that may .* asked: 1 groups of a batch have no difference"):
+    alike = r"in 1 more groups of a batch either all completions pass \(mark >= 1\) or none do"
+    with pytest.warns(UserWarning, match=f"All 1 prompts that may replace .* have been asked: {alike}"):
         batch = fill(runner, stream, 1)
     assert [prompt.prompt_id for prompt in batch.prompts] == ["p0", "p1", "p2", "p3"]
     assert batch.metrics == {"budget/replaced_groups": 1.0}
+
+
+@pytest.mark.usefixtures("marks")
+@pytest.mark.parametrize(("metric", "replaced"), [("passed", 4), ("reward", 0)])
+def test_a_penalty_for_length_makes_no_signal_of_a_group_that_is_passed_throughout(metric: str, replaced: int) -> None:
+    """DAPO, equation 11: 0 < |{o : o is right}| < G, whatever else completions are scored by."""
+    penalties = itertools.cycle((0.0, -0.5, -0.25))
+
+    def penalty(completion: str) -> float:
+        return next(penalties)
+
+    runner = RewardRunner(load_rewards([mark, penalty], 10.0))
+    stream = PromptLoader(prompts(*(f"p{place}" for place in range(20))), 3, shuffle=False)
+    batch = fill(runner, stream, 20, metric=metric)
+    runner.close()
+    assert all(len({rollout.reward for rollout in group.rollouts}) > 1 for group in batch.groups)
+    assert batch.metrics == {"budget/replaced_groups": float(replaced)}
+    kept = [{rollout.kept for rollout in group.rollouts} for group in batch.groups]
+    assert kept.count({True}) == 3 and kept.count({False}) == replaced
 
 
 def test_ranks_share_what_stands_behind_the_batch() -> None:

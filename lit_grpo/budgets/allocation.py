@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from lit_grpo.budgets.history import Record
+from lit_grpo.budgets.history import Record, all_equal
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, Limit, check_order
 from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.types import PassRule, Rollout
 
 SMALLEST_PART = 1e-6
 """Of a completion or a token: less than this is rounding."""
@@ -63,6 +65,10 @@ class Allocation(Plugin):
     def goes_by_lengths(self) -> bool:
         """Whether it divides tokens, and needs to know how many a completion takes."""
         return False
+
+    def of_run(self, run: RunFacts) -> Allocation:
+        """Return the rule as it is in a run, where a field's default depends on the run."""
+        return self
 
     def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """Return how many completions each of some prompts gets to begin with.
@@ -168,21 +174,31 @@ class Divided(Allocation):
 class Replacement(Plugin):
     """How many further prompts are asked in place of groups without signal.
 
-    A group whose rewards are all equal after its last round is not learnt from, and another prompt is asked in the same
+    A group that is flat after its last round is left out of the update, and another prompt is asked in the same
     rollout, as long as there are any.
 
     Args:
         most: The most further prompts of a batch.
+        metric: What has to differ within a group: whether completions ``passed``, by ``model.pass_reward`` and
+            ``model.pass_threshold`` (verl's ``acc``), or their whole ``reward`` (verl's ``seq_reward``).
     """
 
-    role: ClassVar[str] = "what is asked in place of groups whose rewards are all equal"
+    role: ClassVar[str] = "what is asked in place of groups without signal"
 
     most: Count = 32
+    metric: Literal["passed", "reward"] = "passed"
 
     @property
     def needs(self) -> frozenset[str]:
         """Rewards before the rollout ends, and prompts to take."""
         return frozenset({"whole_rollouts", "separate_completions", "prompt_stream"})
+
+    def is_flat(self, rollouts: Iterable[Rollout], pass_rule: PassRule) -> bool:
+        """Return whether completions are alike by ``metric``; those without a reward do not count."""
+        rewarded = [rollout for rollout in rollouts if not math.isnan(rollout.reward)]
+        if self.metric == "passed":
+            return len({pass_rule.passes(rollout.rewards) for rollout in rewarded}) < 2
+        return not rewarded or all_equal([rollout.reward for rollout in rewarded])
 
 
 def proportional(weights: np.ndarray, costs: np.ndarray, budget: float, least: int, most: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476): another prompt in place of a group whose rewards are all equal.
+"""DAPO's dynamic sampling (arXiv 2503.14476): another prompt in place of a group that all completions pass or none does.
 
-The paper samples until a batch is full of groups with signal; ``most`` bounds that. Its loss and its clipping are
-recipes of ``model.objective``.
+A group stays if ``0 < |{o : o is right}| < G`` (equation 11; ``filter_groups.metric=acc`` of verl's recipe, as the DAPO
+scripts in Kwai-Klear/RLEP at c15e5b4 run it). Penalties such as that for length do not count. The paper samples until a
+batch is full of such groups; ``most`` bounds that. Its loss and its clipping are recipes of ``model.objective``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lit_grpo.budgets.allocation import Allocation
@@ -18,17 +18,21 @@ PASSED_BY_NOBODY = 0.5
 class HardMore(Allocation):
     """A second round for prompts that less than half have passed (DARS, arXiv 2508.13755).
 
-    Of N completions in the first round a share p has passed, ``0.5 / N`` where none has; what the group teaches is
-    ``S = 2 p (1 - p)`` a completion. A prompt gets as many more as lift ``(N + more) S`` to that of a prompt that half
-    have passed, N / 2, (``equal``) or to ``2 (1 - p)`` times as much (``hardness``).
+    Of N completions in the first round a fraction p has passed, ``0.5 / N`` if none has. A completion then contributes
+    ``S``, its expected absolute advantage: ``2 sqrt(p (1 - p))`` if advantages are divided by the group's deviation,
+    else ``2 p (1 - p)``. A prompt gets as many more as lift ``(N + more) S`` to that of a prompt that half have passed,
+    N or N / 2, (``equal``) or to ``2 (1 - p)`` times as much (``hardness``). These are ``schedule_ET`` and
+    ``schedule_HW`` of the paper's code (yangzhch6/DARS at 9b21b71), whose runs do not divide.
 
     Args:
-        schedule: See above.
+        schedule: ``equal`` or ``hardness``, as described above.
         most: The most completions of a prompt, both rounds together.
+        divided: Whether advantages are divided by a deviation of the group; by default as ``model.advantages`` does.
     """
 
     schedule: Literal["equal", "hardness"] = "equal"
     most: Count = 32
+    divided: bool | None = None
 
     @property
     def has_rounds(self) -> bool:
@@ -43,15 +47,21 @@ class HardMore(Allocation):
                 "be no second; give more."
             )
 
+    def of_run(self, run: RunFacts) -> HardMore:
+        """Return the schedule that belongs to the run's advantages."""
+        return self if self.divided is not None else replace(self, divided=run.divided_advantages)
+
     def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
-        """See above."""
+        """Return the size of the second round; 0 after it."""
         rate = num_passed / num_rewarded
         if num_rounds > 1 or rate >= 0.5:
             return 0
         rate = rate or PASSED_BY_NOBODY / num_rewarded
-        taught, peak = 2 * rate * (1 - rate), num_rewarded / 2
+        each, peak = 2 * rate * (1 - rate), num_rewarded / 2
+        if self.divided:
+            each, peak = 2 * math.sqrt(rate * (1 - rate)), num_rewarded
         wanted = peak if self.schedule == "equal" else 2 * (1 - rate) * peak
-        return min(math.ceil((wanted - num_rewarded * taught) / taught - 1e-9), self.most - num_first)
+        return min(math.ceil((wanted - num_rewarded * each) / each - 1e-9), self.most - num_first)
 
 
 PLUGINS = {"dars_equal": HardMore("equal", most=32), "dars_hardness": HardMore("hardness", most=64)}

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lit_grpo.budgets.allocation import Allocation, Tally
+from lit_grpo.budgets.allocation import Allocation, Replacement, Tally
 from lit_grpo.budgets.foresight import Foresight
-from lit_grpo.budgets.history import all_equal
 from lit_grpo.plugins import Answer, Listener
 from lit_grpo.types import EMPTY, Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
 
@@ -104,17 +103,18 @@ class Rounds(Listener):
     async, as what asks a server is: it scores whole rounds. An allocation that compares prompts is asked once all of
     them have been rewarded and nothing is left to decode.
 
-    Where a group has had all its rounds and no difference, another prompt is asked in its place, as long as there are
-    any (DAPO's dynamic sampling, arXiv 2503.14476). Other groups are decoded meanwhile. What a group gets depends on
-    its own rewards alone, and each that has no difference takes the next prompt.
+    Where a group has had all its rounds and is flat, another prompt is asked in its place, as long as there are any
+    (DAPO's dynamic sampling, arXiv 2503.14476). Other groups are decoded meanwhile. What a group gets depends on its
+    own rewards alone, and each flat group takes the next prompt.
 
     Args:
         runner: Scores.
         allocation: Says how many more a prompt gets.
         pass_rule: When a completion counts as passed.
-        replacements: Prompts that may be asked in place of groups without a difference, in their order.
+        replacements: Prompts that may be asked in place of flat groups, in their order.
         foresees: Whether a round may begin before the last one is whole.
         num_generations: ``model.num_generations``, which an allocation that compares prompts goes by.
+        replacement: Says which groups are flat.
     """
 
     def __init__(
@@ -125,18 +125,20 @@ class Rounds(Listener):
         replacements: Iterator[Prompt] | None = None,
         foresees: bool = True,
         num_generations: int = 0,
+        replacement: Replacement | None = None,
     ) -> None:
         self._runner, self._foresight, self._pass_rule = runner, Foresight(allocation), pass_rule
         self._allocation, self._num_generations = allocation, num_generations
         waits = any(each.on_group or each.is_async for each in runner.functions)
         self._foresees = foresees and allocation.has_rounds and not waits and not allocation.compares
+        self._replacement = replacement or Replacement()
         self._replacements = iter(()) if replacements is None else replacements
         self._clear()
 
     @property
     def flat(self) -> set[GroupKey]:
-        """The groups that have had all their rounds, and no difference."""
-        return {key for key, rounds in self._rounds.items() if _is_flat(rounds.ended.values())}
+        """The groups that are to be replaced, once they have had all their rounds."""
+        return {key for key in self._rounds if self._is_flat(key)}
 
     def begin(self, flight: Flight) -> None:
         """Begin with no group."""
@@ -188,8 +190,12 @@ class Rounds(Listener):
                 rollout.rewards, rollout.reward, rollout.extra = scored.rewards, scored.reward, scored.extra
 
     def metrics(self) -> dict[str, float]:
-        """Return how many completions further rounds brought, and the share of groups that were flat without them."""
-        first = [_is_flat([r for n, r in each.ended.items() if n < each.first]) for each in self._rounds.values()]
+        """Return the completions of further rounds, and the share of groups whose first rewards were all equal."""
+        by_reward = Replacement(metric="reward")
+        first = [
+            by_reward.is_flat([rollout for number, rollout in each.ended.items() if number < each.first], self._pass_rule)
+            for each in self._rounds.values()
+        ]
         extra = sum(number >= rounds.first for rounds in self._rounds.values() for number in rounds.ended)
         return {
             "budget/further_completions": float(extra),
@@ -248,10 +254,12 @@ class Rounds(Listener):
             rounds.ends += [rounds.asked] if count else []
         return numbers
 
+    def _is_flat(self, key: GroupKey) -> bool:
+        return self._replacement.is_flat(self._rounds[key].ended.values(), self._pass_rule)
+
     def _is_to_replace(self, key: GroupKey) -> bool:
-        """Whether a group has had all its rounds and no difference, and has not been replaced yet."""
-        rounds = self._rounds[key]
-        return rounds.has_all and _is_flat(rounds.ended.values()) and key not in self._replaced
+        """Whether a group has had all its rounds and is flat, and has not been replaced yet."""
+        return self._rounds[key].has_all and key not in self._replaced and self._is_flat(key)
 
     def _instead(self, key: GroupKey) -> list[Request]:
         """The requests of another prompt's first round, where there is one."""
@@ -267,9 +275,3 @@ class Rounds(Listener):
         self._replaced: set[GroupKey] = set()
         self._lessened: list[GroupKey] = []  # by a completion that has been left out since the last decision
         self._step = self._num_compared = 0
-
-
-def _is_flat(rollouts: Iterable[Rollout]) -> bool:
-    """Whether the rewards of a group are all equal."""
-    rewards = [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
-    return not rewards or all_equal(rewards)

@@ -123,8 +123,8 @@ class RolloutSession:
         self.mode = self.plugin(RolloutMode) or RolloutMode()
         self.allocation = self.plugin(Allocation) or Allocation()
         self.prompt_rule = self.plugin(PromptRule)
-        replacement = self.plugin(Replacement)
-        self.replaces = 0 if replacement is None else replacement.most
+        self.replacement = self.plugin(Replacement)
+        self.replaces = 0 if self.replacement is None else self.replacement.most
         workers = {name: plugin.worker() for name, plugin in self.plugins.items()}
         self.workers = {name: worker for name, worker in workers.items() if worker is not None}
         rewriters = (worker for worker in self.workers.values() if isinstance(worker, Rewriter))
@@ -187,7 +187,8 @@ class RolloutSession:
         self._num_prompts = facts.num_prompts
 
     def prepare(self, facts: RunFacts) -> None:
-        """Make what learns lengths, once it is known how long completions may be."""
+        """Make what learns lengths, and settle what the run's numbers decide."""
+        self.allocation = (self.plugin(Allocation) or Allocation()).of_run(facts)
         if self.predict_lengths and self.lengths is None and self.mode.overlap == "none":
             point = next((worker.point for worker in self.workers.values() if worker.point is not None), None)
             self.lengths = make_predictor(
@@ -268,7 +269,7 @@ class RolloutSession:
             self._carry(batch, stats)
         batch.prompts = [group.prompt for group in batch.groups]
         if self.replaces and self._rounds is not None and self._stream is not None:
-            self._leave_out(batch, run.ranks)
+            self._leave_out(batch, run)
         join_all(self.workers.values(), batch.groups, run.policy_version)
         batch.metrics |= self._metrics()
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
@@ -367,13 +368,19 @@ class RolloutSession:
             return [Rewarding(self.rewards)]
         further = None if self._stream is None else self._stream.further(self.replaces)
         self._rounds = Rounds(
-            self.rewards, self.allocation, run.pass_rule, further, num_generations=run.num_generations
+            self.rewards,
+            self.allocation,
+            run.pass_rule,
+            further,
+            num_generations=run.num_generations,
+            replacement=self.replacement,
         )
         return [self._rounds]
 
-    def _leave_out(self, batch: PromptBatch, ranks: Ranks) -> None:
-        """Leave groups whose rewards are all equal out of a batch's update."""
-        assert self._rounds is not None and self._stream is not None
+    def _leave_out(self, batch: PromptBatch, run: Run) -> None:
+        """Leave flat groups out of a batch's update."""
+        assert self._rounds is not None and self._stream is not None and self.replacement is not None
+        ranks = run.ranks
         self._stream.agree(lambda taken: float(ranks.max(taken)))
         flat = self._rounds.flat
         for group in batch.groups:
@@ -382,10 +389,12 @@ class RolloutSession:
         short = int(ranks.max(float(max(len(flat) - self.replaces, 0))))
         if short and not self._told_of_flat_groups:
             self._told_of_flat_groups = True
+            alike = f"either all completions pass ({run.pass_rule}) or none do"
+            if self.replacement.metric == "reward":
+                alike = "all completions have the same reward"
             ranks.warn(
-                f"All {self.replaces} prompts that may replace groups without signal have been asked: {short} groups "
-                "of a batch have no difference in their rewards and could not be replaced; raise most of the plug-in, "
-                "or give prompts that are passed now and then."
+                f"All {self.replaces} prompts that may replace groups without signal have been asked: in {short} more "
+                f"groups of a batch {alike}. Raise most of the plug-in, or give prompts that are passed now and then."
             )
 
     def _carry(self, batch: PromptBatch, stats: RolloutStats) -> None:

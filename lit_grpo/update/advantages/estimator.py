@@ -222,6 +222,11 @@ class Advantages:
         return self.scale or self._row.scales[0]
 
     @property
+    def divides_groups(self) -> bool:
+        """Whether a deviation of each group divides, so that groups of any pass rate count about equally."""
+        return self.scaled_by in ("group", "mad") or self.estimator == "gdpo"  # which divides by function first
+
+    @property
     def needs(self) -> frozenset[str]:
         """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
         of_scale = frozenset({"all_ranks"}) if self.scaled_by == "batch" else frozenset[str]()
