@@ -459,7 +459,7 @@ def chooser_of(**records: Record) -> PromptChooser:
     return chooser
 
 
-FLAT = {f"n{number}": Record(4, num_flat=2) for number in range(0, 10, 2)}
+FLAT = {f"n{number}": Record(4, num_hard=2) for number in range(0, 10, 2)}
 
 
 def test_prompts_that_are_passed_over_are_counted_and_come_again() -> None:

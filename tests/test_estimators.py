@@ -150,6 +150,20 @@ def test_mc_grpo_of_literal_numbers() -> None:
     assert_close(rows(median_advantages, five, "none"), [[-2, -1, NAN, 2, 7]])
 
 
+@pytest.mark.parametrize(
+    ("scale", "row", "advantages"),
+    [
+        ("mad", [1, 0, 0.5, 0.25, 0.75], [1.99203187, -1.99203187, NAN, -0.99601594, 0.99601594]),
+        ("mad", [0.5, 0.5, 1, 0, 0.25], [NAN, 0.0, 1.99203187, -1.99203187, -0.99601594]),
+        ("mad_nonzero", [1, 0, 0.5, 0.25, 0.75], [2.49003984, -2.49003984, NAN, -1.24501992, 1.24501992]),
+        ("mad_nonzero", [0.5, 0.5, 1, 0, 0.25], [NAN, 0.0, 3.32005312, -3.32005312, -1.66002656]),
+    ],
+)
+def test_mc_grpo_is_that_of_its_two_trainers(scale: str, row: list[float], advantages: list[float]) -> None:
+    """Printed by grpo_trainer_math.py and grpo_trainer_gsm.py of lotusroot-kim/MC-GRPO at da07745."""
+    assert rows(median_advantages, tensor([row]), scale)[0].tolist() == pytest.approx(advantages, abs=1e-8, nan_ok=True)
+
+
 @pytest.mark.parametrize("size", [3, 5, 9])
 def test_where_the_median_distance_is_zero_mc_grpo_divides_by_the_mean_distance(size: int) -> None:
     """Every odd group of zeros and ones: the formula with its 1e-3 alone would give 1000."""
@@ -338,7 +352,7 @@ def test_a_visit_without_rewards_does_not_count() -> None:
             r"no_such_file\.ROW cannot be loaded \(No module named 'no_such_file'\)",
         ),
         ({"scale": "std"}, r"advantages\.scale must be one of group, batch, none for estimator grpo, not 'std'"),
-        ({"estimator": "mc_grpo", "scale": "group"}, r"must be one of mad, none for estimator mc_grpo"),
+        ({"estimator": "mc_grpo", "scale": "group"}, r"must be one of mad, mad_nonzero, none for estimator mc_grpo"),
         ({"estimator": "gdpo", "scale": "none"}, r"must be one of batch for estimator gdpo"),
         ({"estimator": "ngrpo", "max_reward": NAN}, r"advantages\.max_reward must be a finite number, not nan"),
     ],

@@ -373,7 +373,7 @@ def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> N
     chooser = data.train_dataloader().chooser
     assert chooser is not None
     session.open(history, data.train_dataloader())
-    history.records = {"train/0": Record(1, num_flat=1), "train/1": Record(2)}
+    history.records = {"train/0": Record(1, num_hard=1), "train/1": Record(2, last_pass_rate=0.5)}
     history.note([visit([1.0, 0.0], 0.5), visit([0.0, 1.0], name="train/1")])
     history.commit()
     batch = PromptBatch([])

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from lit_grpo.update.normalization import Normalization, StepTotals, token_weights
-from lit_grpo.update.objective.kl import k3
-from lit_grpo.update.objective.recipes import clipped
+from lit_grpo.update.objective.kl import KLTerm, k3
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.recipes import RECIPES, clipped
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)  # below, within (three times) and above 0.8 to 1.2
@@ -120,3 +122,26 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence() -> None:
     policy_V, reference_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     estimate = (policy_V * k3(policy_V.log(), reference_V.log())).sum()
     assert float(estimate) == pytest.approx(float((policy_V * (policy_V / reference_V).log()).sum()))
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [90.0, -90.0])
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_log_ratio_that_float32_cannot_raise_costs_no_step(name: str, log_ratio: float, advantage: float) -> None:
+    """``exp(90)`` is infinite in float32; as in verl the log-ratio of such a token is cut at 20, without a gradient."""
+    logprobs_N = torch.tensor([-1.0, min(log_ratio, 0.0) - 1, -1.0], requires_grad=True)
+    old_N = torch.tensor([-1.2, -max(log_ratio, 0.0) - 1, -0.9])
+    tokens = Tokens(
+        logprobs_N=logprobs_N,
+        sampled_logprobs_N=old_N,
+        old_logprobs_N=old_N,
+        entropy_N=torch.zeros(3),
+        advantages_N=torch.full((3,), advantage),
+        lengths_C=torch.tensor([1, 1, 1]),
+        reference_logprobs_N=logprobs_N.detach() + torch.tensor([0.0, 90.0, 0.0]),
+    )
+    objective = Objective(name, kl=KLTerm(0.1, importance_weighted=True))
+    loss, metrics = policy_loss(objective, tokens, StepTotals(3, 3, 12))
+    loss.backward()
+    assert loss.isfinite() and logprobs_N.grad is not None and logprobs_N.grad.isfinite().all()
+    assert metrics["ratio/clamped"].tolist() == [0.0, 1.0, 0.0]

@@ -91,7 +91,7 @@ def weights_by_hand(ratios: list[list[float]], mode: str, low: float | None, hig
             weight = math.exp(min(max(log, -20.0), 20.0))
             below, above = low is not None and weight < low, high is not None and weight > high
             if mode.endswith("mask"):
-                weights.append(0.0 if below or above else weight)
+                weights.append(0.0 if below or above else 1.0 if mode.startswith("geometric") else weight)
             else:
                 weights.append(low if below and low else high if above and high else weight)
     return weights
@@ -141,6 +141,7 @@ def test_metrics_tell_cut_weights_from_those_left_out() -> None:
     cut, masked = shares("sequence_truncate"), shares("geometric_mask")
     assert cut["correction/truncated"] == [1.0, 0.0, 0.0, 0.0, 1.0] and sum(cut["correction/masked"]) == 0
     assert masked["correction/masked"] == [1.0, 0.0, 0.0, 0.0, 1.0] and "correction/truncated" not in masked
+    assert masked["correction/weight"] == [0.0, 1.0, 1.0, 1.0, 0.0]
     assert cut["correction/weight"] == pytest.approx([0.4, 0.5, 1.0, 1.9, 2.0])
 
 

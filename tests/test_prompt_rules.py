@@ -38,15 +38,30 @@ def history_of(*visits: list[float]) -> PromptHistory:
 
 def test_a_record_tells_what_visits_have_shown() -> None:
     record = history_of([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0])["a"]
-    assert (record.num_visits, record.version, record.num_flat) == (2, 1, 1)
+    assert (record.num_visits, record.version, record.num_easy, record.num_hard) == (2, 1, 1, 0)
     assert record.num_completions == 6 and record.pass_rate == pytest.approx((0.5 * 1 + 4) / 6)
-    assert record.last_pass_rate == 1.0 and record.is_easy and record.mean_tokens == pytest.approx(10.0)
+    assert record.last_pass_rate == 1.0 and record.mean_tokens == pytest.approx(10.0)
     assert record.mean == pytest.approx(0.625)
 
 
-def test_flat_visits_count_on_end_and_a_visit_without_rewards_does_not() -> None:
-    assert history_of([0.0] * 4, [0.0] * 4, [NAN] * 4, [0.0] * 3)["a"].num_flat == 3
-    assert history_of([0.0] * 4, [0.0, 1.0], [0.5] * 2)["a"].num_flat == 1
+@pytest.mark.parametrize(
+    ("visits", "easy", "hard"),
+    [
+        ([[0.0] * 4, [0.0] * 4, [NAN] * 4, [0.0] * 3], 0, 3),  # a visit without rewards does not count
+        ([[0.0] * 4, [0.0, 1.0], [1.0] * 2], 1, 0),
+        ([[1.0] * 4, [1.0] * 4, [0.0] * 4], 0, 1),  # an easy prompt that is hard now is at its first hard visit
+        ([[0.0] * 4, [0.5, 0.2, 0.0]], 0, 2),  # rewards that differ, of completions that all fail
+        ([[1.0] + [0.0] * 9], 0, 1),
+        ([[1.0] + [0.0] * 8], 0, 0),  # 1 of 9 is above 0.11
+        ([[1.0] * 49 + [0.0], [1.0] * 50 + [0.5]], 2, 0),
+    ],
+)
+def test_easy_and_hard_visits_are_counted_apart(visits: list[list[float]], easy: int, hard: int) -> None:
+    record = history_of(*visits)["a"]
+    assert (record.num_easy, record.num_hard) == (easy, hard)
+
+
+def test_a_prompt_without_a_reward_has_no_record() -> None:
     assert history_of([NAN])["a"] == Record()
 
 
@@ -78,30 +93,45 @@ def test_a_history_goes_on_from_a_checkpoint() -> None:
 # ---- chances -------------------------------------------------------------------------------------------
 
 
-def chance_of_paper(num_flat: int, easy: bool, p_easy: float, p_hard: float) -> float:
-    """GRESO: a prompt is skipped with probability 1 - max(p^c, 0.01)."""
-    return 1 - (1 - max((p_easy if easy else p_hard) ** num_flat, 0.01))
+GRESO = [  # pass rates of visits, and what easy_ and hard_probabilistic_skip leave of a chance with p 0.6 and 0.4
+    ([1, 1, 1], 0.216),
+    ([0.2, 1], 0.6),
+    ([1, 0.5], 1.0),
+    ([0.1, 0.1], 0.16),
+    ([1, 0.1, 0.1, 0.0125], 0.064),
+    ([0.1, 0.1, 1], 0.6),
+    ([1, 0.1], 0.4),
+    ([0.1] * 12, 0.01),
+    ([0.5], 1.0),
+    ([], 1.0),
+]
+"""Printed by the paper's code (Infini-AI-Lab/GRESO at b277843, presampling_selector.py)."""
 
 
-@pytest.mark.parametrize("num_flat", [0, 1, 2, 5, 20])
-@pytest.mark.parametrize("easy", [False, True])
-def test_greso_asks_as_often_as_its_paper_says(num_flat: int, easy: bool) -> None:
-    record = Record(3, num_flat=num_flat, last_pass_rate=float(easy))
-    state = {"easy": 0.6, "hard": 0.4}
-    assert Greso().chance(PROMPT, record, state) == pytest.approx(chance_of_paper(num_flat, easy, 0.6, 0.4))
-    assert Greso().chance(PROMPT, Record(), state) == 1.0
+@pytest.mark.parametrize(("rates", "chance"), GRESO)
+def test_greso_asks_as_often_as_its_code(rates: list[float], chance: float) -> None:
+    history = PromptHistory()
+    for number, rate in enumerate(rates):
+        passed = round(80 * rate)
+        history.note([Visit("a", number, [1.0] * passed + [0.0] * (80 - passed), passed, 80, number)])
+        history.commit()
+    assert Greso().chance(PROMPT, history["a"], {"easy": 0.6, "hard": 0.4}) == pytest.approx(chance, abs=1e-12)
 
 
-def test_greso_explores_less_where_too_many_groups_are_flat_for_easy_and_hard_apart() -> None:
-    easy, hard, mixed = Record(1, num_flat=1, last_pass_rate=1.0), Record(1, num_flat=1), Record(1)
+def test_greso_explores_less_where_too_many_prompts_are_easy_or_hard_from_the_second_epoch_on() -> None:
+    easy, hard, mixed = Record(2, last_pass_rate=1.0), Record(2), Record(2, last_pass_rate=0.1)
     rule = Greso(target=0.24)  # 8% easy, 16% hard
     begun = rule.begin([])
+    assert rule.learn(begun, [], [Record(1)] * 10) == begun == {"easy": 0.5, "hard": 0.5}
     assert rule.learn(begun, [], [easy] * 9 + [hard] * 15 + [mixed] * 76) == {"easy": 0.49, "hard": 0.51}
     assert rule.learn(begun, [], [easy] * 7 + [hard] * 17 + [mixed] * 76) == {"easy": 0.51, "hard": 0.49}
+    assert Greso(target=0.75).learn(begun, [], [easy, hard, hard, mixed])["easy"] == 0.49  # as many as aimed at
     state = begun
     for _ in range(100):
         state = rule.learn(state, [], [easy] * 10)
-    assert state == {"easy": 0.01, "hard": 1.0}
+    assert state == {"easy": 0.05, "hard": 0.95}
+    with pytest.raises(ValueError, match=r"least must be at most most, 0\.5, not 0\.6"):
+        Greso(least=0.6, most=0.5)
 
 
 def test_a_prompt_near_a_half_is_asked_most() -> None:
@@ -109,6 +139,15 @@ def test_a_prompt_near_a_half_is_asked_most() -> None:
     chances = [rule.chance(PROMPT, Record(1, pass_rate=rate), {}) for rate in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert chances == pytest.approx([0.2, 0.75, 1.0, 0.75, 0.2])
     assert rule.chance(PROMPT, Record(), {}) == 1.0
+
+
+def test_the_odds_of_near_half_are_those_of_the_softmax_of_dots_down_to_the_least() -> None:
+    """DOTS: softmax(-|p - 0.5| / tau), tau 0.001; torch.softmax gives 0.70538, 0.25950, 0.03512, 0 for these."""
+    rule = plugin("near_half:temperature=0.001,least=0.00001")
+    chances = [rule.chance(PROMPT, Record(1, pass_rate=rate), {}) for rate in (0.5, 0.501, 0.497, 0.625)]
+    assert chances[-1] == 0.00001 and rule.chance(PROMPT, Record(), {}) == 1.0
+    odds = [chance / sum(chances[:3]) for chance in chances[:3]]
+    assert odds == pytest.approx([0.70538, 0.25950, 0.03512], abs=1e-5)
 
 
 RATES = (0.0, 0.01, 0.1, 0.124, 0.125, 0.2, 0.25, 0.3, 0.49, 0.5, 0.6, 0.75, 0.76, 1.0)
@@ -222,7 +261,7 @@ def test_rows_that_a_curriculum_cannot_go_by_are_told(prompts: list[Prompt], sen
 def test_draws_follow_the_chances_and_depend_on_seed_prompt_and_visit_alone() -> None:
     chooser, other = PromptChooser(Greso(), seed=1), PromptChooser(Greso(), seed=2)
     for each in (chooser, other):
-        each.history.records = {f"p{n}": Record(1, num_flat=1) for n in range(4000)}
+        each.history.records = {f"p{n}": Record(1, num_hard=1) for n in range(4000)}
     prompts = [Prompt(f"p{n}", (1,), "", visit=v) for n in range(4000) for v in (0, 1)]
     asked = [chooser.asks(prompt) for prompt in prompts]
     assert sum(asked) / len(asked) == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / len(asked)))
@@ -255,7 +294,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
             "some",
             "there is none; give one of april, ",
         ),
-        ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step."),
+        ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step, least, most."),
         ("greso:target=1.5", "target must be above 0 and at most 1, not 1.5."),
         ("greso:step=small", "step must be a number above 0 and at most 1, not 'small'."),
         ("near_half:least=x", "least must be a number above 0 and at most 1, not 'x'."),

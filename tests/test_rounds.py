@@ -279,7 +279,7 @@ def run_of() -> Any:
 def test_who_is_asked_is_learnt_from_every_batch() -> None:
     session, chooser, history = RolloutSession(), PromptChooser(Greso(), 0, prompts("p0")), PromptHistory()
     session.open(history, loader(chooser=chooser))
-    history.records = {"p0": Record(1, num_flat=1)}
+    history.records = {"p0": Record(2)}
     assert chooser.history is history
     batch = PromptBatch([])
     batch.groups = [RolloutGroup(prompts("p0")[0], [])]

@@ -49,10 +49,19 @@ def test_returns_are_discounted_to_the_end_of_the_episode() -> None:
 def test_turns_of_one_number_are_compared_and_the_outcome_is_added() -> None:
     members = episodes([1.0, 4.0, 9.0], [3.0, 2.0])  # the third turn has none to be compared with
     credit = MTGRPO(scale=False).credit(members, [0.7, -0.7])
-    assert close(credit, [[0.7 - 0.5, 0.7 + 0.5, 0.7], [-0.7 + 0.5, -0.7 - 0.5]])
+    assert close(credit, [[0.7 - 1, 0.7 + 1, 0.7], [-0.7 + 1, -0.7 - 1]])
     deviation = math.sqrt(2) + EPSILON  # of 1 and 3, and of 4 and 2
     credit = MTGRPO(weight=2.0).credit(members, [0.0, 0.0])
     assert close(credit, [[-2 / deviation, 2 / deviation, 0], [2 / deviation, -2 / deviation]])
+
+
+def test_two_turns_of_which_the_first_has_a_reward_are_those_of_the_code() -> None:
+    """Printed by ``_assign_advantages`` of SiliangZeng/Multi-Turn-RL-Agent at 7dbdd08, turn rewards 1, 0, 0.5, 0.2."""
+    outcome = [0.8658754298, -0.8658754298, -0.8658754298, 0.8658754298]
+    members = episodes([1.0, 0.0], [0.0, 0.0], [0.5, 0.0], [0.2, 0.0], outcomes=[1.0, 0.0, 0.0, 1.0])
+    first, second = zip(*MTGRPO().credit(members, outcome), strict=True)
+    assert first == pytest.approx([2.1876144, -1.8428130, -0.6934747, 0.3486732], abs=1e-6)
+    assert second == pytest.approx(outcome, abs=1e-12)
 
 
 def test_without_weight_or_rewards_by_turn_it_is_plain_grpo() -> None:
@@ -65,7 +74,7 @@ def test_without_weight_or_rewards_by_turn_it_is_plain_grpo() -> None:
 def test_a_completion_that_the_environment_says_nothing_of_takes_no_part() -> None:
     """As one that was stopped in the middle."""
     members = group(*episodes([1.0], [3.0]).rollouts, episode(2, 1.0, [START], ()))
-    assert MTGRPO(scale=False).credit(members, [0.0, 0.0, 0.2]) == [[-0.5], [0.5], [0.2]]
+    assert MTGRPO(scale=False).credit(members, [0.0, 0.0, 0.2]) == [[-1.0], [1.0], [0.2]]
 
 
 @pytest.mark.parametrize("credit", [MTGRPO(weight=0.0), MTGRPO()])
@@ -133,10 +142,7 @@ def test_they_are_their_formulas(seed: int) -> None:
         return 0.0 if len(others) == 1 else float((value - all_of.mean()) / (all_of.std() + EPSILON))
 
     expected = [
-        [
-            advantage + 0.5 * normal(reward, [other[t] for other in rewards if t < len(other)])
-            for t, reward in enumerate(its)
-        ]
+        [advantage + normal(reward, [other[t] for other in rewards if t < len(other)]) for t, reward in enumerate(its)]
         for its, advantage in zip(rewards, advantages, strict=True)
     ]
     found = MTGRPO().credit(members, advantages)

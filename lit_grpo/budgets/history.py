@@ -13,6 +13,8 @@ EARLIER_VISITS = 0.5
 """What all earlier completions count, beside those of a new visit, in what a prompt's completions are now like."""
 NUM_RECENT = 8
 """Visits whose outcomes are remembered one by one."""
+EASY, HARD = 0.98, 0.11
+"""A visit is easy with a pass rate of at least the first, and hard with one of at most the second."""
 SMALLEST = 1e-6
 """A deviation of less than this (relative to the mean, above 1) is rounding: such rewards are all equal."""
 
@@ -79,8 +81,9 @@ class Record:
         pass_rate: Share of these that passed.
         last_pass_rate: Share of the last visit's.
         mean_tokens: Of these; completions without a reward among them.
-        num_flat: Visits in a row, the last one included, in which all rewards were equal.
+        num_easy: Visits in a row, the last one included, with a pass rate of at least ``EASY``.
         version: Of the policy that learnt from the last one.
+        num_hard: Likewise, with one of at most ``HARD``.
         recent: Outcomes of the last ``NUM_RECENT`` visits, the oldest first.
         lengths: Of completions, those that were broken off at what was expected of them; the earlier visits' count
             half at each new one.
@@ -93,15 +96,11 @@ class Record:
     pass_rate: float = 0.0
     last_pass_rate: float = 0.0
     mean_tokens: float = 0.0
-    num_flat: int = 0
+    num_easy: int = 0
     version: int = -1
+    num_hard: int = 0
     recent: tuple[Outcome, ...] = ()
     lengths: LengthMoments = NO_LENGTHS
-
-    @property
-    def is_easy(self) -> bool:
-        """Whether it was passed more often than not at the last visit."""
-        return self.last_pass_rate > 0.5
 
     def with_rewards(self, mean: float, deviation: float) -> Record:
         """Return it with a visit more, of rewards with this mean and deviation."""
@@ -132,8 +131,9 @@ class Record:
             pass_rate=(before * self.pass_rate + visit.num_passed) / total,
             last_pass_rate=outcome.pass_rate,
             mean_tokens=(before * self.mean_tokens + visit.num_tokens / len(visit.rewards) * len(rewards)) / total,
-            num_flat=self.num_flat + 1 if is_flat(mean, deviation) else 0,
+            num_easy=self.num_easy + 1 if outcome.pass_rate >= EASY else 0,
             version=visit.version,
+            num_hard=self.num_hard + 1 if outcome.pass_rate <= HARD else 0,
             recent=(*self.recent, outcome)[-NUM_RECENT:],
         )
 

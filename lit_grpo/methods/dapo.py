@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476): another prompt in place of a group that all completions pass or none does.
+"""DAPO's dynamic sampling (arXiv 2503.14476): a prompt in place of each that all completions pass or none does.
 
 A group stays if ``0 < |{o : o is right}| < G`` (equation 11; ``filter_groups.metric=acc`` of verl's recipe, as the DAPO
 scripts in Kwai-Klear/RLEP at c15e5b4 run it). Penalties such as that for length do not count. The paper samples until a

@@ -1,50 +1,64 @@
-"""GRESO (arXiv 2506.02177): prompts whose visits bring equal rewards are asked less often."""
+"""GRESO (arXiv 2506.02177): prompts whose visits bring no difference are asked less often."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import SMALLEST_CHANCE, PromptRule, State
-from lit_grpo.limits import Share
+from lit_grpo.limits import Share, check_order
 from lit_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
 class Greso(PromptRule):
-    """Skip a prompt the more often, the more visits in a row have brought equal rewards (GRESO, arXiv 2506.02177).
+    """Skip a prompt the more often, the more visits in a row have been easy, or hard (GRESO, arXiv 2506.02177).
 
-    After c such visits its chance is ``max(p^c, 0.01)``, with a p for prompts that all passed (easy) and one for those
-    that none did (hard). After each batch each p falls by ``step`` where the batch has more such prompts than its
-    share of ``target``, a third for easy and two thirds for hard ones, and else rises by it.
+    A visit is easy if at least 98% of its completions pass, and hard if at most 11% do. After c easy visits in a row
+    the chance of a prompt is ``max(p^c, 0.01)``; hard prompts have a p of their own. From the second epoch on, each p
+    falls by ``step`` after a batch in which at least its part of ``target`` of the prompts were passed by all
+    completions (a third of ``target``), or by none (two thirds), and else rises by ``step``. These are the rules of
+    ``all_probabilistic`` in the paper's code (Infini-AI-Lab/GRESO at b277843), which has them on mean rewards of 8
+    completions that earn 1 or at most 0.1.
 
     Args:
-        target: The share of groups without a difference that is aimed at.
-        begin_at: Where each p begins.
-        step: See above.
+        target: Fraction of groups without a difference that is aimed at.
+        begin_at: Initial value of each p.
+        step: Change of each p after a batch.
+        least: Lower bound of each p.
+        most: Upper bound of each p.
     """
 
     target: Share = 0.25
     begin_at: Share = 0.5
     step: Share = 0.01
+    least: Share = 0.05
+    most: Share = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_order(self, "least", "most")
 
     def begin(self, prompts: Sequence[Prompt]) -> State:
-        """Both p."""
+        """Return both p."""
         return {"easy": self.begin_at, "hard": self.begin_at}
 
     def chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """See above."""
-        return max(state["easy" if record.is_easy else "hard"] ** record.num_flat, SMALLEST_CHANCE)
+        """Return the chance of a prompt; 1 after a visit that was neither easy nor hard."""
+        return max(state["easy"] ** record.num_easy * state["hard"] ** record.num_hard, SMALLEST_CHANCE)
 
     def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Move both p."""
-        flat = [record.is_easy for record in records if record.num_flat]
-        shares = {"easy": flat.count(True) / max(len(records), 1), "hard": flat.count(False) / max(len(records), 1)}
-        targets = {"easy": self.target / 3, "hard": 2 * self.target / 3}
+        """Move both p, once prompts come for the second time."""
+        if all(record.num_visits < 2 for record in records):
+            return state
+        rates = [record.last_pass_rate for record in records]
+        excess = {
+            "easy": rates.count(1.0) / len(rates) - self.target / 3,
+            "hard": rates.count(0.0) / len(rates) - 2 * self.target / 3,
+        }
         return {
-            name: min(max(p + math.copysign(self.step, targets[name] - shares[name]), SMALLEST_CHANCE), 1.0)
+            name: max(p - self.step, self.least) if excess[name] >= 0 else min(p + self.step, self.most)
             for name, p in state.items()
         }
 

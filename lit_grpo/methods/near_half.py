@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import PromptRule, State
-from lit_grpo.limits import Share
+from lit_grpo.limits import Positive, Share
 from lit_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
 class NearHalf(PromptRule):
-    """Ask a prompt the more often, the nearer to a half it is passed: at a chance of ``4 p (1 - p)``.
+    """Ask a prompt the more often, the nearer its pass rate p is to a half: with a chance of ``4 p (1 - p)``.
+
+    DOTS draws prompts from ``softmax(-|p - 0.5| / tau)`` over all of them, with tau 0.001 (its code,
+    ASTRAL-Group/data-efficient-llm-rl at 59df918), and predicts p by a model of its own. ``temperature`` gives the
+    chances of due prompts the same ratios, ``exp(-|p - 0.5| / temperature)``, down to ``least``.
 
     Args:
-        least: The least chance of a prompt.
+        least: Lower bound of a prompt's chance.
+        temperature: The tau of DOTS; by default the chance is ``4 p (1 - p)``, which is much flatter.
     """
 
     least: Share = 0.1
+    temperature: Positive | None = None
 
     def chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """See above; 1 of a prompt that nothing is known of."""
+        """Return the chance of a prompt; 1 on its first visit."""
+        if not record.num_visits:
+            return 1.0
         rate = record.pass_rate
-        return max(4 * rate * (1 - rate), self.least) if record.num_visits else 1.0
+        if self.temperature is None:
+            return max(4 * rate * (1 - rate), self.least)
+        return max(math.exp(-abs(rate - 0.5) / self.temperature), self.least)
 
 
 PLUGINS = {"near_half": NearHalf()}

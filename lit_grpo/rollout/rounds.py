@@ -193,8 +193,8 @@ class Rounds(Listener):
         """Return the completions of further rounds, and the share of groups whose first rewards were all equal."""
         by_reward = Replacement(metric="reward")
         first = [
-            by_reward.is_flat([rollout for number, rollout in each.ended.items() if number < each.first], self._pass_rule)
-            for each in self._rounds.values()
+            by_reward.is_flat([each for number, each in rounds.ended.items() if number < rounds.first], self._pass_rule)
+            for rounds in self._rounds.values()
         ]
         extra = sum(number >= rounds.first for rounds in self._rounds.values() for number in rounds.ended)
         return {

@@ -26,7 +26,7 @@ from lit_grpo.update.advantages.functions import (
 )
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
 
-ScaleBy = Literal["group", "batch", "mad", "none"]
+ScaleBy = Literal["group", "batch", "mad", "mad_nonzero", "none"]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _normalized(baseline: bool) -> Callable[[GroupRewards, Given], torch.Tensor]
 ESTIMATORS: Mapping[str, EstimatorRow] = {
     "grpo": EstimatorRow(_scaled(group_advantages), ("group", "batch", "none")),
     "rloo": EstimatorRow(_scaled(leave_one_out_advantages), ("none", "group", "batch")),
-    "mc_grpo": EstimatorRow(_scaled(median_advantages), ("mad", "none")),
+    "mc_grpo": EstimatorRow(_scaled(median_advantages), ("mad", "mad_nonzero", "none")),
     "ngrpo": EstimatorRow(
         _ngrpo,
         ("group", "none"),
@@ -195,7 +195,8 @@ class Advantages:
             ``my_file.ROW``.
         scale: What they are divided by: the standard deviation of the ``group`` or of the ``batch``, the
             median absolute deviation ``mad``, or ``none``. By default ``group`` for grpo, ngrpo, dcpo and
-            least_variance, ``none`` for rloo, ``mad`` for mc_grpo and ``batch`` for the others.
+            least_variance, ``none`` for rloo, ``mad`` for mc_grpo and ``batch`` for the others. ``mad_nonzero`` divides
+            like ``mad``, then multiplies by n over how many of a group's advantages are not 0 (MC-GRPO on GSM8K).
         max_reward: The highest reward that a completion can get, for ``ngrpo``.
     """
 
@@ -224,7 +225,8 @@ class Advantages:
     @property
     def divides_groups(self) -> bool:
         """Whether a deviation of each group divides, so that groups of any pass rate count about equally."""
-        return self.scaled_by in ("group", "mad") or self.estimator == "gdpo"  # which divides by function first
+        divides_functions = self.estimator == "gdpo"  # by group, before it divides their sum by batch
+        return divides_functions or self.scaled_by in ("group", "mad", "mad_nonzero")
 
     @property
     def needs(self) -> frozenset[str]:

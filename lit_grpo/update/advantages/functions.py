@@ -57,24 +57,28 @@ def least_variance_advantages(
     """Subtract from each reward its group's mean weighted by ``v = w^2 |grad log pi|^2``: ``b = sum v r / sum v``.
 
     It is the baseline under which the gradient ``sum w (r - b) grad log pi`` of independent completions has the least
-    variance, where ``w`` is policy / sampler of the whole completion (VCPO, arXiv 2602.17616; its runs divide by the
-    group's deviation).
+    variance, where ``w`` is policy / sampler of the whole completion (VCPO, arXiv 2602.17616). Its runs divide by the
+    group's deviation: that of the n rewards themselves, not the unbiased one, without an epsilon, and not at all where
+    it is at most 1e-8 (mit-han-lab/vcpo at c7f030f, ``compute_grad_info`` and ``compute_opob_baseline``).
 
     Args:
         rewards_R: Of whole groups.
         groups_R: The number of the group that each belongs to.
         log_weights_R: ``log v``, up to a constant of each group; by default all alike.
-        scale: ``group`` divides by the group's deviation as :func:`group_advantages` does, ``none`` by nothing.
+        scale: ``group`` divides by the group's deviation, ``none`` by nothing.
     """
     exact_R = rewards_R.double()
-    centred_R = less_group_mean(exact_R, groups_R)  # exactly 0 in a group whose rewards are all equal
+    from_mean_R = centred_R = less_group_mean(exact_R, groups_R)  # exactly 0 in a group whose rewards are all equal
     if log_weights_R is not None:
         known_R = log_weights_R.double().masked_fill(exact_R.isnan(), -torch.inf)
         highest_P = known_R.new_full((_num_groups(groups_R),), -torch.inf).scatter_reduce(0, groups_R, known_R, "amax")
         weights_R = (known_R - highest_P.nan_to_num(neginf=0.0)[groups_R]).exp()
         total_R = _sums(weights_R, groups_R)
         centred_R = centred_R - (_sums(weights_R * centred_R, groups_R) / total_R).nan_to_num(0.0)
-    return _scaled(centred_R, exact_R, groups_R, scale).to(rewards_R.dtype)
+    if scale == "group":
+        deviation_R = _means(from_mean_R.square(), groups_R).sqrt()
+        centred_R = centred_R / deviation_R.where(deviation_R > 1e-8, 1.0)
+    return centred_R.to(rewards_R.dtype)
 
 
 def globally_normalized_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, baseline: bool) -> torch.Tensor:
@@ -102,13 +106,15 @@ def globally_normalized_advantages(rewards_R: torch.Tensor, groups_R: torch.Tens
 
 
 def median_advantages(
-    rewards_R: torch.Tensor, groups_R: torch.Tensor, scale: Literal["mad", "none"] = "mad"
+    rewards_R: torch.Tensor, groups_R: torch.Tensor, scale: Literal["mad", "mad_nonzero", "none"] = "mad"
 ) -> torch.Tensor:
     """Subtract each group's median reward, and divide by the median absolute deviation from it (MAD).
 
     ``A = (r - median) / (MAD + 1e-3)``, and the member that is the median takes no part: its advantage is NaN
-    (MC-GRPO, arXiv 2601.22582, which samples an odd number for it; the code in lotusroot-kim/MC-GRPO at da07745). A
-    group with an even number of rewards has the mean of its two middle ones as median, and keeps all members.
+    (MC-GRPO, arXiv 2601.22582, which samples an odd number for it; the MATH trainer in lotusroot-kim/MC-GRPO at
+    da07745). Its GSM8K trainer then multiplies a group's advantages by n over the number that are not 0, of n with a
+    reward: ``scale="mad_nonzero"``. A group with an even number of rewards has the mean of its two middle ones as
+    median, and keeps all members.
 
     Where more than half of the rewards are the median, as in every odd group of rewards 0 and 1, MAD is 0 and the
     formula would give advantages of a thousand: the *mean* absolute deviation divides instead. A group whose
@@ -117,10 +123,13 @@ def median_advantages(
     exact_R = rewards_R.double()
     centred_R = exact_R - _medians(exact_R, groups_R)
     distance_R = centred_R.abs()
-    if scale == "mad":
+    if scale != "none":
         deviation_R = _medians(distance_R, groups_R)
         deviation_R = torch.where(deviation_R > 0, deviation_R, _means(distance_R, groups_R))
         centred_R = centred_R / (deviation_R + 1e-3)
+    if scale == "mad_nonzero":
+        nonzero_R = _sums((centred_R.abs() > 1e-6).to(exact_R.dtype), groups_R)
+        centred_R = centred_R * _counts(exact_R, groups_R) / nonzero_R.clamp(min=1)
     is_median_R = (distance_R == 0) & (_counts(exact_R, groups_R) % 2 == 1)
     places_R = torch.arange(len(groups_R), device=groups_R.device).where(is_median_R, len(groups_R))
     first_P = places_R.new_full((_num_groups(groups_R),), len(groups_R)).scatter_reduce(0, groups_R, places_R, "amin")

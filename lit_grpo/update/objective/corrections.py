@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from lit_grpo.limits import Positive, check_fields, check_order
-from lit_grpo.update.objective.tokens import completion_means, completion_sums, spread
+from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, completion_means, completion_sums, spread
 
 CorrectionMode = Literal[
     "none",
@@ -20,7 +20,6 @@ CorrectionMode = Literal[
     "sequence_mask",
     "geometric_mask",
 ]
-LARGEST_LOG_WEIGHT = 20.0
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Correction:
         mode: ``none`` takes probability ratios to the log-probs that the generator sampled with. The others take
             them to a proximal policy, by default the trainer's own before the first update on a batch, and weigh the
             loss by proximal / generator, of each token or of the whole sequence (the product), truncated to [low, high]
-            (TIS) or set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2). ``geometric_mask`` takes the
-            geometric mean of a sequence's tokens.
+            (TIS) or set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2). ``geometric_mask`` sets the
+            weight of a sequence to 0 if the geometric mean of its tokens' ratios is outside it, else to 1.
         low: The smallest weight; no bound by default.
         high: The largest weight.
     """
@@ -73,17 +72,17 @@ def correction_weights(
 ) -> torch.Tensor:
     """Return what each token's loss is multiplied by, shape N.
 
-    ``pi_old / pi_generator`` of the token, of the completion (the product) or the geometric mean of its tokens', with
-    its log in [-20, 20] (as in verl), truncated or masked. Sources: TIS, F. Yao et al., "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training" (2025); IcePop, Ling team (2025); the token and sequence modes are TRL's
-    ``vllm_importance_sampling_mode``; the geometric mean is that of verl's ``rollout_rs`` and OpenRLHF's
-    ``seq-mask-tis``, which mask by it and do not weigh by it.
+    ``pi_old / pi_generator`` of the token or of the completion (the product), with its log in [-20, 20] (as in verl),
+    truncated or masked. The geometric mean of a completion's ratios masks and does not weigh: 1 within the bounds.
+    Sources: TIS, F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
+    IcePop, Ling team (2025); the token and sequence modes are TRL's ``vllm_importance_sampling_mode``; the geometric
+    mean is that of verl's ``rollout_rs`` (rollout_corr_helper.py in mit-han-lab/vcpo at c7f030f).
     """
     log_ratio_N, level = old_logprobs_N - sampled_logprobs_N, correction.mode.partition("_")[0]
     if level != "token":
         gather = completion_sums if level == "sequence" else completion_means
         log_ratio_N = spread(gather(log_ratio_N, lengths_C), lengths_C, len(log_ratio_N))
-    weights_N = log_ratio_N.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
+    weights_N = log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     low, high = correction.low, correction.high
     if correction.truncates:
         return weights_N if low is None and high is None else weights_N.clamp(low, high)
@@ -92,7 +91,8 @@ def correction_weights(
         outside_N |= weights_N < low
     if high is not None:
         outside_N |= weights_N > high
-    return weights_N.masked_fill(outside_N, 0.0)
+    inside_N = torch.ones_like(weights_N) if level == "geometric" else weights_N
+    return inside_N.masked_fill(outside_N, 0.0)
 
 
 @torch.no_grad()
@@ -118,8 +118,8 @@ def gap_sums(difference_N: torch.Tensor, lengths_C: torch.Tensor) -> dict[str, t
     """
     exact = torch.float64 if difference_N.device.type in ("cpu", "cuda") else torch.float32  # MPS has no other
     difference_N = difference_N.to(exact)
-    weight_N = difference_N.clamp(max=LARGEST_LOG_WEIGHT).exp()
-    weight_C = completion_sums(difference_N, lengths_C).clamp(max=LARGEST_LOG_WEIGHT).exp()
+    weight_N = difference_N.clamp(max=LARGEST_LOG_RATIO).exp()
+    weight_C = completion_sums(difference_N, lengths_C).clamp(max=LARGEST_LOG_RATIO).exp()
     return {
         "gap_tokens": torch.tensor(difference_N.numel()),
         "gap_difference": difference_N.abs().sum(),

@@ -10,6 +10,7 @@ import torch
 
 from lit_grpo.compatibility import Clash, Part, check_clashes, check_together
 from lit_grpo.limits import Count, Limit, check_fields
+from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -28,9 +29,9 @@ def k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Te
     """Return ``exp(d) - d - 1`` with ``d = log(reference / policy)``: unbiased and never negative.
 
     Source of all three: J. Schulman, "Approximating KL divergence" (2020); this is the term of GRPO (arXiv 2402.03300,
-    eq. 4).
+    eq. 4). ``d`` is cut at 20, as in verl.
     """
-    difference_N = reference_logprobs_N - logprobs_N
+    difference_N = (reference_logprobs_N - logprobs_N).clamp(max=LARGEST_LOG_RATIO)
     return difference_N.exp() - difference_N - 1
 
 

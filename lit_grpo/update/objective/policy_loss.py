@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lit_grpo.update.normalization import Part, StepTotals, token_weights
 from lit_grpo.update.objective.corrections import correction_metrics, correction_weights
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.tokens import Tokens, log_ratios, near_completions, on_policy_completions, spread
+from lit_grpo.update.objective.tokens import (
+    LARGEST_LOG_RATIO,
+    Tokens,
+    log_ratios,
+    near_completions,
+    on_policy_completions,
+    spread,
+)
 
 Metrics = dict[str, torch.Tensor]
 
@@ -74,17 +83,18 @@ def counted(values_N: torch.Tensor, kept_N: torch.Tensor | None, part: Part | No
 
 def _corrected_surrogate(objective: Objective, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
     """The surrogate of each token, corrected for the gap between generator and trainer."""
-    surrogate, log_ratio_N = objective.recipe.surrogate, log_ratios(tokens, objective.ratio_level)
-    correction = objective.correction
-    if not correction.active:
-        return surrogate(log_ratio_N, tokens, **objective.surrogate_parameters)
-    weights_N = correction_weights(tokens.old_logprobs_N, tokens.sampled_logprobs_N, tokens.lengths_C, correction)
-    if objective.recipe.takes_correction:
-        loss_N, metrics = surrogate(
-            log_ratio_N, tokens, **objective.surrogate_parameters, log_correction_N=weights_N.log()
-        )
-    else:
-        loss_N, metrics = surrogate(log_ratio_N, tokens, **objective.surrogate_parameters)
+    recipe, log_ratio_N = objective.recipe, log_ratios(tokens, objective.ratio_level)
+    correction, parameters = objective.correction, dict[str, Any](objective.surrogate_parameters)
+    weights_N = None
+    if correction.active:
+        weights_N = correction_weights(tokens.old_logprobs_N, tokens.sampled_logprobs_N, tokens.lengths_C, correction)
+        if recipe.takes_correction:
+            parameters["log_correction_N"] = weights_N.log()
+    loss_N, metrics = recipe.surrogate(log_ratio_N, tokens, **parameters)
+    metrics["ratio/clamped"] = (log_ratio_N.detach().abs() >= LARGEST_LOG_RATIO).float()
+    if weights_N is None:
+        return loss_N, metrics
+    if not recipe.takes_correction:
         loss_N = loss_N * weights_N
     return loss_N, metrics | correction_metrics(weights_N, correction)
 

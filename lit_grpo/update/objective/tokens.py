@@ -64,6 +64,8 @@ def completion_means(values_N: torch.Tensor, lengths_C: torch.Tensor) -> torch.T
 
 
 RatioLevel = Literal["token", "turn", "sequence"]
+LARGEST_LOG_RATIO = 20.0
+"""Beyond it, on either side, a log-ratio is cut and has no gradient: float32 has no number for exp(90)."""
 
 
 def log_ratios(tokens: Tokens, level: RatioLevel) -> torch.Tensor:
@@ -72,14 +74,15 @@ def log_ratios(tokens: Tokens, level: RatioLevel) -> torch.Tensor:
     ``token``: ``log r_t = log pi(o_t) - log pi_old(o_t)`` (PPO). ``sequence``: its mean over the completion, the
     log of ``s = (pi(o) / pi_old(o)) ** (1 / |o|)``, the same for all of its tokens (GSPO, arXiv 2507.18071, eq. 7).
     Where a completion has one advantage, GSPO-token (eq. 13) has the same value and gradient. ``turn``: likewise over
-    each turn, between two answers of an environment (Turn-PPO of ST-PPO, arXiv 2511.20718).
+    each turn, between two answers of an environment (Turn-PPO of ST-PPO, arXiv 2511.20718). All are cut to
+    [-20, 20], as in verl's ``compute_policy_loss``.
     """
     log_ratio_N = tokens.logprobs_N - tokens.old_logprobs_N
-    if level == "token":
-        return log_ratio_N
-    turn_lengths_S = tokens.turn_lengths_S
-    lengths = tokens.lengths_C if level == "sequence" or turn_lengths_S is None else turn_lengths_S
-    return spread(completion_means(log_ratio_N, lengths), lengths, len(log_ratio_N))
+    if level != "token":
+        turn_lengths_S = tokens.turn_lengths_S
+        lengths = tokens.lengths_C if level == "sequence" or turn_lengths_S is None else turn_lengths_S
+        log_ratio_N = spread(completion_means(log_ratio_N, lengths), lengths, len(log_ratio_N))
+    return log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 @torch.no_grad()
@@ -104,7 +107,7 @@ def near_completions(tokens: Tokens, limit: float) -> torch.Tensor:
     for a token that the policy has given up, however far; this one grows with the distance.
     """
     log_ratio_N = tokens.logprobs_N - tokens.sampled_logprobs_N
-    kl_N = log_ratio_N.clamp(max=20.0).exp() - 1 - log_ratio_N
+    kl_N = log_ratio_N.clamp(max=LARGEST_LOG_RATIO).exp() - 1 - log_ratio_N
     return (tokens.advantages_C > 0) | (completion_sums(kl_N, tokens.lengths_C) < limit)
 
 
