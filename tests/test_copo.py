@@ -14,6 +14,7 @@ from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.copo import Blended, Blending
+from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Completion, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.functions import group_advantages
 from lit_grpo.update.advantages.shaping import Shaping
@@ -56,7 +57,7 @@ def test_it_is_its_formula(seed: int) -> None:
         rewards = np.array([each.reward for each in members.rollouts])
         texts = [each.completion.text for each in members.rollouts]
         shares = np.array([texts.count(text) / 6 for text in set(texts)])
-        local = 1 / (1 + np.exp(-rule.gamma * (-(shares * np.log(shares)).sum() - rule.rho)))
+        local = 1 / (1 + np.exp(-rule.gamma * (-(shares * np.log2(shares)).sum() - rule.rho)))
         own = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
         expected = local * own + (1 - local) * (mean - means.mean()) / (means.std(ddof=1) + 1e-4)
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -64,7 +65,7 @@ def test_it_is_its_formula(seed: int) -> None:
 
 def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_wrong() -> None:
     right, wrong = group("a", ["1"] * 8, [1.0] * 8), group("b", ["2"] * 8, [0.0] * 8)
-    mixed = group("c", list("abcdefgh"), [1.0, 0.0] * 4)  # of entropy ln 8, above rho
+    mixed = group("c", list("abcdefgh"), [1.0, 0.0] * 4)  # of 3 bits, above rho
     first, second, third = shape(Blended(), [right, wrong, mixed])
     assert first == pytest.approx([0.5 / (0.5 + 1e-4)] * 8) and second == pytest.approx([-value for value in first])
     assert third == pytest.approx(shape(Shaping(), [mixed])[0], rel=1e-4)
@@ -74,9 +75,9 @@ def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_w
 def test_answers_are_what_a_pattern_finds() -> None:
     members = group("a", ["so #1", "thus #1", "I say #1", "#1"], [1.0] * 4)
     assert Blended(pattern=r"#(\d)").local(members) < 1e-12
-    assert Blended(rho=1.0).local(members) > 0.999
+    assert Blended().local(members) > 0.999
     without = group("b", ["x", "y", "#2", "#2"], [0.0] * 4)
-    assert Blended(pattern=r"#(\d)", rho=math.log(2)).local(without) == pytest.approx(0.5)
+    assert Blended(pattern=r"#(\d)", rho=1.0).local(without) == pytest.approx(0.5)
 
 
 def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() -> None:
@@ -120,7 +121,7 @@ def test_flat_groups_are_learnt_from() -> None:
 
 
 def test_how_much_is_local_is_logged() -> None:
-    worker: Any = Blended(rho=math.log(2)).worker()
+    worker: Any = Blended(rho=1.0).worker()
     assert isinstance(worker, Blending) and math.isnan(worker.metrics()["copo/local"])
     worker.join([group("a", ["1", "2"], [0.0] * 2), group("b", ["1"] * 2, [0.0] * 2)], 0)
     assert worker.metrics()["copo/local"] == pytest.approx(0.25, abs=1e-5)
@@ -128,6 +129,18 @@ def test_how_much_is_local_is_logged() -> None:
 
 def test_fields_that_cannot_be_are_refused() -> None:
     assert make_plugins(["copo:rho=-.inf"])["copo"] == Blended(rho=-INF)
-    for spec, sentence in (({"gamma": -1}, "gamma must be at least 0"), ({"pattern": "a"}, "has no group")):
+    for spec, sentence in (({"gamma": 0}, "gamma must be above 0"), ({"pattern": "a"}, "has no group")):
         with pytest.raises(ValueError, match=sentence):
             make_plugins([{"copo": spec}])
+
+
+def test_a_middle_that_no_group_can_reach_is_refused() -> None:
+    """Above it all weights of groups' own advantages are next to 0: 5e-5 for 2 different answers at the default."""
+    assert Blended().local(group("a", ["1", "2"], [1.0, 0.0])) < 1e-4
+    facts = RunFacts(num_prompts=4, num_generations=2, max_tokens=9, updates_per_batch=1)
+    with pytest.raises(
+        ValueError, match=r"^rho is 1\.5 bits, .*num_generations 2 completions .* at most 1 bits.* such as 0\.5, or"
+    ):
+        Blended().check(facts)
+    for rho in (1.0, 0.5, INF, -INF):
+        Blended(rho=rho).check(facts)

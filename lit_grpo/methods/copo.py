@@ -2,22 +2,22 @@
 
 A group whose rewards are all equal has no advantages of its own. Here an advantage is blended of two::
 
-    A_i = w A_i(local) + (1 - w) A(global),   w = sigmoid(gamma (H - rho)),   H = -sum_a p(a) ln p(a)
+    A_i = w A_i(local) + (1 - w) A(global),   w = sigmoid(gamma (H - rho)),   H = -sum_a p(a) log2 p(a)
 
 ``A(local)`` is the advantage of the run's estimator (the paper's is ``grpo``). ``A(global)``, the same for the whole
 group, is the group's mean reward less the mean over the groups of the batch, divided by their standard deviation plus
 1e-4. ``p(a)`` is the share of the group's completions that give answer ``a``. So where answers differ, a group learns
 by itself; where they agree, it grows where others of the batch are worse, and shrinks where they are better.
 
-What deviates: the paper blends two clipped losses, which is the same in the first step on a batch, and not where a
-ratio is clipped later; the paper itself could not be read, formula and constants are by a summary of it, which does not
-say the base of the logarithm nor what the "structured" global reward is beyond the mean.
+It was compared with the paper's code (hijih/copo-code, f66883f), which says the base of the logarithm. What deviates:
+the paper blends two clipped losses, which is the same in the first step on a batch, and not where a ratio is clipped
+later; the code's epsilon is 1e-6; and the code's last script, which has ``gamma`` 5 and ``rho`` 1 where the paper has
+the defaults here, gives completions of reward 0 ``A(global)`` alone.
 
 Note that a completion's own outcome does not count in ``A(global)``: in an easy prompt wrong answers are pushed up by
 it, where ``w`` is small.
 
-Evidence: the formula in float64, in ``tests/test_copo.py``. On the demo, with the default ``rho``,
-held-out exact match is 24 points below GRPO's (docs/methods.md).
+Evidence: the formula in float64, in ``tests/test_copo.py``. It has not been shown to help (docs/methods.md).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Annotated
 
-from lit_grpo.limits import Limit, NotNegative
-from lit_grpo.plugins import Worker
+from lit_grpo.limits import Limit
+from lit_grpo.plugins import RunFacts, Worker
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.functions import EPSILON
@@ -41,20 +41,21 @@ from lit_grpo.update.advantages.shaping import Gather, Shaping
 class Blended(Shaping):
     r"""Blends advantages within groups with those between groups, by how much a group agrees with itself.
 
-    For example, with answers after a word, and a middle for groups of 4, whose H is at most 1.39::
+    For example, with answers after a word, and a middle for groups of 2, whose H is at most 1::
 
-        rollout: {plugins: [{copo: {pattern: 'answer is (\S+)', rho: 0.9}}]}
+        rollout: {plugins: [{copo: {pattern: 'answer is (\S+)', rho: 0.5}}]}
 
     Args:
         pattern: Regular expression; group 1 of its last match is a completion's answer. All without a match have the
             same. By default the whole completion is its answer.
         gamma: How fast one kind of advantage gives way to the other.
-        rho: At which H, in nats, both count a half; at most the logarithm of ``model.num_generations``. With ``-.inf``
-            it is the estimator's rule, with ``.inf`` groups are compared with others alone.
+        rho: At which H, in bits, both count a half; at most the base-2 logarithm of ``model.num_generations``, the H of
+            a group without two equal answers. With ``-.inf`` it is the estimator's rule, with ``.inf`` groups are
+            compared with others alone.
     """
 
     pattern: str | None = None
-    gamma: NotNegative = 20.0
+    gamma: Annotated[float, Limit(above=0, finite=True)] = 20.0
     rho: Annotated[float, Limit()] = 1.5
 
     def __post_init__(self) -> None:
@@ -66,6 +67,20 @@ class Blended(Shaping):
     def needs(self) -> frozenset[str]:
         """It compares the groups of all ranks."""
         return frozenset({"all_ranks", "whole_groups", "plain_rewards"})
+
+    def check(self, run: RunFacts) -> None:
+        """Check that groups are large enough to learn by themselves, or none by intention.
+
+        Raises:
+            ValueError: No group can reach the middle.
+        """
+        largest = math.log2(run.num_generations)
+        if largest < self.rho < math.inf:
+            raise ValueError(
+                f"rho is {self.rho:g} bits, and the answers of model.num_generations {run.num_generations} completions "
+                f"have an entropy of at most {largest:.3g} bits, so that no group would learn by itself; give a rho of "
+                f"at most {largest:.3g}, such as {largest / 2:.2g}, or .inf to compare groups with others alone."
+            )
 
     def worker(self) -> Blending:
         """Return what logs how much is local."""
@@ -95,7 +110,7 @@ class Blended(Shaping):
         pattern = None if self.pattern is None else compile_pattern("pattern", self.pattern, needs_group=True)
         answers = Counter(last_answer(pattern, group.prompt.given + each.completion.text) for each in group.rollouts)
         shares = [count / answers.total() for count in answers.values()]
-        entropy = math.fsum(-share * math.log(share) for share in shares)
+        entropy = math.fsum(-share * math.log2(share) for share in shares)
         return (1 + math.tanh(self.gamma * (entropy - self.rho) / 2)) / 2  # the sigmoid, without overflow
 
 
