@@ -22,6 +22,7 @@ from lit_grpo.faults import RankWatch
 from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.process.terminal import say
+from lit_grpo.process.values import PLAIN, find_foreign
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
 from .rollout_scheduler import RolloutScheduler
@@ -67,6 +68,7 @@ class RunCheckpoint(pl.Callback):
         self._newest: tuple[int, str | None] = (0, None)  # version and path of the last checkpoint on the disk
         self._given: tuple[int, str | None] = (0, None)  # of the last one that was given to the writer
         self._phase: Literal["away", "rollout", "update", "learnt"] = "away"
+        self._tried = False  # whether the states that checkpoints keep have been looked at
         self._validated = True  # whether the validation after this batch has ended, or there is none
         self._requested = 0  # the number of the signal
         self._several = False
@@ -109,7 +111,7 @@ class RunCheckpoint(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
         self._newest = self._given = (pl_module.policy_version, None if path is None else str(path))
-        self._several, self._phase = trainer.world_size > 1, "learnt"
+        self._several, self._phase, self._tried = trainer.world_size > 1, "learnt", False
         folder = Path(trainer.default_root_dir)
         self._run_folder = folder if trainer.is_global_zero and folder.exists() else None
         self._listen()
@@ -117,9 +119,16 @@ class RunCheckpoint(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Save the state after the batch before, if due; then stop if a signal came."""
+        """Save the state after the batch before, if due; then stop if a signal came.
+
+        Raises:
+            ValueError: A state that checkpoints will keep cannot be read back; before the first batch.
+        """
         assert isinstance(pl_module, GRPOModule)
         self._check_folder()
+        if not self._tried:
+            self._try_states(trainer)
+            self._tried = True
         if self._io is not None and not pl_module.ranks.max(float(self._io.is_writing)):
             self._settle(pl_module)  # raises the error of the last write, if any
         with _without_batch(trainer):
@@ -165,6 +174,19 @@ class RunCheckpoint(pl.Callback):
         self._settle(pl_module)
         self._phase = "away"
         self._hang_up()
+
+    def _try_states(self, trainer: pl.Trainer) -> None:
+        """Refuse what the callbacks, the data and the schedules would put into checkpoints that nothing can read."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+        for owner in (*callbacks, *schedulers, *([] if data is None else [data])):
+            found = find_foreign(owner.state_dict())
+            if found is not None:
+                raise ValueError(
+                    f"{type(owner).__name__}.state_dict(){found.place} {found}, which no checkpoint can hold; have it "
+                    f"return {PLAIN}."
+                )
 
     def _save_due(self, trainer: pl.Trainer, version: int, at_end: bool = False) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]

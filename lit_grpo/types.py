@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -142,6 +143,27 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+def own_copy(value: Any, what: str) -> Any:
+    """Return a deep copy of a value of the data, for somebody who may change it.
+
+    Args:
+        value: Any.
+        what: Its name in messages, such as ``column 'board' of train/3``.
+
+    Raises:
+        ValueError: It cannot be copied.
+    """
+    try:
+        return deepcopy(value)
+    except Exception as error:  # copying may run code of the value's class, which may fail in any way
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"The {what} holds a {type(value).__name__} that cannot be copied ({why}), and each "
+            "reset and each call of a reward function gets a copy of its row; give plain values, such as a path in "
+            "place of an open file."
+        ) from error
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt, tokenised.
@@ -165,6 +187,24 @@ class Prompt:
     altered: bool = False
     given: str = ""
     extra: dict[str, float] = field(default_factory=dict)
+
+    def own_columns(self, names: Collection[str] | None = None) -> dict[str, Any]:
+        """Return copies of its columns, all or those named, which others may change as they like.
+
+        Raises:
+            ValueError: A column holds something that cannot be copied.
+        """
+        kept = self.columns if names is None else {name: self.columns[name] for name in names if name in self.columns}
+        return {name: own_copy(value, f"column {name!r} of {self.prompt_id}") for name, value in kept.items()}
+
+    def own(self) -> Prompt:
+        """Return the prompt with copies of its columns and messages, which others may change as they like.
+
+        Raises:
+            ValueError: A column holds something that cannot be copied.
+        """
+        messages = own_copy(self.messages, f"prompt of {self.prompt_id}")
+        return replace(self, columns=self.own_columns(), messages=messages)
 
     @property
     def digest(self) -> bytes:

@@ -156,7 +156,7 @@ def test_stateless_tools_go_with_forks() -> None:
 def test_states_are_kept_only_where_something_forks_and_as_long_as_a_group_is_open(kind: type[Counting]) -> None:
     worker = worker_of(kind)
     play(worker, says, ROWS, num_generations=2)
-    assert kind.num_asked == 0
+    assert kind.num_asked == 1  # the first of the run is looked at
     worker = worker_of(kind)
     play(worker, says, ROWS, num_generations=2, listeners=[Forks()])
     assert kind.num_asked > 0 and not worker._snapshots

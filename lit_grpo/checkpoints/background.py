@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
+from lit_grpo.checkpoints.disk import not_readable
 from lit_grpo.checkpoints.files import WholeFileIO
 from lit_grpo.checkpoints.folder import replaced
+from lit_grpo.process.values import UNWRITABLE, to_written
 
 
 class BackgroundIO(CheckpointIO):
@@ -32,14 +34,19 @@ class BackgroundIO(CheckpointIO):
         """Start to write ``path``; :meth:`wait` raises the error, if any. After a run, write it before returning.
 
         Raises:
-            CheckpointError: The checkpoint before this one could not be written; after a run, this one.
+            CheckpointError: The checkpoint before this one could not be written, or a value of this one could not be
+                copied; after a run, this one could not be written.
         """
         self.wait()
         if self._thread is None:
             self._writer.save_checkpoint(checkpoint, path)
             return
         self._writer.prepare()
-        self._writing = self._thread.submit(self._writer.save_checkpoint, copy_of(checkpoint), path)
+        try:
+            copied = copy_of(to_written(checkpoint))
+        except UNWRITABLE as error:
+            raise not_readable(Path(path), checkpoint, error) from error
+        self._writing = self._thread.submit(self._writer.save_checkpoint, copied, path)
 
     @property
     def is_writing(self) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lit_grpo.process.terminal import first_line
+from lit_grpo.process.values import PLAIN, named_foreign
 
 
 class CheckpointError(ValueError):
@@ -14,11 +17,25 @@ class CheckpointError(ValueError):
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
     """Say why ``path`` could not be written."""
+    if isinstance(error, CheckpointError):
+        return error
     cause = error if isinstance(error, OSError) else error.__context__
     reason = cause.strerror if isinstance(cause, OSError) else first_line(error)
     return CheckpointError(
         f"The checkpoint {path} could not be written ({reason}), and the one before it is unchanged; make room or "
         "choose another run.dir."
+    )
+
+
+def not_readable(path: Path, checkpoint: Mapping[str, Any], error: BaseException) -> CheckpointError:
+    """Say which value of a checkpoint its reader would not give back, or why else it was not written."""
+    is_disks = isinstance(error, OSError) or isinstance(error.__context__, OSError)
+    named = None if is_disks else named_foreign(checkpoint)
+    if named is None:
+        return not_written(path, error)
+    return CheckpointError(
+        f"The checkpoint {path} could not be read back, because {named}, and the one before it is unchanged; have the "
+        f"state() or state_dict() that says so return {PLAIN}."
     )
 
 

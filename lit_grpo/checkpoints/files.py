@@ -12,9 +12,10 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import distributed
 
-from lit_grpo.checkpoints.disk import aside_of, not_written, put_in_place, settled
+from lit_grpo.checkpoints.disk import CheckpointError, aside_of, not_readable, put_in_place, settled
 from lit_grpo.checkpoints.folder import apart, check_folder, fill, read_state, replaced, write_folder
 from lit_grpo.checkpoints.whole import check_whole
+from lit_grpo.process.values import UNWRITABLE, from_written, to_written
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -30,10 +31,12 @@ class WholeFileIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write ``path``, which holds the old checkpoint or the new one at any time.
 
+        The new one takes the old one's place once the reader of checkpoints has read it back.
+
         Raises:
-            CheckpointError: The disk is full, or not writable.
+            CheckpointError: The disk is full or not writable, or a value could not be read back.
         """
-        path = Path(path)
+        path, checkpoint = Path(path), to_written(checkpoint)
         aside = aside_of(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,9 +45,10 @@ class WholeFileIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
+            read_state(aside)
             put_in_place(aside, path)
-        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if it cannot write
-            raise not_written(path, error) from error
+        except (OSError, *UNWRITABLE) as error:
+            raise not_readable(path, checkpoint, error) from error
         finally:
             with suppress(OSError):
                 aside.unlink()
@@ -57,7 +61,7 @@ class WholeFileIO(TorchCheckpointIO):
         """
         path = settled(Path(path))
         check_whole(path)
-        return read(path) if path.is_dir() else super().load_checkpoint(path, *args, **kwargs)
+        return read(path) if path.is_dir() else from_written(super().load_checkpoint(path, *args, **kwargs))
 
 
 class FolderIO(WholeFileIO):
@@ -76,13 +80,23 @@ class FolderIO(WholeFileIO):
         """Write ``path`` together with the other ranks.
 
         Raises:
-            CheckpointError: A rank could not write; all ranks raise it.
+            CheckpointError: A rank could not write, or a value could not be read back; all ranks raise it.
         """
         self.prepare()
-        state, tensors = apart(checkpoint)
-        file = io.BytesIO()
+        state, tensors = apart(to_written(checkpoint))
+        write_folder(_written(state, Path(path)), tensors, Path(path), self._group)
+
+
+def _written(state: dict[str, Any], path: Path) -> bytes | CheckpointError:
+    """Return what a folder holds beside the shards; the error where that could not be read back."""
+    file = io.BytesIO()
+    try:
         torch.save(state, file)
-        write_folder(file.getvalue(), tensors, Path(path), self._group)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except UNWRITABLE as error:
+        return not_readable(path, state, error)
+    return file.getvalue()
 
 
 def read(path: Path, only: tuple[str, ...] = ("state_dict", "optimizer_states")) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lit_grpo.checkpoints.disk import aside_of, not_written, put_in_place, remove
+from lit_grpo.checkpoints.disk import CheckpointError, aside_of, not_written, put_in_place, remove
+from lit_grpo.process.values import from_written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,12 +80,15 @@ def apart(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torc
 
 
 def write_folder(
-    state: bytes, tensors: dict[str, torch.Tensor], path: Path, group: distributed.ProcessGroup | None
+    state: bytes | CheckpointError,
+    tensors: dict[str, torch.Tensor],
+    path: Path,
+    group: distributed.ProcessGroup | None,
 ) -> None:
     """Write ``path`` on all ranks; it is moved to its place after every rank's shards are on the disk.
 
     Args:
-        state: The content of the file ``STATE``; the first rank's is written.
+        state: The content of the file ``STATE``, or why there is none; the first rank's is written.
         tensors: The shards by name; all ranks have the same names.
         path: The folder, on a file system that all ranks see.
         group: The process group of all ranks, on CPUs; None for a single process.
@@ -128,7 +132,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
     A sharded tensor has a shape and no content. The tensors of a file are read from the disk when they are used.
     """
-    return torch.load(path / STATE if path.is_dir() else path, map_location="cpu", weights_only=True, mmap=True)
+    file = path / STATE if path.is_dir() else path
+    return from_written(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
 
 
 def check_folder(path: Path) -> None:
@@ -175,7 +180,7 @@ def written_tensors(path: Path) -> Iterator[tuple[str, str, IO[bytes]]]:
 class _Writer(FileSystemWriter):
     """Writes a temporary folder, which the first rank moves to its place in the last step."""
 
-    def __init__(self, aside: Path, path: Path, state: bytes) -> None:
+    def __init__(self, aside: Path, path: Path, state: bytes | CheckpointError) -> None:
         super().__init__(str(aside))
         self._aside, self._place, self._state = aside, path, state
 
@@ -186,12 +191,15 @@ class _Writer(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if isinstance(self._state, CheckpointError):
+            raise self._state
         remove(self._aside)  # a killed run may have left it
         self._aside.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
+        assert isinstance(self._state, bytes), "prepare_global_plan has raised"
         with (self._aside / STATE).open("wb") as file:
             file.write(self._state)
             file.flush()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,6 +55,7 @@ class PromptLoader:
     ) -> None:
         self.chooser, self._rewriter, self._history = chooser, rewriter, PromptHistory()
         self.prompts = prompts
+        self._digest = _digest_of(prompts)  # before anybody can have changed a row
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
@@ -158,15 +158,6 @@ class PromptLoader:
         size = len(self.prompts)
         return {"seed": self.seed, "shuffle": self.shuffle, "num_prompts": size, "digest_of_prompts": self._digest}
 
-    @cached_property
-    def _digest(self) -> str:
-        """Of all that prompts say; what JSON does not know counts by its type."""
-        digest = hashlib.sha256()
-        for prompt in self.prompts:
-            columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
-            digest.update(f"{prompt.prompt_id}{prompt.token_ids}{columns}\n".encode())
-        return digest.hexdigest()[:12]
-
     def _next(self, num_prompts: int) -> tuple[list[Prompt], int]:
         """This rank's share of what is asked next, and how many places of the stream that takes.
 
@@ -222,7 +213,23 @@ class PromptLoader:
                 order = np.random.default_rng((self.seed, epoch)).permutation(len(self.prompts))
                 self._order = (epoch, order)
             place = int(self._order[1][place])
-        return replace(self.prompts[place], visit=epoch)
+        return replace(self.prompts[place].own(), visit=epoch)
+
+
+def _digest_of(prompts: Sequence[Prompt]) -> str:
+    """Digest all that prompts say; what JSON does not know counts by its type."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        try:
+            columns = json.dumps(prompt.columns, sort_keys=True, default=_type_name)
+        except (TypeError, ValueError):  # keys that are no text or cannot be sorted, or a column that contains itself
+            columns = json.dumps({str(name): _type_name(value) for name, value in prompt.columns.items()})
+        digest.update(f"{prompt.prompt_id}{prompt.token_ids}{columns}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _type_name(value: Any) -> str:
+    return type(value).__name__
 
 
 class EvalLoader:
@@ -248,4 +255,4 @@ class EvalLoader:
     def __iter__(self) -> Iterator[PromptBatch]:
         """Yield new batches, for the rollouts of an earlier pass live in the old ones."""
         for start in range(0, self.num_batches * self.batch_size, self.batch_size):
-            yield PromptBatch(self.prompts[start : start + self.batch_size])
+            yield PromptBatch([prompt.own() for prompt in self.prompts[start : start + self.batch_size]])

@@ -19,7 +19,7 @@ from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.policy.loading import as_given, load_tokenizer
 from lit_grpo.policy.named import TINY
-from lit_grpo.types import Prompt
+from lit_grpo.types import Prompt, own_copy
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -229,6 +229,7 @@ class PromptDataModule(LightningDataModule):
             place = f"row {number} of {source.describe()}"
             if not isinstance(row, dict):
                 raise ValueError(f"{place} is of type {type(row).__name__}, not a dict; give one dict a row.")
+            row = {name: own_copy(value, f"column {name!r} of {place}") for name, value in row.items()}
             columns = _rename(row, self.columns, place)
             try:
                 token_ids, text, messages = self.renderer.render(row, self._tokenizer)

@@ -112,7 +112,7 @@ def check_rewriting(rewriter: Rewriter, prompts: Sequence[Prompt], source: str) 
     rewritten: list[Prompt] = []
     for prompt in prompts:
         try:
-            largest = rewriter.largest(prompt)
+            largest = rewriter.largest(prompt.own())
         except ValueError as error:
             number = prompt.prompt_id.rpartition("/")[2]
             raise ValueError(

@@ -291,7 +291,7 @@ class AgentSession(Session):
         """Call the agent; return what it returns, or what it raises."""
         kind, loop = self._agent, asyncio.get_running_loop()
         own = () if self.environment is None else (self.environment,)
-        arguments = kind.arguments(self.request.prompt.columns) | {name: given[name] for name in kind.given}
+        arguments = kind.arguments(self.request.prompt) | {name: given[name] for name in kind.given}
 
         def call() -> Any:
             loop.call_soon_threadsafe(begun.set)  # where there was no thread for it, it has waited

@@ -34,10 +34,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from lit_grpo.environments.tools import Tool, load_tools, named
 from lit_grpo.rewards.loading import error_text, load_object
+
+if TYPE_CHECKING:
+    from lit_grpo.types import Prompt
 
 COLUMN = "environment"
 """The column of the data that names a row's environment, where there are several."""
@@ -103,9 +106,13 @@ class Kind:
         """What the chat template shows of the tools."""
         return [dict(tool.schema) for tool in self.tools.values()]
 
-    def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``reset`` for a row."""
-        return {name: value for name, value in columns.items() if self.columns is None or name in self.columns}
+    def arguments(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the arguments of ``reset`` for a row: copies, which it may change as it likes.
+
+        Raises:
+            ValueError: A column cannot be copied.
+        """
+        return prompt.own_columns(self.columns)
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Check that a row has what ``reset`` requires.

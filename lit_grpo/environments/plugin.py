@@ -18,11 +18,12 @@ from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
-from lit_grpo.environments.session import Limits, Outcome, RewritingSession, Session
+from lit_grpo.environments.session import Failure, Limits, Outcome, RewritingSession, Session
 from lit_grpo.environments.workers import Calls
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.rewards.loading import error_text
 from lit_grpo.types import (
     EMPTY,
     OBSERVED,
@@ -258,7 +259,8 @@ class EnvironmentWorker(Worker):
         self._calls: Calls | None = None
         self._apart: bool | None = None  # whether a rollout has none of the trajectories that there are
         self._told: set[str] = set()
-        self._num_restarted = 0
+        self._num_restarted = self._num_unkept = 0
+        self._tried: set[str] = set()  # kinds whose first state has been looked at
         self._rewards = [
             RewardFunction.of(functools.partial(_reward_of, kind=name), name)
             for name in dict.fromkeys(kind.name for kind in kinds.values() if kind.gives_reward)
@@ -365,10 +367,25 @@ class EnvironmentWorker(Worker):
         return request.after(EMPTY)
 
     def _snapshots_of(self, sessions: Mapping[Key, Session]) -> dict[Key, list[Snapshot]]:
-        """Return where each of these can go on; environments are asked together."""
+        """Return where each of these can go on; environments are asked together, and it is told where one cannot say.
+
+        Those whose environments are at work cannot go on from here either, without a word: these are not asked.
+        """
         asked = {key: session.ask_state() for key, session in sessions.items()}
         wait([future for future in asked.values() if future is not None], timeout=self._limits.tool_timeout_s + 1)
-        return {key: [Snapshot(key[2], session.token_ids, _result(asked[key]))] for key, session in sessions.items()}
+        states = {key: _result(future) for key, future in asked.items()}
+        failed = {key: state for key, state in states.items() if isinstance(state, Failure)}
+        self._num_unkept = len(failed)
+        for key, failure in failed.items():
+            if (why := f"{sessions[key].kind.name} {failure}") not in self._told:
+                self._told.add(why)
+                logger.warning(
+                    "%d of %d unfinished trajectories cannot be kept in a checkpoint, and begin again where the run "
+                    "is resumed from it: the environment %s. Further ones are only counted.",
+                    *(len(failed), len(sessions), why),
+                )
+        kept = {key: None if isinstance(state, Failure) else state for key, state in states.items()}
+        return {key: [Snapshot(key[2], session.token_ids, kept[key])] for key, session in sessions.items()}
 
     def whole(self, group: RolloutGroup) -> None:
         """No more requests begin within those of a group, and it is to be scored."""
@@ -391,6 +408,7 @@ class EnvironmentWorker(Worker):
             told_failure=self._tell_failure,
             keeps_states=self._flight.forks,
             apart=bool(self._apart),
+            tried=self._tried,
         )
 
     def turn(self, completion: Completion) -> Answer:
@@ -524,6 +542,7 @@ class EnvironmentWorker(Worker):
             "environments/rows": self._num_rows / ended,
             "environments/waiting_share": self._waited_s / self._lasted_s if self._lasted_s else math.nan,
             "environments/restarted": float(self._num_restarted),
+            "environments/unkept": float(self._num_unkept),
             **{f"environments/{name}": float(self._counts[name]) for name in names},
         }
 
@@ -540,6 +559,27 @@ class EnvironmentWorker(Worker):
         )
 
     # ---- checkpoints --------------------------------------------------------------------------------
+
+    def try_states(self) -> int:
+        """Have the environments of trajectories that have ended say their states, and fresh ones take them.
+
+        Returns:
+            How many have.
+
+        Raises:
+            ValueError: One cannot.
+        """
+        sessions = [session for session, _ in self._ended.values() if "state" in session.kind.methods]
+        tried = [(session, session.calls.start(session.try_restore())) for session in sessions]
+        for session, future in tried:
+            try:
+                future.result()
+            except Failure as failure:
+                raise ValueError(
+                    f"the environment {session.kind.name} {failure}; mend its state and restore, or a resumed run "
+                    "begins its trajectories again."
+                ) from None
+        return len(tried)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which trajectories have begun, and where those can go on whose environments can be restored.
@@ -575,11 +615,16 @@ class EnvironmentWorker(Worker):
             self._calls = None
 
 
-def _result(future: Future[dict[str, Any] | None] | None) -> dict[str, Any] | None:
-    """Return a state that has come; None where there is none."""
-    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+def _result(future: Future[dict[str, Any]] | None) -> dict[str, Any] | Failure | None:
+    """Return a state that has come, or why none has; None where none was asked for."""
+    if future is None:
         return None
-    return future.result()
+    if not future.done():
+        return Failure("does not say its state in time")
+    try:
+        return future.result()
+    except Exception as error:  # too many hang, or the loop is being closed: nothing depends on it
+        return error if isinstance(error, Failure) else Failure(f"cannot be asked for its state ({error_text(error)})")
 
 
 def _reward_of(completion: str, episode: Episode | None, kind: str) -> float | None:

@@ -17,6 +17,7 @@ from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import BrokenCall, Call
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
 from lit_grpo.environments.workers import Calls, CallTimeout, TooManyHang
+from lit_grpo.process.values import PLAIN, find_foreign, from_written, to_written
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text
 from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Request, Trajectory
@@ -66,6 +67,10 @@ class Failure(Exception):
     """The environment of a trajectory has failed; the message goes on after its name."""
 
 
+class ForeignState(Failure):
+    """An environment's state holds a value that no checkpoint can hold."""
+
+
 FAILURES = (EnvironmentFailed, ConnectionError, SystemExit, KeyboardInterrupt, GeneratorExit)
 """What a call raises where not the policy is at fault."""
 
@@ -87,6 +92,7 @@ class Session:
         counts: What has happened in this rollout, by name.
         keeps_states: Whether others may begin within it, from the states that its outcomes have.
         apart: Whether its calls have threads of their own.
+        tried: Names of the kinds whose first state has been looked at; trajectories share it.
 
     Attributes:
         said: What the environment has said at its reset.
@@ -104,6 +110,7 @@ class Session:
     counts: Counter[str]
     keeps_states: bool = False
     apart: bool = False
+    tried: set[str] = field(default_factory=set)
     environment: Any = None
     messages: list[Message] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
@@ -164,12 +171,15 @@ class Session:
         """Return what there is to say of it so far."""
         return Episode(self.environment, self.messages, self.kind.name, reward, tuple(self.turn_rewards))
 
-    def ask_state(self) -> Future[dict[str, Any] | None] | None:
-        """Begin to ask for what a checkpoint keeps; return None where the trajectory cannot go on from one."""
+    def ask_state(self) -> Future[dict[str, Any]] | None:
+        """Begin to ask for what a checkpoint keeps; return None where the trajectory cannot go on from one.
+
+        The future raises a :class:`Failure` where the environment cannot say it.
+        """
         has_environment = self.kind.type is not None
         if not self.kind.can_be_restored or self.waits or (has_environment and self.environment is None):
             return None
-        return self.calls.start(self._state_if_any())
+        return self.calls.start(self._state())
 
     def restore(self, state: Mapping[str, Any], request: Request) -> None:
         """Go on from a checkpoint, with a fresh environment that is told its state; ``request`` then goes on."""
@@ -206,10 +216,11 @@ class Session:
         said = self.said = ""
         if self.kind.type is not None:
             self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
-            reset, arguments = self.environment.reset, self.kind.arguments(self.request.prompt.columns)
+            reset, arguments = self.environment.reset, self.kind.arguments(self.request.prompt)
             is_async = _is_async(self.kind, "reset")
             told = await self._guarded("is reset", lambda: reset(**arguments), is_async, self.limits.reset_timeout_s)
             said = self.said = "" if told is None else text_of(told, f"{self.kind.name}.reset")
+            await self._try_state()
         observed = self.chat.opening(self.request.prompt, said, self.kind.schemas)
         most = self.request.sampling.max_observed
         if len(observed) > most:
@@ -271,25 +282,57 @@ class Session:
         """Have an outcome say what the trajectory is then, where others may begin within it."""
         return replace(outcome, state=await self._state()) if self.keeps_states else outcome
 
-    async def _state_if_any(self) -> dict[str, Any] | None:
-        try:
-            return await self._state()
-        except Failure as failure:
-            self.told_failure(f"{self.kind.name} {failure}")
-            return None
-
     async def _state(self) -> dict[str, Any]:
         """Return a copy of what the trajectory has come to, for :meth:`restore`.
 
         Raises:
-            Failure: The environment cannot say it.
+            Failure: The environment cannot say it, or no checkpoint can hold it.
         """
         own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns")}
         if self.kind.type is None:
             return copy.deepcopy(own | {"environment": None})
         is_async = _is_async(self.kind, "state")
         told = await self._guarded("is asked for its state", self.environment.state, is_async, at_once=True)
-        return copy.deepcopy(own | {"environment": told})
+        if (found := find_foreign(told)) is not None:
+            raise ForeignState(f"returns a state that no checkpoint can hold: state(){found.place} {found}")
+        try:
+            return copy.deepcopy(own | {"environment": told})
+        except Exception as error:  # such as a tensor with a gradient
+            raise Failure(f"returns a state that cannot be copied ({error_text(error)})") from error
+
+    async def _try_state(self) -> None:
+        """Look at the first state of each kind of environment.
+
+        Raises:
+            ValueError: No checkpoint can hold it.
+        """
+        if "state" not in self.kind.methods or self.kind.name in self.tried:
+            return
+        self.tried.add(self.kind.name)
+        try:
+            await self._state()
+        except ForeignState as failure:
+            raise ValueError(f"The environment {self.kind.name} {failure}; have it return {PLAIN}.") from None
+        except Failure as failure:
+            self.told(
+                f"The environment {self.kind.name} {failure}; where that is so as a checkpoint is saved, a resumed run "
+                "begins the trajectory again."
+            )
+
+    async def try_restore(self) -> None:
+        """Have the environment say its state, and a fresh one take it as it comes back from a checkpoint.
+
+        Raises:
+            Failure: One of them cannot.
+        """
+        state = from_written(to_written((await self._state())["environment"]))
+        fresh = await self._guarded("is made", self.kind.make, False, at_once=True)
+        try:
+            is_async = _is_async(self.kind, "restore")
+            await self._guarded("is restored", lambda: fresh.restore(state), is_async, at_once=True)
+        finally:
+            if "close" in self.kind.methods:
+                await self._closed(fresh)
 
     def _goes_on(self, completion: Completion, observed: Sequence[int]) -> Outcome | None:
         """Go on after a turn and what follows it; None where more would be observed than may be."""
@@ -342,7 +385,8 @@ class Session:
             return {"error": f"there is no tool {call.name!r}; the tools are {', '.join(self.kind.tools)}"}
         own = (self.environment,) if tool.is_method else ()
         try:
-            return await self._within(lambda: tool.function(*own, **call.arguments), tool.is_async)
+            arguments = copy.deepcopy(call.arguments)  # the conversation keeps those that the policy wrote
+            return await self._within(lambda: tool.function(*own, **arguments), tool.is_async)
         except CallTimeout:
             self.counts["tool_timeouts"] += 1
             if tool.is_method:  # the call goes on, and holds the environment
@@ -546,7 +590,7 @@ def text_of(said: Any, who: str) -> str:
         ValueError: A content block is no text.
     """
     if isinstance(said, str):
-        return said
+        return str.__str__(said)  # not of a class of its own, which no checkpoint could hold
     if isinstance(said, list) and said and all(isinstance(block, dict) and "type" in block for block in said):
         if any(block["type"] != "text" for block in said):
             raise ValueError(f"{who} returns content that is not text, and conversations are text alone; return text.")

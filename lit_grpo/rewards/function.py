@@ -20,6 +20,7 @@ from lit_grpo.rewards.inputs import (
     NOT_IN_TRL,
     OF_EPISODES,
     ROLLOUT_INPUTS,
+    SHARED,
     TRL_INPUTS,
     Surroundings,
     group_inputs,
@@ -27,7 +28,7 @@ from lit_grpo.rewards.inputs import (
 )
 from lit_grpo.rewards.loading import REWARDS, error_text, load_object, near_names, split_path
 from lit_grpo.rewards.processes import ProcessCall
-from lit_grpo.types import Prompt, RolloutGroup
+from lit_grpo.types import Episode, Prompt, RolloutGroup, own_copy
 
 
 @dataclass(frozen=True)
@@ -281,25 +282,44 @@ class RewardFunction:
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """Make one call; return a value or an error for each of its rollouts.
 
+        Each attempt gets copies of the row's columns and of messages, so that what it changes is seen by nobody else.
+
         Raises:
-            ValueError: The function did not return one value for each rollout.
+            ValueError: The function did not return one value for each rollout, or an argument cannot be copied.
             Exception: Any error of the function.
         """
         for pause_s in self._pauses_s:
             try:
-                return self._read(self.call(**arguments), num_rollouts)
+                return self._read(self.call(**self._own(arguments)), num_rollouts)
             except Exception:  # a user's function runs here, and may fail in any way
                 time.sleep(pause_s)
-        return self._read(self.call(**arguments), num_rollouts)
+        return self._read(self.call(**self._own(arguments)), num_rollouts)
 
     async def score_async(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """Do what :meth:`score` does, for an ``async`` function."""
         for pause_s in self._pauses_s:
             try:
-                return self._read(await self.call(**arguments), num_rollouts)
+                return self._read(await self.call(**self._own(arguments)), num_rollouts)
             except Exception:  # a user's function runs here, and may fail in any way
                 await asyncio.sleep(pause_s)
-        return self._read(await self.call(**arguments), num_rollouts)
+        return self._read(await self.call(**self._own(arguments)), num_rollouts)
+
+    def _own(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments in which nothing but environments and what is of the run is anybody else's too."""
+
+        def own(name: str, value: Any) -> Any:
+            if name == "completion_ids":
+                return list(value)
+            if isinstance(value, Episode):
+                return value._replace(messages=own_copy(value.messages, f"argument {name!r}"))
+            return own_copy(value, f"argument {name!r}")
+
+        def own_list(name: str, values: Sequence[Any]) -> list[Any]:
+            return [own(name, value) for value in values]  # one by one: a list has the same column for each rollout
+
+        of_call = own_list if self.on_group else own
+        shared = {name for name, value in arguments.items() if name in SHARED or value is None}
+        return {name: value if name in shared else of_call(name, value) for name, value in arguments.items()}
 
     @property
     def _pauses_s(self) -> list[float]:

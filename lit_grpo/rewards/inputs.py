@@ -14,6 +14,8 @@ from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
 
 OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are the same for all rollouts."""
+SHARED = frozenset({*OF_THE_RUN, "environments"})
+"""Arguments that are given as they are; calls get copies of all others."""
 ROLLOUT_INPUTS = (
     *("prompt", "completion", "completion_ids", "num_tokens", "finish_reason", "max_tokens", "episode"),
     *OF_THE_RUN,

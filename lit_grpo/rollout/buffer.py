@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lit_grpo.process.values import find_foreign
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 from lit_grpo.types import (
     EMPTY,
@@ -334,6 +335,13 @@ class RolloutBuffer:
             group = _group(saved)
             self._groups[group.prompt.prompt_id, group.prompt.visit] = group
 
+    def give_columns(self, prompts: Iterable[Prompt]) -> None:
+        """Give the groups of a checkpoint the columns of their rows, which are those of ``prompts`` by their ids."""
+        rows = {prompt.prompt_id: prompt for prompt in prompts} if self._groups else {}
+        for group in self._groups.values():
+            if group.prompt.prompt_id in rows:
+                group.prompt.columns.update(rows[group.prompt.prompt_id].own_columns())
+
 
 def group_requests(
     prompts: Sequence[Prompt], num_samples: int | Sequence[int], sampling: SamplingParams, seed: int
@@ -372,12 +380,16 @@ def _oldest(group: _Open) -> int | None:
 
 
 def _group_state(group: _Open) -> dict[str, Any]:
-    """As plain values; what has not been scored yet is whole again when it is loaded."""
+    """As plain values; what has not been scored yet is whole again when it is loaded.
+
+    Columns that no checkpoint can hold, such as times, are left out: :meth:`RolloutBuffer.give_columns` brings them.
+    """
     if group.due is not None and not any(rollout.rewards for rollout in group.due.rollouts):
         ended = {rollout.completion.request.path: rollout.completion for rollout in group.due.rollouts}
         group = replace(group, due=None, completions=group.completions | ended)
+    columns = {name: value for name, value in group.prompt.columns.items() if find_foreign({name: value}) is None}
     return {
-        "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids)},
+        "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids), "columns": columns},
         "unfinished": [_request_state(request) for request in group.unfinished.values()],
         "away": [list(path) for path in sorted(group.away)],
         "completions": [_completion_state(completion) for completion in group.completions.values()],

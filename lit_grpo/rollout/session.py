@@ -58,6 +58,7 @@ class PromptStream(Protocol):
 
     chooser: PromptChooser | None
     batch_size: int
+    prompts: list[Prompt]
 
     def go_by(self, history: PromptHistory) -> None:
         """Let the choice of prompts depend on what is known of them."""
@@ -209,6 +210,7 @@ class RolloutSession:
             self.lengths.share(history)
         if stream is not None:
             stream.go_by(history)
+            self.buffer.give_columns(stream.prompts)
             if self.sizer is not None:
                 self.sizer.start_with(stream.batch_size)
                 stream.batch_size = self.sizer.num_prompts

@@ -18,7 +18,7 @@ from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.prompts import check_prompts, check_tokenizer
 from lit_grpo.tools.doctor.report import Finding, Report
 from lit_grpo.tools.doctor.rewards import check_rewards
-from lit_grpo.tools.doctor.samples import check_ends, check_generator, check_samples, check_sync
+from lit_grpo.tools.doctor.samples import check_ends, check_generator, check_samples, check_states, check_sync
 from lit_grpo.tools.doctor.step import check_step
 
 FAULTS = (ValueError, RuntimeError, ArithmeticError, OSError, MemoryError)
@@ -39,6 +39,7 @@ CHECKS = (
     Check("generator", check_generator),
     Check("weight sync", check_sync, "generator"),
     Check("samples", check_samples, "weight sync"),
+    Check("states", check_states, "samples"),
     Check("end tokens", check_ends, "samples"),
     Check("rewards", check_rewards, "samples"),
     Check("log-prob gap", check_gap, "samples"),

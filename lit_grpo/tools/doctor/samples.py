@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.policy.loading import eos_token_ids
 from lit_grpo.process.terminal import on_one_line
 from lit_grpo.rollout.loop import RolloutLoop
@@ -83,6 +84,17 @@ def check_samples(patient: Patient) -> Iterator[Finding]:
         )
     for group in patient.groups[:3]:
         patient.report.quote(f'{group.prompt.prompt_id}: "{on_one_line(group.rollouts[0].completion.text)}"')
+
+
+def check_states(patient: Patient) -> Iterator[Finding]:
+    """Ask the environments of the samples for their states, and let fresh ones restore them.
+
+    Raises:
+        ValueError: An environment cannot.
+    """
+    for worker in patient.scheduler.session.evaluating:
+        if isinstance(worker, EnvironmentWorker) and (num_states := worker.try_states()):
+            yield Finding("pass", "states", f"{num_states} environments said their state, and fresh ones restored it")
 
 
 def check_ends(patient: Patient) -> Iterator[Finding]:
