@@ -349,8 +349,9 @@ class Rollout:
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
     counts in the statistics of its group, and is not learnt from; ``learnt`` it has been in an earlier batch, with
     another part of its group. One that is ``replayed`` was sampled, rewarded and learnt from at an earlier visit of the
-    prompt, and takes part in the group's advantages and in the update alone. ``extra`` is what reward functions and
-    plug-ins logged of it, and ``advantage`` what it was learnt from with, NaN before that.
+    prompt, and takes part in the group's advantages and in the update alone; with ``recompute`` its tokens get the
+    log-probs of the policy before the update, as if that policy had sampled them. ``extra`` is what reward functions
+    and plug-ins logged of it, and ``advantage`` what it was learnt from with, NaN before that.
 
     ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
     ``token_advantages`` (float32, shape (completion.num_trained,)) what each token was learnt from with, where that is
@@ -364,6 +365,7 @@ class Rollout:
     kept: bool = True
     learnt: bool = False
     replayed: bool = False
+    recompute: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     advantage: float = math.nan
     turn_rewards: tuple[float, ...] = ()

@@ -148,15 +148,16 @@ CORRECTED = Correction("token_truncate")
 
 def test_replay_needs_ratios_to_the_sampler_and_members_that_nobody_else_counts() -> None:
     for proximal in ("recomputed", "interpolated"):
-        said = refusal("rlep", objective=Objective(proximal=proximal))
+        said = refusal("repo", objective=Objective(proximal=proximal))
         assert (
-            "rlep needs probability ratios to the policy that sampled" in said and f"proximal {proximal} takes" in said
+            "repo needs probability ratios to the policy that sampled" in said and f"proximal {proximal} takes" in said
         )
-        assert "set model.objective.correction.mode to token_truncate" in said
-        assert refusal("rlep", objective=Objective(proximal=proximal, correction=CORRECTED)) == ""
+        assert "set logprobs of it to recomputed, or set model.objective.correction.mode to token_truncate" in said
+        assert refusal("repo", objective=Objective(proximal=proximal, correction=CORRECTED)) == ""
+        assert refusal("rlep", objective=Objective(proximal=proximal)) == ""
     assert "estimator dcpo needs every member" in refusal("rlep", advantages=Advantages("dcpo"))
     kept = Objective(proximal="snapshots", correction=CORRECTED)
-    assert "proximal snapshots needs the weights of every policy" in refusal("rlep", objective=kept)
+    assert "proximal snapshots needs the weights of every policy" in refusal("repo", objective=kept)
     assert refusal("rlep") == refusal(advantages=Advantages("dcpo")) == ""
 
 

@@ -260,11 +260,12 @@ def test_ranks_remember_the_same() -> None:
 # ---- what is learnt from it ----------------------------------------------------------------------------
 
 
-def learnt_groups() -> tuple[ReplayMemory, list[RolloutGroup]]:
+def learnt_groups(logprobs: str = "recomputed") -> tuple[ReplayMemory, list[RolloutGroup]]:
     """A memory of two prompts, and groups of their next visits: one of failures alone."""
     first = [member(FIRST, 0, [0] * 6, [True] * 6, 1.0), member(FIRST, 1, [0, 0, 1, 1], [True] * 4, 1.0)]
     second = [member(SECOND, 0, [1, 1, OBSERVED, 1, 1], [True] * 5, 1.0)]
-    memory = remembering("rlep", RolloutGroup(FIRST, first), RolloutGroup(SECOND, second), version=2)
+    groups = RolloutGroup(FIRST, first), RolloutGroup(SECOND, second)
+    memory = remembering(f"rlep:logprobs={logprobs}", *groups, version=2)
     again = [replace(FIRST, visit=1), replace(SECOND, visit=1)]
     return memory, [
         RolloutGroup(again[0], [member(again[0], 5 + n, [4] * (3 + n), [True] * (3 + n), 0.0) for n in range(3)]),
@@ -272,8 +273,11 @@ def learnt_groups() -> tuple[ReplayMemory, list[RolloutGroup]]:
     ]
 
 
-def formula(groups: Sequence[RolloutGroup], corrected: bool) -> torch.Tensor:
-    """The gradient of DAPO's loss, one token after another in float64, of groups with all their members."""
+def formula(groups: Sequence[RolloutGroup], corrected: bool, recomputed: bool = False) -> torch.Tensor:
+    """The gradient of DAPO's loss, one token after another in float64, of groups with all their members.
+
+    With ``recomputed``, replayed members have the log-probs of the policy itself, as after RLEP's ``compute_log_prob``.
+    """
     policy: Any = random_policy().double()
     scored: list[tuple[Rollout, float]] = []
     for each in groups:
@@ -290,6 +294,8 @@ def formula(groups: Sequence[RolloutGroup], corrected: bool) -> torch.Tensor:
             if not rollout.completion.trained_T[t]:
                 continue
             logprob, before = logprobs_TV[t, tokens_T[t]], float(rollout.completion.logprobs_T[t])
+            if recomputed and rollout.replayed:
+                before = float(logprob.detach())
             if corrected:  # the only step on the batch: proximal is the policy itself
                 losses.append(-min(math.exp(float(logprob.detach()) - before), 1.2) * advantage * logprob)
             else:
@@ -299,10 +305,13 @@ def formula(groups: Sequence[RolloutGroup], corrected: bool) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
 
+@pytest.mark.parametrize("logprobs", ["recomputed", "sampled"])
 @pytest.mark.parametrize("corrected", [False, True])
-def test_replayed_members_are_learnt_from_as_members_given_by_hand(corrected: bool) -> None:
-    memory, groups = learnt_groups()
+def test_replayed_members_are_learnt_from_as_members_given_by_hand(corrected: bool, logprobs: str) -> None:
+    memory, groups = learnt_groups(logprobs)
     memory.join(groups, 4)
+    recomputed = logprobs == "recomputed"
+    stored = [rollout.completion.logprobs_T.clone() for each in groups for rollout in each.rollouts]
     assert [len(each.rollouts) for each in groups] == [5, 5]
     objective = Objective(
         epsilon=0.2,
@@ -311,8 +320,14 @@ def test_replayed_members_are_learnt_from_as_members_given_by_hand(corrected: bo
     )
     learner, steps = make_learner(objective=objective, max_tokens_per_micro_batch=16)
     steps.policy_version = 4
+    expected = formula(groups, corrected, recomputed)
     learner.learn(groups)
-    expected = formula(groups, corrected)
+    now = [rollout for each in groups for rollout in each.rollouts]
+    for was_T, rollout in zip(stored, now, strict=True):
+        changes = recomputed and rollout.replayed
+        assert torch.equal(was_T, rollout.completion.logprobs_T) == (not changes)
+        assert rollout.completion.newest_version == 4 or not changes
+    assert memory.state_dict()["versions"].tolist() == [0] * 6 + [0, 0, 1, 1, 1, 1, -1, 1, 1]  # as they were
     assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
     without = formula([RolloutGroup(each.prompt, each.fresh) for each in groups[1:]], corrected)
     assert float((expected - without).norm() / expected.norm()) > 0.1
@@ -367,6 +382,15 @@ def test_a_reward_by_function_counts_in_advantages() -> None:
 # ---- what it goes with ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "snapshots"])
+def test_replays_with_log_probs_of_the_policy_go_with_every_proximal_policy(proximal: Any) -> None:
+    correction = Correction("token_truncate") if proximal == "snapshots" else Correction()
+    parts = Objective(proximal=proximal, correction=correction).parts
+    RolloutSession(make_plugins(["rlep"])).check(RunFacts(4, 8, 2000, 1), parts)
+    with pytest.raises(ValueError, match=r"repo .*set logprobs of it to recomputed"):
+        RolloutSession(make_plugins(["repo"])).check(RunFacts(4, 8, 2000, 1), parts)
+
+
 def check(*specs: str) -> None:
     RolloutSession(make_plugins(specs)).check(RunFacts(4, 8, 2000, 1), [])
 
@@ -410,7 +434,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("rlep:share=-0.1", "share must be at least 0 and below 1, not -0.1"),
         ("rlep:share=half", "share must be a number of at least 0 and below 1, not 'half'"),
         ("rlep:choice=best", "choice must be random, recent or reward, not 'best'"),
-        ("rlep:size=3", "it has no field 'size'; it has members, share, max_age, choice, kept"),
+        ("rlep:size=3", "it has no field 'size'; it has members, share, max_age, choice, kept, logprobs"),
         ("everything", "there is none; give one of april, "),
     ],
 )

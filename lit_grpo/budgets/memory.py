@@ -78,11 +78,14 @@ class Remembered:
         """Return the policy updates since its oldest token was sampled."""
         return version - self.oldest
 
-    def as_member(self, group: RolloutGroup, place: int) -> Rollout:
-        """Return it as a member of a group, with a path that nothing sampled has: -1 for the first place."""
+    def as_member(self, group: RolloutGroup, place: int, recompute: bool = False) -> Rollout:
+        """Return it as a member of a group, with a path that nothing sampled has: -1 for the first place.
+
+        With ``recompute`` it is learnt from as if the policy had sampled it.
+        """
         request = replace(group.rollouts[0].completion.request, path=(-1 - place,), prefix=EMPTY)
         completion = Completion.of(request, self.trajectory, self.finish_reason, self.text)
-        return Rollout(group.prompt, completion, dict(self.rewards), self.reward, replayed=True)
+        return Rollout(group.prompt, completion, dict(self.rewards), self.reward, replayed=True, recompute=recompute)
 
 
 class CompletionMemory:

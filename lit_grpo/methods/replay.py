@@ -1,4 +1,9 @@
-"""Replay of successes: RLEP (arXiv 2507.07451) and RePO (arXiv 2506.09340) let earlier ones join a prompt's group."""
+"""Replay of successes: RLEP (arXiv 2507.07451) and RePO (arXiv 2506.09340) let earlier ones join a prompt's group.
+
+RLEP recomputes the log-probs of the whole batch once replayed completions have joined (``compute_log_prob`` in
+Kwai-Klear/RLEP at c15e5b4), so that their ratios begin at 1. RePO keeps those that they were sampled with
+(``old_per_token_logps`` in SihengLi99/RePO at 119fef6).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +34,8 @@ class Replay(Plugin):
         choice: Which ones, where there are more: ``random`` ones, by a hash; the most ``recent``; or those of the
             highest ``reward``, of equals the most recent.
         kept: How many of a prompt are remembered; the oldest is forgotten first.
+        logprobs: What ratios of replayed tokens are taken to: the policy before the update, whose log-probs are
+            ``recomputed`` by a forward pass over the replayed completions, or the policy that ``sampled`` them.
     """
 
     role: ClassVar[str] = "which earlier completions join a group"
@@ -38,19 +45,26 @@ class Replay(Plugin):
     max_age: Count = 256
     choice: Literal["random", "recent", "reward"] = "random"
     kept: Count = 8
+    logprobs: Literal["recomputed", "sampled"] = "recomputed"
 
     @property
     def needs(self) -> frozenset[str]:
-        """Members join whole groups, older policies sampled their tokens, and what is kept of each is one row."""
-        return frozenset({"whole_groups", "ratios_to_sampler", "one_row"})
+        """Members join whole groups, what is kept of each is one row, and an older policy may have ``sampled`` it."""
+        of_sampler = {"ratios_to_sampler"} if self.logprobs == "sampled" else set[str]()
+        return frozenset({"whole_groups", "one_row"} | of_sampler)
 
     @property
     def changes(self) -> Mapping[str, str]:
         """Groups get members of earlier visits."""
-        return {
-            "fresh_members": "lets completions of earlier visits join groups",
-            "kept_versions": "learns from tokens of policies whose weights are not kept",
-        }
+        changes = {"fresh_members": "lets completions of earlier visits join groups"}
+        if self.logprobs == "sampled":
+            changes["kept_versions"] = "learns from tokens of policies whose weights are not kept"
+        return changes
+
+    @property
+    def remedy(self) -> str:
+        """Recomputed log-probs go with every proximal policy."""
+        return "set logprobs of it to recomputed" if self.logprobs == "sampled" else ""
 
     def worker(self) -> ReplayMemory:
         """Return what remembers successes."""
@@ -114,7 +128,8 @@ class ReplayMemory(Worker):
                 continue
             self._num_revived += all_equal(rewards)
             self._ages += [each.age(version) for each in chosen]
-            group.rollouts += [each.as_member(group, place) for place, each in enumerate(chosen)]
+            recompute = self.rule.logprobs == "recomputed"
+            group.rollouts += [each.as_member(group, place, recompute) for place, each in enumerate(chosen)]
 
     def _chosen(self, group: RolloutGroup, num_fresh: int, version: int) -> Sequence[Remembered]:
         """Those that may join a group."""
@@ -174,4 +189,7 @@ def _draw(success: Remembered, request: Request) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-PLUGINS = {"rlep": Replay(members=2, choice="random"), "repo": Replay(members=8, choice="reward", kept=16)}
+PLUGINS = {
+    "rlep": Replay(members=2, choice="random"),
+    "repo": Replay(members=8, choice="reward", kept=16, logprobs="sampled"),
+}

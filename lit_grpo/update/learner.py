@@ -14,7 +14,7 @@ import torch
 from lit_grpo.faults import BrokenBatches
 from lit_grpo.policy.sharding import rest, whole
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
+from lit_grpo.types import OBSERVED, Completion, GroupKey, Key, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.shaping import shaped
 from lit_grpo.update.arriving import PROVISIONAL, ArrivingGradient
@@ -89,9 +89,13 @@ class Learner:
                 they are.
         """
         settings, metrics = self.settings, TokenMetrics(self.gap_limits)
-        problems = self.ranks.gather(problem_of([rollout for group in groups for rollout in group.rollouts]))
-        for problem in filter(None, problems):
+        all_rollouts = [rollout for group in groups for rollout in group.rollouts]
+        replayed = [rollout for rollout in all_rollouts if rollout.recompute]
+        told = self.ranks.gather((problem_of(all_rollouts), bool(replayed)))
+        for problem in filter(None, (each for each, _ in told)):
             raise ValueError(problem)  # on every rank, so that none waits for another
+        if any(recomputes for _, recomputes in told):
+            self._recompute(replayed)
         advantages_R, fixed = self.assess(groups, metrics)
         for rollouts, places in minibatches(groups, settings.num_iterations, settings.num_minibatches):
             step = self._step_on(rollouts, advantages_R[places].tolist(), fixed, is_first=metrics.num_updates == 0)
@@ -116,6 +120,8 @@ class Learner:
                 raise ValueError(problem)
             if not rollouts:
                 continue
+            if replayed := [rollout for rollout in rollouts if rollout.recompute]:
+                self._recompute(replayed)
             advantages_R, fixed = self.assess(groups, metrics)
             advantages.append(advantages_R)
             taking_part, learnt = taking_part_and_learnt(
@@ -183,6 +189,25 @@ class Learner:
             rollout.advantage, rollout.token_advantages = advantage, None
         give_credit(self.settings.credit, groups, self.ranks.gather)
         return advantages_R, fixed
+
+    def _recompute(self, rollouts: Sequence[Rollout]) -> None:
+        """Let rollouts be as if the policy had sampled them now; what is remembered of them stays as it was."""
+        rest(self.policy)
+        version, logprobs = self.optimization.policy_version, self.passes.measure(rollouts, "logprobs")
+        for rollout in rollouts:
+            was = rollout.completion
+            trained_T, logprobs_T = was.trained_T, was.logprobs_T.clone()
+            logprobs_T[trained_T] = logprobs[was.request.key].to(logprobs_T.dtype)
+            rollout.completion = Completion(
+                was.request,
+                was.token_ids_T,
+                logprobs_T,
+                torch.where(was.versions_T == OBSERVED, OBSERVED, version),
+                was.finish_reason,
+                was.text,
+                was.entropy,
+                trained_T,
+            )
 
     def _fixed_logprobs(self, rollouts: Sequence[Rollout]) -> FixedLogprobs:
         """Measure what all updates on the rollouts compare with, before the first of them.

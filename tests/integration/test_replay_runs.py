@@ -33,6 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "repo, two steps a batch, corrected": {"plugins": ["repo:members=3"], "objective": CORRECTED, "num_minibatches": 2},
     "april": {"plugins": ["rlep", "april:max_staleness=3"]},
+    "recomputed, two steps a batch": {"objective": Objective(proximal="recomputed"), "num_minibatches": 2},
     "rounds and a selection": {
         "plugins": ["rlep:members=3,share=0.6,kept=4", "balanced:rounds=2,passed=1,failed=1", "pods:keep=4"],
     },
@@ -93,7 +94,10 @@ def train(
 
 
 def check_replays(learnt: Learnt, share: float = 0.5, selects: bool = False) -> None:
-    """What is replayed is a success of an earlier visit that had been learnt from, with all that it had then."""
+    """What is replayed is a success of an earlier visit that had been learnt from, with all that it had then.
+
+    Where its log-probs are recomputed, it has those of the policy that learns from it.
+    """
     known: dict[tuple[str, bytes], list[tuple[list[float], list[int]]]] = {}
     num_replayed = 0
     for version, groups in learnt.batches:
@@ -107,8 +111,12 @@ def check_replays(learnt: Learnt, share: float = 0.5, selects: bool = False) -> 
             for rollout in replayed:
                 completion = rollout.completion
                 found = known[group.prompt.prompt_id, completion.token_ids_T.numpy().tobytes()]
-                assert (completion.logprobs_T.tolist(), completion.versions_T.tolist()) in found
                 assert rollout.reward == 1.0 and (selects or math.isfinite(rollout.advantage))
+                if rollout.recompute:
+                    assert {version} == {*completion.versions_T.tolist()}
+                    ages.append(version - min(found[-1][1]))
+                    continue
+                assert (completion.logprobs_T.tolist(), completion.versions_T.tolist()) in found
                 assert completion.newest_version is not None and completion.newest_version < version
                 ages.append(version - (completion.oldest_version or 0))
         log = learnt.logs[[v for v, _ in learnt.batches].index(version)]
@@ -140,7 +148,9 @@ def describe(groups: Sequence[RolloutGroup]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", table_rows(RUNS, ("repo, two steps a batch, corrected", "rounds and a selection")))
+@pytest.mark.parametrize(
+    "name", table_rows(RUNS, ("repo, two steps a batch, corrected", "recomputed, two steps a batch"))
+)
 def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     learnt, module, scheduler = train(policy_folder, tmp_path / "whole", RUNS[name])
     selects = "pods:keep=4" in RUNS[name].get("plugins", [])
@@ -193,8 +203,8 @@ def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_fol
             r"estimator dcpo needs every member .* rlep lets",
         ),
         (
-            {"objective": Objective(proximal="recomputed")},
-            r"rlep needs probability ratios .*objective\.proximal recomputed .*correction\.mode",
+            {"plugins": ["repo"], "objective": Objective(proximal="recomputed")},
+            r"repo needs probability ratios .*objective\.proximal recomputed .*correction\.mode",
         ),
         ({"plugins": ["rlep:share=1.5"]}, r"rollout\.plugins rlep:share=1\.5: share must be at least 0 and below 1"),
     ],
