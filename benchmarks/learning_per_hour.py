@@ -75,7 +75,7 @@ class Size:
 
 
 FULL, QUICK = Size(tuple(range(20, 26)), 16, 16, 2), Size((0, 1), 2, 4, 2)
-DARS = {"--rollout.plugins": "dars_equal", "--model.num_generations": 8}
+DARS = {"--rollout.plugins": "dars_equal:divided=false", "--model.num_generations": 8}
 TASKS = (
     Task(
         "arithmetic",
