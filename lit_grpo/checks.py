@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.compatibility import SHARDS, Part, check_together
@@ -22,6 +33,32 @@ if TYPE_CHECKING:
     from lit_grpo.update.learner_settings import LearnerSettings
     from lit_grpo.update.logprobs.reference import ReferenceSettings
 
+_AVERAGES = (
+    "would give the policy weights that its generator does not sample with; leave it out, and average the policies "
+    "that python -m lit_grpo export takes out of several checkpoints"
+)
+REFUSED: dict[type[pl.Callback], str] = {
+    GradientAccumulationScheduler: (
+        "accumulates gradients over batches, but a step is cut into micro-batches by model.max_tokens_per_micro_batch; "
+        "leave it out, and raise data.batch_size for larger steps"
+    ),
+    LearningRateFinder: (
+        "looks for a rate by the loss of single batches, which says nothing of a policy; leave it out, and set "
+        "model.optimizer.init_args.lr"
+    ),
+    BatchSizeFinder: (
+        "looks for a number of rows that fits in memory; leave it out, and set model.max_tokens_per_micro_batch to "
+        "auto, which does so for tokens"
+    ),
+    StochasticWeightAveraging: _AVERAGES,
+    WeightAveraging: _AVERAGES,
+    BaseFinetuning: (
+        "freezes layers by the names of another module; leave it out, and set model.lora, or requires_grad of a loaded "
+        "model's weights"
+    ),
+    ModelPruning: "replaces weights outside of an update; leave it out, and prune the exported policy",
+}
+"""Lightning's callbacks that cannot do here what they do elsewhere, each with the reason and the remedy."""
 FORMAT = 12
 """Of checkpoints; it changes whenever what they hold does."""
 
@@ -91,8 +128,12 @@ def total_updates(trainer: pl.Trainer, updates_per_batch: int) -> int | None:
     return min(limits, default=None)
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse strategies that have not been made to work, float16, and what the trainer must leave to the module.
+def check_trainer(trainer: pl.Trainer, dtype: str) -> None:
+    """Refuse strategies, precisions and callbacks that do not work, and what the trainer must leave to the module.
+
+    Args:
+        trainer: The trainer of a run.
+        dtype: ``model.dtype``.
 
     Raises:
         ValueError: The trainer has one of these.
@@ -104,9 +145,81 @@ def check_trainer(trainer: pl.Trainer) -> None:
     elif kind not in (SingleDeviceStrategy, DDPStrategy, FSDP2Strategy):
         strategy = kind.__name__
         raise ValueError(f"trainer.strategy {strategy} is not supported; use one device, ddp or fsdp2.")
-    if trainer.precision in ("16-mixed", "16-true"):
+    if trainer.precision not in ("32-true", "bf16-mixed", "bf16-true"):
         raise ValueError(f"trainer.precision {trainer.precision!r} is not supported; use bf16-mixed or 32-true.")
-    check_left_to_module(trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+    if trainer.precision == "bf16-true" and dtype != "bfloat16":
+        raise ValueError(
+            f"trainer.precision bf16-true would make the weights bfloat16, but model.dtype is {dtype}; use bf16-mixed, "
+            "or set model.dtype to bfloat16 too."
+        )
+    check_left_to_module(
+        trainer.gradient_clip_val, trainer.accumulate_grad_batches, trainer.gradient_clip_algorithm is not None
+    )
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        for kind, reason in REFUSED.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"trainer.callbacks has {type(callback).__name__}, which {reason}.")
+
+
+def check_stepping(optimizer: torch.optim.Optimizer, scheduler: Any, total_updates: int | None) -> None:
+    """Refuse an optimizer or a schedule that cannot be stepped once per update with nothing but gradients.
+
+    Args:
+        optimizer: What takes the steps.
+        scheduler: The schedule that is stepped after each; None for none.
+        total_updates: Updates of the whole run, if they are known.
+
+    Raises:
+        ValueError: The optimizer evaluates the loss itself or needs sparse gradients, or the schedule needs a metric or
+            has too few steps.
+    """
+    name = type(optimizer).__name__
+    if _needed(type(optimizer).step):
+        raise ValueError(
+            f"model.optimizer {name} computes the loss again within a step (its step needs a closure), but an update "
+            "has one gradient, summed over micro-batches; take one that needs gradients alone, such as AdamW."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            f"model.optimizer {name} needs sparse gradients, and a policy has none; take torch.optim.AdamW."
+        )
+    if scheduler is None:
+        return
+    kind = type(scheduler).__name__
+    if needed := _needed(type(scheduler).step):
+        raise ValueError(
+            f"model.lr_scheduler {kind} needs {needed[0]} at each step, but a schedule is stepped after each update "
+            "without any; take one that goes by steps, such as torch.optim.lr_scheduler.CosineAnnealingLR."
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR) and scheduler.total_steps < (total_updates or 0):
+        raise ValueError(
+            f"model.lr_scheduler {kind} has total_steps {scheduler.total_steps}, but the run makes {total_updates} "
+            f"updates (trainer.max_steps); set total_steps to {total_updates}."
+        )
+
+
+def _needed(method: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a method of a class cannot do without, but for ``self``."""
+    _, *parameters = inspect.signature(method).parameters.values()
+    return [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
+def check_early_stopping(trainer: pl.Trainer, validates: bool) -> None:
+    """Refuse an EarlyStopping that would never look at its metric.
+
+    Args:
+        trainer: The trainer of a run.
+        validates: Whether the run has validation prompts.
+
+    Raises:
+        ValueError: The trainer has one, and the run no validation.
+    """
+    callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    if not validates and any(isinstance(callback, EarlyStopping) for callback in callbacks):
+        raise ValueError(
+            "trainer.callbacks has EarlyStopping, which looks at its metric after each validation, but the run has no "
+            "validation; give data.validation, or leave EarlyStopping out."
+        )
 
 
 def check_ranks(
@@ -139,7 +252,9 @@ def check_ranks(
     check_together(parts)
 
 
-def check_left_to_module(gradient_clip_val: float | None, accumulate_grad_batches: int) -> None:
+def check_left_to_module(
+    gradient_clip_val: float | None, accumulate_grad_batches: int, has_algorithm: bool = False
+) -> None:
     """Refuse what the trainer does for others and the module for itself.
 
     Raises:
@@ -149,6 +264,11 @@ def check_left_to_module(gradient_clip_val: float | None, accumulate_grad_batche
         raise ValueError(
             f"trainer.gradient_clip_val is {gradient_clip_val}, but gradients are clipped to "
             "model.max_grad_norm; set that, and leave gradient_clip_val out."
+        )
+    if has_algorithm:
+        raise ValueError(
+            "trainer.gradient_clip_algorithm is set, but gradients are clipped by their norm, to model.max_grad_norm; "
+            "leave gradient_clip_algorithm out."
         )
     if accumulate_grad_batches != 1:
         raise ValueError(
@@ -169,8 +289,8 @@ def check_callbacks(trainer: pl.Trainer) -> None:
     prompts = getattr(trainer.datamodule, "prompts", None)  # pyright: ignore[reportAttributeAccessIssue]
     if len(missing) == 1 or (missing and prompts is not None):
         raise ValueError(
-            f"trainer.callbacks lacks {' and '.join(missing)}; list RolloutScheduler() and then WeightSync() of "
-            "lit_grpo.callbacks there."
+            f"trainer.callbacks lacks {' and '.join(missing)}; give the Trainer callbacks=default_callbacks(), and "
+            "**TRAINER_DEFAULTS, both of lit_grpo.training."
         )
 
 

@@ -17,12 +17,14 @@ from lit_grpo.checks import (
     FORMAT,
     check_callbacks,
     check_checkpoint,
+    check_early_stopping,
     check_format,
     check_generations,
     check_micro_batch,
     check_minibatches,
     check_prompt_lengths,
     check_ranks,
+    check_stepping,
     check_token_ids,
     check_trainer,
     check_training_sampling,
@@ -246,8 +248,9 @@ class GRPOModule(EvaluationModule):
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
             self._check_selection()
+            prompts = getattr(data, "prompts", None)
+            check_early_stopping(self.trainer, validates=prompts is None or "validation" in prompts)
             check_ranks(self.trainer, self.policy_name, self.lora, self.reference, self.settings)
-        check_callbacks(self.trainer)
         self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyright: ignore[reportAttributeAccessIssue]
 
     def _check_selection(self) -> None:
@@ -265,7 +268,8 @@ class GRPOModule(EvaluationModule):
     def configure_callbacks(self) -> list[pl.Callback]:
         """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback."""
         if self.trainer.state.fn == "fit":
-            check_trainer(self.trainer)
+            check_trainer(self.trainer, self.policy_dtype)
+        check_callbacks(self.trainer)
         return []
 
     def configure_model(self) -> None:
@@ -341,6 +345,8 @@ class GRPOModule(EvaluationModule):
             raise ValueError("model.policy has no weight that may be trained; set requires_grad of some of them.")
         optimizer = self.make_optimizer(trained)
         scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
+        total = total_updates(self.trainer, self.settings.updates_per_batch)
+        check_stepping(optimizer, scheduler, total)
         self._told = told_of_run(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
         if self._told_before:
             check_optimizer(self._told_before, self._told)
@@ -435,7 +441,7 @@ class GRPOModule(EvaluationModule):
         update = None if batch.arriving is None else self.learner.learn_as_they_come(batch.arriving)
         if not batch.groups:
             raise RuntimeError(
-                "The batch has no rollouts; add lit_grpo.callbacks.RolloutScheduler to the trainer's callbacks."
+                "The batch has no rollouts; give the Trainer callbacks=default_callbacks(), of lit_grpo.training."
             )
         rewards = GroupRewards.of(batch.groups, list(self.settings.weights))
         version = self.policy_version - (update is not None)

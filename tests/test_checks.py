@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import Batches, make_module, make_trainer, random_groups, sgd
-from lightning.pytorch.callbacks import LearningRateMonitor
+from hand_made import Batches, differing, make_module, make_trainer, random_groups, sgd
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import LBFGS, SparseAdam
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
+import lit_grpo
 from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, RunCheckpoint, ThroughputMonitor, WeightSync
+from lit_grpo.checks import check_early_stopping
 
 
 @pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), HalfPrecision("16-true")])
@@ -38,6 +55,9 @@ class Sharded(DDPStrategy):
             {"accumulate_grad_batches": 2},
             r"accumulate_grad_batches is 2, .* model\.max_tokens_per_micro_batch; set",
         ),
+        ({"gradient_clip_algorithm": "value"}, r"gradient_clip_algorithm is set, .* model\.max_grad_norm; leave"),
+        ({"precision": "bf16-true"}, r"precision bf16-true .* but model\.dtype is float32; use bf16-mixed"),
+        ({"precision": "64-true"}, r"precision '64-true' is not supported; use bf16-mixed or 32-true"),
     ],
 )
 def test_what_the_trainer_must_leave_to_the_module_is_refused(options: dict[str, Any], message: str) -> None:
@@ -63,12 +83,79 @@ def test_lightnings_own_monitor_sees_the_learning_rate_of_every_step(policy_fold
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        ([MemoryMonitor(), RolloutScheduler()], "lists MemoryMonitor before RolloutScheduler; put it after"),
+        (
+            [MemoryMonitor(), RolloutScheduler(), WeightSync()],
+            "lists MemoryMonitor before RolloutScheduler; put it",
+        ),
         ([RolloutScheduler(), ThroughputMonitor(), WeightSync()], "lists ThroughputMonitor before WeightSync"),
         ([WeightSync(), RolloutScheduler()], "lists WeightSync before RolloutScheduler"),
-        ([RolloutScheduler(), RunCheckpoint()], "lists RolloutScheduler before RunCheckpoint"),
+        ([RolloutScheduler(), WeightSync(), RunCheckpoint()], "lists RolloutScheduler before RunCheckpoint"),
     ],
 )
 def test_callbacks_that_would_see_too_early_what_is_done_are_refused(callbacks: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_trainer(*callbacks).fit(make_module("nowhere"), train_dataloaders=Batches([]))
+
+
+@pytest.mark.parametrize(
+    ("callback", "remedy"),
+    [
+        (GradientAccumulationScheduler({0: 2}), "max_tokens_per_micro_batch; leave it out, and raise data.batch_size"),
+        (LearningRateFinder(), "set model.optimizer.init_args.lr"),
+        (BatchSizeFinder(), "set model.max_tokens_per_micro_batch to auto"),
+        (StochasticWeightAveraging(1e-3, 1), "average the policies"),
+        (EMAWeightAveraging(), "average the policies"),
+        (BackboneFinetuning(), "set model.lora"),
+        (ModelPruning("l1_unstructured"), "prune the exported policy"),
+    ],
+)
+def test_callbacks_of_lightning_that_cannot_work_are_refused_with_a_remedy(callback: Any, remedy: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_trainer(callback).fit(make_module("nowhere"), train_dataloaders=Batches([]))
+    assert str(caught.value).startswith(f"trainer.callbacks has {type(callback).__name__}, which ")
+    assert remedy in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": LBFGS}, "model.optimizer LBFGS .* closure.* take one that needs gradients alone"),
+        ({"optimizer": SparseAdam}, "model.optimizer SparseAdam needs sparse gradients"),
+        ({"lr_scheduler": ReduceLROnPlateau}, "model.lr_scheduler ReduceLROnPlateau needs metrics at each step"),
+        (
+            {"lr_scheduler": lambda optimizer: OneCycleLR(optimizer, 1e-3, total_steps=3)},
+            "OneCycleLR has total_steps 3, but the run makes 4 updates .* set total_steps to 4",
+        ),
+    ],
+)
+def test_what_cannot_be_stepped_once_per_update_is_refused_before_the_run(
+    options: dict[str, Any], message: str, policy_folder: Path
+) -> None:
+    module = make_module(policy_folder, **({"optimizer": sgd(1e-3)} | options))
+    with pytest.raises(ValueError, match=message):
+        make_trainer(max_steps=4).fit(module, train_dataloaders=Batches([[]]))
+
+
+def test_early_stopping_without_validation_is_refused() -> None:
+    data = SimpleNamespace(prompts={"train": []})
+    trainer = SimpleNamespace(callbacks=[EarlyStopping("val/reward")], datamodule=data)
+    with pytest.raises(ValueError, match="EarlyStopping, which looks at its metric after each validation"):
+        check_early_stopping(trainer, validates=False)  # pyright: ignore[reportArgumentType]
+    check_early_stopping(trainer, validates=True)  # pyright: ignore[reportArgumentType]
+
+
+def test_checkpoints_and_progress_bars_of_the_users_own_work_and_go_on_exactly(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    def train(**options: Any) -> Any:
+        rows = [{"prompt": f"{number}+1="} for number in range(4)]
+        trainer = {"accelerator": "cpu", "logger": False}
+        settings = {"batch_size": 2, "num_generations": 2, "sampling": {"max_tokens": 3}, "trainer": trainer}
+        return lit_grpo.train(
+            str(policy_folder), rows, differing, max_steps=2, dir=str(tmp_path), **settings, **options
+        )
+
+    own = [ModelCheckpoint(tmp_path / "own", every_n_train_steps=1, save_top_k=-1), TQDMProgressBar()]
+    module = train(callbacks=own).module
+    saved = torch.load(tmp_path / "own" / "epoch=0-step=1.ckpt", weights_only=True)
+    assert saved["policy_version"] == 1 and saved["state_dict"].keys() == module.state_dict().keys()

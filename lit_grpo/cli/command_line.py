@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
@@ -34,7 +35,7 @@ from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.tasks import DrawnRows as DrawnRows  # so that a config may name a task by its class alone
 from lit_grpo.tools.commands import TOOLS
-from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
+from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS, saves_checkpoints
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import silence
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
@@ -150,10 +151,13 @@ class GRPOCLI(LightningCLI):
             run = RunConfig(**settings["run"])
             kwargs["logger"] = make_loggers(run, self._described(), resumes) if fits else False
         own = trainer["callbacks"] or []
-        kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *(own if isinstance(own, list) else [own])]
+        own = own if isinstance(own, list) else [own]
+        kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *own]
+        if saves_checkpoints(own):
+            kwargs["enable_checkpointing"] = True
         if self.subcommand == "fit":
             kwargs["callbacks"].append(RunSummary())
-        if trainer["enable_progress_bar"] is not False:
+        if trainer["enable_progress_bar"] is not False and not any(isinstance(one, ProgressBar) for one in own):
             kwargs["callbacks"].append(GRPOProgressBar())
         try:
             return super().instantiate_trainer(**kwargs)
@@ -188,7 +192,7 @@ class GRPOCLI(LightningCLI):
             raise ValueError(
                 f"ckpt_path is {ckpt_path!r}, but there is no such checkpoint; give one of a run's checkpoints."
             )
-        check_trainer(trainer)
+        check_trainer(trainer, module.policy_dtype)
         trainer.datamodule, data.trainer, module.trainer = data, trainer, trainer
         data.setup("fit")
         for callback in trainer.callbacks:

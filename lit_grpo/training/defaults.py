@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
 
 from lit_grpo.callbacks import (
     CompletionWriter,
@@ -44,6 +45,11 @@ CALLBACKS: dict[str, type[pl.Callback]] = {
 
 RunCheckpoint, whose settings are called ``checkpoint``, is called before all of them.
 """
+
+
+def saves_checkpoints(callbacks: Sequence[pl.Callback]) -> bool:
+    """Whether a callback of the user's saves checkpoints too, for which the Trainer needs ``enable_checkpointing``."""
+    return any(isinstance(one, Checkpoint) for one in callbacks)
 
 
 def default_callbacks(

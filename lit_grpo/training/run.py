@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
 
 from lit_grpo.callbacks import GRPOProgressBar, RunSummary
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards.function import listed
 from lit_grpo.settings import as_plain
-from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks
+from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks, saves_checkpoints
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import quiet
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
@@ -108,7 +109,7 @@ def train(
     own = [*_listed(options.pop("callbacks", None)), *([] if of_every_run else _listed(callbacks))]
     turns = {"factory": environment, "tools": _listed(tools)}
     of_every_run = _with_turns(of_every_run, {name: one for name, one in turns.items() if one not in (None, [])})
-    made = default_callbacks(of_every_run, [*own, *_displays(options)])
+    made = default_callbacks(of_every_run, [*own, *_displays(options, own)])
     with quiet(), RunFolder() as run_folder:
         run = _opened(run_folder, RunConfig(name, dir))
         told = {"model": for_model, "data": for_data, "trainer": options, **of_every_run}
@@ -159,16 +160,18 @@ def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:
     return replace(run, name=run.name_of(run_folder.path))
 
 
-def _displays(options: Mapping[str, Any]) -> list[pl.Callback]:
-    """Return the callbacks that show a run on the screen."""
-    return [RunSummary(), *([] if options.get("enable_progress_bar") is False else [GRPOProgressBar()])]
+def _displays(options: Mapping[str, Any], own: Sequence[pl.Callback]) -> list[pl.Callback]:
+    """Return the callbacks that show a run on the screen; a progress bar of the user's takes the place of ours."""
+    has_bar = options.get("enable_progress_bar") is False or any(isinstance(one, ProgressBar) for one in own)
+    return [RunSummary(), *([] if has_bar else [GRPOProgressBar()])]
 
 
 def _trainer(
     run: RunConfig, callbacks: list[pl.Callback], settings: Mapping[str, Any], told: Mapping[str, Any]
 ) -> pl.Trainer:
     """Make the trainer; its loggers show the settings ``told``."""
-    options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
+    saves = {"enable_checkpointing": saves_checkpoints(callbacks)}
+    options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **saves, **settings}
     if "logger" not in options:
         options["logger"] = make_loggers(run, told)
     return pl.Trainer(callbacks=callbacks, **options)

@@ -106,10 +106,10 @@ def test_a_mistake_in_python_is_one_sentence_before_the_run(settings: Any, probl
     [
         (
             [],
-            "trainer.callbacks lacks RolloutScheduler and WeightSync; list RolloutScheduler() and then",
+            "trainer.callbacks lacks RolloutScheduler and WeightSync; give the Trainer callbacks=default_callbacks(),",
         ),
-        ([RolloutScheduler()], "trainer.callbacks lacks WeightSync; list "),
-        ([WeightSync()], "trainer.callbacks lacks RolloutScheduler; list "),
+        ([RolloutScheduler()], "trainer.callbacks lacks WeightSync; give "),
+        ([WeightSync()], "trainer.callbacks lacks RolloutScheduler; give "),
         (
             [WeightSync(), RolloutScheduler()],
             "trainer.callbacks lists WeightSync before RolloutScheduler; put",

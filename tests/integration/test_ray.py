@@ -103,9 +103,9 @@ def test_a_strategy_that_would_train_alone_in_each_worker_is_refused() -> None:
     from ray.train.lightning import RayDDPStrategy, RayFSDPStrategy
 
     with pytest.raises(ValueError, match=r"RayDDPStrategy does not know .* add ray\.train\.lightning\.RayLightningE"):
-        check_trainer(make_trainer(strategy=RayDDPStrategy()))
+        check_trainer(make_trainer(strategy=RayDDPStrategy()), "float32")
     with pytest.raises(ValueError, match=r"trainer\.strategy RayFSDPStrategy is not supported; use one device, ddp"):
-        check_trainer(make_trainer(strategy=RayFSDPStrategy()))
+        check_trainer(make_trainer(strategy=RayFSDPStrategy()), "float32")
 
 
 # ---- vLLM servers in actors -----------------------------------------------------------------------------
