@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.compatibility import SHARDS, Part
+from lit_grpo.compatibility import ONE_TURN, SHARDS, Part
 from lit_grpo.data.module import PromptDataModule, asked_prompts, loaded_prompts, own_loader
 from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
@@ -89,7 +89,11 @@ class RolloutScheduler(pl.Callback):
         )
         if stage == "fit":
             has_shards = hasattr(trainer.strategy, "shard")
-            self.session.check(facts, [*self._other_parts(data, pl_module), replace(SHARDS, chosen=has_shards)])
+            callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
+            listeners = [*self.session.workers.values(), *callbacks]
+            answers = any(type(each).turn is not Listener.turn for each in listeners)
+            others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answers)]
+            self.session.check(facts, [*self._other_parts(data, pl_module), *others])
             if self.session.mode.overlap == "within":
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
             pl_module.learn_from(*self.session.plugins.values())

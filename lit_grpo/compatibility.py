@@ -45,6 +45,8 @@ REQUIREMENTS: dict[str, str] = {
     "kl_term": "a KL term",
     "own_reference": "a reference whose weights are its own",
     "plain_rewards": "rewards without a KL term",
+    "turns": "completions of several turns",
+    "turn_rewards": "what each turn earned by itself",
     "only_look": "the one look at hidden states that a rollout takes midway",
 }
 """What a part of a run may need, by the word that stands for it; the text goes on after ``needs``."""
@@ -61,6 +63,7 @@ class Part:
             leave in parts``.
         remedy: What else helps than leaving the part out, such as ``add unit=group to it``.
         chosen: Whether the run has the part; one that it does not have is passed over.
+        fixed: Whether it cannot be left out, such as that a run has one turn per completion.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Part:
     changes: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
     chosen: bool = True
+    fixed: bool = False
 
 
 SHARDS = Part(
@@ -77,6 +81,13 @@ SHARDS = Part(
     remedy="take ddp",
 )
 """Ranks that have a part of the weights each."""
+ONE_TURN = Part(
+    "this run",
+    changes={"turns": "has one turn per completion", "turn_rewards": "has no environment that tells it"},
+    remedy="add environments or agent to rollout.plugins",
+    fixed=True,
+)
+"""A run in which nothing answers what the policy says."""
 
 
 def check_together(parts: Iterable[Part]) -> None:
@@ -91,9 +102,10 @@ def check_together(parts: Iterable[Part]) -> None:
             for other in parts:
                 if other is not part and word in other.changes:
                     remedies = [remedy for remedy in (part.remedy, other.remedy) if remedy]
+                    left_out = f"leave {part.name} out" if other.fixed else "leave one of the two out"
                     raise ValueError(
                         f"{part.name} needs {REQUIREMENTS[word]}, and {other.name} {other.changes[word]}; "
-                        f"{', or '.join([*remedies, 'leave one of the two out'])}."
+                        f"{', or '.join([*remedies, left_out])}."
                     )
 
 

@@ -17,6 +17,7 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.methods.nat import Uniform
 from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.seco import SeCO, SpaCO
+from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.chunking import Chunk, Chunking
 from lit_grpo.update.objective.corrections import Correction
@@ -174,3 +175,11 @@ def test_what_does_not_go_with_chunks_is_refused() -> None:
         gradient(chunking=SeCO(8), max_tokens_per_micro_batch=6)
     assert make_plugins(["spaco:chunk=8,share=0.5"])["spaco"] == SpaCO(8, 0.5)
     assert Chunking().chunks(long_groups()[0].rollouts[0].completion, 0) == ()
+
+
+def test_chunks_that_no_completion_fills_twice_are_refused_where_some_are_to_be_left_out() -> None:
+    facts = RunFacts(num_prompts=1, num_generations=4, max_tokens=16, updates_per_batch=1, max_observed=8)
+    with pytest.raises(ValueError, match=r"chunk is 24, and a completion has at most 24 tokens, .* give less"):
+        SpaCO(24).check(facts)
+    SpaCO(23).check(facts)
+    SeCO(24).check(facts)  # has the whole gradient however few chunks there are

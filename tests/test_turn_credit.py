@@ -12,12 +12,18 @@ import torch
 from test_gigpo import KEY, START, episode, group
 from test_learner import make_learner, ragged_groups
 
+from lit_grpo.compatibility import ONE_TURN, check_together
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.kevin import ReturnToGo
 from lit_grpo.methods.mt_grpo import MTGRPO
+from lit_grpo.plugins import RunFacts
+from lit_grpo.rollout.session import RolloutSession
+from lit_grpo.tasks import Catch
+from lit_grpo.tasks.calculator import calculate
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import group_advantages
 from lit_grpo.update.credit import Credit, discounted_returns
+from lit_grpo.update.objective.objective import Objective
 
 EPSILON = 1e-4
 
@@ -184,3 +190,32 @@ def test_fields_that_cannot_be_are_refused(spec: str, message: str) -> None:
 def test_one_rule_of_credit_is_enough() -> None:
     with pytest.raises(ValueError, match=r"has gigpo and mt_grpo, which both decide what each turn is learnt from"):
         make_plugins(["gigpo", "mt_grpo"])
+
+
+FACTS = RunFacts(num_prompts=4, num_generations=4, max_tokens=64, updates_per_batch=1, max_observed=64)
+
+
+@pytest.mark.parametrize("name", ["arpo", "aepo", "trace", "gigpo", "mt_grpo", "return_to_go"])
+def test_a_method_of_turns_is_refused_in_a_run_that_has_none(name: str) -> None:
+    """They would enlarge groups alone, count an advantage twice, or do nothing at all."""
+    said = rf"plugins {name} needs .*, and this run has .*; add environments or agent to rollout\.plugins, or leave "
+    with pytest.raises(ValueError, match=rf"{said}rollout\.plugins {name} out\.$"):
+        RolloutSession(make_plugins([name])).check(FACTS, [ONE_TURN])
+    turns = make_plugins([{"environments": {"factory": Catch}}, name])
+    RolloutSession(turns).check(FACTS, [])
+
+
+def test_rewards_of_turns_that_no_environment_gives_and_a_single_turn_are_refused() -> None:
+    for told, message in (
+        (
+            {"tools": [calculate]},
+            "mt_grpo needs what each turn earned .* environments has tools alone, without a method",
+        ),
+        ({"factory": Catch, "max_turns": 1}, "mt_grpo needs completions of several turns, and .* has max_turns 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RolloutSession(make_plugins([{"environments": told}, "mt_grpo"])).check(FACTS, [])
+    with pytest.raises(
+        ValueError, match=r"ratio turn needs completions of several turns, .*; take ratio sequence, or add"
+    ):
+        check_together([*Objective(ratio="turn").parts, ONE_TURN])

@@ -121,19 +121,24 @@ class Environments(Plugin):
 
     @property
     def changes(self) -> Mapping[str, str]:
-        """Turns that are sampled after other tokens than each other are learnt from apart.
+        """What it takes away: turns where there is one alone, and rewards of turns that no environment gives.
 
-        Nothing can begin in the middle of such an episode, nor where an environment has no ``state``.
+        Turns that are sampled after other tokens than each other are learnt from apart. Nothing can begin in the middle
+        of such an episode, nor where an environment has no ``state``.
         """
-        if self._rewrites:
-            return {
-                "one_row": "makes each turn a row of its own",
-                "restorable_environments": "writes the conversation again for each turn",
-            }
         kinds = {} if self.factory is None else self._kinds()
         lacking = [kind.name for kind in kinds.values() if not kind.can_be_restored]
-        has = f"has {' and '.join(lacking)}, to which state and restore would have to be added"
-        return {"restorable_environments": has} if lacking else {}
+        changes = {"turns": "has max_turns 1"} if self.max_turns == 1 else {}
+        if not any("turn_reward" in kind.methods for kind in kinds.values()):
+            silent = " and ".join(kind.name for kind in kinds.values())
+            changes["turn_rewards"] = f"has {silent or 'tools alone'}, without a method turn_reward"
+        if lacking:
+            has = f"has {' and '.join(lacking)}, to which state and restore would have to be added"
+            changes["restorable_environments"] = has
+        if self._rewrites:
+            changes["one_row"] = "makes each turn a row of its own"
+            changes["restorable_environments"] = "writes the conversation again for each turn"
+        return changes
 
     def check(self, run: RunFacts) -> None:
         """Check that there is room for what is observed.

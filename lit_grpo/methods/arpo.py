@@ -59,6 +59,11 @@ class ARPO(Forking):
     alpha: NotNegative = 0.2
     threshold: Share = 0.5
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Turns to branch before: without, it would sample larger groups and nothing else."""
+        return super().needs | {"turns"}
+
     def check(self, run: RunFacts) -> None:
         """Check that there is room for branches, or none by intention.
 

@@ -40,6 +40,11 @@ class GiGPO(GroupCredit):
     gamma: Annotated[float, Limit(least=0, most=1)] = 0.95
     scale: bool = False
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Turns: with one for each completion, its advantage would count twice."""
+        return super().needs | {"turns"}
+
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.
 

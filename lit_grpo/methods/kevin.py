@@ -37,6 +37,11 @@ class ReturnToGo(GroupCredit):
     gamma: Annotated[float, Limit(least=0, most=1)] = 0.4
     scale: bool = True
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Turns: with one for each completion, it would be the estimator."""
+        return super().needs | {"turns"}
+
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.
 

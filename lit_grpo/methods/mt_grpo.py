@@ -39,6 +39,11 @@ class MTGRPO(GroupCredit):
     weight: NotNegative = 1.0
     scale: bool = True
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Turns that are rewarded by themselves: without, it would be the estimator."""
+        return super().needs | {"turns", "turn_rewards"}
+
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.
 

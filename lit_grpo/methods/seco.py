@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lit_grpo.limits import Count, Share
+from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Completion
 from lit_grpo.update.chunking import Chunk, Chunking
 
@@ -83,6 +84,19 @@ class SpaCO(SeCO):
 
     share: Share = 0.5
     seed: int = 0
+
+    def check(self, run: RunFacts) -> None:
+        """Check that a completion can have several chunks: of a single one nothing is left out.
+
+        Raises:
+            ValueError: None can.
+        """
+        longest = run.max_tokens + run.max_observed
+        if self.chunk >= longest:
+            raise ValueError(
+                f"chunk is {self.chunk}, and a completion has at most {longest} tokens, so that each would be one "
+                "chunk, of which nothing is left out; give less, such as a quarter of it."
+            )
 
     def weight(self, completion: Completion, version: int, number: int) -> float:
         """Return ``1 / share`` with chance ``share``, else 0."""

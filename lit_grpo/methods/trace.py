@@ -61,6 +61,11 @@ class ContrastiveTree(Forking):
     width: Count = 16
     window: Count = 32
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Turns to go on from: without, it would sample larger groups and nothing else."""
+        return super().needs | {"turns"}
+
     def check(self, run: RunFacts) -> None:
         """Check that there is room for continuations."""
         check_width(self.width, run)

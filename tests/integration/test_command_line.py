@@ -549,6 +549,10 @@ BAD_INPUT = {
         ["--rollout.plugins", "[{d3s_tokens: {first_tokens: 0.2}}]", "--trainer.max_steps", "-1"],
         "nothing says how many it has; set trainer.max_steps",
     ),
+    "turns without an environment": (
+        ["--rollout.plugins", "[gigpo]"],
+        "rollout.plugins gigpo needs completions of several turns, and this run has one turn per completion; add env",
+    ),
     "subset of no size": (["--rollout.plugins", "pods"], "rollout.plugins pods: keep is not set; give the number"),
     "unknown plan": (
         ["--rollout.plan", "fastest"],

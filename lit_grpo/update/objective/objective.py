@@ -165,6 +165,12 @@ class Objective:
             Part(f"model.objective.loss {self.loss}", needs=self.recipe.needs),
             Part(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
             Part(f"model.objective.step_size.rule {self.step_size.rule}", needs=self.step_size.needs),
+            Part(
+                "model.objective.ratio turn",
+                frozenset({"turns"}),
+                remedy="take ratio sequence",
+                chosen=self.ratio == "turn",
+            ),
             self._proximal_part,
             *self._together_parts,
             *self.kl.parts,
