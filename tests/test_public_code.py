@@ -12,6 +12,7 @@ from lit_grpo.budgets.history import PromptHistory, Visit
 from lit_grpo.methods.drpo import DecoupledLength
 from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.reinforce_ada import Balanced
+from lit_grpo.methods.treepo import relative_advantages
 from lit_grpo.types import PassRule, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, virtual_maximum_advantages
@@ -136,6 +137,18 @@ def test_reinforce_ada_ends_a_prompt_where_its_code_does() -> None:
         assert (balanced.more(8, passed, 1, 8) == 0) == (passed >= 2 and 8 - passed >= 2)
         assert (positive.more(8, passed, 1, 8) == 0) == (passed >= 1)
     assert balanced.more(32, 0, 4, 8) == positive.more(32, 0, 4, 8) == 0
+
+
+def test_advantages_of_treepo_before_they_are_whitened() -> None:
+    """``compute_tree_reinforce_plus_plus_baseline_outcome_advantage`` of multimodal-art-projection/TreePO at f055523.
+
+    With ``adv_weight_strategy="average"``, as its training script has it; a token here is a segment there.
+    """
+    leaves = [(2, 4, 10), (2, 4, 11), (2, 5, 12), (3, 6, 13), (3, 6, 14), (3, 7, 15), (8, 9, 16)]
+    rewards = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.5]
+    completions = [make_rollout((1,), leaf, sample_id=number).completion for number, leaf in enumerate(leaves)]
+    expected = [0.5555555556, -0.4444444444, -0.4166666667, 0.2777777778, 0.2777777778, -0.5833333333, 0.0]
+    assert relative_advantages(completions, rewards, 1) == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_effective_samples_of_vcpo() -> None:
