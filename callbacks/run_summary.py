@@ -24,6 +24,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import files_note
 from lit_grpo.process.terminal import counted
 
+from .rollout_scheduler import RolloutScheduler
 from .run_checkpoint import Stopped, run_name
 
 LIT_GRPO = "python -m lit_grpo"
@@ -120,7 +121,9 @@ class RunSummary(Observer):
             facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
         facts |= _by_function("by function", self._functions)
         facts |= _by_function("by function, held out", self._held_out)
-        for finding in (*module.reward_curves.findings(), *module.held_out_curves.findings()):
+        schedulers = (each for each in _callbacks(trainer) if isinstance(each, RolloutScheduler))
+        of_plugins = [found for each in schedulers for found in each.session.findings()]
+        for finding in (*module.reward_curves.findings(), *module.held_out_curves.findings(), *of_plugins):
             facts[finding.name] = finding.sentence
         if self._lessons.is_worth_a_word:
             facts["taught nothing"] = str(self._lessons)
@@ -136,6 +139,10 @@ class RunSummary(Observer):
         again = f" (from {self._version} to {version})" if self._version else ""
         memory = f", peak memory {self._peak_gib:.3g} GiB" if self._peak_gib else ""
         return f"{made}{again} in {duration(time.monotonic() - self._began)}{memory}"
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _by_function(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, str]:

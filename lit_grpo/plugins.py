@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lit_grpo.limits import check_fields
 
 if TYPE_CHECKING:
+    from lit_grpo.findings.reward_curves import Finding
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.flight import Flight
@@ -256,6 +257,10 @@ class Worker(Listener):
     def metrics(self) -> dict[str, float]:
         """Return what to log of the last rollout."""
         return {}
+
+    def findings(self) -> Sequence[Finding]:
+        """Return what has gone wrong so far, for the card at the end of a run and for ``doctor``."""
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: plain values and tensors."""

@@ -22,6 +22,7 @@ from lit_grpo.environments.workers import TooManyHang
 from lit_grpo.limits import Count, Number
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.process.calls import USERS_LOOP
+from lit_grpo.process.signals import check_signals
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text, load_object
 from lit_grpo.types import Completion
@@ -163,6 +164,7 @@ def _kind(given: str | Callable[..., Any] | None) -> AgentKind:
     if not inspect.isroutine(run):
         what = f"class {agent.__name__} has no method run" if is_class else f"run is {agent!r}, which is no function"
         raise ValueError(f"{what}; give a function, or a class with a method run.")
+    check_signals(run, f"the agent {agent.__name__}", "leave it out, because timeout_s limits it")
     parameters = list(inspect.signature(run).parameters.values())[is_class:]
     for name in GIVEN[:2]:
         if name not in {parameter.name for parameter in parameters}:

@@ -31,17 +31,21 @@ and, all optional::
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from lit_grpo.environments.tools import Tool, load_tools, named
+from lit_grpo.process.signals import check_signals
 from lit_grpo.rewards.loading import error_text, load_object
 
 if TYPE_CHECKING:
     from lit_grpo.types import Prompt
 
+logger = logging.getLogger(__name__)
 COLUMN = "environment"
 """The column of the data that names a row's environment, where there are several."""
 OPTIONAL = ("get_reward", "respond", "turn_reward", "state", "restore", "close")
@@ -152,15 +156,18 @@ def make_kinds(
 def _kind(factory: Factory, functions: Sequence[Tool]) -> Kind:
     make: Any = load_object(factory, "environment") if isinstance(factory, str) else factory
     kind = _type_of(make, factory)
-    members = dict(inspect.getmembers(kind, inspect.isfunction))
+    members = _methods(kind)
     if "reset" not in members:
         raise ValueError(f"environment {kind.__name__} has no method reset; add one, which begins an episode.")
     if "done" in members:
         raise ValueError(f"{kind.__name__}.done is a method, and has to be an attribute or a property.")
     if ("state" in members) != ("restore" in members):
         raise ValueError(f"environment {kind.__name__} has one of state and restore; give it both, or none.")
+    limits = "leave it out, because reset_timeout_s and tool_timeout_s limit each call"
+    for each in (make, kind, *(members[name] for name in NOT_TOOLS if name in members)):
+        check_signals(each, f"environment {kind.__name__}", limits)
     own = [
-        Tool.of(member, is_method=True)
+        Tool.of(member, name, kind.__name__)
         for name, member in members.items()
         if not name.startswith("_") and name not in NOT_TOOLS
     ]
@@ -169,7 +176,7 @@ def _kind(factory: Factory, functions: Sequence[Tool]) -> Kind:
             f"environment {kind.__name__} has no public method, which would be a tool, and no respond, which would "
             "answer as the user; give it one of them."
         )
-    columns, required = columns_of(list(inspect.signature(members["reset"]).parameters.values())[1:])
+    columns, required = columns_of(list(inspect.signature(members["reset"]).parameters.values()))
     return Kind(
         type=kind,
         make=make,
@@ -178,6 +185,56 @@ def _kind(factory: Factory, functions: Sequence[Tool]) -> Kind:
         required=required,
         methods=frozenset(members.keys() & set(OPTIONAL)),
     )
+
+
+def _methods(kind: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a class by name, bound to an object or, as class methods are, to the class.
+
+    Static and class methods, partial methods and decorated ones are among them. A callable object is none; it is named
+    in a warning, because the policy cannot call it.
+
+    Raises:
+        ValueError: A method has no parameter for its environment, or a property returns a function.
+    """
+    methods: dict[str, Callable[..., Any]] = {}
+    for name in dir(kind):
+        member = inspect.getattr_static(kind, name)
+        is_public, shown = not name.startswith("_"), f"{kind.__name__}.{name}"
+        if name.startswith("__") or inspect.isclass(member):
+            continue
+        if isinstance(member, property | functools.cached_property):
+            getter = member.fget if isinstance(member, property) else member.func
+            if is_public and _returns_function(getter):
+                raise ValueError(
+                    f"{shown} is a property that returns a function, and only methods are tools; make it a method, or "
+                    "begin its name with _."
+                )
+        elif hasattr(type(member), "__get__"):
+            bound = member.__get__(object(), kind)
+            if callable(bound):
+                if is_public and inspect.isfunction(member):
+                    _check_takes_environment(member, shown)
+                methods[name] = bound
+        elif is_public and callable(member):
+            logger.warning(
+                "%s is a callable object and no method, so the policy cannot call it; make it a method, or begin its "
+                "name with _.",
+                shown,
+            )
+    return methods
+
+
+def _returns_function(getter: Callable[..., Any] | None) -> bool:
+    returns = getattr(getter, "__annotations__", {}).get("return")
+    name = returns if isinstance(returns, str) else getattr(get_origin(returns) or returns, "__name__", "")
+    return name.rpartition("Callable")[1] != ""
+
+
+def _check_takes_environment(method: Callable[..., Any], shown: str) -> None:
+    first = next(iter(inspect.signature(method).parameters.values()), None)
+    if first is None or (first.name != "self" and first.annotation is not first.empty):
+        what = "no parameter" if first is None else f"no self: its first parameter is {first.name!r}"
+        raise ValueError(f"{shown} is a method and takes {what}; add self, or make it a staticmethod.")
 
 
 def columns_of(parameters: Sequence[inspect.Parameter]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:

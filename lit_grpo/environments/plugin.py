@@ -20,6 +20,7 @@ from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
 from lit_grpo.environments.session import Failure, Limits, Outcome, RewritingSession, Session
 from lit_grpo.environments.workers import Calls
+from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rewards.function import RewardFunction
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from lit_grpo.data.chat import Message
     from lit_grpo.data.sources import Row
+    from lit_grpo.findings.reward_curves import Finding
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.flight import Flight
 
@@ -266,6 +268,7 @@ class EnvironmentWorker(Worker):
         self._told: set[str] = set()
         self._num_restarted = self._num_unkept = 0
         self._tried: set[str] = set()  # kinds whose first state has been looked at
+        self._tool_calls = ToolCalls()
         self._rewards = [
             RewardFunction.of(functools.partial(_reward_of, kind=name), name)
             for name in dict.fromkeys(kind.name for kind in kinds.values() if kind.gives_reward)
@@ -411,6 +414,7 @@ class EnvironmentWorker(Worker):
             counts=self._counts,
             told=self._tell,
             told_failure=self._tell_failure,
+            called=self._called,
             keeps_states=self._flight.forks,
             apart=bool(self._apart),
             tried=self._tried,
@@ -514,6 +518,8 @@ class EnvironmentWorker(Worker):
                 f"All {self._num_ended} trajectories of a rollout were cut short by max_turns, max_tokens or "
                 "max_observed, and none came to its end; have the environment say so with done, or raise the limits."
             )
+        for finding in self._tool_calls.news():
+            self._tell(finding.sentence)
         if failed:
             self._kept, self._carried = self._places(), {}
             for session in self.sessions.values():
@@ -542,6 +548,7 @@ class EnvironmentWorker(Worker):
         ended = self._num_ended or math.nan
         names = ("tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "shortened_answers", "cut_short")
         names += ("failures", "retries", "dropped", "timeouts")
+        tools = dict.fromkeys(f"tools/{tool}/" for kind in self.kinds.values() for tool in kind.tools)
         return {
             "environments/turns": self._num_turns / ended,
             "environments/rows": self._num_rows / ended,
@@ -549,7 +556,18 @@ class EnvironmentWorker(Worker):
             "environments/restarted": float(self._num_restarted),
             "environments/unkept": float(self._num_unkept),
             **{f"environments/{name}": float(self._counts[name]) for name in names},
+            **{tool + name: float(self._counts[tool + name]) for tool in tools for name in ("calls", "failures")},
         }
+
+    def findings(self) -> list[Finding]:
+        """Return the tools whose calls have all failed since the process began."""
+        return self._tool_calls.findings()
+
+    def _called(self, name: str, error: str | None) -> None:
+        """Count a call of a tool, which succeeded if ``error`` is None."""
+        self._tool_calls.add(name, error)
+        self._counts[f"tools/{name}/calls"] += 1
+        self._counts[f"tools/{name}/failures"] += error is not None
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._told:

@@ -123,6 +123,7 @@ class Session:
     began: float = field(default_factory=time.monotonic)
     told: Callable[[str], None] = lambda _: None
     told_failure: Callable[[str], None] = lambda _: None
+    called: Callable[[str, str | None], None] = lambda _, error: None
     _work: Future[None] | None = None  # beside decoding
     _is_over: bool = False
     _spent_s: float = 0.0  # of trajectory_timeout_s
@@ -386,20 +387,26 @@ class Session:
         own = (self.environment,) if tool.is_method else ()
         try:
             arguments = copy.deepcopy(call.arguments)  # the conversation keeps those that the policy wrote
-            return await self._within(lambda: tool.function(*own, **arguments), tool.is_async)
+            result = await self._within(lambda: tool.function(*own, **arguments), tool.is_async)
         except CallTimeout:
             self.counts["tool_timeouts"] += 1
+            limit = f"the call took longer than {self.limits.tool_timeout_s:g} s"
+            self.called(call.name, limit)
             if tool.is_method:  # the call goes on, and holds the environment
                 raise Failure(f"hangs in {call.name}") from None
             self.counts["tool_failures"] += 1
-            return {"error": f"the call took longer than {self.limits.tool_timeout_s:g} s"}
+            return {"error": limit}
         except TooManyHang:
             raise
         except FAILURES as error:
+            self.called(call.name, error_text(error))
             raise Failure(f"fails in {call.name} ({error_text(error)})") from error
         except Exception as error:  # a tool's error is an answer
             self.counts["tool_failures"] += 1
+            self.called(call.name, error_text(error))
             return {"error": str(error)}
+        self.called(call.name, None)
+        return result
 
     async def _respond(self, content: str) -> list[Message]:
         """Return the user's answer to a turn without a call; none where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -92,7 +93,10 @@ class Calls:
         if is_async:
             return await self._timed(self._await(function, timeout_s), timeout_s, took)
         async with self._free[apart]:
-            return await self._timed(self._run(function, timeout_s), timeout_s, took)
+            result = await self._timed(self._run(function, timeout_s), timeout_s, took)
+        if inspect.isawaitable(result):  # of a sync function around an async one, such as a decorator's
+            return await self._timed(self._await(lambda: result, timeout_s), timeout_s, took)
+        return result
 
     async def at_once(self, function: Callable[[], Any], is_async: bool, timeout_s: float) -> Any:
         """Make a short call as :meth:`call` does, without waiting for a thread that others have."""

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from lit_grpo.limits import Limit, check_fields
+from lit_grpo.process.signals import check_signals
 from lit_grpo.rewards.inputs import (
     GROUP_INPUTS,
     NOT_IN_TRL,
@@ -177,7 +178,11 @@ class RewardFunction:
         name = spec.name or short
         call, args = (_build(loaded, spec), {}) if inspect.isclass(loaded) else (loaded, spec.args)
         function = cls.of(call, name, spec.weight, spec.function, args)
-        if spec.process:
+        if not spec.process:
+            check_signals(
+                call, f"reward function {spec.function!r}", "leave it out, or set process: true for the reward"
+            )
+        else:
             function = replace(function, call=ProcessCall(spec.function, spec.args, timeout_s))
         return replace(function, retries=spec.retries, retry_pause_s=spec.retry_pause_s)
 
@@ -363,7 +368,9 @@ def _load(reward: Reward, timeout_s: float | None) -> RewardFunction:
         return RewardFunction.load(reward, timeout_s)
     if not callable(reward) or inspect.isclass(reward):
         raise ValueError(f"the reward {reward!r} is no function, path or RewardSpec; give one of these.")
-    return RewardFunction.of(reward, getattr(reward, "__name__", type(reward).__name__))
+    name = getattr(reward, "__name__", type(reward).__name__)
+    check_signals(reward, f"reward function {name!r}", "leave it out, because reward_timeout_s limits each call")
+    return RewardFunction.of(reward, name)
 
 
 def with_function(reward: Mapping[str, Any]) -> dict[str, Any]:

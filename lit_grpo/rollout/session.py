@@ -29,6 +29,7 @@ from lit_grpo.types import Key, PassRule, Prompt, PromptBatch, Request, RolloutG
 
 if TYPE_CHECKING:
     from lit_grpo.faults import Phases
+    from lit_grpo.findings.reward_curves import Finding
     from lit_grpo.ranks import Ranks
     from lit_grpo.rewards import RewardRunner
     from lit_grpo.rollout.generator import Generator
@@ -158,6 +159,10 @@ class RolloutSession:
     def evaluating(self) -> list[Worker]:
         """What acts for plug-ins in rollouts that are not learnt from, too."""
         return [worker for worker in self.workers.values() if worker.evaluates]
+
+    def findings(self) -> list[Finding]:
+        """Return what has gone wrong so far with what plug-ins do."""
+        return [finding for worker in self.workers.values() for finding in worker.findings()]
 
     # ---- before the first batch ---------------------------------------------------------------------
 

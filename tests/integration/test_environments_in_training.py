@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import sqlite3
 import subprocess
 import sys
@@ -24,6 +25,9 @@ from lit_grpo.environments.adapters import OpenEnv
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.tasks import Catch
+from lit_grpo.tools.commands.doctor import main as doctor
+from lit_grpo.tools.dashboard.report import read_folder
+from lit_grpo.tools.dashboard.report.content import report_content
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -381,3 +385,37 @@ def test_ratios_by_turn_differ_from_those_of_tokens_once_the_policy_has_moved(tm
         norms[ratio] = float(row["grad_norm"])  # of two steps on one batch
         assert float(row["environments/turns"]) > 1
     assert norms["turn"] > 0 and norms["turn"] != pytest.approx(norms["token"], rel=1e-4)
+
+
+def test_a_tool_that_never_works_is_named_on_the_screen_the_card_the_report_and_by_doctor(
+    folder: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        "def query(sql_command: str) -> str:\n"
+        '    """Run a query.\n\n    Args:\n        sql_command: The query.\n    """\n'
+        "    raise KeyError('no such table')\n"
+        "def score(completions, **_):\n    return [float(len(str(each)) % 7) for each in completions]\n"
+    )
+    train(folder, [{"prompt": "Ask."}] * 4, ["broken.py:score"], max_steps=1, tools=["broken.py:query"], max_turns=3)
+    said = capfd.readouterr()
+    error = "of the tool `query` failed, "
+    assert error in caplog.text and "KeyError: 'no such table'" in caplog.text
+    card = " ".join(said.out[said.out.index("grpo: done") :].split())
+    assert "tool query" in card and error in card
+    facts = report_content(read_folder(tmp_path / "runs" / "grpo"))["head"]["facts"]
+    assert any(fact[0] == "Tool query" and fact[1] == "failed" for fact in facts)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Ask."}\n' * 4)
+    with pytest.raises(SystemExit):
+        doctor(
+            [
+                f"--model.policy={folder}",
+                "--data.train=rows.jsonl",
+                '--model.rewards=["broken.py:score"]',
+                "--model.sampling.max_tokens=60",
+                "--model.sampling.max_observed=400",
+                "--trainer.accelerator=cpu",
+                '--rollout.plugins=[{"environments": {"tools": ["broken.py:query"], "max_turns": 3}}]',
+            ]
+        )
+    said = capfd.readouterr()
+    assert re.search(r"warn tool query +All \d+ calls of the tool `query` failed", said.out)

@@ -82,6 +82,8 @@ def check_samples(patient: Patient) -> Iterator[Finding]:
             f"samples hold {', '.join(unseen)}, which the text for reward functions leaves out",
             "set model.keep_special_tokens to true if a reward is to see them",
         )
+    for found in patient.scheduler.session.findings():
+        yield Finding("warn", found.name, *found.sentence.split(". ", 1))
     for group in patient.groups[:3]:
         patient.report.quote(f'{group.prompt.prompt_id}: "{on_one_line(group.rollouts[0].completion.text)}"')
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from lit_grpo.findings.lessons import LESSON, LessonCount
 from lit_grpo.findings.reward_curves import HELD_OUT, TRAINING, Finding, RewardCurves
+from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.process.terminal import visible
 from lit_grpo.tools.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
 from lit_grpo.tools.dashboard.report.folder import RunRecords
@@ -54,7 +55,7 @@ def _heading(run: RunRecords) -> dict[str, Any]:
     wanted = wanted if isinstance(wanted, int) and wanted > 0 else None
     state = "running" if run.running else "stopped" if wanted is not None and updates < wanted else "ended"
     facts = [("Updates", f"{updates:,}" + (f" of {wanted:,}" if wanted is not None else ""), "")]
-    facts += _passed(run) + _parted(run) + _taught_nothing(run.columns)
+    facts += _passed(run) + _parted(run) + _failing_tools(run.columns) + _taught_nothing(run.columns)
     if (seconds := _seconds(run.columns)) is not None:
         facts.append(("Time in steps", _duration(seconds), ""))
     peaks = {name: run.columns[name] for name in run.columns if name.startswith("memory/") and "peak" in name}
@@ -101,6 +102,18 @@ def _parted(run: RunRecords) -> list[tuple[str, str, str]]:
             curves.add(dict(zip(names, row, strict=True)))
         found += curves.findings()
     return [(finding.name.capitalize(), visible(finding.about), visible(finding.sentence)) for finding in found]
+
+
+def _failing_tools(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
+    """Return the tools whose calls all failed."""
+    calls = ToolCalls()
+    for name in columns:
+        if (found := re.fullmatch(r"tools/(.*)/calls", name)) and f"tools/{found[1]}/failures" in columns:
+            calls.add_many(
+                found[1], *(int(np.nansum(columns[f"tools/{found[1]}/{of}"])) for of in ("calls", "failures"))
+            )
+    found = calls.findings()
+    return [(visible(finding.name).capitalize(), finding.about, visible(finding.sentence)) for finding in found]
 
 
 def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:

@@ -1,0 +1,337 @@
+"""Which functions and methods are tools, which are refused before a run, and what is said of one that never works."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conversations import call, only
+from test_environments import play, worker_of
+from test_reward_runner import make_group
+
+from lit_grpo.environments.contract import make_kinds
+from lit_grpo.environments.tools import Tool
+from lit_grpo.findings.reward_curves import Finding
+from lit_grpo.findings.tool_calls import ToolCalls
+from lit_grpo.process.signals import sets_signals
+from lit_grpo.rewards import RewardFunction, RewardRunner, RewardSpec
+from lit_grpo.rewards.function import load_rewards
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Base:
+    def inherited(self, text: str) -> str:
+        """Say it.
+
+        Args:
+            text: A text.
+        """
+        return f"{type(self).__name__} {text}"
+
+
+class Words(Base):
+    def reset(self, **row: Any) -> None:
+        self.lookup = {"key": "value"}
+
+    @staticmethod
+    def join(text: str, times: int = 2) -> str:
+        """Repeat.
+
+        Args:
+            text: A text.
+            times: How often.
+        """
+        return text * times
+
+    @classmethod
+    def kind(cls, text: str) -> str:
+        """Name the class.
+
+        Args:
+            text: A text.
+        """
+        return f"{cls.__name__} {text}"
+
+    def find(self, text: str, end: str = "") -> str:
+        """Look up.
+
+        Args:
+            text: A key.
+            end: What follows.
+        """
+        return self.lookup.get(text, "nothing") + end
+
+    loud = functools.partialmethod(find, end="!")
+    search = find
+
+    @logged
+    async def later(self, text: str) -> str:
+        """Say it later.
+
+        Args:
+            text: A text.
+        """
+        return f"later {text}"
+
+    @functools.lru_cache  # noqa: B019
+    def cached(self, text: str) -> str:
+        """Say it once.
+
+        Args:
+            text: A text.
+        """
+        return f"cached {text}"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("join", "keykey"),
+        ("kind", "Words key"),
+        ("find", "value"),
+        ("loud", "value!"),
+        ("search", "value"),
+        ("inherited", "Words key"),
+        ("later", "later key"),
+        ("cached", "cached key"),
+    ],
+)
+def test_every_kind_of_method_is_a_tool_that_works(name: str, answer: str) -> None:
+    worker = worker_of(Words)
+    schema = worker.kinds[None].tools[name].schema["function"]
+    assert schema["name"] == name and schema["parameters"]["required"] == ["text"]
+    assert schema["parameters"]["properties"]["text"]["type"] == "string"
+    episode = only(play(worker, lambda _, turn: "Done." if turn else call(name, text="key"), [{"prompt": "?"}])).episode
+    assert episode is not None and episode.messages[1]["content"] == answer
+
+
+def test_partial_functions_and_callable_objects_are_tools() -> None:
+    class Search:
+        async def __call__(self, text: str) -> str:
+            """Search.
+
+            Args:
+                text: A text.
+            """
+            return f"found {text}"
+
+    tools = make_kinds(None, [functools.partial(Words.join, times=3), Search()])[None].tools
+    assert list(tools) == ["join", "Search"] and tools["Search"].is_async
+    assert tools["join"].function(text="a") == "aaa"
+    assert tools["Search"].schema["function"]["parameters"]["required"] == ["text"]
+
+
+def test_a_method_that_cannot_be_called_is_refused() -> None:
+    class NoSelf:
+        def reset(self) -> None: ...
+
+        def join(text: str) -> str:
+            """Join.
+
+            Args:
+                text: A text.
+            """
+            return text
+
+    class Property:
+        def reset(self) -> None: ...
+
+        @property
+        def join(self) -> Callable[[str], str]:
+            return str
+
+    with pytest.raises(ValueError, match=r"NoSelf.join is a method and takes no self: its first parameter is 'text'"):
+        make_kinds(NoSelf, [])
+    with pytest.raises(ValueError, match=r"Property.join is a property that returns a function, and only methods"):
+        make_kinds(Property, [])
+
+
+def test_a_callable_object_of_a_class_is_named_as_no_tool(caplog: pytest.LogCaptureFixture) -> None:
+    class Holds(Words):
+        client = functools.partial(len)
+
+        class Options: ...
+
+    with caplog.at_level(logging.WARNING):
+        assert {"client", "Options"}.isdisjoint(make_kinds(Holds, [])[None].tools)
+    assert "Holds.client is a callable object and no method, so the policy cannot call it" in caplog.text
+    assert "Options" not in caplog.text
+
+
+def test_a_tool_that_yields_is_refused() -> None:
+    def pages(text: str) -> Iterator[str]:
+        """Yield.
+
+        Args:
+            text: A text.
+        """
+        yield text
+
+    async def stream(text: str) -> AsyncIterator[str]:
+        """Yield.
+
+        Args:
+            text: A text.
+        """
+        yield text
+
+    for function in (pages, stream):
+        with pytest.raises(ValueError, match="cannot be a tool, because it yields its answer; return the answer"):
+            Tool.of(function)
+
+
+# ---- signals ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def limit(seconds: int) -> Iterator[None]:
+    """As TRL's example ``grpo_agent`` has it."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def alarmed(key: str) -> str:
+    """Look up.
+
+    Args:
+        key: A key.
+    """
+    with limit(5):
+        return f"found {key}"
+
+
+class Alarm:
+    def __enter__(self) -> None:
+        from signal import ITIMER_REAL, setitimer
+
+        setitimer(ITIMER_REAL, 1.0)
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class Alarmed(Words):
+    def reset(self, **row: Any) -> None:
+        with Alarm():
+            super().reset(**row)
+
+
+def guarded(key: str) -> str:
+    try:
+        signal.alarm(5)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    except ValueError:
+        return "in a thread"
+    return key
+
+
+def test_functions_that_set_signals_are_refused_before_the_run() -> None:
+    why = "sets a signal or an alarm in limit, which Python allows in the main thread only, and it is called in other"
+    with pytest.raises(ValueError, match=f"the tool alarmed {why} threads; leave it out, because tool_timeout_s"):
+        worker_of(tools=[alarmed])
+    with pytest.raises(ValueError, match="environment Alarmed sets a signal or an alarm in __enter__, which"):
+        worker_of(Alarmed)
+    with pytest.raises(ValueError, match=f"reward function 'score' {why} threads; leave it out, because reward"):
+        load_rewards([_score()])
+    assert sets_signals(guarded) is None  # it looks itself
+    assert sets_signals(functools.partial(logged(alarmed), key="a")) == "limit"
+
+
+def _score() -> Callable[..., float]:
+    def score(completion: str) -> float:
+        return float(len(alarmed(completion)))
+
+    return score
+
+
+def test_a_reward_with_an_alarm_works_in_a_process(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "import signal\ndef score(completion):\n    signal.alarm(5)\n    signal.alarm(0)\n    return 1.0\n"
+    )
+    path = f"{tmp_path / 'judge.py'}:score"
+    with pytest.raises(ValueError, match="leave it out, or set process: true for the reward"):
+        load_rewards([path])
+    runner, group = RewardRunner([RewardFunction.load(RewardSpec(path, process=True), 20.0)]), make_group("a")
+    runner.score(group)
+    runner.close()
+    assert group.rollouts[0].rewards == {"score": 1.0}
+
+
+# ---- tools that never work ----------------------------------------------------------------------------
+
+
+def test_a_tool_whose_every_call_fails_is_named_once_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    def lookup(key: str) -> str:
+        """Look up.
+
+        Args:
+            key: A key.
+        """
+        raise KeyError("no such table")
+
+    def add(first: int, second: int) -> int:
+        """Add.
+
+        Args:
+            first: A number.
+            second: Another.
+        """
+        return first + second
+
+    worker = worker_of(tools=[lookup, add])
+    says = lambda _, turn: call("lookup", key="a") + call("add", first=1, second=2) if turn < 3 else "Done."  # noqa: E731
+    with caplog.at_level(logging.WARNING):
+        play(worker, says, [{"prompt": "?"}])
+    sentence = (
+        "All 3 calls of the tool `lookup` failed, 3 of them with \"KeyError: 'no such table'\". Mend the tool, or tell "
+        "the policy in the prompt or the docstring how to call it."
+    )
+    assert worker.findings() == [Finding("tool lookup", "failed", sentence)]
+    assert [each.message for each in caplog.records if "tool `" in each.message] == [sentence]
+    metrics = worker.metrics()
+    assert [metrics[f"tools/lookup/{name}"] for name in ("calls", "failures")] == [3.0, 3.0]
+    assert [metrics[f"tools/add/{name}"] for name in ("calls", "failures")] == [3.0, 0.0]
+
+
+def test_a_tool_that_has_worked_once_and_one_that_was_hardly_called_are_not_named() -> None:
+    calls = ToolCalls()
+    for error in ("OSError: a", "OSError: b", None, "OSError: a"):
+        calls.add("lookup", error)
+    calls.add_many("hardly", 2, 2)
+    assert calls.findings() == []
+    calls.add_many("hardly", 1, 1)
+    assert [finding.name for finding in calls.news()] == ["tool hardly"] and calls.news() == []
+
+
+def test_the_report_names_a_tool_whose_calls_all_failed(tmp_path: Path) -> None:
+    from made_runs import make_run
+
+    from lit_grpo.tools.dashboard.report import read_folder
+    from lit_grpo.tools.dashboard.report.content import report_content
+
+    run = make_run(tmp_path / "run", updates=2, names=["reward"])
+    (run / "metrics.csv").write_text(
+        "step,reward,tools/lookup/calls,tools/lookup/failures,tools/add/calls,tools/add/failures\n"
+        "1,0,20,20,4,4\n2,0,27,27,4,3\n"
+    )
+    said = "All 47 calls of the tool `lookup` failed. The answers in samples.jsonl have the errors."
+    facts = report_content(read_folder(run))["head"]["facts"]
+    assert ("Tool lookup", "failed", said) in facts and not any("add" in str(fact) for fact in facts)
+    assert np.isfinite(report_content(read_folder(run))["metrics"]["tools/lookup/calls"]["mean"]).all()
