@@ -139,7 +139,7 @@ def test_a_method_that_cannot_be_called_is_refused() -> None:
     class NoSelf:
         def reset(self) -> None: ...
 
-        def join(text: str) -> str:
+        def join(text: str) -> str:  # pyright: ignore[reportGeneralTypeIssues]
             """Join.
 
             Args:
@@ -306,8 +306,8 @@ def test_a_tool_whose_every_call_fails_is_named_once_with_its_error(caplog: pyte
     assert worker.findings() == [Finding("tool lookup", "failed", sentence)]
     assert [each.message for each in caplog.records if "tool `" in each.message] == [sentence]
     metrics = worker.metrics()
-    assert [metrics[f"tools/lookup/{name}"] for name in ("calls", "failures")] == [3.0, 3.0]
-    assert [metrics[f"tools/add/{name}"] for name in ("calls", "failures")] == [3.0, 0.0]
+    assert [metrics[f"environments/{name}/lookup"] for name in ("calls", "failed_calls")] == [3.0, 3.0]
+    assert [metrics[f"environments/{name}/add"] for name in ("calls", "failed_calls")] == [3.0, 0.0]
 
 
 def test_a_tool_that_has_worked_once_and_one_that_was_hardly_called_are_not_named() -> None:
@@ -328,10 +328,11 @@ def test_the_report_names_a_tool_whose_calls_all_failed(tmp_path: Path) -> None:
 
     run = make_run(tmp_path / "run", updates=2, names=["reward"])
     (run / "metrics.csv").write_text(
-        "step,reward,tools/lookup/calls,tools/lookup/failures,tools/add/calls,tools/add/failures\n"
+        "step,reward,environments/calls/lookup,environments/failed_calls/lookup,"
+        "environments/calls/add,environments/failed_calls/add\n"
         "1,0,20,20,4,4\n2,0,27,27,4,3\n"
     )
     said = "All 47 calls of the tool `lookup` failed. The answers in samples.jsonl have the errors."
     facts = report_content(read_folder(run))["head"]["facts"]
     assert ("Tool lookup", "failed", said) in facts and not any("add" in str(fact) for fact in facts)
-    assert np.isfinite(report_content(read_folder(run))["metrics"]["tools/lookup/calls"]["mean"]).all()
+    assert np.isfinite(report_content(read_folder(run))["metrics"]["environments/calls/lookup"]["mean"]).all()

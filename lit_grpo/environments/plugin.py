@@ -548,16 +548,20 @@ class EnvironmentWorker(Worker):
         ended = self._num_ended or math.nan
         names = ("tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "shortened_answers", "cut_short")
         names += ("failures", "retries", "dropped", "timeouts")
-        tools = dict.fromkeys(f"tools/{tool}/" for kind in self.kinds.values() for tool in kind.tools)
+        by_tool = [f"{of}/{tool}" for of in ("calls", "failed_calls") for tool in self._tools]
         return {
             "environments/turns": self._num_turns / ended,
             "environments/rows": self._num_rows / ended,
             "environments/waiting_share": self._waited_s / self._lasted_s if self._lasted_s else math.nan,
             "environments/restarted": float(self._num_restarted),
             "environments/unkept": float(self._num_unkept),
-            **{f"environments/{name}": float(self._counts[name]) for name in names},
-            **{tool + name: float(self._counts[tool + name]) for tool in tools for name in ("calls", "failures")},
+            **{f"environments/{name}": float(self._counts[name]) for name in (*names, *by_tool)},
         }
+
+    @property
+    def _tools(self) -> dict[str, None]:
+        """The names of the tools of all kinds."""
+        return dict.fromkeys(tool for kind in self.kinds.values() for tool in kind.tools)
 
     def findings(self) -> list[Finding]:
         """Return the tools whose calls have all failed since the process began."""
@@ -566,8 +570,8 @@ class EnvironmentWorker(Worker):
     def _called(self, name: str, error: str | None) -> None:
         """Count a call of a tool, which succeeded if ``error`` is None."""
         self._tool_calls.add(name, error)
-        self._counts[f"tools/{name}/calls"] += 1
-        self._counts[f"tools/{name}/failures"] += error is not None
+        self._counts[f"calls/{name}"] += 1
+        self._counts[f"failed_calls/{name}"] += error is not None
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._told:

@@ -396,7 +396,7 @@ def test_a_tool_that_never_works_is_named_on_the_screen_the_card_the_report_and_
         "    raise KeyError('no such table')\n"
         "def score(completions, **_):\n    return [float(len(str(each)) % 7) for each in completions]\n"
     )
-    train(folder, [{"prompt": "Ask."}] * 4, ["broken.py:score"], max_steps=1, tools=["broken.py:query"], max_turns=3)
+    train(folder, [{"prompt": "Ask."}] * 4, ["broken.py:score"], max_steps=2, tools=["broken.py:query"], max_turns=3)
     said = capfd.readouterr()
     error = "of the tool `query` failed, "
     assert error in caplog.text and "KeyError: 'no such table'" in caplog.text
@@ -410,6 +410,7 @@ def test_a_tool_that_never_works_is_named_on_the_screen_the_card_the_report_and_
             [
                 f"--model.policy={folder}",
                 "--data.train=rows.jsonl",
+                "--data.batch_size=2",
                 '--model.rewards=["broken.py:score"]',
                 "--model.sampling.max_tokens=60",
                 "--model.sampling.max_observed=400",

@@ -108,10 +108,9 @@ def _failing_tools(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, st
     """Return the tools whose calls all failed."""
     calls = ToolCalls()
     for name in columns:
-        if (found := re.fullmatch(r"tools/(.*)/calls", name)) and f"tools/{found[1]}/failures" in columns:
-            calls.add_many(
-                found[1], *(int(np.nansum(columns[f"tools/{found[1]}/{of}"])) for of in ("calls", "failures"))
-            )
+        tool = name.removeprefix("environments/calls/")
+        if tool != name and (failed := columns.get(f"environments/failed_calls/{tool}")) is not None:
+            calls.add_many(tool, int(np.nansum(columns[name])), int(np.nansum(failed)))
     found = calls.findings()
     return [(visible(finding.name).capitalize(), finding.about, visible(finding.sentence)) for finding in found]
 
