@@ -1,9 +1,8 @@
-"""Tokens learnt from are the tokens sampled, whatever templates make of conversations; formats of calls; templates."""
+"""Tokens learnt from are the tokens sampled, whatever templates make of conversations; templates."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 from conftest import table_rows
@@ -20,7 +19,6 @@ from benchmarks.conversations import (
 )
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
-from lit_grpo.environments.calls import FORMATS, BrokenCall, Call, Turn, format_of, read_turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
 from lit_grpo.types import Prompt
@@ -34,7 +32,7 @@ def test_tokens_learnt_are_tokens_sampled_in_random_conversations(family: str) -
     assert wrong(check(play(family, GENERATORS["slots"], NUM_CONVERSATIONS)), "slots") == []
 
 
-# ---- calls --------------------------------------------------------------------------------------------
+# ---- templates ----------------------------------------------------------------------------------------
 
 
 def turn_right(degrees: int, quickly: bool = False, what: str = "") -> str:
@@ -47,79 +45,6 @@ def turn_right(degrees: int, quickly: bool = False, what: str = "") -> str:
     """
     return ""
 
-
-TOOLS = {"turn_right": Tool.of(turn_right)}
-CALL = Call("turn_right", {"degrees": 90})
-
-
-@pytest.mark.parametrize(
-    ("form", "text", "expected"),
-    [
-        ("hermes", '<tool_call>\n{"name": "turn_right", "arguments": {"degrees": 90}}\n</tool_call>', [CALL]),
-        ("hermes", 'Well. <tool_call>{"name": "turn_right", "arguments": "{\\"degrees\\": 90}"}', [CALL]),
-        ("hermes", '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b"}</tool_call>', ["a", "b"]),
-        ("hermes", "<tool_call>{'name': 'a'}</tool_call>", "no JSON"),
-        ("hermes", '<tool_call>["a"]</tool_call>', "it is not {"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "not an object"),
-        ("hermes", '<think>I could <tool_call>{"name": "a"}</tool_call></think>No.', []),
-        ("hermes", '<think>never closed <tool_call>{"name": "a"}</tool_call>', []),
-        (
-            "qwen",
-            "<tool_call>\n<function=turn_right>\n<parameter=degrees>\n90\n</parameter>\n<parameter=what>\n12\n"
-            "</parameter>\n</function>\n</tool_call>",
-            [Call("turn_right", {"degrees": 90, "what": "12"})],
-        ),
-        ("qwen", "<tool_call>{}</tool_call>", "it is not <function"),
-        ("llama", '{"name": "turn_right", "parameters": {"degrees": 90}}', [CALL]),
-        ("llama", '<|python_tag|>{"name": "turn_right", "parameters": {"degrees": 90}}', [CALL]),
-        ("llama", '{"name": "turn_right", "parameters": {"degrees": 90', "no JSON"),
-        ("llama", 'The set {1, 2} is no call, nor is {"a": 1} within a text.', []),
-        ("json", '{"name": "turn_right", "arguments": {"degrees": 90}}', [CALL]),
-        ("json", "An answer.", []),
-    ],
-)
-def test_calls_are_read_and_broken_ones_are_no_text(form: str, text: str, expected: Any) -> None:
-    calls = read_turn(text, FORMATS[form], TOOLS).calls
-    if isinstance(expected, str):
-        (broken,) = calls
-        assert isinstance(broken, BrokenCall) and expected in broken.why
-    else:
-        assert list(calls) == [each if isinstance(each, Call) else Call(each, {}) for each in expected]
-
-
-def test_reasoning_and_text_are_told_apart() -> None:
-    turn = read_turn('<think>\nhm\n</think>\n\nLook: <tool_call>{"name": "a"}</tool_call>', FORMATS["hermes"], {})
-    assert (turn.reasoning, turn.content) == ("hm", "Look:")
-    assert turn.message["reasoning_content"] == "hm" and turn.message["tool_calls"][0]["function"]["name"] == "a"
-    assert read_turn("hm</think>Yes.", FORMATS["hermes"], {}) == Turn("Yes.", "hm")
-
-
-@pytest.mark.parametrize(("family", "form"), [("qwen3", "hermes"), ("llama3_1", "llama"), ("qwen3_5_think", "qwen")])
-def test_the_format_is_what_the_template_writes(family: str, form: str) -> None:
-    template = template_of(family)
-    if template is None:
-        pytest.skip("TRL is not installed")
-    assert format_of(template) == form
-    assert format_of("{{ messages }}") == "json"
-
-
-def test_a_response_template_of_the_tokenizer_reads_calls() -> None:
-    tokenizer = copy.deepcopy(chat_tokenizer())
-    chat = Chat(tokenizer)
-    tokenizer.response_template = {"anything": True}
-    tokenizer.parse_response = lambda ids, prefix, tools: {
-        "content": "hm",
-        "tool_calls": [{"type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": {"n": 1}}}]
-        if prefix
-        else [],
-    }
-    chat = Chat(tokenizer)
-    ids = tokenizer("<tool_call>{oops</tool_call>")["input_ids"]
-    assert chat.read(ids, [5], TOOLS) == Turn("hm", "", (Call("turn_right", {"n": 1}),))
-    assert isinstance(chat.read(ids, [], TOOLS).calls[0], BrokenCall)  # which the template takes for text
-
-
-# ---- templates ----------------------------------------------------------------------------------------
 
 SCHEMAS = [Tool.of(turn_right).schema]
 

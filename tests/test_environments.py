@@ -971,7 +971,7 @@ def test_what_cannot_be_an_environment_is_refused(options: dict[str, Any], messa
         ({"max_turns": 0}, "max_turns must be at least 1, not 0"),
         ({"tool_timeout_s": 0}, "tool_timeout_s must be above 0, not 0"),
         ({"max_answer_tokens": 2}, "max_answer_tokens must be at least 16, not 2"),
-        ({"calls": "yaml"}, "calls must be qwen, hermes, llama or json, not 'yaml'"),
+        ({"calls": "yaml"}, "calls must be qwen, hermes, json, llama, python, .* or muse, not 'yaml'"),
     ],
 )
 def test_fields_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.data.control import ControlTokens
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -71,7 +73,16 @@ def _is_call(call: Any) -> bool:
 def encode_chat(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> list[int]:
-    """Return the token ids of a conversation.
+    """Return the token ids of a conversation; texts of it that are covered become plain characters.
+
+    Raises:
+        UnusableRow: As for :func:`render_chat`, as are the others.
+    """
+    return ControlTokens.of(tokenizer).encode(render_chat(messages, tokenizer, options))
+
+
+def render_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+    """Return what the chat template makes of a conversation.
 
     If the conversation ends in an assistant's message, the policy continues that message; else it answers.
 
@@ -92,7 +103,7 @@ def encode_chat(
     with _limited(LIMIT_S):
         if any("tool_calls" in message for message in messages):
             messages = _in_accepted_form(messages, tokenizer, options)
-        return list(apply_template(messages, tokenizer, {**options, "return_dict": False}))
+        return str(apply_template(messages, tokenizer, {**options, "tokenize": False}))
 
 
 def apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Any:

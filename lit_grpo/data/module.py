@@ -60,6 +60,9 @@ class PromptDataModule(LightningDataModule):
             prompt is a list of messages, or ``system_prompt`` is given.
         chat_template_kwargs: Variables for the chat template, for instance ``enable_thinking: false``.
         continue_final_message: Continue conversations that end in an assistant message; they are unusable otherwise.
+        split_special_tokens: Encode control tokens that a row's text spells, such as ``<|im_end|>``, as plain
+            characters. By default they become control tokens, and a warning counts the rows. Earlier turns of the
+            assistant are left as they are. What tools, environments and agents say is always plain characters.
         columns: New names for columns, as the reward functions know them: ``{answer: solution}`` hands
             them the column ``solution`` as ``answer``. Prompts are made of the old names.
         max_prompt_tokens: The longest prompt that is taken; prompts are never cut.
@@ -85,6 +88,7 @@ class PromptDataModule(LightningDataModule):
         chat_template: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         continue_final_message: bool = False,
+        split_special_tokens: bool = False,
         columns: dict[str, str] | None = None,
         max_prompt_tokens: int = 512,
         unusable_rows: Literal["refuse", "drop"] = "refuse",
@@ -108,6 +112,7 @@ class PromptDataModule(LightningDataModule):
             chat_template_kwargs,
             max_prompt_tokens,
             continue_final_message,
+            split_special_tokens,
         )
         self.prompts: dict[str, list[Prompt]] = {}
         self.rewritten: list[Prompt] = []  # of training prompts, the longest and the one with the largest token
@@ -145,7 +150,8 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError(
                     "data.chat_template is false, and environments and tools go on with a conversation; leave it out."
                 )
-            conversing.prepare(self._tokenizer, self.renderer.chat_template_kwargs or {})
+            renderer = self.renderer
+            conversing.prepare(self._tokenizer, renderer.chat_template_kwargs or {}, renderer.split_special_tokens)
         self.renderer = replace(self.renderer, conversing=conversing)
 
     def plug_in(self, rule: PromptRule | None, rewriter: Rewriter | None, on_demand: bool) -> None:
@@ -225,6 +231,7 @@ class PromptDataModule(LightningDataModule):
     def _load(self, split: str, source: RowSource) -> list[Prompt]:
         prompts: list[Prompt] = []
         reasons: dict[int, str] = {}
+        spelled: dict[int, list[str]] = {}
         for number, row in enumerate(source.rows()):
             place = f"row {number} of {source.describe()}"
             if not isinstance(row, dict):
@@ -238,10 +245,20 @@ class PromptDataModule(LightningDataModule):
             except EndlessTemplate as error:
                 raise ValueError(f"{place} {error}; mend the template, or the row.") from None
             else:
+                if not self.renderer.split_special_tokens and (names := self.renderer.spelled(row, self._tokenizer)):
+                    spelled[number] = names
                 prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages))
                 if split == "train":
                     self._train_rows[prompts[-1].prompt_id] = row
         self._report(source, len(prompts), reasons)
+        if spelled:
+            names = list(dict.fromkeys(name for each in spelled.values() for name in each))
+            rank_zero_warn(
+                f"{len(spelled)} of the {len(prompts)} prompts of {source.describe()} spell control tokens "
+                f"({', '.join(names[:NUM_ROWS_SHOWN])}{', ...' * (len(names) > NUM_ROWS_SHOWN)}; row {min(spelled)} is "
+                "the first, counted from 0), and the policy reads them as control tokens. Unless that is meant, set "
+                "data.split_special_tokens to true, which encodes them as plain characters."
+            )
         return prompts
 
     def _report(self, source: RowSource, num_usable: int, reasons: dict[int, str]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.data.chat import Message, UnusableRow, encode_chat, read_message
+from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.sources import Row
 from lit_grpo.limits import Count, check_fields
 
@@ -34,8 +35,13 @@ RESERVED_CHAT_KWARGS = {
 class Conversing(Protocol):
     """Goes on with a conversation after its prompt, such as a plug-in with tools or environments."""
 
-    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], plain_rows: bool = False) -> None:
         """Learn of the tokenizer, and of the variables of its chat template, before any prompt is rendered.
+
+        Args:
+            tokenizer: The policy's.
+            options: The variables.
+            plain_rows: Whether control tokens that rows spell are encoded as plain characters.
 
         Raises:
             ValueError: The chat template cannot show how the conversation goes on.
@@ -101,7 +107,8 @@ class PromptRenderer:
     template the text is tokenized as it is. The fields are those of :class:`lit_grpo.data.PromptDataModule`.
 
     Where something is ``conversing``, every prompt is a conversation, shows the tools of its row, and may be missing.
-    If more is said when a completion begins, its tokens are those that all ``alternatives`` begin with.
+    If more is said when a completion begins, its tokens are those that all ``alternatives`` begin with. With
+    ``split_special_tokens`` a text that spells a control token stays a text (:mod:`lit_grpo.data.control`).
     """
 
     prompt_column: str = "prompt"
@@ -111,6 +118,7 @@ class PromptRenderer:
     chat_template_kwargs: dict[str, Any] | None = None
     max_prompt_tokens: Count = 512
     continue_final_message: bool = False
+    split_special_tokens: bool = False
     conversing: Conversing | None = None
 
     def __post_init__(self) -> None:
@@ -160,18 +168,32 @@ class PromptRenderer:
             conversation = self._conversation(prompt)
             messages = None if isinstance(prompt, str) and self.conversing is None else conversation
             options = self._options(row)
+            if self.split_special_tokens:
+                conversation = [*map(ControlTokens.of(tokenizer).cover_message, conversation)]
             token_ids = encode_chat(conversation, tokenizer, options)
             text = str(tokenizer.decode(token_ids))
             if self.conversing is not None:
                 others = self.conversing.alternatives(row, conversation)
                 token_ids = _unchanging(token_ids, others, tokenizer, options)
         else:
-            token_ids = _encode_text(prompt, tokenizer)
+            token_ids = _encode_text(prompt, tokenizer, self.split_special_tokens)
             text = prompt
         if not token_ids:
             raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
         check_known(token_ids, text, tokenizer)
         return Rendered(tuple(token_ids), text, messages)
+
+    def spelled(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Return the control tokens that a row's prompt spells, those in the policy's own earlier turns apart.
+
+        Raises:
+            UnusableRow: As for :meth:`render`.
+        """
+        prompt = self._read(row)
+        said = [prompt] if isinstance(prompt, str) else [_ for _ in prompt if _["role"] != "assistant"]
+        texts = [each if isinstance(each, str) else each["content"] or "" for each in said]
+        found = ControlTokens.of(tokenizer).pattern.findall
+        return list(dict.fromkeys(name for text in texts for name in found(text)))
 
     def _options(self, row: Row) -> dict[str, Any]:
         """Return the variables of the chat template for a row."""
@@ -315,8 +337,9 @@ def _column(row: Row, column: str) -> Any:
     return row[column]
 
 
-def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    token_ids: list[int] = list(tokenizer(text, add_special_tokens=True)["input_ids"])
+def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, is_plain: bool) -> list[int]:
+    control = ControlTokens.of(tokenizer)
+    token_ids = control.encode(control.cover(text) if is_plain else text, add_special_tokens=True)
     while token_ids and token_ids[-1] == tokenizer.eos_token_id:
         token_ids.pop()
     return token_ids

@@ -201,6 +201,7 @@ class AgentWorker(EnvironmentWorker):
 
     def start(self, eos_ids: Sequence[int]) -> None:
         """Learn at which tokens turns end."""
+        super().start(eos_ids)
         self._endpoint.ends = tuple(eos_ids)
 
     def adds(self, row: Mapping[str, Any]) -> bool:

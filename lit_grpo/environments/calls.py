@@ -1,7 +1,13 @@
-"""Tool calls in what a policy has written: formats as rows of a table."""
+"""Tool calls in what a policy has written: formats as rows of a table.
+
+A turn is never read halfway. What looks like a call and cannot be read whole, such as two functions of which only one
+is closed, is a :class:`BrokenCall`, which the policy is told of and which no tool gets.
+"""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -49,91 +55,429 @@ class CallFormat(NamedTuple):
     """How calls are written.
 
     Args:
-        pattern: Finds them in a text; group 1 is what ``read`` gets.
-        read: Reads one, or raises a ValueError that says what is wrong.
-        mark: A text in chat templates that use the format.
+        opening: Finds where a call begins.
+        closing: The text that ends the call; without it a call goes on to the end of the turn.
+        read: Reads the calls between the two, or raises a ValueError that says what is wrong.
+        marks: Texts that stand in calls alone. One that is left over in a turn makes a broken call.
     """
 
-    pattern: re.Pattern[str]
-    read: Callable[[str, Mapping[str, Tool]], Call]
-    mark: str
+    opening: re.Pattern[str]
+    closing: str | None
+    read: Callable[[str, Mapping[str, Tool]], list[Call]]
+    marks: Sequence[str]
 
 
-def _json_call(text: str, tools: Mapping[str, Tool], key: str = "arguments") -> Call:
+# ---- what stands between the opening and the closing --------------------------------------------------
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of pairs.
+
+    Raises:
+        ValueError: A name comes twice, so that one of its values would be lost.
+    """
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return named
+
+
+_DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_once)
+
+
+def _decoded(text: str, place: int, what: str) -> tuple[Any, int]:
     try:
-        said = json.loads(text, strict=False)
+        return _DECODER.raw_decode(text, place)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"it is no JSON ({error})") from None
+        raise ValueError(f"{what} no JSON ({error})") from None
+
+
+def _json_calls(text: str, tools: Mapping[str, Tool], key: str = "arguments") -> list[Call]:
+    """Read JSON objects, one for each call, with nothing but white space or semicolons between them."""
+    calls: list[Call] = []
+    place = len(text) - len(text.lstrip())
+    while place < len(text) or not calls:
+        said, place = _decoded(text, place, "it is")
+        calls.append(_json_call(said, key))
+        place += len(text[place:]) - len(text[place:].lstrip("; \t\r\n"))
+    return calls
+
+
+def _json_call(said: Any, key: str) -> Call:
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise ValueError(f'it is not {{"name": NAME, "{key}": {{...}}}}')
-    arguments = said.get(key, said.get("arguments", {}))
+    given = said.keys() - {"name", "id", "type"}
+    if given - {key, "arguments"} or len(given) > 1:
+        raise ValueError(f'it has {", ".join(map(repr, sorted(given)))} beside its name, and may have "{key}" alone')
+    arguments = said[given.pop()] if given else {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments, strict=False)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"its {key} are no JSON ({error})") from None
+        written = arguments.strip()
+        arguments, end = _decoded(written, 0, f"its {key} are")
+        if written[end:]:
+            raise ValueError(f"its {key} are no JSON ({written[end:][:40]!r} follows them)")
     if not isinstance(arguments, dict):
         raise ValueError(f"its {key} are {json.dumps(arguments)[:40]}, not an object")
     return Call(said["name"], arguments)
 
 
-def _llama_call(text: str, tools: Mapping[str, Tool]) -> Call:
-    return _json_call(text, tools, key="parameters")
+def _llama_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
+    return _json_calls(text, tools, key="parameters")
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>\s*")
+_PARAMETER = re.compile(
+    # a value that holds such a tag may have swallowed what follows it
+    r"<parameter=([^>\s]+)\s*>\n?((?:(?!</?function\b|</?parameter\b).)*?)\n?</parameter>\s*",
+    re.DOTALL,
+)
+_END_OF_FUNCTION = re.compile(r"</function>\s*")
 
 
-def _xml_call(text: str, tools: Mapping[str, Tool]) -> Call:
-    found = _FUNCTION.fullmatch(text)
-    if found is None:
-        raise ValueError("it is not <function=NAME><parameter=NAME>VALUE</parameter>...</function>")
-    name, body = found.groups()
-    schemas = tools[name].parameters if name in tools else {}
-    return Call(name, {key: _typed(value, schemas.get(key, {})) for key, value in _PARAMETER.findall(body)})
+def _xml_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
+    """Read functions one after another, each of which is a call."""
+    calls: list[Call] = []
+    place = 0
+    while place < len(text) or not calls:
+        found = _FUNCTION.match(text, place)
+        schemas = tools[found[1]].parameters if found and found[1] in tools else {}
+        values: list[tuple[str, Any]] = []
+        place = found.end() if found else 0
+        while found and (parameter := _PARAMETER.match(text, place)):
+            values.append((parameter[1], _typed(parameter[2], schemas.get(parameter[1], {}))))
+            place = parameter.end()
+        end = _END_OF_FUNCTION.match(text, place)
+        if not found or not end:
+            raise ValueError("it is not <function=NAME><parameter=NAME>VALUE</parameter>...</function>")
+        calls.append(Call(found[1], _once(values)))
+        place = end.end()
+    return calls
+
+
+_OF_PYTHON: Mapping[str, Any] = {"True": True, "False": False, "None": None}
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a JSON schema names, those of its alternatives among them."""
+    named = schema.get("type", [])
+    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    own = {named} if isinstance(named, str) else {*named}
+    return own.union(*map(_types, alternatives))
 
 
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
     """Return a text as its schema says; where it cannot be, as it is."""
-    if schema.get("type", "string") == "string":
+    types = _types(schema)
+    if not types or "string" in types:
         return value
+    try:  # a template may write values as Python prints them
+        return _OF_PYTHON[value] if value in _OF_PYTHON else json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _python_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
+    """Read a list of Python's calls, such as ``[look(city="Paris", days=3)]``; nothing of it is run."""
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"it is no list of calls as Python writes them ({error})") from None
+    calls: list[Call] = []
+    for each in tree.elts if isinstance(tree, ast.List) else ():
+        if not isinstance(each, ast.Call) or not isinstance(each.func, ast.Name | ast.Attribute) or each.args:
+            raise ValueError("it is not [NAME(NAME=VALUE, ...), ...]")
+        values = [(argument.arg or "", _value(argument.value)) for argument in each.keywords]
+        if "" in dict(values):
+            raise ValueError("it is not [NAME(NAME=VALUE, ...), ...]")
+        calls.append(Call(ast.unparse(each.func), _once(values)))
+    if not calls:
+        raise ValueError("it is not [NAME(NAME=VALUE, ...), ...]")
+    return calls
 
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_OBJECT = re.compile(
-    r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z|\A\s*(?:<\|python_tag\|>)?\s*(\{\s*\"name\".*)\Z", re.DOTALL
-)
-CallFormatName = Literal["qwen", "hermes", "llama", "json"]
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id="true" | "false" | "null" as name):  # mappings are written as JSON
+            return json.loads(name)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
+            if all(isinstance(name, str) for name in names):
+                return _once([(str(name), _value(value)) for name, value in zip(names, values, strict=True)])
+        case _:
+            pass
+    raise ValueError(f"{ast.unparse(node)[:40]} is no plain value")
+
+
+# ---- formats -------------------------------------------------------------------------------------------
+
+_TAGGED = re.compile("<tool_call>")
+_OBJECT = re.compile(r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{.*\}\s*\Z|\{\s*"name")', re.DOTALL)
+_LIST = re.compile(r"<\|tool_call_start\|>")
+_TAGS = ("<tool_call>", "</tool_call>")
 FORMATS: Mapping[str, CallFormat] = {
-    "qwen": CallFormat(_TAGGED, _xml_call, "<function="),
-    "hermes": CallFormat(_TAGGED, _json_call, "<tool_call>"),
-    "llama": CallFormat(_OBJECT, _llama_call, '"parameters": '),
-    "json": CallFormat(_OBJECT, _json_call, ""),
+    "qwen": CallFormat(_TAGGED, "</tool_call>", _xml_calls, (*_TAGS, "<function=", "</function>")),
+    "hermes": CallFormat(_TAGGED, "</tool_call>", _json_calls, _TAGS),
+    "json": CallFormat(_OBJECT, None, _json_calls, ("<|python_tag|>", *_TAGS)),
+    "llama": CallFormat(_OBJECT, None, _llama_calls, ("<|python_tag|>", "<function=")),
+    "python": CallFormat(_LIST, "<|tool_call_end|>", _python_calls, ("<|tool_call_start|>", "<|tool_call_end|>")),
 }
-"""``<tool_call>`` with XML (Qwen3-Coder, Qwen3.5) or JSON in it (Hermes, Qwen2.5, Qwen3), or a bare JSON object."""
+"""``<tool_call>`` with XML (Qwen3-Coder, Qwen3.5, Nemotron 3) or JSON in it (Hermes, Qwen2.5, Qwen3), a bare JSON
+object (Llama 3 with ``parameters``), or a list of calls as Python writes them (LFM2)."""
 
 
-def format_of(chat_template: str) -> str:
-    """Return the format that a chat template writes calls in."""
-    return next(name for name, each in FORMATS.items() if each.mark in chat_template)
+def _response_template(
+    anchor: str, content: Mapping[str, str], reasoning: Mapping[str, str], calls: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a response template of transformers; ``anchor`` is a pattern of how an assistant's turn begins."""
+    made = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+    joined = {"repeats": True, "join": "\n"}
+    return {
+        "defaults": {"role": "assistant"},
+        "start_anchor_pattern": anchor,
+        "fields": {
+            "reasoning_content": {**reasoning, **joined},
+            "tool_calls": {"content": "json", "repeats": True, "transform": made, **calls},
+            "content": {**content, **joined},
+        },
+    }
 
 
-def read_turn(text: str, form: CallFormat, tools: Mapping[str, Tool]) -> Turn:
-    """Read a turn; calls within its reasoning are none."""
-    reasoning, closed, content = text.rpartition("</think>")
-    if not closed and "<think>" in text:
-        return Turn("", text.partition("<think>")[2].strip())
-    reasoning = reasoning.partition("<think>")[2].strip() if "<think>" in reasoning else reasoning.strip()
+def _tagged(opening: str, closing: str, tag: str) -> dict[str, Any]:
+    """Return a field of calls whose arguments are tags with plain text in them."""
+    values = {"tag_pattern": tag, "value_parser": {"name": "text", "args": {"strip": False}}}
+    return {"open_pattern": opening, "close_pattern": closing, "content": "xml-inline", "content_args": values}
+
+
+_NAME = r"(?P<name>[\w.-]+)"
+_THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*"}
+RESPONSE_TEMPLATES: Mapping[str, Mapping[str, Any]] = {
+    "gemma4": _response_template(
+        r"<\|turn>model\n|<tool_response\|>",
+        {"close_pattern": r"<turn\|>|<\|tool_response>"},
+        {"open": "<|channel>thought\n", "close_pattern": r"<channel\|>\s*"},
+        {
+            "open_pattern": rf"<\|tool_call>call:{_NAME}",
+            "close_pattern": r"<tool_call\|>\s*",
+            "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+        },
+    ),
+    "gpt_oss": _response_template(
+        r"<\|start\|>assistant",
+        {"open": "<|channel|>final<|message|>", "close_pattern": r"<\|return\|>|<\|end\|>"},
+        {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>"},
+        {
+            "open_pattern": (  # as the chat template writes it, or as the model does: the channel before the name
+                rf"(?:<\|channel\|>\w+)?\s*to=functions\.{_NAME}\s*(?:<\|channel\|>\w+)?"
+                r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>"
+            ),
+            "close_pattern": r"<\|call\|>",
+        },
+    ),
+    "glm4": _response_template(
+        r"<\|assistant\|>",
+        {"close_pattern": r"<\|user\|>|<\|observation\|>"},
+        _THOUGHT,
+        _tagged(
+            rf"<tool_call>\s*{_NAME}\s*(?=<arg_key>|</tool_call>)",
+            r"</tool_call>\s*",
+            r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>(?:(?!</?arg_).)*)</arg_value>",
+        ),
+    ),
+    "deepseek": _response_template(
+        r"<\uff5cAssistant\uff5c>",
+        {"close_pattern": r"<\uff5cend▁of▁sentence\uff5c>"},
+        _THOUGHT,
+        {
+            "open_pattern": (
+                rf"(?:<\uff5ctool▁calls▁begin\uff5c>)?\s*<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{_NAME}\s*```json"
+            ),
+            "close_pattern": r"```\s*<\uff5ctool▁call▁end\uff5c>\s*(?:<\uff5ctool▁calls▁end\uff5c>)?",
+        },
+    ),
+    "muse": _response_template(
+        r"<\|start\|>assistant",
+        {"open": " to=user<|message|>", "close_pattern": r"<\|eot\|>|<\|eom\|>"},
+        {"open": " to=self<|message|>", "close_pattern": r"<\|eom\|>"},
+        _tagged(
+            rf'(?:<atem:function_calls>\s*)?<atem:invoke name="{_NAME}">',
+            r"</atem:invoke>\s*(?:</atem:function_calls>)?",
+            r'<atem:parameter name="(?P<key>[^"]+)">(?P<value>(?:(?!</?atem:).)*)</atem:parameter>',
+        ),
+    ),
+}
+"""Families whose calls transformers reads, each in the form of a tokenizer's ``response_template``."""
+CallFormatName = Literal["qwen", "hermes", "json", "llama", "python", "gemma4", "gpt_oss", "glm4", "deepseek", "muse"]
+
+
+# ---- turns ---------------------------------------------------------------------------------------------
+
+_THINK = re.compile("</?think>")
+_NUM_ENDS = 16  # that are tried for one call: an argument may hold the text that ends calls
+
+
+def read_turn(text: str, form: CallFormat, tools: Mapping[str, Tool], thinking: bool = False) -> Turn:
+    """Read a turn; calls within its reasoning are none.
+
+    Args:
+        text: The turn, without the token that ends it.
+        form: How calls are written.
+        tools: What may be called; their schemas give arguments their types.
+        thinking: Whether what came before the turn has begun its reasoning. If the turn never ends that, it is read as
+            if it had not been begun.
+    """
+    thinking = thinking and "</think>" in text
+    said: list[str] = []
+    thoughts: list[str] = []
     calls: list[Call | BrokenCall] = []
-    for found in form.pattern.finditer(content):
-        written = next(group for group in found.groups() if group is not None)
+    rest = text
+    while rest:
+        if thinking:
+            thought, _, rest = rest.partition("</think>")
+            thoughts.append(thought)
+            thinking = False
+            continue
+        begins = [found for found in (form.opening.search(rest), _THINK.search(rest)) if found]
+        if not begins:
+            said.append(rest)
+            break
+        found = min(begins, key=lambda each: each.start())
+        said.append(rest[: found.start()])
+        rest = rest[found.end() :]
+        if found.re is form.opening:
+            read, rest = _calls_of(found[0], rest, form, tools)
+            calls += read
+        elif found[0] == "<think>":
+            thinking = True
+        elif calls:
+            said.append(found[0])
+        else:  # the reasoning was begun before the turn
+            thoughts, said = [*thoughts, *said], []
+    content = "".join(said).strip()
+    calls += _left_over(content, dict.fromkeys(form.marks, 0))
+    return Turn(content, "\n".join(thought.strip() for thought in thoughts if thought.strip()), tuple(calls))
+
+
+def _calls_of(
+    opening: str, rest: str, form: CallFormat, tools: Mapping[str, Tool]
+) -> tuple[list[Call] | list[BrokenCall], str]:
+    """Read what an opening begins; return the calls, all or none, and what follows them.
+
+    A call ends at the first closing, or at the next opening, with which it can be read.
+    """
+    ends = [(len(rest), len(rest))]
+    if form.closing is not None:
+        either = re.finditer(f"{re.escape(form.closing)}|{form.opening.pattern}", rest)
+        found = ((end.start(), end.end() if end[0] == form.closing else end.start()) for end in either)
+        ends = [*itertools.islice(found, _NUM_ENDS), *ends]
+    errors: list[ValueError] = []
+    for start, end in ends:
         try:
-            calls.append(form.read(written, tools))
+            return form.read(rest[:start], tools), rest[end:]
         except ValueError as error:
-            calls.append(BrokenCall(found[0], str(error)))
-    return Turn(form.pattern.sub("", content).strip() if calls else content.strip(), reasoning, tuple(calls))
+            errors.append(error)
+    return [BrokenCall(opening + rest[: ends[0][1]], str(errors[0]))], rest[ends[0][1] :]
+
+
+def _left_over(text: str, marks: Mapping[str, int]) -> list[BrokenCall]:
+    """Return a broken call if a text has more of a mark than it may have."""
+    found = next((mark for mark, most in marks.items() if text.count(mark) > most), None)
+    return [] if found is None else [BrokenCall("", f"{found} stands where no call can be read")]
+
+
+def read_response(parser: Any, template: Mapping[str, Any], text: str, marks: Mapping[str, int]) -> Turn:
+    """Read a turn as a response template of transformers says.
+
+    The parser of transformers takes a call that is cut, or two that are run together, for one with the arguments that
+    it finds. So what it leaves out of a call makes that a broken one.
+
+    Args:
+        parser: What ``get_response_parser`` of a tokenizer returns; it has read what came before the turn.
+        template: The response template that the parser follows.
+        text: The turn.
+        marks: Texts that stand in calls alone, with how often they do in one call.
+    """
+    try:
+        events = parser.feed(text)
+        events += parser.finalize()[1]
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        return Turn("", "", (BrokenCall(text, " ".join(str(error).split())[:200]),))
+    values: dict[str, list[Any]] = {}
+    calls: list[Call | BrokenCall] = []
+    body = ""
+    for event in events:
+        name = event["field"]
+        body = "" if event["type"] == "region_open" else body + event.get("text", "")
+        if event["type"] == "region_close" and name == "tool_calls":
+            found = event["value"] if isinstance(event["value"], list) else [event["value"]]
+            calls += [_call_of(each, body, template["fields"][name]) for each in found]
+        elif event["type"] == "region_close":
+            values.setdefault(name, []).append(str(event["value"]).strip())
+    thoughts = [each for name in ("reasoning_content", "thinking", "reasoning") for each in values.get(name, ())]
+    shown = text
+    for thought in thoughts:
+        shown = shown.replace(thought, "", 1)
+    if all(isinstance(call, Call) for call in calls):
+        calls += _left_over(shown, {mark: count * len(calls) for mark, count in marks.items()})
+    return Turn("\n".join(values.get("content", ())), "\n".join(thoughts), tuple(calls))
+
+
+def _call_of(said: Any, body: str, field: Mapping[str, Any]) -> Call | BrokenCall:
+    """Return a call that a response template has found in a text; a broken one if more is written there."""
+    function = said.get("function", said) if isinstance(said, Mapping) else {}
+    name, arguments = function.get("name"), function.get("arguments")
+    content, options = field.get("content", "text"), field.get("content_args", {})
+    try:
+        if isinstance(arguments, str) or (content == "json" and not options):
+            value, end = _decoded(body.strip(), 0, "it is")  # which refuses a name that comes twice
+            arguments = value if isinstance(arguments, str) and not body.strip()[end:] else arguments
+        if content == "json" and options.get("unquoted_keys"):
+            _check_names(body, options.get("string_delims", ()), arguments)
+        if content == "xml-inline" and not options.get("merge_duplicates"):
+            _check_tags(body, options["tag_pattern"])
+    except ValueError as error:
+        return BrokenCall(body, str(error))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return BrokenCall(body, "it has no name, or arguments that are no object")
+    return Call(name, arguments)
+
+
+def _check_names(body: str, delimiters: Sequence[Sequence[str]], arguments: Any) -> None:
+    """Check that arguments have each name that is written.
+
+    Raises:
+        ValueError: One is given twice.
+    """
+    for opening, closing in delimiters:
+        body = re.sub(f"{re.escape(opening)}.*?{re.escape(closing)}", "", body, flags=re.DOTALL)
+    if len(re.findall(r"[{,]\s*\w+\s*:", body)) > _num_names(arguments):
+        raise ValueError("a name is given twice")
+
+
+def _num_names(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return len(value) + sum(map(_num_names, value.values()))
+    return sum(map(_num_names, value)) if isinstance(value, list) else 0
+
+
+def _check_tags(body: str, pattern: str) -> None:
+    """Check that a call is tags alone, each with another name.
+
+    Raises:
+        ValueError: Something else stands there, such as a tag that is not closed, or another call.
+    """
+    import regex  # whose patterns those of transformers are
+
+    found = list(regex.finditer(pattern, body, flags=regex.DOTALL))
+    _once([(each["key"], None) for each in found])
+    opening = pattern.partition("(?P<key>")[0]
+    rest = regex.sub(r"</[^<>]*>", "", regex.sub(pattern, "", body, flags=regex.DOTALL)).strip()
+    if not rest and opening:
+        rest = next((each["value"] for each in found if regex.search(opening, each["value"] or "")), "")
+    if rest:
+        raise ValueError(f"{rest[:60]!r} stands in it beside its arguments")

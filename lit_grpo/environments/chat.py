@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_grpo.data.chat import Message, UnusableRow, apply_template, encode_chat
+from lit_grpo.data.chat import Message, UnusableRow, apply_template, render_chat
+from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.rendering import with_added
-from lit_grpo.environments.calls import FORMATS, BrokenCall, Call, Turn, format_of, read_turn
+from lit_grpo.environments.calls import FORMATS, RESPONSE_TEMPLATES, Call, Turn, read_response, read_turn
+from lit_grpo.environments.tools import Tool
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lit_grpo.environments.tools import Tool
-
 _MARK = "MARKOFATURN"
 _SHOWN = "ANANSWER"
 _ASKED: Message = {"role": "user", "content": "Go on."}
+_SAID: Message = {"role": "user", "content": _SHOWN}
+_TOLD: Message = {"role": "tool", "name": "f", "content": _SHOWN}
+_THOUGHT = "<think>\nA thought.\n</think>\n\n"
+_MADE_UP: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}, "text": {"type": "string"}}},
+    },
+}
+_VALUES: Mapping[str, Any] = {"string": _MARK, "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}
 _CHARACTERS = 8  # of a text that are looked at for each token that may stay: a long token more or less is no matter
+_THINKING = re.compile(r"<think>\s*\Z")
+_TAG = re.compile(r"</?[A-Za-z][\w:]*>")
+_NUM_OF_PROMPT = 8  # last tokens before a turn, in which its reasoning may have been begun
+OWN = "response_template"
 CUT = "\n... {} characters are left out here ...\n"
+
+
+class _Following(NamedTuple):
+    """Where what follows a turn begins, counted in tokens from the first control token after the turn's text on.
+
+    Args:
+        head: The tokens before the answer; a turn may end with any of them.
+        end: The place of the one that ends the turn.
+        past: The place from which on is added what follows a turn that another token has ended.
+    """
+
+    head: tuple[int, ...]
+    end: int
+    past: int
 
 
 class Chat:
@@ -28,13 +59,19 @@ class Chat:
 
     New messages are rendered after a short made-up conversation, of which everything up to the end of its assistant's
     turn is cut off. So the tokens of a conversation are those that were sampled and those that each answer adds,
-    whatever the template would make of earlier turns now.
+    whatever the template would make of earlier turns now. What answers spell is encoded as plain characters, never as
+    a control token (:mod:`lit_grpo.data.control`).
 
     Args:
         tokenizer: The policy's.
         options: Variables of its chat template.
-        form: How calls are written, a name of :data:`lit_grpo.environments.calls.FORMATS`; by default what the
-            template says, and the tokenizer's ``response_template`` where it has one.
+        form: How calls are written, a name of :data:`lit_grpo.environments.calls.FORMATS` or
+            :data:`lit_grpo.environments.calls.RESPONSE_TEMPLATES`. By default the tokenizer's ``response_template``,
+            else the first of these with which a made-up call that the chat template has written can be read back.
+        plain_rows: Whether rows are encoded as plain characters too.
+
+    Attributes:
+        form: How calls are read; ``response_template`` for the tokenizer's own, None where no call is read back.
 
     Raises:
         ValueError: There is no chat template, or one that does not end turns with a token of their own.
@@ -45,21 +82,23 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         options: Mapping[str, Any] | None = None,
         form: str | None = None,
+        plain_rows: bool = False,
     ) -> None:
         if tokenizer.chat_template is None:
             raise ValueError("The policy's tokenizer has no chat template, which turns need; choose a chat model.")
-        self.tokenizer, self.options = tokenizer, dict(options or {})
-        template = tokenizer.chat_template
-        written = template if isinstance(template, str) else "".join(template.values())
-        self.form = form or format_of(written)
-        self._answers_by_template = form is None and getattr(tokenizer, "response_template", None) is not None
-        self._end = self._end_of_turn()
-        self._end_id: int = tokenizer.convert_tokens_to_ids(self._end)  # pyright: ignore
+        self.tokenizer, self.options, self.plain_rows = tokenizer, dict(options or {}), plain_rows
+        self._control = ControlTokens.of(tokenizer)
         self._checked: set[str] = set()  # tools, as JSON
-        self._ends: dict[str, int] = {}  # of turns in made-up conversations
-        self._arguments: Any = {}
-        if self._refusal(self._called("f"), {"role": "tool", "name": "f", "content": _SHOWN}) is not None:
-            self._arguments = "{}"  # some templates expect JSON text
+        self._marks: dict[str, int] = {}  # texts that stand in calls alone, with how often they do in each
+        self._arguments: Any = {}  # of a made-up call
+        self._content: str | None = ""
+        self._ends = {end for end in (tokenizer.eos_token_id, tokenizer.pad_token_id) if isinstance(end, int)}
+        self._after_text = self._following_of_text()
+        self._after_call: _Following | None = None
+        own = [OWN] if getattr(tokenizer, OWN, None) is not None else [*FORMATS, *RESPONSE_TEMPLATES]
+        self._forms = [form] if form else own
+        self._written = ""  # a call, as the template writes it
+        self.form = self._form_of(_MADE_UP)
 
     # ---- what policies write --------------------------------------------------------------------------
 
@@ -68,27 +107,50 @@ class Chat:
 
         Args:
             token_ids: Of the turn.
-            before: The tokens before it; only the tokenizer's own ``response_template`` needs them.
+            before: The tokens before it, which may have begun its reasoning.
             tools: What may be called.
         """
-        kept = list(token_ids)
-        while kept and kept[-1] in (self._end_id, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id):
-            kept.pop()
-        text = str(self.tokenizer.decode(kept, skip_special_tokens=False))
-        turn = read_turn(text, FORMATS[self.form], tools)
-        if not self._answers_by_template:
-            return turn
+        form = self.form or self._forms[0]
+        decode = self.tokenizer.decode
+        if form in FORMATS:
+            kept = list(token_ids)
+            while kept and kept[-1] in self._ends:
+                kept.pop()
+            start = str(decode(list(before[-_NUM_OF_PROMPT:]), skip_special_tokens=False))
+            return self._read(str(decode(kept, skip_special_tokens=False)), start, tools, form)
+        text, start = (str(decode(list(ids), skip_special_tokens=False)) for ids in (token_ids, before))
+        return self._read(text, start, tools, form)
+
+    def _read(self, text: str, before: str, tools: Mapping[str, Tool], form: str) -> Turn:
+        if form in FORMATS:
+            return read_turn(text, FORMATS[form], tools, thinking=_THINKING.search(before) is not None)
+        template: Any = getattr(self.tokenizer, OWN) if form == OWN else RESPONSE_TEMPLATES[form]
         schemas: list[Any] = [dict(tool.schema) for tool in tools.values()]
-        said: Any = self.tokenizer.parse_response(list(token_ids), prefix=list(before), tools=schemas)
-        calls = [
-            _call_of(call.get("function", call)) for call in said.get("tool_calls") or () if isinstance(call, dict)
-        ]
-        if not calls:  # it takes a broken call for text
-            calls = [call for call in turn.calls if isinstance(call, BrokenCall)]
-        reasoning = said.get("reasoning_content") or said.get("thinking") or ""
-        return Turn(str(said.get("content") or "").strip(), str(reasoning).strip(), tuple(calls))
+        before = before if "</think>" in text else _THINKING.sub("", before)  # reasoning that the turn never ends
+        parser = self.tokenizer.get_response_parser(template, prefix=before, tools=schemas)
+        return read_response(parser, template, text, self._marks)
 
     # ---- what they read ------------------------------------------------------------------------------
+
+    def cover(self, message: Message) -> Message:
+        """Return a message of which no text becomes a control token; what the policy has said stays as it is."""
+        return self._control.cover_message(message)
+
+    def conversation(self, prompt: Prompt, added: str = "", more: Sequence[Message] = ()) -> list[Message]:
+        """Return a row's conversation and what follows it, for :meth:`beginning`.
+
+        Args:
+            prompt: Its row is covered with ``plain_rows`` alone.
+            added: A text of an environment, at the end of the last user message.
+            more: Messages after the prompt.
+
+        Raises:
+            UnusableRow: There is no user message to which the text could be added.
+        """
+        begins: list[Message] = list(prompt.messages or [{"role": "user", "content": ""}])
+        begins = [*map(self.cover, begins)] if self.plain_rows else begins
+        begins = with_added(begins, self._control.cover(added)) if added else begins
+        return [*begins, *map(self.cover, more)]
 
     def opening(self, prompt: Prompt, text: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens that follow a prompt whose last user message ends in ``text``.
@@ -96,9 +158,8 @@ class Chat:
         Raises:
             ValueError: The prompt's tokens are no beginning of it.
         """
-        messages = prompt.messages or [{"role": "user", "content": ""}]
         try:
-            added = self.beginning(prompt, with_added(messages, text) if text else messages, tools)
+            added = self.beginning(prompt, self.conversation(prompt, text), tools)
         except UnusableRow as error:
             raise ValueError(f"What an environment says at the start of {prompt.prompt_id} {error}.") from None
         if added is None:
@@ -116,31 +177,38 @@ class Chat:
         Raises:
             UnusableRow: The chat template refuses the conversation.
         """
-        options = self.options | ({"tools": list(tools)} if tools else {})
-        token_ids = encode_chat(messages, self.tokenizer, options)
+        text = render_chat(messages, self.tokenizer, self.options | ({"tools": list(tools)} if tools else {}))
+        token_ids = self._control.encode(text)
         start = len(prompt.token_ids)
         if tuple(token_ids[:start]) == prompt.token_ids:
             return token_ids[start:]
-        whole, begins = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prompt.token_ids))
-        return self._encode(whole[len(begins) :]) if whole.startswith(begins) else None
+        begins = str(self.tokenizer.decode(list(prompt.token_ids)))
+        if not self._control.uncover(text).startswith(begins):
+            return None
+        return self._control.encode(self._control.after(text, len(begins)))
 
     def following(self, messages: Sequence[Message], last: int) -> list[int]:
         """Return the tokens between a turn and the next one: messages of tools or the user, and the next one's start.
 
         Args:
             messages: At least one.
-            last: The last token of the turn. Where it is not the one that ends turns, that comes first.
+            last: The last token of the turn. Where it is not one that ends turns, such a one comes first.
 
         Raises:
             ValueError: The chat template cannot show them.
         """
         first = messages[0]
-        before = self._called(first["name"]) if first["role"] == "tool" else self._said("")
+        after = self._after_call if first["role"] == "tool" else None
+        before = self._said() if after is None else self._called(first["name"])
+        after = after or self._after_text
         try:
-            added = self._after(before, messages)
+            text = self._text([*before, *map(self.cover, messages)], {"add_generation_prompt": True})
         except UnusableRow as error:
             raise ValueError(f"A conversation with an answer to a turn {error}.") from None
-        return added if last == self._end_id else [self._end_id, *added]
+        token_ids = self._control.encode(self._after_mark(text))
+        if last in after.head:
+            return token_ids[after.head.index(last) + 1 :]
+        return token_ids[after.past if last in self._ends else after.end :]
 
     def shorten(self, text: str, most: int) -> tuple[str, bool]:
         """Cut the middle out of a text of more than ``most`` tokens and say so in it; return whether it was cut."""
@@ -170,26 +238,28 @@ class Chat:
             rewrites: Whether each turn is sampled after the conversation as the template writes it then.
 
         Raises:
-            ValueError: The chat template refuses an answer, or does not show it.
+            ValueError: A call cannot be read back, or the chat template refuses an answer, or does not show it.
         """
         told: list[str] = []
         answers: list[tuple[str, Message]] = []
         if calls:
-            answers.append(("a tool's answer", {"role": "tool", "name": "f", "content": _SHOWN}))
-            if self._text([_ASKED], {"tools": list(schemas)}) == self._text([_ASKED], {}):
+            told += self._check_calls(schemas)
+            answers.append(("a tool's answer", _TOLD))
+            if self._text([_ASKED], {"tools": list(schemas)}) == self._text([_ASKED]):
                 told.append(
                     "The chat template shows no tools, so the policy is not told of them; describe them in "
                     "data.system_prompt, unless it knows them."
                 )
         if responds:
-            answers.append(("a user's answer", {"role": "user", "content": _SHOWN}))
+            answers.append(("a user's answer", _SAID))
         changed: list[str] = []
         for what, answer in answers:
             for thought in (False, True):
-                before = self._called("f", thought) if answer["role"] == "tool" else self._said(_MARK, thought)
+                is_call = answer["role"] == "tool" and self._after_call is not None
+                before = self._called("f", thought) if is_call else self._said(thought)
                 if (refusal := self._refusal(before, answer)) is not None:
                     raise ValueError(f"The chat template cannot show {what}: the conversation {refusal}.")
-                if _SHOWN not in self._text([*before, answer], {}):
+                if _SHOWN not in self._text([*before, answer]):
                     raise ValueError(
                         f"The chat template does not show {what}; choose a model whose template does, or set a "
                         "chat_template of its tokenizer."
@@ -227,71 +297,162 @@ class Chat:
         self._checked.add(written)
         return told
 
-    def _extends(self, before: Sequence[Message], answer: Message) -> bool:
-        """Whether the template adds to a conversation and leaves what is there."""
-        start, _, _ = self._text(before, {}).rpartition(self._end)
-        return self._text([*before, answer], {}).startswith(start + self._end)
+    def check_ends(self, eos_ids: Sequence[int]) -> list[str]:
+        """Return what the user has to know of the tokens at which the policy stops."""
+        after = self._after_call
+        if after is None or {*after.head} & {*eos_ids}:
+            return []
+        end = after.head[after.end]
+        return [
+            f"In the chat template {self.tokenizer.convert_ids_to_tokens(end)!r} follows a call, and the policy does "
+            f"not stop there, but at {self.tokenizer.convert_ids_to_tokens(list(eos_ids))} alone, so that it may go on "
+            f"without the tool's answer; add {end} to eos_token_id of its generation_config."
+        ]
 
-    def _refusal(self, messages: Sequence[Message], *more: Message) -> str | None:
-        """Why the template does not take messages; None where it does."""
-        try:
-            self._text([*messages, *more], {})
-        except UnusableRow as error:
-            return str(error)
+    def _check_calls(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Check that calls can be read; return what the user has to know.
+
+        Raises:
+            ValueError: Neither a made-up call nor one of a tool was read back.
+        """
+        for schema in schemas:  # a template may be made for these tools alone
+            self.form = self.form or self._form_of(schema)
+        if self.form:
+            return []
+        names = ", ".join([*FORMATS, *RESPONSE_TEMPLATES])
+        is_set = len(self._forms) == 1 and self._forms != [OWN]
+        if self._written and is_set:
+            return [
+                f"The chat template writes a call as {self._written[:160]!r}, which is not the form {self._forms[0]}: "
+                "calls that the policy writes as the template does are not made."
+            ]
+        if self._written:
+            own = "which the tokenizer's response_template does not read"
+            reads = own if self._forms == [OWN] else f"which has none of the forms {names}"
+            raise ValueError(
+                f"The chat template writes a call as {self._written[:160]!r}, {reads}, so that no tool would ever run; "
+                "give the tokenizer a response_template that reads such calls, or choose another policy."
+            )
+        if not is_set:
+            raise ValueError(
+                "The chat template does not show calls of tools, so that it cannot be tried whether those of the "
+                f"policy can be read; say with calls how it writes them ({names}), or choose another policy."
+            )
+        return []
+
+    # ---- what the template makes of a made-up conversation ------------------------------------------------
+
+    def _form_of(self, schema: Mapping[str, Any]) -> str | None:
+        """Have the template write a call of a tool, and read it; return the form that reads it.
+
+        Templates differ in what they take: arguments as a dict or as JSON text, content as an empty text or as null.
+        """
+        tool = Tool(schema["function"]["name"], lambda **_: None, schema)
+        given = {name: _VALUES.get(str(each.get("type")), _MARK) for name, each in tool.parameters.items()}
+        asked = self._text([_ASKED], {"add_generation_prompt": True})
+        for arguments, content in itertools.product((given, json.dumps(given)), ("", None)):
+            self._arguments, self._content = arguments, content
+            turn = self._called(tool.name)
+            alone = "" if self._refusal(turn) else self._text(turn)
+            if _MARK not in alone:
+                continue
+            start = _num_common(alone, asked)
+            tokens = self._control.pattern.finditer(alone)  # none of which is cut
+            start = next((token.start() for token in tokens if token.start() < start < token.end()), start)
+            self._written = self._written or alone[start:]
+            for form in self._forms:
+                if self._reads(alone[start:], alone[:start], form, {tool.name: tool}, given):
+                    self._marks = self._marks_of_calls(alone[start:])
+                    self._after_call = self._following_of(turn, {**_TOLD, "name": tool.name})
+                    return form
+        self._arguments, self._content = {}, ""
         return None
 
-    def _end_of_turn(self) -> str:
+    def _reads(self, text: str, before: str, form: str, tools: Mapping[str, Tool], given: Mapping[str, Any]) -> bool:
+        text = text.rstrip()
+        ends = [token for token, number in self._control.ids.items() if number in self._ends]
+        while form in FORMATS and (ended := next(filter(text.endswith, ends), None)):
+            text = text.removesuffix(ended).rstrip()
         try:
-            text = self._text(self._said(_MARK), {})
+            turn = self._read(text, before, tools, form)
+        except (AttributeError, ValueError):  # of a response template that is none
+            return False
+        return not turn.content and list(turn.calls) == [Call(next(iter(tools)), dict(given))]
+
+    def _marks_of_calls(self, written: str) -> dict[str, int]:
+        """Return tokens and tags that stand in each call equally often, and in no other turn, with their number."""
+        given, self._arguments = self._arguments, "{}" if isinstance(self._arguments, str) else {}
+        empty = "" if self._refusal(self._called("f")) else self._text(self._called("f"))
+        self._arguments = given
+        said = self._text(self._said())
+        counts = {mark: written.count(mark) for mark in (*self._control.ids, *_TAG.findall(written))}
+        return {mark: num for mark, num in counts.items() if 0 < num == empty.count(mark) and mark not in said}
+
+    def _following_of_text(self) -> _Following:
+        try:
+            alone = self._text(self._said())
         except UnusableRow as error:
             raise ValueError(f"A conversation of two turns {error}.") from None
-        after = text.rpartition(_MARK)[2].lstrip()
-        known = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
-        known += [str(self.tokenizer.eos_token)] if self.tokenizer.eos_token else []
-        ends = [token for token in known if token and after.startswith(token)]
-        if _MARK not in text or not ends:
+        longer = "" if self._refusal(self._said(), _SAID) else self._text([*self._said(), _SAID])
+        tails = [self._control.encode(self._after_mark(text)) for text in (alone, longer)]
+        if _MARK not in alone or not any(tails):
             raise ValueError(
                 "The chat template ends an assistant's turn with no special token, so that it cannot be told where a "
                 "turn is over; choose a model whose template does."
             )
-        return max(ends, key=len)
+        known = {*self._control.ids.values()}
+        self._ends |= {*itertools.takewhile(known.__contains__, tails[0]), *tails[1][:1]}
+        return self._following_of(self._said(), _SAID) or _Following(tuple(tails[0]), 0, 1)
 
-    # ---- the made-up conversation ----------------------------------------------------------------------
+    def _following_of(self, turn: Sequence[Message], answer: Message) -> _Following | None:
+        """Find where what follows a turn begins; None where the template does not show the answer."""
+        longer = "" if self._refusal(turn, answer) else self._after_mark(self._text([*turn, answer]))
+        if _SHOWN not in longer:
+            return None
+        head = self._control.encode(longer[: longer.index(_SHOWN)])
+        alone = self._control.encode(self._after_mark(self._text(turn)))
+        num_common = _num_common(head, alone)
+        known = {*self._control.ids.values()}
+        ends = [place for place, token in enumerate(head) if token in known]
+        past = max((place + 1 for place in ends if place < num_common), default=min(len(alone), 1))
+        end = next((place for place in ends if head[place] in self._ends), max(past - 1, 0))
+        return _Following(tuple(head), end, past)
 
-    def _said(self, content: str, thought: bool = False) -> list[Message]:
-        thinking = "<think>\nA thought.\n</think>\n\n" if thought else ""
-        return [_ASKED, {"role": "assistant", "content": thinking + (content or _MARK)}]
+    def _extends(self, before: Sequence[Message], answer: Message) -> bool:
+        """Whether the template adds to a conversation and leaves what is there."""
+        start, _, _ = self._text(before).partition(_MARK)
+        return self._text([*before, answer]).startswith(start + _MARK)
+
+    def _refusal(self, messages: Sequence[Message], *more: Message) -> str | None:
+        """Why the template does not take messages; None where it does."""
+        try:
+            self._text([*messages, *more])
+        except UnusableRow as error:
+            return str(error)
+        return None
+
+    def _said(self, thought: bool = False) -> list[Message]:
+        return [_ASKED, {"role": "assistant", "content": _THOUGHT * thought + _MARK}]
 
     def _called(self, name: str, thought: bool = False) -> list[Message]:
         call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": self._arguments}}
-        content = "<think>\nA thought.\n</think>\n\n" if thought else ""
+        content = _THOUGHT if thought else self._content
         return [_ASKED, {"role": "assistant", "content": content, "tool_calls": [call]}]
 
-    def _after(self, before: Sequence[Message], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens that messages add after the last turn of ``before``."""
-        made_up = str(before)
-        if made_up not in self._ends:
-            self._ends[made_up] = self._tokens(before, False).count(self._end_id)
-        token_ids = self._tokens([*before, *messages], True)
-        place = -1
-        for _ in range(self._ends[made_up]):
-            place = token_ids.index(self._end_id, place + 1)
-        return token_ids[place + 1 :]
+    def _after_mark(self, text: str) -> str:
+        """Return a conversation from the first control token after the made-up turn on."""
+        place = text.find(_MARK)
+        found = self._control.pattern.search(text, max(place, 0))
+        return text[found.start() :] if found and place >= 0 else ""
 
-    def _tokens(self, messages: Sequence[Message], goes_on: bool) -> list[int]:
-        options = self.options | {"add_generation_prompt": goes_on, "tokenize": True, "return_dict": False}
-        return list(apply_template(messages, self.tokenizer, options))
-
-    def _text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        return str(apply_template(messages, self.tokenizer, {**self.options, **options, "tokenize": False}))
+    def _text(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str:
+        return str(apply_template(messages, self.tokenizer, {**self.options, **(options or {}), "tokenize": False}))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        """Return the tokens of a text that is plain characters."""
+        return self._control.encode(self._control.cover(text)) if text else []
 
 
-def _call_of(said: Mapping[str, Any]) -> Call | BrokenCall:
-    """Read a call that the tokenizer has found."""
-    arguments = said.get("arguments")
-    if isinstance(said.get("name"), str) and isinstance(arguments, dict):
-        return Call(said["name"], arguments)
-    return BrokenCall(str(dict(said)), "it has no name, or arguments that are no object")
+def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items two begin with alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

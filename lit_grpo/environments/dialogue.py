@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import secrets
 from collections import Counter
@@ -167,7 +168,10 @@ class Dialogue:
         for sentence in self.chat.check_once(schemas) if tools else ():
             self.tell(sentence)
         prompt = self.request.prompt
-        observed = self.chat.beginning(prompt, messages, schemas)
+        pairs = zip(prompt.messages or (), messages, strict=False)
+        of_row = sum(1 for _ in itertools.takewhile(lambda pair: _sense(pair[0]) == _sense(pair[1]), pairs))
+        conversation = [*self.chat.conversation(prompt)[:of_row], *map(self.chat.cover, messages[of_row:])]
+        observed = self.chat.beginning(prompt, conversation, schemas)
         if observed is None:
             raise Refused(
                 f"The conversation does not begin with the prompt of row {prompt.prompt_id}. Send what the row's "

@@ -70,8 +70,9 @@ class Environments(Plugin):
         retries: How often a trajectory begins again with a fresh environment after its environment has failed. After
             that it is left out of its group: a failure is no reward of 0.
         num_threads: How many calls run at a time, those of async functions apart.
-        calls: How the policy writes calls: ``qwen``, ``hermes``, ``llama`` or ``json``; by default what the tokenizer's
-            ``response_template`` or its chat template says.
+        calls: How the policy writes calls (see :mod:`lit_grpo.environments.calls`). By default the tokenizer's
+            ``response_template``, else the form that reads a call as the chat template writes it; if none does, the
+            run does not start.
         history: What a turn is sampled after. ``appended``: all that was sampled and observed before it, as it was,
             in one row of the update. ``rerendered``: the conversation as the chat template writes it at that time,
             perhaps without the reasoning of earlier turns; each turn is then a row of its own in the update, and what
@@ -281,17 +282,17 @@ class EnvironmentWorker(Worker):
 
     # ---- prompts ------------------------------------------------------------------------------------
 
-    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], plain_rows: bool = False) -> None:
         """Try the chat template on the turns that will come.
 
         Raises:
-            ValueError: It refuses them, or does not show them.
+            ValueError: It refuses them, or does not show them, or calls cannot be read.
         """
         if self.chat is not None and self.chat.tokenizer is tokenizer:
             return
         kinds = self.kinds.values()
         try:
-            self.chat = Chat(tokenizer, options, self._form)
+            self.chat = Chat(tokenizer, options, self._form, plain_rows)
             told = self.chat.check(
                 schemas=[schema for kind in kinds for schema in kind.schemas],
                 calls=any(kind.tools for kind in kinds),
@@ -302,6 +303,12 @@ class EnvironmentWorker(Worker):
             raise ValueError(f"rollout.plugins environments: {error}") from None
         for sentence in told:
             self._tell(sentence)
+
+    def start(self, eos_ids: Sequence[int]) -> None:
+        """Tell the user if the policy does not stop after a call."""
+        if self.chat is not None and any(kind.tools for kind in self.kinds.values()):
+            for sentence in self.chat.check_ends(eos_ids):
+                self._tell(sentence)
 
     def tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the schemas of a row's tools.

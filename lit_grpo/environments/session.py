@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.data.chat import UnusableRow
-from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import BrokenCall, Call
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
 from lit_grpo.environments.workers import Calls, CallTimeout, TooManyHang
@@ -575,10 +574,9 @@ class RewritingSession(Session):
             ValueError: The chat template changes the prompt.
         """
         prompt = self.request.prompt
-        begins = prompt.messages or [{"role": "user", "content": ""}]
-        begins = with_added(begins, self.said) if self.said else begins
         try:
-            context = self.chat.beginning(prompt, [*begins, *self.messages], self.kind.schemas)
+            messages = self.chat.conversation(prompt, self.said, self.messages)
+            context = self.chat.beginning(prompt, messages, self.kind.schemas)
         except UnusableRow as error:
             self.told(f"What the policy has said {error} Such trajectories end there, and count as cut short.")
             return None

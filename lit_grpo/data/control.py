@@ -1,0 +1,139 @@
+"""Control tokens, such as ``<|im_end|>``, in texts that only spell them.
+
+A tokenizer turns the text of a control token into that token wherever it stands, also within what a tool, a user or a
+row says. So a text that is to stay a text is *covered* before the chat template sees it: each control token that it
+spells becomes a placeholder. The rendered conversation is then encoded by a copy of the tokenizer that knows control
+tokens by other names, with the template's own control tokens renamed and the placeholders as they were spelled.
+Conversations without a placeholder are encoded by the tokenizer itself, and have the ids that they always had.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import weakref
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Tokens that structure a turn although tokenizers do not call them special."""
+_KNOWN: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens] = weakref.WeakKeyDictionary()
+
+
+def written_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template of a tokenizer, or all of them where it has several; an empty text without one."""
+    templates: Any = tokenizer.chat_template or ""
+    return templates if isinstance(templates, str) else "".join(templates.values())
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer, and texts that spell them.
+
+    They are the special tokens, and of the other added ones those that the chat template names, and ``TAGS``. Added
+    tokens that are ordinary text, such as runs of line breaks, are none.
+
+    Args:
+        tokenizer: The policy's.
+
+    Attributes:
+        ids: The id of each control token, by its text.
+        pattern: Finds the longest control token at each place of a text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._written = tokenizer, written_template(tokenizer)
+        self.ids: dict[str, int] = {
+            token.content: number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.content.strip() and (token.special or token.content in self._written or token.content in TAGS)
+        }
+        named = sorted(self.ids, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, named)) or r"(?!)")
+        self._key = secrets.token_hex(8)  # so that no text can spell a placeholder
+        self._texts = list(self.ids)
+        self._placeholder = re.compile(f"\ue000{self._key}:(\\d+)\ue001")
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+        """Return those of a tokenizer, the same ones until it gets another chat template."""
+        known = _KNOWN.get(tokenizer)
+        if known is None or known._written != written_template(tokenizer):
+            known = _KNOWN[tokenizer] = cls(tokenizer)
+        return known
+
+    def cover(self, text: str) -> str:
+        """Return a text with a placeholder for each control token that it spells."""
+        numbers = {name: number for number, name in enumerate(self._texts)}
+        return self.pattern.sub(lambda found: f"\ue000{self._key}:{numbers[found[0]]}\ue001", text)
+
+    def cover_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a chat message with its texts covered; what the policy itself has said stays as it is."""
+        own = message["role"] == "assistant"
+        texts = {name: message[name] for name in ("content", "name") if isinstance(message.get(name), str) and not own}
+        return {**message, **{name: self.cover(text) for name, text in texts.items()}}
+
+    def uncover(self, text: str) -> str:
+        """Return a text, or a rendered conversation, as it was before it was covered."""
+        return self._placeholder.sub(lambda found: self._texts[int(found[1])], text)
+
+    def is_covered(self, text: str) -> bool:
+        """Whether a text has a placeholder."""
+        return self._placeholder.search(text) is not None
+
+    def after(self, text: str, num: int) -> str:
+        """Return a covered text without its first ``num`` characters, counted as if it were not covered."""
+        place = 0
+        for found in self._placeholder.finditer(text):
+            before = found.start() - place
+            if num <= before:
+                break
+            spelled = self._texts[int(found[1])]
+            if num < before + len(spelled):
+                return spelled[num - before :] + text[found.end() :]
+            num, place = num - before - len(spelled), found.end()
+        return text[place + num :]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text, which may be covered, or of a rendered conversation."""
+        if not self.is_covered(text):
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        own = self.pattern.sub(lambda found: self._renamed[found[0]], text)
+        return list(self._copy.encode(self.uncover(own), add_special_tokens=add_special_tokens).ids)
+
+    @property
+    def _renamed(self) -> Mapping[str, str]:
+        return {name: f"\ue002{self._key}:{number}\ue003" for name, number in self.ids.items()}
+
+    @cached_property
+    def _copy(self) -> Any:
+        """The tokenizer with its control tokens under other names, each with its id."""
+        from tokenizers import Tokenizer
+
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(
+                "A text spells a control token, and the policy's tokenizer has no backend of the library tokenizers, "
+                "with which it could be encoded as plain characters; choose a policy with a fast tokenizer."
+            )
+        state, renamed = json.loads(backend.to_str()), self._renamed
+        for token in state["added_tokens"]:
+            token["content"] = renamed.get(token["content"], token["content"])
+        model = state["model"]
+        vocabulary = model.get("vocab")
+        if isinstance(vocabulary, dict):
+            model["vocab"] = {renamed.get(piece, piece): number for piece, number in vocabulary.items()}
+        elif isinstance(vocabulary, list):
+            model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in vocabulary]
+        if "merges" in model:
+            model["merges"] = [pair for pair in model["merges"] if not {*pair, "".join(pair)} & renamed.keys()]
+        if model.get("unk_token") in renamed:
+            model["unk_token"] = renamed[model["unk_token"]]
+        state["truncation"] = state["padding"] = None
+        copy = Tokenizer.from_str(json.dumps(state))
+        copy.encode_special_tokens = False
+        return copy
