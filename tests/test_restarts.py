@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
     ):
         fleet.load_weights([], 0)
     texts = [str(each.message) for each in said]
-    assert len(texts) == 3 and "(1 restarts are left)" in texts[0] and "(0 restarts are left)" in texts[1]
+    assert len(texts) == 4 and "(1 restarts are left)" in texts[0] and "(0 restarts are left)" in texts[2]
     assert fleet.restart(server) == "" and len(list(tmp_path.glob("*.log"))) == 3
     fleet._stop()
 
@@ -157,6 +158,59 @@ def test_a_process_of_ours_that_hangs_over_two_looks_is_killed_and_started_again
     assert fleet.alive == [well, hung] and fleet._starting_again == []
     fleet._stop()
     assert not again.runs
+
+
+SERVER = """
+import http.server, json, os, sys, time
+time.sleep(float(os.environ["STARTS_S"]))
+
+class Owner(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"pid": os.getpid()}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Owner).serve_forever()
+"""
+
+
+class Asked(Client):
+    """Answers when the process does."""
+
+    def __init__(self, server: Server, url: str) -> None:
+        super().__init__(url, well=False)
+        self.server = server
+
+    def answers(self, timeout_s: float = 5.0) -> bool:
+        assert isinstance(self.server.process, ServerProcess)
+        return self.server.process.is_ready()
+
+
+def test_a_run_whose_servers_all_hang_goes_on_with_the_first_that_is_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, script = tmp_path / "python", tmp_path / "server.py"
+    script.write_text(SERVER)
+    fake.write_text(f"#!/bin/sh\nexec {sys.executable} {script} $@\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(fake))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    servers: list[Any] = []
+    for starts_s in ("600", "0.3"):  # the first hangs at its start, too
+        process = ServerProcess(tmp_path, {}, {"STARTS_S": starts_s}, "t" * 32)
+        server = server_of(process.url, well=False)
+        server.process, server.client = process, Asked(server, process.url)
+        servers.append(server)
+    fleet, began = fleet_of(*servers), time.monotonic()
+    with pytest.warns(UserWarning) as said:
+        fleet._look()
+    assert fleet.alive == servers[1:] and fleet._starting_again == servers[:1] and time.monotonic() - began < 10.0
+    waits = [str(each.message) for each in said if "The run waits for" in str(each.message)]
+    assert len(waits) == 1 and all(server.client.url in waits[0] for server in servers), waits
+    for server in servers:
+        server.process.kill()
 
 
 def test_a_process_without_restarts_that_hangs_is_left_alone(process: ServerProcess) -> None:

@@ -51,6 +51,8 @@ _REQUIRED: dict[str, tuple[str, tuple[Any, ...], str]] = {
 that are allowed, and the remedy."""
 _LOOK_S = 3.0  # in which a server that is well answers
 _ENDING_S = 0.2  # in which a process ends whose connections have ended with it
+_POLL_S = 0.2  # between two looks at processes that were started again
+_TELL_S = 60.0  # between two lines that say who is waited for
 
 _Answer = TypeVar("_Answer")
 
@@ -531,7 +533,8 @@ class Fleet:
         """See which servers are up, all at the same time.
 
         A server that was up has ``timeout_s`` to answer, and one that was not has a short time, unless none answers. A
-        process of ours that did not answer at the last look, and does not now, is ended and started again.
+        process of ours that does not answer is ended and started again, if it did not answer at the last look either or
+        if no other server is up.
         """
         were_up = set(self.alive)
         short_s = min(_LOOK_S, self.timeout_s)
@@ -548,7 +551,7 @@ class Fleet:
                     f"{self.timeout_s:g} s.{server.log}",
                     stacklevel=2,
                 )
-            if said := self.restart(server, server.hung and server not in were_up):
+            if said := self.restart(server, server.hung and (server not in were_up or not self.alive)):
                 warnings.warn(f"The vLLM server at {server.client.url} has ended or hung.{said}", stacklevel=2)
         self._wait_for_restarted()
 
@@ -581,17 +584,36 @@ class Fleet:
         return f" It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are left)."
 
     def _wait_for_restarted(self) -> None:
-        """If no server is up, wait until one that was started again is up, or none is left to wait for."""
-        deadline = time.monotonic() + self.start_timeout_s
+        """If no server is up, wait for whichever of those that were started again is up first."""
+        began = told = time.monotonic()
+        if self._starting_again and not self.alive:
+            self._tell_waiting(f"waiting at most {self.start_timeout_s:g} s")
         while self._starting_again and not self.alive:
-            server = self._starting_again.pop(0)
-            assert server.process is not None
-            try:
-                server.process.wait(deadline)
-            except ValueError as error:
-                warnings.warn(f"{error}{self.restart(server)}", stacklevel=2)
-            else:
-                server.look(self._introduction, self.timeout_s)
+            for server in list(self._starting_again):
+                process = server.process
+                assert isinstance(process, ServerProcess)
+                if process.is_ready():
+                    self._starting_again.remove(server)
+                    server.look(self._introduction, self.timeout_s)
+                elif not process.runs:
+                    self._starting_again.remove(server)
+                    warnings.warn(f"{process.failure()}{self.restart(server)}", stacklevel=2)
+            now = time.monotonic()
+            if now - began > self.start_timeout_s:
+                return
+            if now - told > _TELL_S:
+                told = now
+                self._tell_waiting(f"{now - began:.0f} s of at most {self.start_timeout_s:g} s have passed")
+            if not self.alive:
+                time.sleep(_POLL_S)
+
+    def _tell_waiting(self, since: str) -> None:
+        """Say which servers a run waits for."""
+        urls = " and ".join(f"{server.client.url} ({server.log.strip()})" for server in self._starting_again)
+        warnings.warn(
+            f"No vLLM server is up. The run waits for {urls}, and goes on with the first that answers; {since}.",
+            stacklevel=2,
+        )
 
 
 def _agreed(answers: Mapping[Server, dict[str, str]]) -> dict[str, str]:

@@ -102,7 +102,7 @@ class ServerProcess:
         Raises:
             ValueError: It has ended, or does not answer by ``deadline`` (of ``time.monotonic``).
         """
-        while not self._is_ready():
+        while not self.is_ready():
             if self.runs and time.monotonic() < deadline:
                 time.sleep(0.2)
                 continue
@@ -133,7 +133,7 @@ class ServerProcess:
         cause = root_cause(self.log.read_text(errors="replace"))
         return f"The vLLM server at {self.url} {how} said: {cause} All of that is in {self.log}."
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether this process answers, and not another one at its address."""
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
