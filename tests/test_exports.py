@@ -312,7 +312,11 @@ def test_lora_settings_beside_an_adapter_are_its_own_or_refused(adapter: Path) -
     [
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
         ({"base_model_name_or_path": "/no/such/base"}, "There is no policy folder '/no/such/base'"),
-        ({"use_dora": True}, "does not fit its base"),
+        ({"use_dora": True}, r"is an adapter with use_dora True, which cannot be merged .* merge_and_unload"),
+        ({"trainable_token_indices": [5, 6]}, r"with trainable_token_indices \[5, 6\], which cannot be merged"),
+        ({"lora_bias": True}, "with lora_bias True, which cannot be merged"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, r"with layer_replication .* without layer_replication"),
+        ({"peft_type": "IA3"}, "an adapter of peft_type IA3, and only LORA can be trained; merge it"),
         ({"r": 5}, "adapter that"),
         ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, "does not fit its base"),
     ],
@@ -328,11 +332,12 @@ def test_an_adapter_that_cannot_be_trained_on_is_refused(adapter: Path, settings
 def test_what_cannot_be_merged_is_refused_before_it_is_trained(policy_folder: Path) -> None:
     from lit_grpo.policy.loading import as_given
 
-    for config in (peft.LoraConfig(r=2, use_dora=True), peft.LoraConfig(r=2, lora_bias=True)):
+    for more in ({"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [3]}):
+        config = peft.LoraConfig(r=2, **more)
         tuned: Any = peft.get_peft_model(load_policy(str(policy_folder)), config)
         module: Any = make_module("tiny")
         module.policy_name = as_given((tuned, load_tokenizer(str(policy_folder))))
-        with pytest.raises(ValueError, match=r"The adapter trains .*lora_.*cannot be merged"):
+        with pytest.raises(ValueError, match=rf"model.policy is an adapter with {next(iter(more))} .*cannot be merged"):
             module.configure_model()
 
 

@@ -169,6 +169,35 @@ def _passed_over(policy: PreTrainedModel) -> list[str]:
     return [name for name in linear if name.rpartition(".")[2] not in called]
 
 
+_UNMERGEABLE = (
+    *("use_dora", "lora_bias", "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "use_qalora"),
+    *("kasa_config", "monteclora_config", "velora_config", "use_bdlora", "layer_replication", "megatron_config"),
+)
+"""Settings of peft's LoraConfig that make an adapter more than a product of two matrices added to a weight."""
+
+
+def check_config(config: Any, name: str = "model.policy") -> None:
+    """Refuse an adapter that is no plain LoRA, before its weights are loaded.
+
+    Args:
+        config: The adapter's configuration, of peft.
+        name: What the message calls the policy.
+
+    Raises:
+        ValueError: It is of another kind, or has a setting whose effect cannot be merged into the weights.
+    """
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    remedy = "merge it into its base with peft's merge_and_unload, save that, and give the folder as model.policy"
+    if kind != "LORA":
+        raise ValueError(f"{name} is an adapter of peft_type {kind}, and only LORA can be trained; {remedy}.")
+    for setting in _UNMERGEABLE:
+        if value := getattr(config, setting, None):
+            raise ValueError(
+                f"{name} is an adapter with {setting} {value!r:.60}, which cannot be merged into the weights that a "
+                f"generator and an export get; {remedy}, or train the adapter without {setting}."
+            )
+
+
 def check_adapters(policy: PreTrainedModel) -> None:
     """Refuse adapters that cannot be merged into the weights; untie embedding and head if one of them has an adapter.
 
@@ -251,12 +280,7 @@ def go_on_with(policy: PreTrainedModel, settings: LoraSettings | None) -> None:
     if len(names) != 1:
         raise ValueError(f"model.policy has the active adapters {', '.join(names)}; activate the one to be trained.")
     config = own_adapter(policy)
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
-        raise ValueError(
-            f"model.policy is an adapter of peft_type {kind}, and only LORA can be trained; merge it into its base "
-            "with peft's merge_and_unload, save that, and give the folder as model.policy."
-        )
+    check_config(config)
     if any(layer.merged for _, layer in lora_layers(policy)):
         raise ValueError(
             "model.policy has its adapter merged into its weights; call unmerge_adapter first, or merge_and_unload to "

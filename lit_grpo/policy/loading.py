@@ -13,8 +13,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 
 from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.policy.adapters import check_config
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, context_length, in_evaluation
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
@@ -316,12 +318,15 @@ def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool)
     """
     require("peft", f"Policy {adapter.name!r} is an adapter, which needs peft; install the extra lit_grpo[lora].")
     from peft import PeftConfig
-    from safetensors import SafetensorError
     from transformers.utils.hub import cached_file
 
     with hub_or_cache(adapter.name):
         try:
             config = PeftConfig.from_pretrained(adapter.name)
+        except _UNREADABLE as error:
+            raise _not_on_its_base(adapter, error) from error
+        check_config(config, f"Policy {adapter.name!r}")
+        try:
             if outline:
                 model.add_adapter(config)
                 return
@@ -330,11 +335,8 @@ def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool)
             conversions = getattr(model, "_weight_conversions", None)
             report = model.load_adapter(adapter.name, is_trainable=True, use_safetensors=True)
             cast(Any, model)._weight_conversions = conversions  # load_adapter has put the adapter's in their place
-        except (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError) as error:
-            raise ValueError(
-                f"Policy {adapter.name!r} is an adapter that cannot be put on its base {adapter.base!r}: "
-                f"{first_line(error)}."
-            ) from error
+        except _UNREADABLE as error:
+            raise _not_on_its_base(adapter, error) from error
     if lacking := sorted(map(str, [*report.missing_keys, *report.unexpected_keys, *report.mismatched_keys])):
         raise ValueError(
             f"Policy {adapter.name!r} is an adapter that does not fit its base {adapter.base!r}: {len(lacking)} of its "
@@ -344,6 +346,13 @@ def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool)
 
 
 _ADAPTER = "adapter_model.safetensors"
+_UNREADABLE = (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError)
+
+
+def _not_on_its_base(adapter: AdapterFolder, error: BaseException) -> ValueError:
+    return ValueError(
+        f"Policy {adapter.name!r} is an adapter that cannot be put on its base {adapter.base!r}: {first_line(error)}."
+    )
 
 
 def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
