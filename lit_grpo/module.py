@@ -46,6 +46,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, RewardWatch, load_rewards
 from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts
+from lit_grpo.rewards.inputs import begun
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
@@ -199,6 +200,7 @@ class GRPOModule(EvaluationModule):
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
         self.keep_special_tokens, self._told_of_unseen_tokens = keep_special_tokens, False
+        self._told_of_begun = False
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -449,10 +451,13 @@ class GRPOModule(EvaluationModule):
         collapsed = None
         with self.observers.may_fail("The finding of a collapse"):
             collapsed = self._collapse.sentence(logs, version)
-            for sentence in (collapsed, self._rewarded.sentence(logs)):
-                if sentence is not None:
-                    self.ranks.warn(sentence)
+            if collapsed is not None:
+                self.ranks.warn(collapsed)
             self._tell_of_unseen_tokens(batch)
+            self._tell_of_begun_answers(batch)
+        sentence = self._rewarded.sentence(logs)  # raises an error if there are no rewards to learn from
+        if sentence is not None:
+            self.ranks.warn(sentence)
         self.follow(self.reward_curves, logs)
         frac_uniform = logs["frac_reward_zero_std"]
         self.log("reward", logs.pop("reward"), prog_bar=True)
@@ -486,6 +491,22 @@ class GRPOModule(EvaluationModule):
             self.ranks.warn(
                 f"Completions hold the special tokens {', '.join(unseen)}, which the text that reward functions get "
                 "leaves out; set model.keep_special_tokens to true where a reward is to see them."
+            )
+
+    def _tell_of_begun_answers(self, batch: PromptBatch) -> None:
+        """Say once if prompts begin the answer with a tag that no reward function sees, and one gives 0 to all."""
+        rollouts, self._told_of_begun = [] if self._told_of_begun else batch.rollouts, True
+        tag = begun(rollouts[0].prompt.text).strip() if rollouts else ""
+        flat = [
+            function.name
+            for function in self.rewards
+            if all(rollout.rewards.get(function.name) == 0 for rollout in rollouts)
+        ]
+        if tag and flat:
+            self.ranks.warn(
+                f"Prompts end in {tag!r}, which is therefore not in the text of completions, and "
+                f"{', '.join(flat)} gave 0 to every completion of the first batch. If it looks for {tag!r}, "
+                "let it take the argument prompt too, or use format_match, which counts what the prompt has begun."
             )
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:

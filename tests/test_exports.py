@@ -332,7 +332,8 @@ def test_an_adapter_that_cannot_be_trained_on_is_refused(adapter: Path, settings
 def test_what_cannot_be_merged_is_refused_before_it_is_trained(policy_folder: Path) -> None:
     from lit_grpo.policy.loading import as_given
 
-    for more in ({"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [3]}):
+    options: list[dict[str, Any]] = [{"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [3]}]
+    for more in options:
         config = peft.LoraConfig(r=2, **more)
         tuned: Any = peft.get_peft_model(load_policy(str(policy_folder)), config)
         module: Any = make_module("tiny")

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import random_policy
+from hand_made import fit, make_module, random_groups
 
 from lit_grpo.rewards import (
     ExactMatch,
     FormatMatch,
     MathEquivalence,
     RewardFunction,
+    RewardRunner,
     RewardSpec,
     SoftOverlongPenalty,
     exact_match,
     load_rewards,
 )
+from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
 
 def write(path: Path, code: str) -> str:
@@ -400,3 +406,39 @@ def test_one_reward_may_stand_for_a_list_of_it() -> None:
         (function,) = load_rewards(given)
         assert function.name == ("score" if given in (score, [score]) else "exact_match")
     assert load_rewards(None) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "value"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "a</think> 4", 1.0),
+        ("<|im_start|>assistant\n<think>\n", "<think>a</think> 4", 1.0),
+        ("<|im_start|>assistant\n<think>\n", "a 4", 0.0),
+        ("<|im_start|>assistant\n", "a</think> 4", 0.0),
+        ("Write <think> first. Question: 1+1?", "a</think> 4", 0.0),
+    ],
+)
+def test_a_format_counts_what_the_prompt_has_begun(prompt: str, completion: str, value: float) -> None:
+    (function,) = load_rewards([RewardSpec("format_match", args={"pattern": r"<think>(?!.*<think>)(.*?)</think>.*"})])
+    request = Request(Prompt("train/0", (1,), prompt), (0,), SamplingParams())
+    rollout = Rollout(request.prompt, Completion(request, [5], [0.0], [0], "stop", completion))
+    runner = RewardRunner([function])
+    runner.score(RolloutGroup(rollout.prompt, [rollout]))
+    runner.close()
+    assert rollout.rewards["format_match"] == value
+
+
+def test_a_run_says_which_reward_gives_nothing_where_the_prompt_has_begun_the_answer(policy_folder: Path) -> None:
+    def batch(text: str) -> list[RolloutGroup]:
+        groups = random_groups(random_policy(), [[0.0, 0.0]])
+        for rollout in groups[0].rollouts:
+            rollout.prompt = dataclasses.replace(rollout.prompt, text=text)
+            rollout.rewards = {"exact_match": 0.0}
+        return groups
+
+    with pytest.warns(UserWarning, match="Prompts end in '<think>', .* exact_match gave 0 to every completion"):
+        fit(make_module(policy_folder), batch("1+1? <think>\n"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(make_module(policy_folder), batch("1+1? "))
+    assert not any("Prompts end in" in str(each.message) for each in caught)

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from lit_grpo.limits import Count, checks_arguments
+from lit_grpo.rewards.inputs import begun
 
 
 def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bool = False) -> re.Pattern[str]:
@@ -69,6 +70,9 @@ exact_match = ExactMatch()
 class FormatMatch:
     r"""1.0 if the completion matches a regular expression, else 0.0; ``.`` matches line ends too.
 
+    If the prompt ends in opening tags, such as the ``<think>`` that some chat templates put there, the completion
+    matches with these tags before it, or without them.
+
     Python cannot interrupt a match, not even for a reward's time limit: avoid nested repeats such as ``(a+)+``.
 
     Args:
@@ -80,9 +84,9 @@ class FormatMatch:
         compiled = compile_pattern("pattern", pattern, re.DOTALL)
         self._match = compiled.fullmatch if full else compiled.search
 
-    def __call__(self, completion: str) -> float:
+    def __call__(self, completion: str, prompt: str = "") -> float:
         """Score one completion."""
-        return float(self._match(completion) is not None)
+        return float(any(self._match(text) is not None for text in (completion, begun(prompt) + completion)))
 
 
 class SoftOverlongPenalty:

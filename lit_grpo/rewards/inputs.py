@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ TRL_INPUTS = frozenset({"prompts", "completions", "completion_ids", "environment
 """Arguments that TRL gives to every reward function, and so to its ``**kwargs``."""
 NOT_IN_TRL = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of the data that TRL gives to no reward function."""
+
+
+_LONGEST_TAGS = 200
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,18 @@ def _answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, An
         return completion.episode.messages
     text = prompt.given + completion.text
     return text if prompt.messages is None else [{"role": "assistant", "content": text}]
+
+
+_TAGS = re.compile(r"(?:<[A-Za-z_][\w-]*>\s*)+\Z")
+
+
+def begun(prompt: str) -> str:
+    """Return the tags that a prompt begins the answer with: ``<think>`` and a line end where it ends in these.
+
+    Some chat templates put ``<think>`` at the end of the prompt, so no completion holds it.
+    """
+    found = _TAGS.search(prompt[-_LONGEST_TAGS:])
+    return "" if found is None else found[0]
 
 
 def _asked(prompt: Prompt) -> str:

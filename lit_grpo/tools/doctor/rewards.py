@@ -9,6 +9,7 @@ import torch
 
 from lit_grpo.rewards import RewardError, RewardRunner
 from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.rewards.inputs import begun
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import Finding
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
@@ -47,6 +48,8 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
         totals += given
         differing += [function.name] if varies and (function.weight or _decides(patient, function)) else []
         yield _judged(name, figure, varies, given[0], len(given), bool(others))
+        if not any(given):
+            yield from _of_begun_answers(patient, function)
     yield from _what_is_learnt(module.pass_rule.reward, differing)
     if totals and not can_vary:
         yield Finding(
@@ -54,6 +57,17 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
             "rewards",
             "no sample, and no column of the data as a completion, earns more than another",
             "try the functions on a completion that deserves a reward; without differences nothing is learnt",
+        )
+
+
+def _of_begun_answers(patient: Patient, function: RewardFunction) -> Iterator[Finding]:
+    """Warn if a function gives 0 to all samples whose prompts begin the answer with a tag that it does not see."""
+    if tag := begun(patient.prompts[0].text).strip():
+        yield Finding(
+            "warn",
+            f"{tag} in prompts",
+            f"prompts end in {tag}, so the text of completions lacks it, and {function.name} gives 0 to all",
+            f"if {function.name} looks for {tag}, let it take the argument prompt too, or use format_match",
         )
 
 
