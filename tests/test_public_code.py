@@ -18,6 +18,7 @@ from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, virtual_maximum_advantages
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.step_size import effective_share
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
 
@@ -149,6 +150,13 @@ def test_advantages_of_treepo_before_they_are_whitened() -> None:
     completions = [make_rollout((1,), leaf, sample_id=number).completion for number, leaf in enumerate(leaves)]
     expected = [0.5555555556, -0.4444444444, -0.4166666667, 0.2777777778, 0.2777777778, -0.5833333333, 0.0]
     assert relative_advantages(completions, rewards, 1) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_proximal_policy_of_a_3po() -> None:
+    """``compute_prox_logp_approximations`` (loglinear) of inclusionAI/AReaL at 4aef98d8d; its alpha is float32."""
+    sampled_N, logprobs_N = torch.tensor([[-1.0, -2.0, -0.5, -3.0, -0.25], [-0.8, -2.4, -0.6, -1.0, -0.2]]).double()
+    found_N = interpolated_logprobs(logprobs_N, sampled_N, torch.tensor([7, 6, 5, 2, 4]), 7)
+    assert found_N.tolist() == pytest.approx([-1.0, -2.0, -0.55, -1.3999999762, -0.2166666657], abs=1e-7)
 
 
 def test_the_effective_samples_of_vcpo() -> None:

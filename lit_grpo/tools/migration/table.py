@@ -248,6 +248,9 @@ VERL: dict[str, Counterpart] = {
     "actor_rollout_ref.model.lora_alpha": _same("model.lora.alpha"),
     "algorithm.adv_estimator": _changed("grpo, rloo, ...", None, "model.advantages.estimator"),
     "algorithm.norm_adv_by_std_in_grpo": _changed("true is group, false none", None, "model.advantages.scale"),
+    "algorithm.filter_groups": _changed(
+        "metric acc is replace_flat, seq_reward is replace_flat:metric=reward", None, "rollout.plugins"
+    ),
     "algorithm.use_kl_in_reward": _changed("true is reward, use_kl_loss is loss", None, "model.objective.kl.place"),
     "actor_rollout_ref.actor.kl_loss_coef": _same("model.objective.kl.beta"),
     "actor_rollout_ref.actor.kl_loss_type": _changed("low_var_kl is k3", None, "model.objective.kl.estimator"),
