@@ -21,6 +21,7 @@ from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
 from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.module import GRPOModule
+from lit_grpo.plugins import CannotGoOn
 from lit_grpo.process.terminal import say
 from lit_grpo.process.values import PLAIN, find_foreign
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
@@ -282,7 +283,7 @@ class RunCheckpoint(pl.Callback):
             self._watch.end(exception)
         phase, self._phase = self._phase, "away"
         can_save = not isinstance(exception, KeyboardInterrupt | CheckpointError)
-        can_save = can_save and (isinstance(exception, Stopped) or not self._several)
+        can_save = can_save and (isinstance(exception, Stopped | CannotGoOn) or not self._several)
         learnt = phase == "learnt"
         if learnt and not self._validated and 0 <= trainer.max_steps <= trainer.global_step:
             can_save = False  # a resumed run would have no update left, and so skip this validation: repeat the update

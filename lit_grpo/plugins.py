@@ -203,6 +203,10 @@ class RunFacts:
         self.max_observed, self.divided_advantages = max_observed, divided_advantages
 
 
+class CannotGoOn(RuntimeError):
+    """A run cannot go on, as a plug-in finds between two batches, on all ranks together: the run is saved and ends."""
+
+
 class Worker(Listener):
     """What acts for a plug-in during a run; it owns what the plug-in remembers.
 
@@ -230,6 +234,13 @@ class Worker(Listener):
     def gathers(self) -> bool:
         """Whether all completions are to reach ``point`` before any goes on."""
         return False
+
+    def check_goes_on(self) -> None:
+        """A training batch is about to be sampled.
+
+        Raises:
+            CannotGoOn: The run cannot go on; all ranks raise it.
+        """
 
     def join(self, groups: Sequence[RolloutGroup], version: int) -> None:
         """Let members join whole groups before the policy of ``version`` learns from them, or leave members out."""

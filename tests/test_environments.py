@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments import EnvironmentFailed, Environments
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
-from lit_grpo.plugins import Answer, Listener, RunFacts
+from lit_grpo.plugins import Answer, CannotGoOn, Listener, RunFacts
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
@@ -1062,3 +1063,44 @@ def test_a_row_that_names_no_environment_is_refused() -> None:
 def test_rows_need_no_prompt() -> None:
     completion = only(play(worker_of(Guess), rows=[{"number": 3}]))
     assert text_of(completion).startswith("<|im_start|>user\n It is below 10.<|im_end|>")
+
+
+# ---- an environment that is gone for good ---------------------------------------------------------------
+
+
+class Gone(Guess):
+    """Its server is away from the first reset on."""
+
+    def reset(self, number: int, **_: Any) -> str:
+        raise ConnectionError("no server")
+
+
+class NeverDone(Guess):
+    @property
+    def done(self) -> bool:
+        raise RuntimeError("no game")
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        (Gone, r"Gone fails when it is reset \(ConnectionError: no server\)"),
+        (NeverDone, r"NeverDone fails when it is asked for done \(RuntimeError: no game\)"),
+    ],
+)
+def test_batches_of_which_all_trajectories_are_dropped_end_the_run_with_the_cause(factory: Any, why: str) -> None:
+    worker = worker_of(factory, retries=0)
+    others = [(0, 0)]  # another rank, which has nothing to do
+    gather = lambda own: [own, *(others if isinstance(own, tuple) else [""])]  # noqa: E731
+    for _ in range(3):
+        worker.check_goes_on()
+        assert play(worker, num_generations=2)[0].rollouts == []
+        worker.learnt([], PassRule("Guess"), 1, gather)
+    sentence = f"All trajectories of the last 3 batches were dropped after their retries, because the .*: {why}\\."
+    assert re.search(sentence, worker.findings()[0].sentence)
+    with pytest.raises(CannotGoOn, match=sentence + " Mend the environment, or what it connects to, and resume"):
+        worker.check_goes_on()
+    others[:] = [(1, 0)]  # one trajectory of any rank is enough
+    worker.learnt([], PassRule("Guess"), 1, gather)
+    worker.check_goes_on()
+    assert worker.findings() == []

@@ -20,9 +20,10 @@ from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
 from lit_grpo.environments.session import Failure, Limits, Outcome, RewritingSession, Session
 from lit_grpo.environments.workers import Calls
+from lit_grpo.findings.reward_curves import Finding
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.limits import Count, Limit, Number
-from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
+from lit_grpo.plugins import Answer, CannotGoOn, Plugin, RunFacts, Worker
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.loading import error_text
 from lit_grpo.types import (
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
 
     from lit_grpo.data.chat import Message
     from lit_grpo.data.sources import Row
-    from lit_grpo.findings.reward_curves import Finding
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.flight import Flight
 
 logger = logging.getLogger(__name__)
+MOST_BATCHES_GONE = 3
+"""After so many batches in a row whose trajectories were all dropped the run ends."""
 CLOSING_S = 10.0
 """How long the end of a run waits for environments that are closed."""
 Seconds = Annotated[float, Limit(above=0, finite=True)]
@@ -270,6 +272,7 @@ class EnvironmentWorker(Worker):
         self._num_restarted = self._num_unkept = 0
         self._tried: set[str] = set()  # kinds whose first state has been looked at
         self._tool_calls = ToolCalls()
+        self._num_gone, self._failure = 0, ""  # batches in a row whose trajectories were all dropped, and why
         self._rewards = [
             RewardFunction.of(functools.partial(_reward_of, kind=name), name)
             for name in dict.fromkeys(kind.name for kind in kinds.values() if kind.gives_reward)
@@ -539,7 +542,26 @@ class EnvironmentWorker(Worker):
     ) -> dict[str, float]:
         """Nothing goes back to before the rollout any more."""
         self._kept, self._carried = {}, {}
+        numbers = gather((self._num_ended, self._counts["dropped"]))
+        is_gone = not any(ended for ended, _ in numbers) and any(dropped for _, dropped in numbers)
+        self._num_gone = self._num_gone + 1 if is_gone else 0
+        if self._num_gone:
+            self._failure = next((each for each in gather(self._failure) if each), "")
         return {}
+
+    def check_goes_on(self) -> None:
+        """Refuse to go on after several batches whose trajectories were all dropped."""
+        if self._num_gone >= MOST_BATCHES_GONE:
+            raise CannotGoOn(
+                f"{self._gone()} Mend the environment, or what it connects to, and resume the run from its last "
+                "checkpoint."
+            )
+
+    def _gone(self) -> str:
+        return (
+            f"All trajectories of the last {self._num_gone} batches were dropped after their retries, because the "
+            f"environment failed: {self._failure}."
+        )
 
     def _let_go(self, keys: Iterable[Key]) -> None:
         """Close environments whose completions have been scored."""
@@ -571,8 +593,9 @@ class EnvironmentWorker(Worker):
         return dict.fromkeys(tool for kind in self.kinds.values() for tool in kind.tools)
 
     def findings(self) -> list[Finding]:
-        """Return the tools whose calls have all failed since the process began."""
-        return self._tool_calls.findings()
+        """Return the tools whose calls have all failed since the process began, and batches that were all dropped."""
+        gone = [Finding("environment", "failed", self._gone())] if self._num_gone else []
+        return [*self._tool_calls.findings(), *gone]
 
     def _called(self, name: str, error: str | None) -> None:
         """Count a call of a tool, which succeeded if ``error`` is None."""
@@ -587,6 +610,7 @@ class EnvironmentWorker(Worker):
 
     def _tell_failure(self, sentence: str) -> None:
         """Tell of the first failure of each kind; the others are counted."""
+        self._failure = sentence
         self._tell(
             f"The environment {sentence}. The trajectory begins again with a fresh one, or is left out of its group; "
             "further failures are only counted."

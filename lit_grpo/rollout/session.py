@@ -245,7 +245,12 @@ class RolloutSession:
             batch: Of prompts; where groups stay open between batches, the session takes the prompts that it wants.
             listeners: Hear of the rollout.
             context: In which the policy computes.
+
+        Raises:
+            CannotGoOn: A plug-in finds that the run cannot go on.
         """
+        for worker in self.workers.values():
+            worker.check_goes_on()
         if self.lengths is not None:
             self.lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_environment_adapters import Counting, Die, Higher
 
 import lit_grpo
@@ -24,6 +25,7 @@ from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.environments.adapters import OpenEnv
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
+from lit_grpo.plugins import CannotGoOn
 from lit_grpo.tasks import Catch
 from lit_grpo.tools.commands.doctor import main as doctor
 from lit_grpo.tools.dashboard.report import read_folder
@@ -420,3 +422,25 @@ def test_a_tool_that_never_works_is_named_on_the_screen_the_card_the_report_and_
         )
     said = capfd.readouterr()
     assert re.search(r"warn tool query +All \d+ calls of the tool `query` failed", said.out)
+
+
+class Going(Catch):
+    """Its server goes away for good at the 21st reset."""
+
+    num_resets = 0
+
+    def reset(self, *args: Any, **columns: Any) -> str:
+        Going.num_resets += 1
+        if Going.num_resets > 20:
+            raise ConnectionError("no server")
+        return super().reset(*args, **columns)
+
+
+def test_a_run_whose_environment_is_gone_for_good_is_saved_and_ends(folder: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
+    with pytest.raises(
+        CannotGoOn, match=r"the last 3 batches were dropped .* Going fails when it is reset \(Connection"
+    ):
+        train(folder, rows, None, max_steps=20, factory=Going, max_turns=2, retries=0)
+    kept = torch.load(tmp_path / "runs" / "grpo" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert 5 <= kept["global_step"] < 12
