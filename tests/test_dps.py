@@ -90,6 +90,22 @@ def test_a_history_remembers_the_last_outcomes_and_keeps_them_in_checkpoints() -
     assert again["a"] == history["a"] and again["a"].recent[0].version == 6
 
 
+@pytest.mark.parametrize(("decay", "remembered"), [(1.0, None), (0.9, 51), (0.5, 8), (0.1, 3)])
+def test_as_many_visits_are_remembered_as_count(decay: float, remembered: int | None) -> None:
+    """With nothing forgotten the first of 60 visits counts as much as the last."""
+    rule = DynamicsPredictive(decay=decay)
+    chooser = PromptChooser(rule, 0, numbered(1))
+    outcomes = [Outcome(version, 0.5 if version < 20 else 1.0) for version in range(60)]
+    for number, (version, rate) in enumerate(outcomes):
+        chooser.history.note([Visit("train/0", number, [1.0, 0.0], round(2 * rate), 40, version)])
+        chooser.history.commit()
+        chooser.learn(["train/0"])
+    assert rule.num_recent == remembered
+    assert chooser.history["train/0"].recent == tuple(outcomes[0 if remembered is None else -remembered :])
+    chance = rule.chance(numbered(1)[0], chooser.history["train/0"], chooser.state)
+    assert chance == pytest.approx(predicted(outcomes, 60, decay)[1], abs=0.005)
+
+
 @dataclass(frozen=True)
 class Table(PromptRule):
     """Asks by numbers of the prompts."""

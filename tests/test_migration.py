@@ -191,3 +191,28 @@ def test_schedules_are_those_of_transformers(shape: str, warmup: int) -> None:
             optimizer.step()
             schedule.step()
     assert all(math.isclose(one, other, abs_tol=1e-12) for one, other in zip(*rates, strict=True))
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_a_rate_that_stays_before_it_falls_is_transformers_warmup_stable_decay(shape: Any) -> None:
+    from transformers.optimization import get_wsd_schedule
+
+    rates = []
+    for ours in (False, True):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+        if ours:
+            schedule: Any = WarmupDecayLR(optimizer, 12, 3, shape, decay_steps=4)
+        else:
+            schedule = get_wsd_schedule(optimizer, 3, 4, num_training_steps=12, decay_type=shape)
+        rates.append([])
+        for _ in range(12):
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+    assert rates[1] == pytest.approx(rates[0], abs=1e-12) and rates[1][3:9] == [2.0] * 6
+    refused: list[tuple[int, Any]] = [(10, shape), (4, "constant")]
+    for steps, kind in refused:
+        with pytest.raises(
+            ValueError, match=rf"decay_steps is {steps}, with 9 steps after the warm-up and shape {kind}"
+        ):
+            WarmupDecayLR(optimizer, 12, 3, kind, decay_steps=steps)

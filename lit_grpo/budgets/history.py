@@ -12,7 +12,7 @@ import numpy as np
 EARLIER_VISITS = 0.5
 """What all earlier completions count, beside those of a new visit, in what a prompt's completions are now like."""
 NUM_RECENT = 8
-"""Visits whose outcomes are remembered one by one."""
+"""Visits whose outcomes are remembered one by one, where a rule of prompts does not ask for more."""
 EASY, HARD = 0.98, 0.11
 """A visit is easy with a pass rate of at least the first, and hard with one of at most the second."""
 SMALLEST = 1e-6
@@ -84,7 +84,7 @@ class Record:
         num_easy: Visits in a row, the last one included, with a pass rate of at least ``EASY``.
         version: Of the policy that learnt from the last one.
         num_hard: Likewise, with one of at most ``HARD``.
-        recent: Outcomes of the last ``NUM_RECENT`` visits, the oldest first.
+        recent: Outcomes of the last visits, the oldest first: of ``PromptHistory.num_recent``.
         lengths: Of completions, those that were broken off at what was expected of them; the earlier visits' count
             half at each new one.
     """
@@ -116,8 +116,8 @@ class Record:
             deviation=math.sqrt(variance),
         )
 
-    def after(self, visit: Visit) -> Record:
-        """Return it with a visit more."""
+    def after(self, visit: Visit, num_recent: int | None = NUM_RECENT) -> Record:
+        """Return it with a visit more, and the outcomes of the last ``num_recent``, or of all."""
         rewards = [reward for reward in visit.rewards if math.isfinite(reward)]
         if visit.altered or not rewards:
             return self
@@ -134,7 +134,7 @@ class Record:
             num_easy=self.num_easy + 1 if outcome.pass_rate >= EASY else 0,
             version=visit.version,
             num_hard=self.num_hard + 1 if outcome.pass_rate <= HARD else 0,
-            recent=(*self.recent, outcome)[-NUM_RECENT:],
+            recent=(*self.recent, outcome)[0 if num_recent is None else -num_recent :],
         )
 
 
@@ -150,10 +150,12 @@ class PromptHistory:
 
     Attributes:
         records: By prompt.
+        num_recent: Of how many of a prompt's last visits outcomes are remembered one by one; None for all.
     """
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
+        self.num_recent: int | None = NUM_RECENT
         self._noted: dict[tuple[str, int], Visit] = {}
         self._lengths: list[Length] = []
 
@@ -183,7 +185,7 @@ class PromptHistory:
     def commit(self, gather: Callable[[list[Visit]], list[list[Visit]]] = lambda own: [own]) -> None:
         """Count what has been noted, on all ranks, in their order."""
         for visit in (visit for visits in gather(list(self._noted.values())) for visit in visits):
-            record = self[visit.prompt_id].after(visit)
+            record = self[visit.prompt_id].after(visit, self.num_recent)
             if record is not NEW:
                 self.records[visit.prompt_id] = record
         self._noted = {}

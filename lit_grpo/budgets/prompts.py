@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lit_grpo.budgets.history import PromptHistory, Record
+from lit_grpo.budgets.history import NUM_RECENT, PromptHistory, Record
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
@@ -41,6 +41,11 @@ class PromptRule(Plugin):
         as many prompts as are wanted, those with the largest chances are asked. Then a chance may be any number.
         """
         return 1
+
+    @property
+    def num_recent(self) -> int | None:
+        """Of how many of a prompt's last visits it needs the outcomes one by one (``Record.recent``); None for all."""
+        return NUM_RECENT
 
     def begin(self, prompts: Sequence[Prompt]) -> State:
         """Return what the rule remembers at the beginning of a run: numbers by name, which are logged.
@@ -91,9 +96,13 @@ class PromptChooser:
 
     def __init__(self, rule: PromptRule, seed: int, prompts: Sequence[Prompt] = ()) -> None:
         self.rule, self.seed = rule, seed
-        self.history = PromptHistory()
+        self.go_by(PromptHistory())
         self.state: dict[str, float] = dict(rule.begin(prompts))
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+
+    def go_by(self, history: PromptHistory) -> None:
+        """Go by what is known of prompts, which remembers as much as the rule needs."""
+        self.history, history.num_recent = history, self.rule.num_recent
 
     def asks(self, prompt: Prompt) -> bool:
         """Whether a prompt is asked at this visit.

@@ -80,7 +80,7 @@ class PromptLoader:
         """Let the choice of prompts, and which rank asks them, depend on what is known of prompts."""
         self._history = history
         if self.chooser is not None:
-            self.chooser.history = history
+            self.chooser.go_by(history)
 
     def __len__(self) -> int:
         """Batches of one Lightning epoch; the place in the stream carries over to the next epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -20,6 +21,8 @@ PRIOR = 1.0
 """Each count of the Dirichlet prior of transitions, in the paper's runs."""
 FORGOTTEN = 1e-9
 """Counts that are this close to the prior are equal to it."""
+NEGLIGIBLE = 0.005
+"""A visit whose count has decayed to less than this is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class DynamicsPredictive(PromptRule):
 
     What is asked next is ranked by ``(P m)`` of the middle state: the largest of ``candidates`` times as many prompts
     as a batch takes, and of equals the one that is due first. A prompt that was not asked for long comes again, because
-    its belief goes back to a third for each state. Of each prompt the last 8 visits count. With ``candidates: 1`` all
+    its belief goes back to a third for each state. Of each prompt those last visits count of which more than half a
+    percent can be left, 8 by default, and all of them where nothing is forgotten. With ``candidates: 1`` all
     prompts are asked in their order. For example::
 
         rollout:
@@ -56,6 +60,11 @@ class DynamicsPredictive(PromptRule):
     def num_candidates(self) -> int:
         """See above."""
         return self.candidates
+
+    @property
+    def num_recent(self) -> int | None:
+        """See above."""
+        return None if self.decay == 1 else math.ceil(math.log(NEGLIGIBLE) / math.log(self.decay))
 
     def begin(self, prompts: Sequence[Prompt]) -> State:
         """The version of the policy that the last batch was learnt by, and what of that batch was expected and seen."""
@@ -116,6 +125,8 @@ def _not_visited(
     counts_SS: np.ndarray, belief_S: np.ndarray, num_updates: int, decay: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Counts and belief after updates at which the prompt was not asked."""
+    if decay == 1:
+        return counts_SS, np.linalg.matrix_power(_transitions(counts_SS), num_updates) @ belief_S
     for _ in range(num_updates):
         belief_S = _transitions(counts_SS) @ belief_S
         counts_SS = _decayed(counts_SS, decay)

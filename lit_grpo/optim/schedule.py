@@ -7,23 +7,30 @@ from typing import Literal
 
 import torch
 
-from lit_grpo.limits import checks_arguments
+from lit_grpo.limits import Count, checks_arguments
 
 
 class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
     """Rise linearly from 0 over ``warmup_steps``, then follow ``shape`` down to 0 at ``total_steps``.
 
-    The factors are those of transformers' ``get_linear_schedule_with_warmup`` and its sisters.
+    The factors are those of transformers' ``get_linear_schedule_with_warmup`` and its sisters. With ``decay_steps`` the
+    rate stays at its height in between (warmup, stable, decay: MiniCPM, arXiv 2404.06395), as in ``get_wsd_schedule``::
+
+        lr_scheduler:
+          class_path: WarmupDecayLR
+          init_args: {total_steps: 1000, warmup_steps: 20, decay_steps: 100}
 
     Args:
         optimizer: Whose learning rate it sets.
         total_steps: Optimizer steps of the run.
         warmup_steps: Of these how many the rise takes; with any, the first step is made with a learning rate of 0.
         shape: ``linear``, ``cosine`` (half a period) or ``constant``.
+        decay_steps: How many of the last steps the fall takes; by default all after the rise. MiniCPM takes a tenth of
+            the run.
         last_epoch: Steps made, less one.
 
     Raises:
-        ValueError: The rise is longer than the run, or there is no such shape.
+        ValueError: Rise and fall are longer than the run, or there is no such shape, or none that falls.
     """
 
     @checks_arguments()
@@ -34,12 +41,20 @@ class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
         warmup_steps: int = 0,
         shape: Literal["linear", "cosine", "constant"] = "linear",
         last_epoch: int = -1,
+        decay_steps: Count | None = None,
     ) -> None:
         if not 0 <= warmup_steps <= total_steps or total_steps < 1:
             raise ValueError(
                 f"warmup_steps is {warmup_steps} and total_steps {total_steps}; the rise is a part of these."
             )
+        most = total_steps - warmup_steps
+        if decay_steps is not None and (decay_steps > most or shape == "constant"):
+            raise ValueError(
+                f"decay_steps is {decay_steps}, with {most} steps after the warm-up and shape {shape}; give at most "
+                f"{most}, with shape linear or cosine, or leave decay_steps out."
+            )
         self.total_steps, self.warmup_steps, self.shape = total_steps, warmup_steps, shape
+        self.decay_steps = most if decay_steps is None else decay_steps
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
@@ -52,5 +67,5 @@ class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
             return step / self.warmup_steps
         if self.shape == "constant":
             return 1.0
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        done = min(1.0, max(0, step - self.total_steps + self.decay_steps) / max(1, self.decay_steps))
         return 1 - done if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
