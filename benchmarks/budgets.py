@@ -9,6 +9,8 @@ validation at or above it.
 
 One rule decodes the 16 completions of uniform groups in two rounds of 8, and learns the same: what a second round costs
 a step. Then the same completions are decoded, without updates, in one round of 16 and in two of 8, in turns.
+
+``--task`` and ``--rule`` measure a part: uniform groups and the rules that are named, without rounds, claims, picture.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 
 from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
 from benchmarks.lines import distinct
-from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
+from benchmarks.report import ROOT, Claim, Options, Row, finish, options_parser
 from benchmarks.rollouts import slots
 from benchmarks.workloads import arithmetic_prompts, arithmetic_rows, load
 from lit_grpo.budgets.allocation import Allocation
@@ -134,22 +136,31 @@ TASKS = (
 QUICK = Task("arithmetic", 4, 3, 1, 100, (UNIFORM, TWO_ROUNDS, TOGETHER), (0,), 2, 8)
 
 
-def main(options: Options) -> int:
-    """Run all, draw them, time two rounds, and judge."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all, draw them, time two rounds, and judge; or run a part."""
+    assert __doc__ is not None
+    parser = options_parser(__doc__)
+    parser.add_argument("--task", nargs="+", choices=[task.config for task in TASKS], help="by default both")
+    parser.add_argument("--rule", nargs="+", choices=RULES, help="beside uniform; by default all")
+    asked = parser.parse_args(arguments)
+    options = Options(asked.quick, asked.device, asked.policy, asked.output)
+    if asked.task or asked.rule:
+        rules = (UNIFORM, *(asked.rule or [rule for rule in RULES if rule != UNIFORM]))
+        tasks = tuple(
+            replace(task, rules=tuple(rule for rule in rules if rule in task.rules))
+            for task in TASKS
+            if not asked.task or task.config in asked.task
+        )
+        found = _measure(tasks, options)
+        rows = [_row(task, rule, seeds, found[task, UNIFORM]) for (task, rule), seeds in found.items()]
+        return finish("budgets", options, _settings(tasks) | {"rules": ", ".join(rules)}, rows, [])
     tasks = (QUICK,) if options.quick else TASKS
-    found: dict[tuple[str, str], list[Curves]] = {}
-    with kept_runs("budgets", options) as folder:
-        for task in tasks:
-            runs = {(rule, seed): _run(task, rule, seed) for seed in task.seeds for rule in task.rules}
-            curves = run_all(list(runs.values()), folder)
-            found |= {(task.config, rule): [curves[runs[rule, s].name] for s in task.seeds] for rule in task.rules}
+    found = _measure(tasks, options)
     rows = [_row(task, rule, seeds, found[task, UNIFORM]) for (task, rule), seeds in found.items()]
     if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
         draw(found, PICTURE if options.output is None else options.output.with_suffix(".svg"))
     rounds = [_two_rounds(num_prompts, options) for num_prompts in ((2,) if options.quick else (16, 64))]
-    settings: Row = {"seeds": len(tasks[0].seeds), "threads": 1, "prompts": tasks[0].prompts}
-    settings |= {f"updates, {task.config}": task.updates for task in tasks}
-    settings |= {f"training prompts, {task.config}": task.num_rows for task in tasks}
+    settings = _settings(tasks)
     text = "seconds of a rollout of two rounds over those of one with the same completions"
     claims = [Claim(f"{text}, {row['rule']}", float(row["ratio"]), "<=", SHARE_OF_STEP) for row in rounds]
     by_rule = {row["rule"]: float(row["wall_s"]) for row in rows if row["task"] == tasks[0].config}
@@ -157,6 +168,23 @@ def main(options: Options) -> int:
     claims.append(Claim(text, by_rule[TWO_ROUNDS] / by_rule[UNIFORM], "<=", SHARE_OF_STEP))
     claims += [] if options.quick else _claims(rows)
     return finish("budgets", options, settings, [*rows, *rounds], claims)
+
+
+def _measure(tasks: Sequence[Task], options: Options) -> dict[tuple[str, str], list[Curves]]:
+    """Return the curves of each task and rule, one a seed."""
+    found: dict[tuple[str, str], list[Curves]] = {}
+    with kept_runs("budgets", options) as folder:
+        for task in tasks:
+            runs = {(rule, seed): _run(task, rule, seed) for seed in task.seeds for rule in task.rules}
+            curves = run_all(list(runs.values()), folder)
+            found |= {(task.config, rule): [curves[runs[rule, s].name] for s in task.seeds] for rule in task.rules}
+    return found
+
+
+def _settings(tasks: Sequence[Task]) -> Row:
+    settings: Row = {"seeds": len(tasks[0].seeds), "threads": 1, "prompts": tasks[0].prompts}
+    settings |= {f"updates, {task.config}": task.updates for task in tasks}
+    return settings | {f"training prompts, {task.config}": task.num_rows for task in tasks}
 
 
 def _run(task: Task, rule: str, seed: int) -> LearningRun:
@@ -286,5 +314,4 @@ def _draw_rule(axis: Any, rule: str, name: str, seeds: Sequence[Curves]) -> None
 
 
 if __name__ == "__main__":
-    assert __doc__ is not None
-    sys.exit(main(parse_options(__doc__)))
+    sys.exit(main())
