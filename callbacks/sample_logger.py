@@ -98,7 +98,7 @@ def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollo
 def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: str) -> Sample:
     completion = rollout.completion
     return Sample(
-        prompt=_last_turn(rollout.prompt, prompt_column),
+        prompt=_last_turn(rollout.prompt, prompt_column) + rollout.said,
         completion=completion.text if completion.episode is None else transcript(completion.episode.messages),
         tokens=completion.num_sampled,
         finish=completion.finish_reason,
@@ -129,7 +129,7 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
     return {
         "step": step,
         "prompt_id": rollout.prompt.prompt_id,
-        "prompt": rollout.prompt.text,
+        "prompt": rollout.prompt.text + rollout.said,
         **rollout.prompt.extra,
         "completion": rollout.completion.text,
         **({} if rollout.completion.episode is None else {"messages": rollout.completion.episode.messages}),

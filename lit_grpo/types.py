@@ -278,6 +278,7 @@ class Episode(NamedTuple):
         kind: The name of the environment's class.
         reward: What the environment gives to the whole; None where it says nothing.
         turn_rewards: What each turn earned by itself, where the environment says so.
+        said: What the environment's ``reset`` returned, which stands at the end of the prompt's last user message.
     """
 
     environment: Any
@@ -285,6 +286,7 @@ class Episode(NamedTuple):
     kind: str = ""
     reward: float | None = None
     turn_rewards: tuple[float, ...] = ()
+    said: str = ""
 
 
 class Completion(Trajectory):
@@ -370,6 +372,21 @@ class Rollout:
     advantage: float = math.nan
     turn_rewards: tuple[float, ...] = ()
     token_advantages: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def said(self) -> str:
+        """What the environment's ``reset`` added to the prompt; empty without one."""
+        return "" if self.completion.episode is None else self.completion.episode.said
+
+    @property
+    def asked_messages(self) -> list[dict[str, Any]] | None:
+        """The prompt's conversation with what ``reset`` added to its last user message; None for plain text."""
+        messages = self.prompt.messages
+        if messages is None or not self.said:
+            return None if messages is None else list(messages)
+        last = max(place for place, message in enumerate(messages) if message["role"] == "user")
+        turn = {**messages[last], "content": messages[last]["content"] + self.said}
+        return [*messages[:last], turn, *messages[last + 1 :]]
 
     @property
     def rows(self) -> list[Rollout]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompts_of, text_of
 from conversations import play as play_with
+from lit_grpo.callbacks.sample_logger import _row  # pyright: ignore[reportMissingImports]
 
 from lit_grpo.checks import check_prompt_lengths
 from lit_grpo.data.chat import UnusableRow
@@ -22,8 +23,10 @@ from lit_grpo.environments import EnvironmentFailed, Environments
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
 from lit_grpo.plugins import Answer, CannotGoOn, Listener, RunFacts
-from lit_grpo.rewards import RewardRunner
+from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.function import RewardFunction, check_names
+from lit_grpo.rewards.inputs import Surroundings, group_inputs, rollout_inputs
+from lit_grpo.rollout import buffer as buffers
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
@@ -1104,3 +1107,18 @@ def test_batches_of_which_all_trajectories_are_dropped_end_the_run_with_the_caus
     worker.learnt([], PassRule("Guess"), 1, gather)
     worker.check_goes_on()
     assert worker.findings() == []
+
+
+def test_rewards_samples_and_checkpoints_have_what_reset_added_to_the_prompt() -> None:
+    (group,) = play(worker_of(Guess))
+    (rollout,) = group.rollouts
+    said = Guess().reset(7)
+    assert said and rollout.said == said
+    surroundings = Surroundings(TrainerState(), lambda name, value: None)
+    assert rollout_inputs(rollout, surroundings)["prompt"] == rollout.prompt.text + said
+    (messages,) = group_inputs(group, surroundings)["prompts"]
+    assert messages[-1] == {"role": "user", "content": f"Guess.{said}"}
+    assert group.prompt.messages is not None and group.prompt.messages[-1]["content"] == "Guess."
+    again = buffers._completion(rollout.prompt, buffers._completion_state(rollout.completion))
+    assert again.episode is not None and again.episode.said == said
+    assert _row(1, rollout)["prompt"] == rollout.prompt.text + said

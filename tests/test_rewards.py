@@ -184,9 +184,8 @@ def test_path_without_module_or_name_is_refused(path: str) -> None:
         (
             "both",
             {},
-            " must take 'completion' (to score one rollout) or 'completions' (to score a "
-            "group), but has both among "
-            "its parameters (completion, completions); name one of them so.",
+            " takes 'completion', which is of one rollout, and 'completions', which is of a whole group; "
+            "leave 'completions' out, or leave 'completion' out and take 'completions', which has it for each.",
         ),
         (
             "positional",
@@ -442,3 +441,15 @@ def test_a_run_says_which_reward_gives_nothing_where_the_prompt_has_begun_the_an
         warnings.simplefilter("always")
         fit(make_module(policy_folder), batch("1+1? "))
     assert not any("Prompts end in" in str(each.message) for each in caught)
+
+
+def test_the_arguments_that_clash_are_named() -> None:
+    def scores(environments: Any, episode: Any) -> float:
+        return 0.0
+
+    with pytest.raises(ValueError) as caught:
+        RewardFunction.of(scores, "scores")
+    assert str(caught.value) == (
+        "reward function 'scores' takes 'episode', which is of one rollout, and 'environments', which is of a whole "
+        "group; leave 'environments' out, or leave 'episode' out and take 'episodes', which has it for each."
+    )

@@ -169,7 +169,7 @@ class Session:
 
     def episode(self, reward: float | None = None) -> Episode:
         """Return what there is to say of it so far."""
-        return Episode(self.environment, self.messages, self.kind.name, reward, tuple(self.turn_rewards))
+        return Episode(self.environment, self.messages, self.kind.name, reward, tuple(self.turn_rewards), self.said)
 
     def ask_state(self) -> Future[dict[str, Any]] | None:
         """Begin to ask for what a checkpoint keeps; return None where the trajectory cannot go on from one.
@@ -245,6 +245,7 @@ class Session:
             return await self._opened() if self._retries(failure) else Outcome()
         for name in ("messages", "turn_rewards", "num_turns"):
             setattr(self, name, copy.deepcopy(state[name]))
+        self.said = state.get("said", "")  # an earlier version has not kept it
         return Outcome(goes_on=request, state=copy.deepcopy(dict(state)) if self.keeps_states else None)
 
     async def _answered(self, completion: Completion) -> Outcome:
@@ -288,7 +289,7 @@ class Session:
         Raises:
             Failure: The environment cannot say it, or no checkpoint can hold it.
         """
-        own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns")}
+        own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns", "said")}
         if self.kind.type is None:
             return copy.deepcopy(own | {"environment": None})
         is_async = _is_async(self.kind, "state")

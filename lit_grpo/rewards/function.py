@@ -207,12 +207,17 @@ class RewardFunction:
         free = [one for one in named if one.name not in args]
         names = frozenset(one.name for one in free)
         of_one, of_group = ({"completion"}, {"completions"}) if names & {"completion", "completions"} else OF_EPISODES
-        if bool(names & of_one) == bool(names & of_group):
-            listed = ", ".join(one.name for one in free) or "none"
-            which = "both" if names & of_one else "neither"
+        one, group = next(iter(names & of_one), None), next(iter(sorted(names & of_group)), None)
+        if one is not None and group is not None:
             raise ValueError(
-                f"reward function {path!r} must take 'completion' (to score one rollout) or 'completions' "
-                f"(to score a group), but has {which} among its parameters ({listed}); name one of them so."
+                f"reward function {path!r} takes {one!r}, which is of one rollout, and {group!r}, which is of a whole "
+                f"group; leave {group!r} out, or leave {one!r} out and take {one + 's'!r}, which has it for each."
+            )
+        if one is None and group is None:
+            listed = ", ".join(one.name for one in free) or "none"
+            raise ValueError(
+                f"reward function {path!r} must take 'completion' (to score one rollout) or 'completions' (to score a "
+                f"group), but has neither among its parameters ({listed}); name one of them so."
             )
         required = tuple(one.name for one in free if one.default is one.empty)
         declared = _declared(call, path)
@@ -228,7 +233,7 @@ class RewardFunction:
             required=required,
             takes_columns=takes_columns,
             declared=declared,
-            on_group=bool(names & of_group),
+            on_group=group is not None,
             bound=frozenset(args),
         )
 

@@ -87,7 +87,7 @@ def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, An
     completion = rollout.completion
     return {
         **({} if completion.episode is None else {"episode": completion.episode}),
-        "prompt": _asked(rollout.prompt),
+        "prompt": _asked(rollout),
         "completion": rollout.prompt.given + completion.text,
         "completion_ids": completion.token_ids_T.tolist(),
         "num_tokens": completion.num_sampled,
@@ -101,12 +101,12 @@ def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, An
 
 def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, Any]:
     """Return the values of a group by the names in ``GROUP_INPUTS``; a conversation's texts are messages."""
-    rollouts, messages = group.rollouts, group.prompt.messages
+    rollouts, is_chat = group.rollouts, group.prompt.messages is not None
     episodes = [rollout.completion.episode for rollout in rollouts]
     environments = [None if episode is None else episode.environment for episode in episodes]
     return {
         **({"episodes": episodes, "environments": environments} if any(episodes) else {}),
-        "prompts": [_asked(group.prompt) if messages is None else list(messages) for _ in rollouts],
+        "prompts": [rollout.asked_messages if is_chat else _asked(rollout) for rollout in rollouts],
         "completions": [_answered(group.prompt, rollout.completion) for rollout in rollouts],
         "completion_ids": [rollout.completion.token_ids_T.tolist() for rollout in rollouts],
         "num_tokens": [rollout.completion.num_sampled for rollout in rollouts],
@@ -138,9 +138,9 @@ def begun(prompt: str) -> str:
     return "" if found is None else found[0]
 
 
-def _asked(prompt: Prompt) -> str:
-    """Return the prompt's text without the given beginning of the answer."""
-    return prompt.text.removesuffix(prompt.given)
+def _asked(rollout: Rollout) -> str:
+    """Return the prompt's text without the given beginning of the answer, and with what ``reset`` added to it."""
+    return rollout.prompt.text.removesuffix(rollout.prompt.given) + rollout.said
 
 
 def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) -> None:

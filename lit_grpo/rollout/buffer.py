@@ -441,7 +441,7 @@ def _request_state(request: Request) -> dict[str, Any]:
 def _completion_state(completion: Completion) -> dict[str, Any]:
     own = {"finish_reason": completion.finish_reason, "text": completion.text}
     told = completion.episode
-    episode = None if told is None else [told.messages, told.kind, told.reward, list(told.turn_rewards)]
+    episode = None if told is None else [*told[1:4], list(told.turn_rewards), told.said]
     trajectory = _trajectory_state(completion)
     return {"request": _request_state(completion.request), "episode": episode, **own, **trajectory}
 
@@ -455,6 +455,6 @@ def _completion(prompt: Prompt, state: dict[str, Any]) -> Completion:
     own = {name: value for name, value in state.items() if name not in ("request", "episode")}
     completion = Completion(_request(prompt, state["request"]), **own)
     if state["episode"] is not None:
-        messages, kind, reward, turn_rewards = state["episode"]
-        completion.episode = Episode(None, messages, kind, reward, tuple(turn_rewards))
+        messages, kind, reward, turn_rewards, *said = state["episode"]  # an earlier version has not kept what was said
+        completion.episode = Episode(None, messages, kind, reward, tuple(turn_rewards), *said)
     return completion
