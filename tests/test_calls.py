@@ -266,9 +266,34 @@ def test_the_policy_may_end_a_turn_by_the_next_speaker() -> None:
     assert "may go on without the tool's answer" in told
 
 
+@pytest.mark.parametrize(
+    ("name", "role", "last", "expected"),
+    [
+        ("gemma4", "tool", "<|tool_response>", "response:f{"),
+        ("gemma4", "tool", "<turn|>", "<|tool_response>response:f{"),
+        ("gptoss", "tool", "<|call|>", "<|start|>functions.f to=assistant"),
+        ("gptoss", "user", "<|return|>", "<|start|>user"),
+        ("gptoss", "user", "<|endoftext|>", "<|end|><|start|>user"),
+        ("qwen3", "tool", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"),
+        ("deepseek_r1_distill", "tool", "<\uff5cend▁of▁sentence\uff5c>", "<\uff5ctool▁outputs▁begin\uff5c>"),
+        ("cohere2", "user", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>x"),
+    ],
+)
+def test_what_follows_a_turn_depends_on_what_has_ended_it(name: str, role: str, last: str, expected: str) -> None:
+    chat = chat_of(family(name))
+    answer = {"role": role, "content": "x", **({"name": "f"} if role == "tool" else {})}
+    ids = chat.following([answer], chat.tokenizer.convert_tokens_to_ids(last))
+    assert chat.tokenizer.decode(ids).startswith(expected)
+
+
 GEMMA = '<|tool_call>call:turn_right{degrees:90,what:<|"|>a, b:1<|"|>}<tool_call|>'
 GEMMA_CALL = Call("turn_right", {"degrees": 90, "what": "a, b:1"})
 OSS = ' to=functions.turn_right<|channel|>commentary json<|message|>{"degrees": 90}<|call|>'
+BEGIN = "<\uff5ctool▁calls▁begin\uff5c>"
+DEEP = (
+    "<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>turn_right\n"
+    '```json\n{"degrees": 90}\n```<\uff5ctool▁call▁end\uff5c>'
+)
 GLM = "<tool_call>turn_right\n<arg_key>degrees</arg_key>\n<arg_value>90</arg_value>\n</tool_call>"
 
 
@@ -298,6 +323,10 @@ GLM = "<tool_call>turn_right\n<arg_key>degrees</arg_key>\n<arg_value>90</arg_val
         ("glm4moe", GLM.removesuffix("</tool_call>") + GLM, "'degrees' is given twice"),
         ("glm4moe", "<tool_call>{}</tool_call>", "<tool_call> stands"),
         ("deepseekv3", "Thought.</think>No call.", []),
+        ("deepseekv3", f"Thought.</think>{BEGIN}{DEEP}{DEEP}", [CALL, CALL]),
+        ("deepseekv3", f"{BEGIN}{DEEP}", [CALL]),
+        ("deepseekv3", f"Thought.</think>{BEGIN}{DEEP[:60]}", "could not parse"),
+        ("deepseekv3", f"Thought.</think>{BEGIN}{DEEP}".replace("function<", "tool<"), "stands where no call"),
     ],
 )
 def test_response_templates_read_calls_whole_or_broken(name: str, text: str, expected: Any) -> None:

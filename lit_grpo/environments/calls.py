@@ -254,6 +254,7 @@ def _tagged(opening: str, closing: str, tag: str) -> dict[str, Any]:
     return {"open_pattern": opening, "close_pattern": closing, "content": "xml-inline", "content_args": values}
 
 
+_BAR = "\uff5c"  # of DeepSeek's tokens
 _NAME = r"(?P<name>[\w.-]+)"
 _THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*"}
 RESPONSE_TEMPLATES: Mapping[str, Mapping[str, Any]] = {
@@ -290,14 +291,14 @@ RESPONSE_TEMPLATES: Mapping[str, Mapping[str, Any]] = {
         ),
     ),
     "deepseek": _response_template(
-        r"<\uff5cAssistant\uff5c>",
-        {"close_pattern": r"<\uff5cend▁of▁sentence\uff5c>"},
+        rf"<{_BAR}Assistant{_BAR}>",
+        {"close_pattern": rf"<{_BAR}end▁of▁sentence{_BAR}>"},
         _THOUGHT,
         {
             "open_pattern": (
-                rf"(?:<\uff5ctool▁calls▁begin\uff5c>)?\s*<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{_NAME}\s*```json"
+                rf"(?:<{_BAR}tool▁calls▁begin{_BAR}>)?\s*<{_BAR}tool▁call▁begin{_BAR}>function<{_BAR}tool▁sep{_BAR}>{_NAME}\s*```json"
             ),
-            "close_pattern": r"```\s*<\uff5ctool▁call▁end\uff5c>\s*(?:<\uff5ctool▁calls▁end\uff5c>)?",
+            "close_pattern": rf"```\s*<{_BAR}tool▁call▁end{_BAR}>\s*(?:<{_BAR}tool▁calls▁end{_BAR}>)?",
         },
     ),
     "muse": _response_template(

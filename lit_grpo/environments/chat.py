@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lit_grpo.data.chat import Message, UnusableRow, apply_template, render_chat
 from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.rendering import with_added
-from lit_grpo.environments.calls import FORMATS, RESPONSE_TEMPLATES, Call, Turn, read_response, read_turn
+from lit_grpo.environments.calls import FORMATS, RESPONSE_TEMPLATES, Call, CallFormat, Turn, read_response, read_turn
 from lit_grpo.environments.tools import Tool
 from lit_grpo.types import Prompt
 
@@ -45,13 +45,13 @@ class _Following(NamedTuple):
 
     Args:
         head: The tokens before the answer; a turn may end with any of them.
-        end: The place of the one that ends the turn.
-        past: The place from which on is added what follows a turn that another token has ended.
+        end: The place of the one that ends the turn; all from there on follow a turn that did not end with one of them.
+        last: Tokens that end the last turn of a conversation in place of the first of them, as GPT-OSS has it.
     """
 
     head: tuple[int, ...]
     end: int
-    past: int
+    last: frozenset[int] = frozenset()
 
 
 class Chat:
@@ -87,6 +87,11 @@ class Chat:
         if tokenizer.chat_template is None:
             raise ValueError("The policy's tokenizer has no chat template, which turns need; choose a chat model.")
         self.tokenizer, self.options, self.plain_rows = tokenizer, dict(options or {}), plain_rows
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError(
+                "The policy's tokenizer is none of the library tokenizers, without which text of tools could become "
+                "control tokens; choose a policy with a fast tokenizer."
+            )
         self._control = ControlTokens.of(tokenizer)
         self._checked: set[str] = set()  # tools, as JSON
         self._marks: dict[str, int] = {}  # texts that stand in calls alone, with how often they do in each
@@ -124,11 +129,14 @@ class Chat:
     def _read(self, text: str, before: str, tools: Mapping[str, Tool], form: str) -> Turn:
         if form in FORMATS:
             return read_turn(text, FORMATS[form], tools, thinking=_THINKING.search(before) is not None)
-        template: Any = getattr(self.tokenizer, OWN) if form == OWN else RESPONSE_TEMPLATES[form]
+        template = self._template(form)
         schemas: list[Any] = [dict(tool.schema) for tool in tools.values()]
         before = before if "</think>" in text else _THINKING.sub("", before)  # reasoning that the turn never ends
         parser = self.tokenizer.get_response_parser(template, prefix=before, tools=schemas)
         return read_response(parser, template, text, self._marks)
+
+    def _template(self, form: str) -> Any:
+        return getattr(self.tokenizer, OWN) if form == OWN else RESPONSE_TEMPLATES[form]
 
     # ---- what they read ------------------------------------------------------------------------------
 
@@ -208,7 +216,7 @@ class Chat:
         token_ids = self._control.encode(self._after_mark(text))
         if last in after.head:
             return token_ids[after.head.index(last) + 1 :]
-        return token_ids[after.past if last in self._ends else after.end :]
+        return token_ids[1 if last in after.last else after.end :]
 
     def shorten(self, text: str, most: int) -> tuple[str, bool]:
         """Cut the middle out of a text of more than ``most`` tokens and say so in it; return whether it was cut."""
@@ -363,7 +371,7 @@ class Chat:
             for form in self._forms:
                 if self._reads(alone[start:], alone[:start], form, {tool.name: tool}, given):
                     self._marks = self._marks_of_calls(alone[start:])
-                    self._after_call = self._following_of(turn, {**_TOLD, "name": tool.name})
+                    self._after_call = self._following_of_call(turn, {**_TOLD, "name": tool.name}, form)
                     return form
         self._arguments, self._content = {}, ""
         return None
@@ -401,22 +409,31 @@ class Chat:
                 "turn is over; choose a model whose template does."
             )
         known = {*self._control.ids.values()}
-        self._ends |= {*itertools.takewhile(known.__contains__, tails[0]), *tails[1][:1]}
-        return self._following_of(self._said(), _SAID) or _Following(tuple(tails[0]), 0, 1)
+        last = [*itertools.takewhile(known.__contains__, tails[0])]
+        self._ends |= {*last, *tails[1][:1]}
+        head = self._head(longer) or tuple(tails[0])
+        return _Following(head, 0, frozenset(last) - {*head})
 
-    def _following_of(self, turn: Sequence[Message], answer: Message) -> _Following | None:
-        """Find where what follows a turn begins; None where the template does not show the answer."""
-        longer = "" if self._refusal(turn, answer) else self._after_mark(self._text([*turn, answer]))
-        if _SHOWN not in longer:
+    def _following_of_call(self, turn: Sequence[Message], answer: Message, form: str) -> _Following | None:
+        """Find where what follows a call begins; None where the template does not show the answer.
+
+        The end of the turn is what ends other turns too, else the last token that the call has without an answer,
+        such as Gemma's ``<|tool_response>``. Where that belongs to the call, the turn has no end of its own, as GLM's.
+        """
+        head = () if self._refusal(turn, answer) else self._head(self._text([*turn, answer]))
+        if not head:
             return None
-        head = self._control.encode(longer[: longer.index(_SHOWN)])
-        alone = self._control.encode(self._after_mark(self._text(turn)))
-        num_common = _num_common(head, alone)
-        known = {*self._control.ids.values()}
-        ends = [place for place, token in enumerate(head) if token in known]
-        past = max((place + 1 for place in ends if place < num_common), default=min(len(alone), 1))
-        end = next((place for place in ends if head[place] in self._ends), max(past - 1, 0))
-        return _Following(tuple(head), end, past)
+        num_common = _num_common(head, self._control.encode(self._after_mark(self._text(turn))))
+        known = {number: token for token, number in self._control.ids.items()}
+        last = max((place for place, token in enumerate(head[:num_common]) if token in known), default=0)
+        last += _ends_calls(self._template(form) if form not in FORMATS else FORMATS[form], known[head[last]])
+        end = next((place for place, token in enumerate(head) if token in self._ends), last)
+        return _Following(head, end)
+
+    def _head(self, text: str) -> tuple[int, ...]:
+        """Return the tokens between a made-up turn and the answer to it; none where that is not shown."""
+        after = self._after_mark(text)
+        return tuple(self._control.encode(after.partition(_SHOWN)[0])) if _SHOWN in after else ()
 
     def _extends(self, before: Sequence[Message], answer: Message) -> bool:
         """Whether the template adds to a conversation and leaves what is there."""
@@ -451,6 +468,14 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a text that is plain characters."""
         return self._control.encode(self._control.cover(text)) if text else []
+
+
+def _ends_calls(form: CallFormat | Mapping[str, Any], token: str) -> bool:
+    """Whether a token is a part of what ends each call."""
+    if isinstance(form, CallFormat):
+        return form.closing == token
+    field = form["fields"].get("tool_calls", {})
+    return token in str(field.get("close") or field.get("close_pattern")).replace("\\", "")
 
 
 def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
