@@ -8,7 +8,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.compatibility import ONE_TURN, SHARDS, Part
+from lit_grpo.checks import total_updates
+from lit_grpo.compatibility import ONE_TURN, SHARDS, Part, clashing
 from lit_grpo.data.module import PromptDataModule, asked_prompts, loaded_prompts, own_loader
 from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
@@ -94,6 +95,8 @@ class RolloutScheduler(pl.Callback):
             answers = any(type(each).turn is not Listener.turn for each in listeners)
             others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answers)]
             self.session.check(facts, [*self._other_parts(data, pl_module), *others])
+            for sentence in self._unvisited(trainer, pl_module):
+                rank_zero_warn(sentence)
             if self.session.mode.overlap == "within":
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
             pl_module.learn_from(*self.session.plugins.values())
@@ -106,6 +109,19 @@ class RolloutScheduler(pl.Callback):
     def conversing(self) -> Conversing | None:
         """The plug-in that goes on with conversations after their prompts, where there is one."""
         return next((worker for worker in self.session.workers.values() if isinstance(worker, Conversing)), None)
+
+    def _unvisited(self, trainer: pl.Trainer, module: GRPOModule) -> list[str]:
+        """Return what is to be said of plug-ins that go by earlier visits in a run that asks no prompt twice."""
+        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        updates = total_updates(trainer, module.settings.updates_per_batch)
+        if updates is None or not isinstance(data, PromptDataModule):
+            return []
+        rule, number = self.session.prompt_rule, len(loaded_prompts(trainer).get("train", ()))
+        batches = -(-updates // module.settings.updates_per_batch)
+        asked = batches * data.batch_size * trainer.world_size * (1 if rule is None else rule.num_candidates)
+        said = f"asks for {asked} of {number} training prompts, each once"
+        once = Part("this run", changes={"revisits": said}, remedy="raise trainer.max_steps", fixed=True)
+        return list(clashing([*self.session.parts(), replace(once, chosen=asked <= number)]))
 
     def _other_parts(self, data: object, module: GRPOModule) -> list[Part]:
         """Return what plug-ins have to go with: the data, the generator and what is learnt."""

@@ -13,7 +13,7 @@ it lets a group leave the buffer in parts. Neither knows the other::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 REQUIREMENTS: dict[str, str] = {
@@ -45,6 +45,7 @@ REQUIREMENTS: dict[str, str] = {
     "kl_term": "a KL term",
     "own_reference": "a reference whose weights are its own",
     "plain_rewards": "rewards without a KL term",
+    "revisits": "prompts that come again",
     "turns": "completions of several turns",
     "turn_rewards": "what each turn earned by itself",
     "only_look": "the one look at hidden states that a rollout takes midway",
@@ -96,6 +97,12 @@ def check_together(parts: Iterable[Part]) -> None:
     Raises:
         ValueError: One part needs what another changes.
     """
+    for sentence in clashing(parts):
+        raise ValueError(sentence)
+
+
+def clashing(parts: Iterable[Part]) -> Iterator[str]:
+    """Yield a sentence for each two parts of a run of which one needs what the other changes."""
     parts = [part for part in parts if part.chosen]
     for part in parts:
         for word in sorted(part.needs):
@@ -103,7 +110,7 @@ def check_together(parts: Iterable[Part]) -> None:
                 if other is not part and word in other.changes:
                     remedies = [remedy for remedy in (part.remedy, other.remedy) if remedy]
                     left_out = f"leave {part.name} out" if other.fixed else "leave one of the two out"
-                    raise ValueError(
+                    yield (
                         f"{part.name} needs {REQUIREMENTS[word]}, and {other.name} {other.changes[word]}; "
                         f"{', or '.join([*remedies, left_out])}."
                     )

@@ -16,11 +16,13 @@ from hand_made import make_module
 from lit_grpo import methods
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.compatibility import REQUIREMENTS, Part, check_together
+from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods import make_plugins, shipped
 from lit_grpo.plugins import Plugin, RunFacts, Worker
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.types import Prompt
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
@@ -282,3 +284,20 @@ def test_a_method_can_be_deleted_and_nothing_else_changes(module: str, monkeypat
         assert len(shipped()) > 10 and make_plugins([*shipped()][-1:])
     finally:
         shipped.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["dps", "greso", "near_half", "prompt_gdro", "phases", "knapsack", "buckets", "rlep"])
+def test_what_goes_by_earlier_visits_is_told_that_no_prompt_comes_twice(name: str) -> None:
+    scheduler, module = RolloutScheduler(plugins=[name]), make_module("tiny")
+    data = PromptDataModule(batch_size=4)
+    data.prompts["train"] = [Prompt(f"train/{number}", (1,), "") for number in range(400)]
+    candidates = 8 if name == "dps" else 1
+    said = {}
+    for steps in (2, 200):
+        trainer: Any = SimpleNamespace(max_steps=steps, num_training_batches=math.inf, max_epochs=-1, world_size=1)
+        trainer.datamodule = data
+        said[steps] = scheduler._unvisited(trainer, module)
+    (sentence,) = said[2]
+    assert f"{name} needs prompts that come again, and this run asks for {8 * candidates} of 400 training" in sentence
+    trainer.max_steps = 2
+    assert said[200] == RolloutScheduler(plugins=["uniform", "curriculum"])._unvisited(trainer, module) == []

@@ -131,6 +131,11 @@ class Divided(Allocation):
         check_order(self, "least", "most")
 
     @property
+    def needs(self) -> frozenset[str]:
+        """What earlier visits of prompts have shown."""
+        return super().needs | {"revisits"}
+
+    @property
     def goes_by_lengths(self) -> bool:
         """Whether the budget is of tokens."""
         return self.tokens is not None

@@ -30,8 +30,8 @@ class PromptRule(Plugin):
 
     @property
     def needs(self) -> frozenset[str]:
-        """It goes by the rewards of whole visits."""
-        return frozenset({"whole_groups", "prompt_stream"})
+        """It goes by the rewards of whole visits, the earlier ones of each prompt."""
+        return frozenset({"whole_groups", "prompt_stream", "revisits"})
 
     @property
     def num_candidates(self) -> int:

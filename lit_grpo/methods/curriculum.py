@@ -35,6 +35,11 @@ class Curriculum(PromptRule):
         super().__post_init__()
         check_order(self, "lower_at", "raise_at", strict=True)
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Whole visits, of whichever prompts of a level."""
+        return super().needs - {"revisits"}
+
     def begin(self, prompts: Sequence[Prompt]) -> State:
         """Each task's level, what it has been judged by so far, and between which levels it may move.
 

@@ -19,6 +19,11 @@ from lit_grpo.plugins import RunFacts
 class Uniform(Divided):
     """As many of each prompt: ``num_generations``, or as many as a budget allows."""
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Nothing of earlier visits."""
+        return super().needs - {"revisits"}
+
     def check(self, run: RunFacts) -> None:
         """Refuse a budget that does not suffice."""
         if self.budget or self.tokens:

@@ -51,7 +51,7 @@ class Replay(Plugin):
     def needs(self) -> frozenset[str]:
         """Members join whole groups, what is kept of each is one row, and an older policy may have ``sampled`` it."""
         of_sampler = {"ratios_to_sampler"} if self.logprobs == "sampled" else set[str]()
-        return frozenset({"whole_groups", "one_row"} | of_sampler)
+        return frozenset({"whole_groups", "one_row", "revisits"} | of_sampler)
 
     @property
     def changes(self) -> Mapping[str, str]:

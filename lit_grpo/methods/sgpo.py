@@ -31,6 +31,11 @@ class Buckets(Allocation):
         super().__post_init__()
         check_order(self, "least", "most")
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """What earlier visits of prompts have shown."""
+        return super().needs | {"revisits"}
+
     def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
         return [self._of(record.pass_rate) if record.num_visits else num_generations for record in records]

@@ -216,6 +216,7 @@ def test_the_simulation_of_vllm_plan_gives_the_steps_of_the_engine() -> None:
         "decode_gpu",
         "turns",
         "conversation_tokens",
+        "capo_norms",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
