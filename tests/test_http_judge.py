@@ -116,7 +116,7 @@ def test_a_judge_that_is_slow_or_away_fails_the_call(server: Any) -> None:
     from test_reward_runner import make_group
 
     server.delay_s = 1.0
-    with pytest.raises(RuntimeError, match=r"does not answer \(ReadTimeout"):
+    with pytest.raises(RuntimeError, match=r"does not answer within 0.1 s \(timeout_s\)"):
         HTTPJudge(server.url, "m", TEMPLATE, timeout_s=0.1)(prompt="p", completion="c", answer=1)
     away = HTTPJudge("http://127.0.0.1:9", "m", TEMPLATE)
     with pytest.raises(RewardError, match=r"RuntimeError: the judge at http://127.0.0.1:9/chat/completions does not"):
@@ -168,3 +168,35 @@ def test_a_judge_on_this_machine_is_asked_without_a_proxy(
 )
 def test_what_lies_on_this_machine_is_told_from_what_does_not(url: str, expected: bool) -> None:
     assert is_on_loopback(url) == expected
+
+
+@pytest.fixture
+def slow_server() -> Iterator[str]:
+    """Sends one byte at a time, or more than anyone wants."""
+
+    class Drips(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(200):
+                    self.wfile.write(b" " if "drips" in self.path else b" " * 2**16)
+                    self.wfile.flush()
+                    time.sleep(0.05 if "drips" in self.path else 0)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Drips) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_time_limit_is_of_the_whole_call_and_a_reply_has_a_limit_of_bytes(slow_server: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"does not answer within 0.5 s \(timeout_s\)"):
+        HTTPJudge(f"{slow_server}/drips", "m", TEMPLATE, timeout_s=0.5)(prompt="p", completion="c", answer=1)
+    assert time.monotonic() - start < 3
+    with pytest.raises(RuntimeError, match="answers more than 4 MiB; limit max_tokens"):
+        HTTPJudge(f"{slow_server}/floods", "m", TEMPLATE, timeout_s=20.0)(prompt="p", completion="c", answer=1)

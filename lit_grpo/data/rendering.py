@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -236,6 +238,11 @@ class PromptRenderer:
             texts = [message["content"] or "" for message in prompt]
         if not adds and not any(text.strip() for text in texts):
             raise UnusableRow("has an empty prompt")
+        if found := re.search("[\ud800-\udfff]", json.dumps(prompt, ensure_ascii=False, default=str)):
+            raise UnusableRow(
+                f"has a prompt with the lone surrogate {found[0]!r}, half a character that no tokenizer takes; replace "
+                "it"
+            )
         return prompt
 
     def _conversation(self, prompt: str | list[Message]) -> list[Message]:

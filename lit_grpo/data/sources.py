@@ -197,10 +197,19 @@ def _not_a_class(path: str) -> str:
     return "it is no subclass of lit_grpo.data.RowSource" if there else f"{module} has no {name!r}"
 
 
+MOST_BYTES = 16 * 2**20
+"""The most bytes of one row; reading and encoding a longer one takes minutes, and no policy reads it."""
+
+
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             place = f"line {number} of {path}"
+            if len(line) > MOST_BYTES:
+                raise ValueError(
+                    f"{place} has {len(line) / 2**20:,.0f} MiB, and a row may have at most {MOST_BYTES // 2**20} MiB; "
+                    "shorten its columns, or split the row."
+                )
             text = _decode(line, place).strip()
             if text:
                 yield _as_row(_parse(text, place, "make each line one JSON object"), place)

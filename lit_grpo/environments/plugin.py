@@ -26,6 +26,7 @@ from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, CannotGoOn, Plugin, RunFacts, Worker
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.loading import error_text
+from lit_grpo.rewards.streams import KeptStreams
 from lit_grpo.types import (
     EMPTY,
     OBSERVED,
@@ -267,6 +268,7 @@ class EnvironmentWorker(Worker):
         self._outcomes: deque[tuple[Session, Outcome]] = deque()
         self._counts: Counter[str] = Counter()
         self._calls: Calls | None = None
+        self._streams: KeptStreams | None = None
         self._apart: bool | None = None  # whether a rollout has none of the trajectories that there are
         self._told: set[str] = set()
         self._num_restarted = self._num_unkept = 0
@@ -413,7 +415,7 @@ class EnvironmentWorker(Worker):
     def _session(self, request: Request) -> Session:
         assert self.chat is not None, "prepare comes first"
         if self._calls is None:
-            self._calls = Calls(self._num_threads)
+            self._calls, self._streams = Calls(self._num_threads), KeptStreams()
         return self._begin(
             request=request.after(EMPTY),
             kind=self._kind(request.prompt.columns),
@@ -528,6 +530,8 @@ class EnvironmentWorker(Worker):
                 f"All {self._num_ended} trajectories of a rollout were cut short by max_turns, max_tokens or "
                 "max_observed, and none came to its end; have the environment say so with done, or raise the limits."
             )
+        if self._streams is not None and (mended := self._streams.mend()):
+            self._tell(f"A tool or environment closed {' and '.join(mended)}; the run has opened it again.")
         for finding in self._tool_calls.news():
             self._tell(finding.sentence)
         if failed:
@@ -671,6 +675,9 @@ class EnvironmentWorker(Worker):
         if self._calls is not None:
             self._calls.stop()
             self._calls = None
+        if self._streams is not None:
+            self._streams.close()
+            self._streams = None
 
 
 def _result(future: Future[dict[str, Any]] | None) -> dict[str, Any] | Failure | None:

@@ -219,7 +219,7 @@ class Session:
             reset, arguments = self.environment.reset, self.kind.arguments(self.request.prompt)
             is_async = _is_async(self.kind, "reset")
             told = await self._guarded("is reset", lambda: reset(**arguments), is_async, self.limits.reset_timeout_s)
-            said = self.said = "" if told is None else text_of(told, f"{self.kind.name}.reset")
+            said = self.said = "" if told is None else await self._said(told, "reset")
             await self._try_state()
         observed = self.chat.opening(self.request.prompt, said, self.kind.schemas)
         most = self.request.sampling.max_observed
@@ -371,7 +371,7 @@ class Session:
                 name, result = "unknown", {"error": f"the call cannot be read: {call.why}"}
             else:
                 name, result = call.name, await self._call(call)
-            content = text_of(result, f"the tool {name}")
+            content = text_of(result, name)
             answers.append({"role": "tool", "name": name, "content": self._shortened(content)})
             if await self._is_done():
                 break
@@ -388,6 +388,8 @@ class Session:
         try:
             arguments = copy.deepcopy(call.arguments)  # the conversation keeps those that the policy wrote
             result = await self._within(lambda: tool.function(*own, **arguments), tool.is_async)
+            if not isinstance(result, str):  # printing it is a call of the user's code too
+                result = await self._within(lambda: text_of(result, f"the tool {call.name}"), False)
         except CallTimeout:
             self.counts["tool_timeouts"] += 1
             limit = f"the call took longer than {self.limits.tool_timeout_s:g} s"
@@ -396,7 +398,7 @@ class Session:
                 raise Failure(f"hangs in {call.name}") from None
             self.counts["tool_failures"] += 1
             return {"error": limit}
-        except TooManyHang:
+        except (TooManyHang, NotText):
             raise
         except FAILURES as error:
             self.called(call.name, error_text(error))
@@ -416,8 +418,14 @@ class Session:
         said = await self._guarded("is asked to respond", lambda: respond(content), _is_async(self.kind, "respond"))
         if said is None:
             return []
-        text = text_of(said, f"{self.kind.name}.respond")
-        return [{"role": "user", "content": self._shortened(text)}]
+        return [{"role": "user", "content": self._shortened(await self._said(said, "respond"))}]
+
+    async def _said(self, said: Any, method: str) -> str:
+        """Return what a method has returned as text."""
+        who = f"{self.kind.name}.{method}"
+        if isinstance(said, str):
+            return text_of(said, who)
+        return await self._guarded(f"has what {method} returned printed", lambda: text_of(said, who), False)
 
     async def _reward_turn(self) -> None:
         if "turn_reward" in self.kind.methods:
@@ -431,7 +439,8 @@ class Session:
     async def _is_done(self) -> bool:
         if not hasattr(self.kind.type, "done") and "done" not in getattr(self.environment, "__dict__", {}):
             return False
-        return bool(await self._guarded("is asked for done", lambda: self.environment.done, False))
+        done = await self._guarded("is asked for done", lambda: self.environment.done, False)
+        return done if isinstance(done, bool) else await self._guarded("is asked for done", lambda: bool(done), False)
 
     async def _ask(self, name: str) -> Any:
         return await self._guarded(f"is asked for {name}", getattr(self.environment, name), _is_async(self.kind, name))
@@ -452,7 +461,7 @@ class Session:
         except CallTimeout:
             self.counts["timeouts"] += 1
             raise Failure(f"takes too long when it {what}") from None
-        except TooManyHang:
+        except (TooManyHang, NotText):
             raise
         except (Exception, *FAILURES) as error:  # a user's function runs here, and may fail in any way
             raise Failure(f"fails when it {what} ({error_text(error)})") from error
@@ -589,19 +598,29 @@ class RewritingSession(Session):
         return context
 
 
+class NotText(ValueError):
+    """A tool or environment returns what no conversation can hold, which ends the run."""
+
+
 def text_of(said: Any, who: str) -> str:
-    """Return what a tool or environment says as text: content blocks joined, and anything else as Python prints it.
+    r"""Return what a tool or environment says as text: content blocks joined, and anything else as Python prints it.
+
+    A lone surrogate, which no tokenizer takes, is written as ``\ud800``.
 
     Raises:
-        ValueError: A content block is no text.
+        NotText: A content block is no text.
+        Exception: Whatever printing it raises.
     """
-    if isinstance(said, str):
-        return str.__str__(said)  # not of a class of its own, which no checkpoint could hold
-    if isinstance(said, list) and said and all(isinstance(block, dict) and "type" in block for block in said):
-        if any(block["type"] != "text" for block in said):
-            raise ValueError(f"{who} returns content that is not text, and conversations are text alone; return text.")
-        return "".join(str(block["text"]) for block in said)
-    return str(said)
+    is_blocks = isinstance(said, list) and said and all(isinstance(block, dict) and "type" in block for block in said)
+    for block in said if is_blocks else ():
+        if block["type"] != "text":
+            raise NotText(f"{who} returns content that is not text, and conversations are text alone; return text.")
+        if not isinstance(block.get("text"), str):
+            raise NotText(f"{who} returns a content block without a text; write it as {{'type': 'text', 'text': ...}}.")
+    if is_blocks:
+        said = "".join(block["text"] for block in said)
+    text = str.__str__(said) if isinstance(said, str) else str(said)  # of no class of its own, for checkpoints
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _is_async(kind: Kind, name: str) -> bool:

@@ -168,7 +168,16 @@ async def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | Non
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return None, _raised(error)
+        return None, _raised(readable(error))
+
+
+def readable(error: BaseException) -> BaseException:
+    """Return an error whose text can be printed; it is tried where the user's function was called."""
+    try:
+        str(error)
+        return error
+    except BaseException:  # its __str__ is a user's function
+        return RuntimeError(f"{type(error).__name__}, whose text cannot be printed")
 
 
 def _raised(error: BaseException) -> BaseException:
@@ -210,7 +219,7 @@ class _CallThread:
             try:
                 value, error = function(), None
             except BaseException as raised:  # a user's function runs here: every error must reach the caller
-                value, error = None, raised
+                value, error = None, readable(raised)
             with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
                 outcome.get_loop().call_soon_threadsafe(_settle, outcome, value, error)
             del job, function, outcome, value, error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import json
 import os
 import re
 import string
@@ -10,9 +12,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lit_grpo.limits import Positive, checks_arguments
+from lit_grpo.process.loops import EventLoop
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 
 PLACES = ("prompt", "completion")
+MOST_BYTES = 4 * 2**20
+"""The most bytes of a judge's reply."""
 
 
 def is_on_loopback(url: str) -> bool:
@@ -38,7 +43,7 @@ class HTTPJudge:
             ``{answer}``. Write ``{{`` for a brace.
         pattern: Regular expression; group 1 of its last match in the judge's reply is the score, a number.
         api_key_env: The environment variable with the API key, if the server requires one.
-        timeout_s: The most seconds that the judge may take for one reply.
+        timeout_s: The most seconds of a whole call, from the connection to the last byte of the reply.
         scale: The divisor of the score: 10 for a judge that gives marks out of ten.
         options: Further fields of the request, such as ``{"temperature": 0, "max_tokens": 64}``.
     """
@@ -69,7 +74,8 @@ class HTTPJudge:
         import httpx
 
         limits = httpx.Limits(max_connections=None)
-        self._client = httpx.Client(timeout=timeout_s, limits=limits, trust_env=not is_on_loopback(self.url))
+        self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=not is_on_loopback(self.url))
+        self._timeout_s, self._loop = timeout_s, EventLoop("lit_grpo-judge")
 
     def __call__(self, completion: str, prompt: str, **columns: Any) -> float:
         """Ask the judge.
@@ -89,23 +95,42 @@ class HTTPJudge:
     def _ask(self, text: str) -> str:
         import httpx
 
-        key = None if self.api_key_env is None else os.environ[self.api_key_env]
-        messages = [{"role": "user", "content": text}]
         try:
-            response = self._client.post(
-                self.url,
-                json={"model": self.model, "messages": messages, **self.options},
-                headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            )
+            status, reply = self._loop.run(self._answer(text))
+        except TimeoutError as error:
+            said = f"the judge at {self.url} does not answer within {self._timeout_s:g} s (timeout_s)"
+            raise RuntimeError(said) from error
         except httpx.HTTPError as error:
             what = f"{type(error).__name__} {error}".strip()
             raise RuntimeError(f"the judge at {self.url} does not answer ({what})") from error
-        if response.status_code != 200:
-            raise RuntimeError(f"the judge at {self.url} answers {response.status_code}: {response.text!r:.120}")
+        if len(reply) > MOST_BYTES:
+            raise RuntimeError(f"the judge at {self.url} answers more than {MOST_BYTES // 2**20} MiB; limit max_tokens")
+        shown = reply[:200].decode("utf-8", "replace")
+        if status != 200:
+            raise RuntimeError(f"the judge at {self.url} answers {status}: {shown!r:.120}")
         try:
-            return str(response.json()["choices"][0]["message"]["content"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise RuntimeError(f"the judge at {self.url} answers no chat completion: {response.text!r:.120}") from error
+            return str(json.loads(reply)["choices"][0]["message"]["content"])
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise RuntimeError(f"the judge at {self.url} answers no chat completion: {shown!r:.120}") from error
+
+    async def _answer(self, text: str) -> tuple[int, bytes]:
+        """Return the status of the judge's reply, and its first ``MOST_BYTES`` and a few more.
+
+        Raises:
+            TimeoutError: The whole call takes longer than ``timeout_s``.
+            httpx.HTTPError: The judge cannot be reached, or breaks off.
+        """
+        key = None if self.api_key_env is None else os.environ[self.api_key_env]
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        asked = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.options}
+        reply = bytearray()
+        async with asyncio.timeout(self._timeout_s):
+            async with self._client.stream("POST", self.url, json=asked, headers=headers) as response:
+                async for chunk in response.aiter_bytes():
+                    reply += chunk
+                    if len(reply) > MOST_BYTES:
+                        break
+        return response.status_code, bytes(reply)
 
 
 def _names(template: str) -> list[str]:

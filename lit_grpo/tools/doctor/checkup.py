@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -105,12 +107,18 @@ class CheckUp(pl.Callback):
             folder=self._folder,
             folder_error=self._folder_error,
         )
+        for signum in (signal.SIGTERM, signal.SIGHUP):  # a run saves first, but here there is nothing to save
+            signal.signal(signum, _end)
         try:
             examine(patient)
         finally:
             self._scheduler.teardown(trainer, pl_module, "fit")
         self.report.close()
         raise Examined(self.report.exit_code)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise Examined(128 + signum)
 
 
 def examine(patient: Patient) -> None:
