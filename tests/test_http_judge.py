@@ -185,7 +185,7 @@ def slow_server() -> Iterator[str]:
                     self.wfile.flush()
                     time.sleep(0.05 if "drips" in self.path else 0)
 
-        def log_message(self, *_: Any) -> None: ...
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Drips) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
