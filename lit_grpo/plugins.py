@@ -57,9 +57,12 @@ class Listener:
     Attributes:
         forks: Whether it asks for requests that begin within others. The path of a fork is that of its parent and one
             number more. As long as a group is open, its prompt is then kept, and the states of its environments.
+        lock_step: Whether it is asked between any two steps as if nothing were left to decode (:meth:`idle`), so that
+            what it waits for is taken at the same steps in every run.
     """
 
     forks: bool = False
+    lock_step: bool = False
 
     def begin(self, flight: Flight) -> None:
         """A rollout begins; ``flight`` tells what is in work for as long as it lasts.

@@ -50,6 +50,16 @@ def test_a_group_may_lose_members_and_all_of_them() -> None:
     assert [len(group.rollouts) for group in buffer.take()] == [1, 0]
 
 
+def test_a_group_that_has_lost_all_members_is_released_after_a_resume_too() -> None:
+    buffer, requests = open_buffer(KEEP)
+    for request in requests[:2]:
+        buffer.drop(request.key)
+    resumed = RolloutBuffer(KEEP)
+    resumed.load_state_dict(buffer.state_dict())
+    assert resumed.ready() and resumed.num_waiting == 1
+    assert [(group.key, group.rollouts) for group in resumed.take()] == [(("a", 0), [])]
+
+
 def test_a_rule_says_how_many_groups_are_released() -> None:
     buffer, requests = open_buffer(KEEP)
     for request in requests[2:]:

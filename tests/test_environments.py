@@ -580,6 +580,35 @@ def test_the_rollout_does_not_wait_for_one_while_others_can_decode() -> None:
     assert order.index("1:3") < order.index("0:1") and len(order) == 8
 
 
+@pytest.mark.parametrize("lock_step", [False, True])
+def test_in_lock_step_every_answer_is_taken_after_the_same_step(lock_step: bool) -> None:
+    """The first sample's answers are slow in one rollout, the second's in the other."""
+
+    def taken(slow: int) -> list[tuple[int, list[Any]]]:
+        class Slow(Guess):
+            def guess(self, number: int) -> str:
+                """Guess the number.
+
+                Args:
+                    number: Your guess.
+                """
+                time.sleep(0.05 * (number % 2 == slow))
+                return super().guess(number)
+
+        def says(request: Request, turn: int) -> str:
+            decoded.append((generator.num_steps, [*request.path, turn]))
+            return call("guess", number=request.path[0]) if turn < 3 else "I am done."
+
+        decoded: list[tuple[int, list[Any]]] = []
+        worker, generator = worker_of(Slow, lock_step=lock_step), Scripted(chat_tokenizer(), says)
+        loop = RolloutLoop(generator, listeners=[worker])
+        loop.collect(prompts_of(worker, [{"prompt": "?", "number": 9}]), 2, SAMPLING, seed=0)
+        worker.close()
+        return decoded
+
+    assert (taken(slow=0) == taken(slow=1)) == lock_step
+
+
 def test_waiting_trajectories_overlap() -> None:
     running, most = [0], [0]
 

@@ -80,6 +80,8 @@ class Environments(Plugin):
             in one row of the update. ``rerendered``: the conversation as the chat template writes it at that time,
             perhaps without the reasoning of earlier turns; each turn is then a row of its own in the update, and what
             serves the policy later may use the template as it is.
+        lock_step: Whether decoding waits after each step until all environments have answered, so that the clock
+            decides nothing, and runs can be repeated bit for bit; a rollout with slow tools takes longer.
 
     Example:
         For a policy that is to forget what it thought in earlier turns, as Qwen3's chat template has it::
@@ -107,6 +109,7 @@ class Environments(Plugin):
     num_threads: Count = 64
     calls: CallFormatName | None = None
     history: Literal["appended", "rerendered"] = "appended"
+    lock_step: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -169,7 +172,7 @@ class Environments(Plugin):
             retries=self.retries,
         )
         begin = RewritingSession if self._rewrites else Session
-        return EnvironmentWorker(self._kinds(), limits, self.num_threads, self.calls, begin)
+        return EnvironmentWorker(self._kinds(), limits, self.num_threads, self.calls, begin, self.lock_step)
 
     def _kinds(self) -> dict[str | None, Kind]:
         given = [self.tools] if isinstance(self.tools, str) or callable(self.tools) else self.tools
@@ -189,23 +192,25 @@ class Snapshot(NamedTuple):
     token_ids: list[int]
     state: dict[str, Any] | None
 
-    def fits(self, request: Request) -> tuple[int, int]:
-        """Return how well a request can go on from it; (-1, -1) for not at all.
+    def fits(self, request: Request) -> tuple[int, int, bool, SamplePath]:
+        """Return how well a request can go on from it; (-1, -1, False, ()) for not at all.
 
         By the tokens in common first, then by the beginning of the path: where several have equal tokens, the nearest
-        parent's state is taken. What the request has come to since must have been sampled, not observed.
+        parent's state is taken, and of its equally near relatives that of the last path, whichever came first. What the
+        request has come to since must have been sampled, not observed.
         """
         num, prefix = len(self.token_ids), request.prefix
         if prefix.token_ids_T[:num].tolist() != self.token_ids or bool((prefix.versions_T[num:] == OBSERVED).any()):
-            return (-1, -1)
+            return (-1, -1, False, ())
         parts = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.path, request.path, strict=False))
-        return (num, sum(1 for _ in parts))
+        num_common = sum(1 for _ in parts)
+        return (num, num_common, num_common == len(self.path), self.path)
 
 
 def best_state(snapshots: Sequence[Snapshot], request: Request) -> dict[str, Any] | None:
-    """Return a copy of the state that a request goes on from, the last one of equals; None where it begins again."""
+    """Return a copy of the state that a request goes on from, the last one of its path; None where it begins again."""
     fitting = [(each.fits(request), each) for each in reversed(snapshots)]
-    (common, _), best = max(fitting, key=lambda pair: pair[0], default=((-1, -1), None))
+    (common, *_), best = max(fitting, key=lambda pair: pair[0], default=((-1, -1, False, ()), None))
     return None if best is None or common < 0 else copy.deepcopy(best.state)
 
 
@@ -242,6 +247,7 @@ class EnvironmentWorker(Worker):
         num_threads: Calls at a time.
         form: How calls are written.
         begin: Makes the session of a trajectory.
+        lock_step: Whether answers are waited for between two steps.
     """
 
     evaluates = True
@@ -253,8 +259,9 @@ class EnvironmentWorker(Worker):
         num_threads: int,
         form: str | None,
         begin: Callable[..., Session] = Session,
+        lock_step: bool = False,
     ) -> None:
-        self._begin = begin
+        self._begin, self.lock_step = begin, lock_step
         self.kinds, self._limits, self._num_threads, self._form = kinds, limits, num_threads, form
         self.chat: Chat | None = None
         self.sessions: dict[Key, Session] = {}
@@ -266,6 +273,7 @@ class EnvironmentWorker(Worker):
         self._carried: dict[Key, list[Snapshot]] = {}  # as this rollout began, until it has been learnt from
         self._snapshots: dict[GroupKey, list[Snapshot]] = {}  # of this rollout, where requests begin within others
         self._outcomes: deque[tuple[Session, Outcome]] = deque()
+        self._going_on: list[Request] = []  # from an earlier rollout, in lock-step
         self._counts: Counter[str] = Counter()
         self._calls: Calls | None = None
         self._streams: KeptStreams | None = None
@@ -370,7 +378,9 @@ class EnvironmentWorker(Worker):
         if session is not None and num_known == request.prefix.num_tokens and session.waits:
             return request
         if session is not None and num_known <= request.prefix.num_tokens > 0:
-            return None  # it goes on, whether it was stopped in the middle of a turn or before one
+            # It goes on, whether it was stopped in the middle of a turn or before one; in lock-step with all others.
+            self._going_on += [request] if self.lock_step else []
+            return request if self.lock_step else None
         if session is not None:
             session.close()
         self._let_go({key})  # it has ended and begins again: it was too old
@@ -397,12 +407,13 @@ class EnvironmentWorker(Worker):
         failed = {key: state for key, state in states.items() if isinstance(state, Failure)}
         self._num_unkept = len(failed)
         for key, failure in failed.items():
-            if (why := f"{sessions[key].kind.name} {failure}") not in self._told:
-                self._told.add(why)
+            name = sessions[key].kind.name
+            if (once := f"unkept {name}") not in self._told:  # places and values in the sentence are many
+                self._told.add(once)
                 logger.warning(
                     "%d of %d unfinished trajectories cannot be kept in a checkpoint, and begin again where the run "
-                    "is resumed from it: the environment %s. Further ones are only counted.",
-                    *(len(failed), len(sessions), why),
+                    "is resumed from it: the environment %s %s. Further ones are only counted.",
+                    *(len(failed), len(sessions), name, failure),
                 )
         kept = {key: None if isinstance(state, Failure) else state for key, state in states.items()}
         return {key: [Snapshot(key[2], session.token_ids, kept[key])] for key, session in sessions.items()}
@@ -438,12 +449,15 @@ class EnvironmentWorker(Worker):
         return Answer(hold=[completion.request.key])
 
     def step(self, events: StepEvents) -> Answer | None:
-        """Take what environments have come to."""
-        return self._answer() if self._outcomes else None
+        """Take what environments have come to; in lock-step that is done between two steps."""
+        return None if self.lock_step or not self._outcomes else self._answer()
 
     def idle(self) -> Answer | None:
-        """Do the same."""
-        return self._answer() if self._outcomes else None
+        """Do the same, in lock-step once all that are at work have come to something."""
+        if self.lock_step:
+            away = [self.sessions[request.key] for request in self._flight.away if request.key in self.sessions]
+            wait([session.work for session in away if session.work is not None])
+        return self._answer() if self._outcomes or self._going_on else None
 
     @property
     def waits_in_time(self) -> bool:
@@ -451,15 +465,18 @@ class EnvironmentWorker(Worker):
         return self._calls is not None and self._calls.is_in_time
 
     def _answer(self) -> Answer:
-        """Take what has come of trajectories of this rollout, and leave what is of another one to that."""
-        go_on: list[Request] = []
+        """Take what has come of trajectories of this rollout, and leave what is of another one to that.
+
+        What has come together is taken in the order of keys, whichever came first.
+        """
+        go_on, self._going_on = self._going_on, []
         rewritten: list[Request] = []
         again: list[Request] = []
         finish: list[Completion] = []
         drop: list[Key] = []
         of_others: list[tuple[Session, Outcome]] = []
-        while self._outcomes:
-            session, outcome = self._outcomes.popleft()
+        come = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        for session, outcome in sorted(come, key=lambda each: each[0].request.key):
             key = session.request.key
             if self.sessions.get(key) is not session:
                 continue  # the trajectory was discarded meanwhile
@@ -484,6 +501,7 @@ class EnvironmentWorker(Worker):
             else:
                 drop.append(key)
         self._outcomes.extend(of_others)
+        go_on.sort(key=lambda request: request.key)
         return Answer(go_on=go_on, rewritten=rewritten, again=again, finish=finish, drop=drop)
 
     def _keep_snapshot(self, session: Session, outcome: Outcome) -> None:
@@ -540,6 +558,7 @@ class EnvironmentWorker(Worker):
                 session.close()
             self.sessions.clear()
             self._outcomes.clear()
+            self._going_on.clear()
 
     def learnt(
         self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int, gather: Callable[[Any], list[Any]]

@@ -98,6 +98,7 @@ class Session:
         token_ids: What it had come to when the environment or the rollout was last told of the other.
         waits: Whether the environment is at work, or what came of it has not been taken.
         waited_s: Seconds in which the environment was at work.
+        work: What is done beside decoding, or was done last.
     """
 
     request: Request
@@ -123,7 +124,7 @@ class Session:
     told: Callable[[str], None] = lambda _: None
     told_failure: Callable[[str], None] = lambda _: None
     called: Callable[[str, str | None], None] = lambda _, error: None
-    _work: Future[None] | None = None  # beside decoding
+    work: Future[None] | None = None
     _is_over: bool = False
     _spent_s: float = 0.0  # of trajectory_timeout_s
     _has_sampled: bool = False  # since the request has begun
@@ -153,9 +154,9 @@ class Session:
         A call that is being made comes to its end first, and no other one is made.
         """
         self.stop()
-        if self._work is None or self._work.done():
+        if self.work is None or self.work.done():
             return self._let_go()
-        return self.calls.start(self._closed_after(self._work))
+        return self.calls.start(self._closed_after(self.work))
 
     def stop(self) -> None:
         """The trajectory has ended; its environment is kept until it has been scored."""
@@ -190,7 +191,7 @@ class Session:
 
     def _do(self, work: Any) -> None:
         self.waits = True
-        self._work = self.calls.start(self._told(work))
+        self.work = self.calls.start(self._told(work))
 
     async def _told(self, work: Any) -> None:
         """Do some work, and tell what has come of it."""

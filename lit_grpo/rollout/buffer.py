@@ -384,7 +384,7 @@ def _group_state(group: _Open) -> dict[str, Any]:
 
     Columns that no checkpoint can hold, such as times, are left out: :meth:`RolloutBuffer.give_columns` brings them.
     """
-    if group.due is not None and not any(rollout.rewards for rollout in group.due.rollouts):
+    if group.due is not None and group.due.rollouts and not any(rollout.rewards for rollout in group.due.rollouts):
         ended = {rollout.completion.request.path: rollout.completion for rollout in group.due.rollouts}
         group = replace(group, due=None, completions=group.completions | ended)
     columns = {name: value for name, value in group.prompt.columns.items() if find_foreign({name: value}) is None}

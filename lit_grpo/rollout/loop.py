@@ -156,8 +156,9 @@ class _Rollout:
     def _goes_on(self, until: Callable[[int], bool]) -> bool:
         """Whether there is more to decode, once listeners have asked for what they want."""
         while True:
-            if not self._decodes:
-                for listener in self._listeners:
+            is_idle = not self._decodes
+            for listener in self._listeners:
+                if is_idle or listener.lock_step:
                     self._follow(listener.idle())
             if until(self.stats.num_steps):
                 return False
