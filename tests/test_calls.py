@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from functools import cache
 from importlib.util import find_spec
@@ -104,10 +105,11 @@ def check_calls(calls: Any, expected: Any) -> None:
         ("qwen", f"<tool_call>{SEARCH[:-13]}{SEARCH[18:]}</tool_call>", "'query' is given twice"),
         (
             "qwen",
-            "<tool_call>\n<function=a>\n<parameter=b>\n</think>\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
-            [Call("a", {"b": "</think>\n</tool_call>"})],
+            "<tool_call>\n<function=a>\n<parameter=b>\n<think>\n</think>\n</parameter>\n</function>\n</tool_call>",
+            [Call("a", {"b": "<think>\n</think>"})],
         ),
         ("qwen", "<tool_call>{}</tool_call>", "it is not <function"),
+        ("qwen", f"<tool_call>\n{SEARCH.replace('cats', '</tool_call><tool_call>')}</tool_call>", ["it is not"] * 2),
         ("llama", '{"name": "turn_right", "parameters": {"degrees": 90}}', [CALL]),
         ("llama", '<|python_tag|>{"name": "turn_right", "parameters": {"degrees": 90}}', [CALL]),
         ("llama", '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', [Call("a", {}), Call("b", {})]),
@@ -359,7 +361,8 @@ QWEN = {  # as response templates of tokenizers are written
         (f"<tool_call>\n{SEARCH}{SEARCH}</tool_call>", "'query' is given twice"),
         (f"<tool_call>\n{SEARCH[:-25]}{DELETE}</tool_call>", "stands in it beside its arguments"),
         (f"<tool_call>\n{SEARCH[:40]}", "stands in it beside its arguments"),
-        (SEARCH, "</function> stands"),
+        (f"<tool_call>\n{SEARCH.replace('cats', '<function=delete>')}</tool_call>", "beside its arguments"),
+        (SEARCH, "<function= stands"),
     ],
 )
 def test_a_response_template_of_the_tokenizer_never_merges_calls(text: str, expected: Any) -> None:
@@ -368,6 +371,31 @@ def test_a_response_template_of_the_tokenizer_never_merges_calls(text: str, expe
     chat = chat_of(tokenizer)
     assert chat.form == "response_template"
     check_calls(read_as(chat, text).calls, expected)
+
+
+GIVEN: Any = {"search": {"query": "cats", "limit": 3}, "delete": {"path": "/tmp/a", "force": True}}
+FAMILIES = ("qwen3", "qwen3_6", "llama3_2", "lfm2_v2", "gemma4", "glm4moe", "gptoss", "deepseekv3", "muse_glimmer")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_piece_that_is_missing_or_comes_twice_merges_two_calls(name: str) -> None:
+    """Whatever is read of two calls, one after the other, has arguments of its own alone."""
+    chat, text = chat_of(family(name)), ""
+    render = chat.tokenizer.apply_chat_template
+    for tool, given in GIVEN.items():
+        arguments = given if isinstance(chat._arguments, dict) else json.dumps(given)
+        call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
+        said = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        begins, whole = render(said[:1], tokenize=False, add_generation_prompt=True), render(said, tokenize=False)
+        start = next(place for place in range(len(begins), -1, -1) if whole.startswith(begins[:place]))
+        text += whole[start:].removesuffix("<|tool_response>").rstrip("\n").removesuffix(chat.tokenizer.eos_token)
+    assert [call.name for call in chat._read(text, "", {}, chat.form).calls] == [*GIVEN]
+    pieces = re.findall(r"</?[^<>\s]+>|\w+|\s+|.", text)
+    for place in range(1, len(pieces)):
+        for rest in (pieces[place + 1 :], pieces[place - 1 :], []):
+            for call in chat._read("".join(pieces[:place] + rest), "", {}, chat.form).calls:
+                if isinstance(call, Call) and call.name in GIVEN:
+                    assert not any(call.arguments.keys() & GIVEN[other] for other in {*GIVEN} - {call.name}), call
 
 
 def test_calls_of_an_earlier_turn_are_not_made_again() -> None:

@@ -10,7 +10,7 @@ import ast
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lit_grpo.environments.tools import Tool
@@ -128,7 +128,7 @@ def _llama_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>\s*")
 _PARAMETER = re.compile(
     # a value that holds such a tag may have swallowed what follows it
-    r"<parameter=([^>\s]+)\s*>\n?((?:(?!</?function\b|</?parameter\b).)*?)\n?</parameter>\s*",
+    r"<parameter=([^>\s]+)\s*>\n?((?:(?!</?(?:function|parameter|tool_call)\b).)*?)\n?</parameter>\s*",
     re.DOTALL,
 )
 _END_OF_FUNCTION = re.compile(r"</function>\s*")
@@ -274,7 +274,7 @@ RESPONSE_TEMPLATES: Mapping[str, Mapping[str, Any]] = {
         {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>"},
         {
             "open_pattern": (  # as the chat template writes it, or as the model does: the channel before the name
-                rf"(?:<\|channel\|>\w+)?\s*to=functions\.{_NAME}\s*(?:<\|channel\|>\w+)?"
+                rf"(?:<\|channel\|>\s*\w+)?\s*to=functions\.{_NAME}\s*(?:<\|channel\|>\s*\w+)?"
                 r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>"
             ),
             "close_pattern": r"<\|call\|>",
@@ -287,7 +287,7 @@ RESPONSE_TEMPLATES: Mapping[str, Mapping[str, Any]] = {
         _tagged(
             rf"<tool_call>\s*{_NAME}\s*(?=<arg_key>|</tool_call>)",
             r"</tool_call>\s*",
-            r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>(?:(?!</?arg_).)*)</arg_value>",
+            r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>(?:(?!</?(?:arg_|tool_call)).)*)</arg_value>",
         ),
     ),
     "deepseek": _response_template(
@@ -416,7 +416,7 @@ def read_response(parser: Any, template: Mapping[str, Any], text: str, marks: Ma
         body = "" if event["type"] == "region_open" else body + event.get("text", "")
         if event["type"] == "region_close" and name == "tool_calls":
             found = event["value"] if isinstance(event["value"], list) else [event["value"]]
-            calls += [_call_of(each, body, template["fields"][name]) for each in found]
+            calls += [_call_of(each, body, template["fields"][name], marks) for each in found]
         elif event["type"] == "region_close":
             values.setdefault(name, []).append(str(event["value"]).strip())
     thoughts = [each for name in ("reasoning_content", "thinking", "reasoning") for each in values.get(name, ())]
@@ -428,7 +428,7 @@ def read_response(parser: Any, template: Mapping[str, Any], text: str, marks: Ma
     return Turn("\n".join(values.get("content", ())), "\n".join(thoughts), tuple(calls))
 
 
-def _call_of(said: Any, body: str, field: Mapping[str, Any]) -> Call | BrokenCall:
+def _call_of(said: Any, body: str, field: Mapping[str, Any], marks: Iterable[str]) -> Call | BrokenCall:
     """Return a call that a response template has found in a text; a broken one if more is written there."""
     function = said.get("function", said) if isinstance(said, Mapping) else {}
     name, arguments = function.get("name"), function.get("arguments")
@@ -440,7 +440,7 @@ def _call_of(said: Any, body: str, field: Mapping[str, Any]) -> Call | BrokenCal
         if content == "json" and options.get("unquoted_keys"):
             _check_names(body, options.get("string_delims", ()), arguments)
         if content == "xml-inline" and not options.get("merge_duplicates"):
-            _check_tags(body, options["tag_pattern"])
+            _check_tags(body, options["tag_pattern"], marks)
     except ValueError as error:
         return BrokenCall(body, str(error))
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -466,8 +466,8 @@ def _num_names(value: Any) -> int:
     return sum(map(_num_names, value)) if isinstance(value, list) else 0
 
 
-def _check_tags(body: str, pattern: str) -> None:
-    """Check that a call is tags alone, each with another name.
+def _check_tags(body: str, pattern: str, marks: Iterable[str]) -> None:
+    """Check that a call is tags alone, each with another name, and none with another tag or a mark in its value.
 
     Raises:
         ValueError: Something else stands there, such as a tag that is not closed, or another call.
@@ -478,7 +478,8 @@ def _check_tags(body: str, pattern: str) -> None:
     _once([(each["key"], None) for each in found])
     opening = pattern.partition("(?P<key>")[0]
     rest = regex.sub(r"</[^<>]*>", "", regex.sub(pattern, "", body, flags=regex.DOTALL)).strip()
-    if not rest and opening:
-        rest = next((each["value"] for each in found if regex.search(opening, each["value"] or "")), "")
+    others = "|".join([*map(re.escape, marks), *([opening] if opening else [])])
+    if others and not rest:
+        rest = next((each["value"] for each in found if regex.search(others, each["value"] or "")), "")
     if rest:
         raise ValueError(f"{rest[:60]!r} stands in it beside its arguments")

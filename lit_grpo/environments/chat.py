@@ -34,7 +34,7 @@ _MADE_UP: Mapping[str, Any] = {
 _VALUES: Mapping[str, Any] = {"string": _MARK, "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}
 _CHARACTERS = 8  # of a text that are looked at for each token that may stay: a long token more or less is no matter
 _THINKING = re.compile(r"<think>\s*\Z")
-_TAG = re.compile(r"</?[A-Za-z][\w:]*>")
+_TAG = re.compile(r"</?[A-Za-z][\w:]*[ =>]|to=functions\.")
 _NUM_OF_PROMPT = 8  # last tokens before a turn, in which its reasoning may have been begun
 OWN = "response_template"
 CUT = "\n... {} characters are left out here ...\n"
