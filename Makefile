@@ -1,6 +1,11 @@
 # Two commands: `make demo` installs and trains, `make test` installs and tests.
 PYTHON ?= python3
-PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL = .venv/bin/pip install --disable-pip-version-check -c constraints.txt
+# The index that torch comes from; empty is pip's own, whose torch on Linux is the CUDA build (2.9 GB). On Linux without an NVIDIA
+# GPU it is PyTorch's index of CPU builds (0.2 GB). To choose yourself: `make demo TORCH_INDEX=` or `make demo TORCH_INDEX=URL`.
+GPU = $(wildcard /dev/nvidia[0-9]* /dev/nvidiactl /dev/dxg)$(shell command -v nvidia-smi 2>/dev/null)
+CPU_BUILDS = https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(if $(GPU),,$(if $(filter Linux,$(shell uname -s 2>/dev/null)),$(CPU_BUILDS)))
 # Many times as fast where much is installed; it looks for wheels where pip does.
 UV = .venv/bin/uv
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -30,15 +35,23 @@ beside: .venv/dev
 
 install: .venv/dev
 
-# torch first: the constraint keeps pip from taking a newer build for the packages that need it.
+# torch first and alone: the next line finds it installed, and takes what it needs from pip's own index. An index that cannot be
+# reached is no error, for pip's own has a torch too.
 .venv/demo: pyproject.toml constraints.txt
-	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	@echo "Installing 1 of 3: a virtual environment in .venv"
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	@echo "Installing 2 of 3: torch from $(or $(TORCH_INDEX),the index of pip)"
+	@test -z "$(TORCH_INDEX)" || .venv/bin/pip install --disable-pip-version-check --no-deps --retries 1 --timeout 20 \
+		--index-url "$(TORCH_INDEX)" "$$(grep ^torch== constraints.txt)" 2> .venv/torch.log \
+		|| echo "$(TORCH_INDEX) gave no torch (.venv/torch.log says why), so it comes from pip's own index."
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) -e .
+	@echo "Installing 3 of 3: lit_grpo and what it needs, pinned by constraints.txt (pip says no more until it is done)"
+	$(PIP_INSTALL) --quiet -e .
 	touch $@
 
 .venv/dev: .venv/demo
-	$(PIP_INSTALL) uv
+	@echo "Installing what the tests need: about 200 packages, some minutes, without a further line"
+	$(PIP_INSTALL) --quiet uv
 	$(UV) pip install --quiet --python .venv -c constraints.txt -e ".[dev]"
 	# vLLM's CPU build asks for these; the builds that an index has are for CUDA, and transformers cannot import them.
 	$(UV) pip uninstall --quiet --python .venv torchvision torchaudio torchcodec

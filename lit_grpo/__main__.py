@@ -54,7 +54,10 @@ def start() -> None:
 def _announce(arguments: list[str]) -> None:
     """Print the version at once, on the first rank, because imports take seconds."""
     ranks = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-    asks = any(argument.startswith(("--print_config", "--help", "-h")) for argument in arguments)
+    asks = any(
+        argument.startswith(("--print_config", "--help", "-h")) or argument.split("=")[0].endswith(".help")
+        for argument in arguments
+    )
     if arguments[:1] == ["fit"] and not asks and all(os.environ.get(name, "0") == "0" for name in ranks):
         from lit_grpo import __version__
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pydoc
 import re
 import shlex
@@ -101,6 +102,22 @@ def test_the_first_page_leads_to_the_answers_of_ten_questions() -> None:
 def test_pictures_are_small() -> None:
     for picture in (ROOT / "docs" / "pictures").glob("*.png"):
         assert picture.stat().st_size < 80 * 1024, picture.name
+
+
+def test_the_picture_of_the_first_page_has_room_for_the_mark_of_every_point(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed (the extra plots)")
+    from benchmarks.real_model_memory import draw
+
+    (*_, newest) = sorted((ROOT / "benchmarks" / "results").glob("real_model_memory-*.json"))
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw(json.loads(newest.read_text())["rows"], tmp_path / "picture.svg")
+    for axes in drawn[0].axes:
+        low, high = axes.get_ylim()
+        values, room = [value for line in axes.lines for value in line.get_ydata()], 0.02 * (high - low)
+        assert len(values) == 8 and low + room < min(values) and max(values) < high - room
 
 
 # ---- commands -----------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""The help of a field: its type in short, and its first clauses."""
+"""The help of a field: its type in short, and its first sentence."""
 
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
+from test_docs import parsers
 
 from lit_grpo.cli.parsing.early import HELP
 from lit_grpo.cli.parsing.help import WIDTH, shortened, type_name, whole
@@ -31,8 +33,11 @@ LONG = (
 )
 
 
-def test_a_long_help_ends_after_its_first_clauses() -> None:
-    assert shortened(LONG) == "Prompts of one batch (those of all ranks; see Rows), at most many ..."
+def test_a_long_help_ends_after_its_first_sentence() -> None:
+    assert shortened(LONG) == (
+        "Prompts of one batch (those of all ranks; see Rows), at most many; a second clause that is long enough to be "
+        "left out of the short help. ..."
+    )
     assert shortened("Short. And whole.") == "Short. And whole."
     assert whole(LONG).endswith("left out of the short help. A third one.")
     assert shortened("") == ""
@@ -40,5 +45,29 @@ def test_a_long_help_ends_after_its_first_clauses() -> None:
 
 def test_the_help_of_fit_is_short_and_fits_a_terminal() -> None:
     lines = HELP.read_text().splitlines()
-    assert len(lines) <= 350
+    assert len(lines) <= 400
     assert not [line for line in lines if len(line) > WIDTH and "|" not in line]
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ("--model.objective.help", "  --model.objective.loss str = dapo\n"),
+        ("--rollout.help", "  --rollout.plan str = short_last\n"),
+        ("--model.sampling.top_p.help", "  --model.sampling.top_p float = 1.0\n"),
+        ("--trainer.help", "  --trainer.max_epochs "),
+    ],
+)
+def test_the_help_of_a_group_or_a_field_is_asked_for_as_that_of_a_class(
+    asked: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parsers()["fit"].parse_args([asked])
+    said = capsys.readouterr().out
+    assert shown in said and "usage" not in said
+
+
+def test_the_help_of_fit_has_whole_sentences_and_says_how_a_run_ends() -> None:
+    text = HELP.read_text()
+    assert "  --trainer.max_steps int = -1\n" in text and "--trainer.max_epochs" not in text
+    assert not re.findall(r"[^.] \.\.\.$", text, re.MULTILINE)

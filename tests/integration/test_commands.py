@@ -276,7 +276,7 @@ def check(name: str, *told: str, said: str) -> None:
     values = dict(zip(told, [*told[1:], ""], strict=True))
     match name:
         case "fit" if "--help" in told:
-            assert "--model.num_generations" in said and "--trainer.accelerator" not in said
+            assert "--model.num_generations" in said and "--trainer.max_steps" in said
         case "fit" if "--help-all" in told:
             assert said.startswith("  --model.objective.loss ") and "--model.num_generations" not in said
         case "fit":

@@ -31,8 +31,10 @@ Train, with the settings of a run (python -m lit_grpo fit --help lists them):
   predict    sample completions, and write them to a file
 {of_a_run}
 
-Around a run (each has its own --help):
+Around a run:
 {around}
+
+Each has its own --help.
 
   -c CONFIG, --config CONFIG  a YAML file, or the name of a config of the package
   --print_config              show all settings, and exit
@@ -44,12 +46,15 @@ OF_A_CLASS = ("class_path", "init_args", "dict_kwargs", "<<")
 
 
 def check_early(arguments: Sequence[str]) -> None:
-    """Show the help if it is asked for; end with a sentence if a field does not exist or a config is no YAML."""
-    if list(arguments) in (["--help"], ["-h"]):
+    """Show the help if it or nothing is asked for; end with a sentence if a field does not exist or a config is no YAML."""
+    if list(arguments) in ([], ["--help"], ["-h"]):
         print(OVERVIEW.format(of_a_run=_tools(True), around=_tools(False)), end="")
         sys.exit()
     if list(arguments) in (["fit", "--help"], ["fit", "-h"]):
         print(HELP.read_text(), end="")
+        sys.exit()
+    if arguments[1:] in (["--help"], ["-h"]) and (tool := TOOLS.get(arguments[0])) and tool.has_settings_of_a_run:
+        print(tool.help, end="")
         sys.exit()
     if arguments[:1] and arguments[0] in COMMANDS:
         if ignored := sorted(name for name in os.environ if name.startswith("PL_FIT__")):
@@ -85,7 +90,7 @@ def _options() -> list[str]:
 def _exists(name: str) -> bool:
     """Whether a field may exist; false only for unknown names in our groups."""
     groups, fields = _table()
-    parts = name.rstrip("+").split(".")
+    parts = name.rstrip("+").removesuffix(".help").split(".")
     if parts[0] not in groups or parts[0] == "trainer":
         return True
     paths = [".".join(parts[: length + 1]) for length in range(len(parts))]

@@ -42,8 +42,15 @@ class InputParser(LightningArgumentParser):
     """
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
-        """Parse, after names of configurations and of classes are replaced by their paths."""
+        """Parse, after names of configurations and of classes are replaced by their paths.
+
+        jsonargparse has ``--FIELD.help`` for fields that are classes; for other fields and groups it is ``--help-all``.
+        """
         given = sys.argv[1:] if args is None else list(args)
+        known = _options(self) if any(one.endswith(".help") for one in given) else ()
+        for place, one in reversed(list(enumerate(given))):
+            if one.startswith("--") and one.endswith(".help") and one not in known:
+                given[place : place + 1] = ["--help-all", one[2:].removesuffix(".help")]
         return super().parse_args([*with_class_paths([*with_paths(given)])], *rest, **options)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:

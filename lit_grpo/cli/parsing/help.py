@@ -1,4 +1,4 @@
-"""The help of a subcommand: our own fields in short, and with ``--help-all`` everything."""
+"""The help of a subcommand: the fields that runs set, each in a sentence, and with ``--help-all`` everything."""
 
 from __future__ import annotations
 
@@ -12,23 +12,36 @@ from typing import Any, Literal, Union, get_args, get_origin
 from lit_grpo.cli.parsing.names import DEFAULTS, FIELDS
 
 SHORT = "has_short_help"
-FIRST = ("run", "model", "data")
+FIRST = ("run", "trainer", "model", "data")
 LAST = ("checkpoint", "ckpt_path", "print_config")
 WIDTH, GAP = 80, "   "
-MOST_LINES, LEAST_CHARACTERS, MOST_CHARACTERS = 2, 24, 80
-"""Limits of a field's help. At least the first clause is shown, in whole clauses; ``--help-all`` shows all."""
 OUR_TEXTS = {
     "help": "Show this help and exit.",
     "config": "A YAML file, or a config of the package such as arithmetic.",
     "print_config": "Show all settings and exit.",
     "seed_everything": "The seed of sampling and of the order of the prompts.",
     "ckpt_path": "The checkpoint to resume from: a path, or last for that of run.name.",
+    "trainer.max_steps": "Optimizer steps of the whole run, those before a checkpoint included.",
+    "trainer.val_check_interval": "Training iterations from one validation to the next.",
+    "trainer.devices": "Number of devices; each one is a rank, with a process of its own.",
+    "trainer.accelerator": "The kind of the devices.",
+    "trainer.strategy": "How several devices train one policy; fsdp2 shards it.",
+    "trainer.precision": "float32 by default; bf16-mixed is for GPUs that have bfloat16.",
 }
 """Help for fields whose own help, by Lightning or jsonargparse, names what does not apply here."""
+OUR_TYPES = {
+    "trainer.accelerator": "auto|cpu|gpu|...",
+    "trainer.strategy": "auto|ddp|fsdp2|...",
+    "trainer.devices": "auto|int|[int,...]",
+    "trainer.precision": "32-true|bf16-mixed|...",
+    "trainer.val_check_interval": "int",
+}
+"""Types of fields whose own type names what does not apply here."""
+TRAINER = "Lightning's Trainer, its main fields"
 MORE = """\
-Where a help ends in ..., --help-all NAME shows the whole, such as --help-all
-model.objective. --help-all alone also lists the fields of Lightning's Trainer:
---trainer.max_steps, --trainer.val_check_interval, --trainer.devices, ...
+A help that ends in ... has further sentences; --help-all NAME shows them, for
+a field or a group, and so does --NAME.help (--model.objective.help,
+--rollout.help). --help-all trainer lists all fields of Lightning's Trainer.
 The fields of a class: --model.generator.help slots, and so for model.optimizer,
 model.lr_scheduler and data.train."""
 
@@ -55,33 +68,39 @@ class _HelpAll(argparse.Action):
 
 
 def short_help(parser: Any) -> str:
-    """Return the help of our own fields: the run's, the model's and the data's first, then the callbacks'.
+    """Return the help of fields: the run's, the trainer's, the model's and the data's first, then the callbacks'.
 
-    A field has its name, its type, its default and the first clauses of its help, in one line where they fit::
+    A field has its name, its type, its default and the first sentence of its help, in one line where they fit::
 
         --model.num_generations int = 16   G, the completions per prompt.
     """
     lines = [f"usage: {parser.prog.replace(' [options]', '')} --config CONFIG [--FIELD VALUE ...]"]
     for group in sorted(parser._action_groups, key=_place):
-        fields = [line for action in group._group_actions if _is_ours(action) for line in _field(action, shortened)]
+        fields = [line for action in group._group_actions if _is_shown(action) for line in _field(action, shortened)]
         if fields:
-            lines += ["", *textwrap.wrap(f"{_clauses(group.title)[0].rstrip('.:')}:", WIDTH), *fields]
+            title = TRAINER if fields[0].startswith("  --trainer.") else _sentences(group.title)[0].rstrip(".:")
+            lines += ["", *textwrap.wrap(f"{title}:", WIDTH), *fields]
     return "\n".join([*lines, "", MORE, ""])
 
 
 def whole_help(parser: Any, name: str) -> str:
     """Return the whole help of a field, or of all fields of a group such as ``model.objective``."""
-    actions = [action for action in parser._actions if _is_ours(action) and f"{action.dest}.".startswith(f"{name}.")]
+    actions = [action for action in parser._actions if _is_field(action) and f"{action.dest}.".startswith(f"{name}.")]
     lines = [line for action in actions for line in _field(action, whole)]
     return "\n".join([*lines, ""]) if lines else f"There is no field {name}; --help lists all fields.\n"
 
 
-def _is_ours(action: argparse.Action) -> bool:
-    """Whether a field is shown: not the Trainer's, nor one that describes a class, reads a group or is linked."""
-    name, kind = action.dest, type(action).__name__
-    if action.help == argparse.SUPPRESS or not action.option_strings or kind in ("_ActionConfigLoad", "ActionLink"):
+def _is_field(action: argparse.Action) -> bool:
+    """Whether an argument is a field: it neither describes a class, nor reads a group, nor is linked to another."""
+    if action.help == argparse.SUPPRESS or not action.option_strings:
         return False
-    return not name.endswith(".help") and not name.startswith(("trainer", "weights_only"))
+    return type(action).__name__ not in ("_ActionConfigLoad", "ActionLink") and not action.dest.endswith(".help")
+
+
+def _is_shown(action: argparse.Action) -> bool:
+    """Whether the short help has a field: of the Trainer's only those that have a text here."""
+    name = action.dest
+    return _is_field(action) and (name in OUR_TEXTS or not name.startswith(("trainer", "weights_only")))
 
 
 def _place(group: Any) -> int:
@@ -101,15 +120,7 @@ def _field(action: argparse.Action, text_of: Callable[[str], str]) -> Iterator[s
         return
     yield from textwrap.wrap(head, WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     margin = " " * 6
-    yield from textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=margin,
-        subsequent_indent=margin,
-        break_on_hyphens=False,
-        max_lines=MOST_LINES if text_of is shortened else None,
-        placeholder=" ...",
-    )
+    yield from textwrap.wrap(text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
 
 
 def _kind_and_default(action: argparse.Action) -> list[str]:
@@ -122,7 +133,7 @@ def _kind_and_default(action: argparse.Action) -> list[str]:
         default = DEFAULTS.get(action.dest, {}).get("class_path", "")
         names = {path: name for name, path in FIELDS[action.dest].items()}
         return ["|".join([*FIELDS[action.dest], "CLASS"]), f"= {names.get(str(default), 'null')}"]
-    kind = type_name(getattr(action, "_typehint", action.type))
+    kind = OUR_TYPES.get(action.dest) or type_name(getattr(action, "_typehint", action.type))
     return [kind, f"= {_value(action.default)}"]
 
 
@@ -157,28 +168,26 @@ def _value(default: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the first clauses of a help, up to ``MOST_CHARACTERS``, followed by ``...`` if some are left out."""
-    shown, *others = _clauses(text)
-    for clause in others:
-        if len(shown) >= LEAST_CHARACTERS and len(shown) + len(clause) > MOST_CHARACTERS:
-            return f"{shown.rstrip(';:.')} ..."
-        shown += f" {clause}"
-    return shown
+    """Return a short help as it is, and of a long one the first sentence, followed by ``...``."""
+    first, *others = _sentences(text)
+    if others and len(shown := " ".join([first, *others])) <= WIDTH:
+        return shown
+    return f"{first} ..." if others else first
 
 
 def whole(text: str) -> str:
     """Return a help as plain text, without the marks of reStructuredText."""
-    return " ".join(_clauses(text))
+    return " ".join(_sentences(text))
 
 
-def _clauses(text: str) -> list[str]:
-    """Cut a text after full stops, semicolons and colons, but not within brackets; remove reStructuredText's marks."""
+def _sentences(text: str) -> list[str]:
+    """Cut a text after full stops, but not within brackets; remove reStructuredText's marks."""
     text = re.sub(r"\s*\(:\w+:`[^`]*`\)", "", " ".join(text.split()))
     text = re.sub(r":\w+:`~?([\w.]+)`", lambda found: found[1].rpartition(".")[2], text)
-    clauses, begin, depth = list[str](), 0, 0
+    sentences, begin, depth = list[str](), 0, 0
     for place, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
-        if depth == 0 and sign in ".;:" and text[place + 1 : place + 2] == " ":
-            clauses.append(text[begin : place + 1].strip())
+        if depth == 0 and sign == "." and text[place + 1 : place + 2] == " ":
+            sentences.append(text[begin : place + 1].strip())
             begin = place + 1
-    return [clause.replace("``", "") for clause in [*clauses, text[begin:].strip()]]
+    return [sentence.replace("``", "") for sentence in [*sentences, text[begin:].strip()]]

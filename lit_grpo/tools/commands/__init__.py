@@ -4,17 +4,63 @@ from typing import NamedTuple
 
 
 class Tool(NamedTuple):
-    """A command: its module, its line in the overview, and whether it takes the settings of a run, as ``fit`` does."""
+    """A command: its module, and its line in the overview.
+
+    Args:
+        module: The module whose function ``main`` takes the arguments.
+        what: The line.
+        help: What ``--help`` shows of a command that takes the settings of a run, as ``fit`` does. Others have a parser.
+    """
 
     module: str
     what: str
-    has_settings_of_a_run: bool = False
+    help: str = ""
+
+    @property
+    def has_settings_of_a_run(self) -> bool:
+        """Whether the command takes the arguments of ``fit``."""
+        return bool(self.help)
 
 
+DOCTOR = """\
+usage: python -m lit_grpo doctor --config CONFIG [--FIELD VALUE ...]
+
+Examines the run that fit would start with the same arguments, on one device,
+in the time of a few updates. It leaves no file, and no weight changes. The
+fields are those of fit: python -m lit_grpo fit --help lists them.
+
+Each check is a line: its verdict, its name, what was measured, and what to do.
+  pass   all is well
+  warn   may be intended
+  fail   with this no run can start, or learn
+  skip   could not be examined, because a check that it needs failed
+
+Settings first, all that are wrong; then prompts, tokenizer, generator, weight
+sync, samples, rewards (with one scored completion beside its row), log-prob
+gap, dropout, memory, one optimizer step, checkpoint and export.
+
+The exit code is 0, 1 if a check failed, or 2 if an argument cannot be read.
+"""
+FIT_CHECK = """\
+usage: python -m lit_grpo fit-check --config CONFIG [--FIELD VALUE ...]
+                                    [--memory AMOUNT]
+
+Estimates the memory that the run takes which fit would start with the same
+arguments, by part and phase, without loading weights; and how large num_slots
+and max_tokens_per_micro_batch can be. The fields are those of fit:
+python -m lit_grpo fit --help lists them.
+
+  --memory AMOUNT   memory of the device, such as 80GiB; by default what is
+                    free on this machine's. For a GPU that is not here, add
+                    --trainer.accelerator gpu.
+
+The exit code is 0 if the run fits, 1 if it does not, or 2 if an argument
+cannot be read.
+"""
 _HERE = "lit_grpo.tools.commands"
 TOOLS = {
-    "doctor": Tool(f"{_HERE}.doctor", "a check-up of a run before it begins, with the arguments of fit", True),
-    "fit-check": Tool(f"{_HERE}.fit_check", "the memory that a run will take, with the arguments of fit", True),
+    "doctor": Tool(f"{_HERE}.doctor", "a check-up of a run before it begins, with the arguments of fit", DOCTOR),
+    "fit-check": Tool(f"{_HERE}.fit_check", "the memory that a run will take, with the arguments of fit", FIT_CHECK),
     "export": Tool(f"{_HERE}.export", "a checkpoint's policy as a Hugging Face folder"),
     "report": Tool(f"{_HERE}.report", "a run as one HTML file"),
     "dashboard": Tool(f"{_HERE}.dashboard", "a view of runs in W&B or TensorBoard"),
