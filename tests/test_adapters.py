@@ -223,3 +223,17 @@ def test_a_layer_name_that_no_layer_has_is_refused_though_another_one_fits() -> 
         "lora.target_modules names 'v_porj', which no layer of Qwen3ForCausalLM is called; its linear layers are "
         "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj."
     )
+
+
+def test_the_default_layers_of_peft_are_those_of_the_policys_family() -> None:
+    theirs, ours = random_policy(), random_policy()
+    peft.get_peft_model(theirs, peft.LoraConfig(r=2, task_type="CAUSAL_LM"))  # pyright: ignore[reportArgumentType]
+    add_adapters(ours, LoraSettings(r=2, target_modules="peft-default"))  # pyright: ignore[reportArgumentType]
+    names = {name for name, _ in ours.named_modules() if name.endswith("lora_A")}
+    assert names == {name for name, _ in theirs.named_modules() if name.endswith("lora_A")} and names
+    ours = random_policy()
+    ours.config.model_type = "unheard_of"  # type: ignore[union-attr]
+    with pytest.raises(
+        ValueError, match="peft has no default for the family unheard_of; name layers, or take all-linear"
+    ):
+        add_adapters(ours, LoraSettings(target_modules="peft-default"))  # pyright: ignore[reportArgumentType]

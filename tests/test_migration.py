@@ -216,3 +216,28 @@ def test_a_rate_that_stays_before_it_falls_is_transformers_warmup_stable_decay(s
             ValueError, match=rf"decay_steps is {steps}, with 9 steps after the warm-up and shape {kind}"
         ):
             WarmupDecayLR(optimizer, 12, 3, kind, decay_steps=steps)
+
+
+def test_what_has_no_counterpart_is_left_out_where_that_is_asked_for_and_each_field_is_named() -> None:
+    given = LEAST | {"top_k": 50, "max_prompt_length": 512, "learning_rte": 1e-5, "beta": 0.04}
+    with pytest.raises(
+        ValueError, match="With --drop the rest is converted without top_k, max_prompt_length, learning_rte"
+    ):
+        convert_trl(given)
+    converted = convert_trl(given, drop=True)
+    assert converted.config == convert(beta=0.04)
+    assert [note.split()[:3] for note in converted.notes[:3]] == [
+        ["Left", "out:", "top_k"],
+        ["Left", "out:", "max_prompt_length"],
+        ["Left", "out:", "TRL"],
+    ]
+    with pytest.raises(ValueError, match=r"^reward_funcs is empty; name at least one.$"):
+        convert_trl(given | {"reward_funcs": []}, drop=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [(None, "peft-default"), (["all-linear"], "all-linear"), (["q_proj", "k_proj"], ["q_proj", "k_proj"])],
+)
+def test_adapters_are_on_the_layers_that_trl_trains(given: Any, taken: Any) -> None:
+    assert convert(use_peft=True, lora_target_modules=given)["model"]["lora"]["target_modules"] == taken

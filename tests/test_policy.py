@@ -16,11 +16,13 @@ from lit_grpo.policy.architecture.decoder import context_length, hidden_states
 from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import (
+    as_given,
     eos_token_ids,
+    load_config,
     load_policy,
     load_tokenizer,
 )
-from lit_grpo.policy.named import NAMED, TINY
+from lit_grpo.policy.named import NAMED, TINY, resolve_policy
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -222,3 +224,25 @@ def test_without_the_hub_a_policy_comes_from_the_cache(unreachable_hub: Path, po
     (refs / "main").write_text("abc")
     assert len(load_tokenizer("some/model")) == len(load_tokenizer(str(policy_folder)))
     assert load_policy("some/model").config.vocab_size == load_policy(str(policy_folder)).config.vocab_size
+
+
+def test_a_policys_folder_of_the_users_is_not_passed_over_for_a_policy_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(NAMED, "smollm2", replace(NAMED["smollm2"], folder=tmp_path / "nowhere"))
+    Path("smollm2").mkdir()
+    with pytest.raises(
+        ValueError, match=r"^The folder ./smollm2 holds no config.json, and there is no folder of policy"
+    ):
+        resolve_policy("smollm2")
+    random_policy().save_pretrained("smollm2")  # pyright: ignore[reportCallIssue]
+    assert as_given("smollm2") == resolve_policy("smollm2") == "./smollm2"
+    assert load_config("smollm2").vocab_size == random_policy().config.vocab_size  # type: ignore[union-attr]
+    assert resolve_policy("tiny") == str(NAMED[TINY].folder) and as_given(Path("a") / "b") == "a/b"
+
+
+def test_a_pair_of_a_name_and_a_tokenizer_is_refused() -> None:
+    for pair in (("tiny", object()), (random_policy(),)):
+        with pytest.raises(ValueError, match="give a name, a loaded model, or a pair \\(model, tokenizer\\)"):
+            as_given(pair)

@@ -27,7 +27,8 @@ class LoraSettings:
         alpha: The adapters' output is scaled by ``alpha / r``.
         target_modules: Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or
             of a module or parameter that holds all experts of a layer (``experts``). ``all-linear`` is all linear
-            layers except the head. An adapter of the head or the embedding unties the two.
+            layers except the head; ``peft-default`` is what peft takes for the policy's family if no names are given,
+            such as q_proj and v_proj. An adapter of the head or the embedding unties the two.
         rslora: Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732).
         base: ``nf4`` keeps the frozen linear layers in four bits (QLoRA, arXiv 2305.14314); needs bitsandbytes.
             Sampling and exports then use the rounded weights with adapters.
@@ -43,6 +44,7 @@ class LoraSettings:
         check_fields(self, "model.lora.")
 
 
+PEFT_DEFAULT = "peft-default"
 _PROBE_TOKENS = 4
 
 
@@ -56,7 +58,7 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
     from peft import LoraConfig
 
     passed_over = _passed_over(policy)
-    targets, parameters = _found(policy, settings.target_modules, passed_over)
+    targets, parameters = _found(policy, _wanted(policy, settings), passed_over)
     odd = [*_odd_linears(policy), *passed_over]
     config = LoraConfig(
         r=settings.r,
@@ -76,6 +78,25 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
             f"for ({' '.join(str(error).split())}); name other layers."
         ) from error
     check_adapters(policy)
+
+
+def _wanted(policy: PreTrainedModel, settings: LoraSettings) -> list[str] | str:
+    """Return the target names of the settings, with ``peft-default`` replaced by peft's names for the policy's family.
+
+    Raises:
+        ValueError: peft has no names for the family.
+    """
+    if settings.target_modules != PEFT_DEFAULT:
+        return settings.target_modules
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as NAMES
+
+    family = str(policy.config.model_type)
+    if family not in NAMES:
+        raise ValueError(
+            f"lora.target_modules is {PEFT_DEFAULT}, but peft has no default for the family {family}; name layers, or "
+            "take all-linear."
+        )
+    return names if isinstance(names := NAMES[family], str) else list(names)
 
 
 def _found(
@@ -306,7 +327,7 @@ def _check_same(policy: PreTrainedModel, config: LoraConfig, settings: LoraSetti
         for name, module in policy.named_modules()
         if isinstance(module, torch.nn.Linear) and ".lora_" not in name
     } - {name for name, module in policy.named_modules() if module is policy.get_output_embeddings()}
-    wanted = settings.target_modules
+    wanted = _wanted(policy, settings)
     if wanted == "all-linear":
         same = linear <= there
     elif isinstance(wanted, str):

@@ -21,7 +21,7 @@ from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, context_length, in_evaluation
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
 from lit_grpo.policy.hub import hub_or_cache
-from lit_grpo.policy.named import NAMED, resolve_policy
+from lit_grpo.policy.named import NAMED, own_folder, resolve_policy
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
 from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
@@ -42,9 +42,12 @@ def as_given(policy: Any) -> str | Given:
     """
     from transformers import PreTrainedModel
 
+    if isinstance(policy, str | Path):
+        return own_folder(str(policy))
+    if isinstance(policy, tuple) and (len(policy) != 2 or isinstance(policy[0], str | Path)):
+        kinds = ", ".join(type(one).__name__ for one in policy)
+        raise ValueError(f"policy is a tuple of {kinds}; give a name, a loaded model, or a pair (model, tokenizer).")
     model, tokenizer = policy if isinstance(policy, tuple) else (policy, None)
-    if isinstance(model, str):
-        return model
     model = _with_adapters_inside(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"policy is of type {type(model).__name__}; give a name, a folder or a PreTrainedModel.")

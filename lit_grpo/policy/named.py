@@ -40,15 +40,30 @@ package.
 """
 
 
+def own_folder(policy: str) -> str:
+    """Return ``./NAME`` if a name of :data:`NAMED` is also that of a policy's folder in the working directory.
+
+    The user's folder is then meant. Any other name is returned unchanged.
+    """
+    here = Path(policy) if policy in NAMED else None
+    is_policy = here is not None and any((here / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return f"./{policy}" if is_policy else policy
+
+
 def resolve_policy(policy: str) -> str:
     """Return the folder that a name of :data:`NAMED` stands for, and any other name unchanged.
+
+    A policy's folder of that name in the working directory has precedence (:func:`own_folder`).
 
     Raises:
         ValueError: The folder is missing.
     """
+    policy = own_folder(policy)
     named = NAMED.get(policy)
     if named is None:
         return policy
     if not named.folder.is_dir():
-        raise ValueError(f"There is no folder of policy {policy!r} on this machine; {named.remedy}.")
+        holds = "the folder ./{0} holds no config.json, and there" if Path(policy).is_dir() else "there"
+        sentence = f"{holds.format(policy)} is no folder of policy {policy!r} on this machine; {named.remedy}."
+        raise ValueError(sentence[0].upper() + sentence[1:])
     return str(named.folder)

@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 def train(
-    policy: str | PreTrainedModel,
+    policy: str | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase],
     train: Source,
     rewards: Reward | Sequence[Reward] = (),
     *,
@@ -64,7 +64,8 @@ def train(
     """Train a policy as ``python -m lit_grpo fit`` does, with the same lines on the screen (plain ones in a notebook).
 
     Args:
-        policy: ``tiny``, a folder, a Hugging Face id, or a loaded model, which is trained in place.
+        policy: ``tiny``, a folder, a Hugging Face id, or a loaded model (or a pair of it and its tokenizer), which is
+            trained in place.
         train: Training prompts: a file, folder or id, a RowSource, a ``datasets.Dataset`` or a list of dicts.
         rewards: One reward or a list: functions, paths (``file.py:name`` or an import path) or RewardSpecs. Those that
             an environment brings join them.
@@ -89,15 +90,16 @@ def train(
     Raises:
         ValueError: A setting is wrong.
     """
-    model = policy if isinstance(policy, str) else (policy, tokenizer)
+    model = (policy, tokenizer) if tokenizer is not None else policy
     for one in () if callbacks is None or isinstance(callbacks, Mapping) else _listed(callbacks):
         if not isinstance(one, pl.Callback):
             raise ValueError(
                 f"callbacks holds {one!r}, which is no Lightning Callback; give callbacks, or a mapping of settings "
                 'such as {"rollout": {"plan": "lpt"}}.'
             )
-    if tokenizer is not None and isinstance(policy, str):
-        raise ValueError("tokenizer belongs to a loaded model; leave it out, because policy is a name.")
+    if tokenizer is not None and isinstance(policy, str | tuple):
+        because = "policy is a name" if isinstance(policy, str) else "policy is a pair, which has one"
+        raise ValueError(f"tokenizer belongs to a loaded model; leave it out, because {because}.")
     pl.seed_everything(seed, verbose=False)
     for_model: Any = {"policy": model, "rewards": listed(rewards), "sampling_seed": seed, **settings}
     module = GRPOModule(**for_model)

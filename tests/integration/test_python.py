@@ -92,6 +92,10 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
         ({"rewards": [3]}, "the reward 3 is no function, path or RewardSpec; give one of these."),
         ({"policy": 3}, "policy is of type int; give a name, a folder or a PreTrainedModel."),
         ({"tokenizer": object()}, "tokenizer belongs to a loaded model; leave it out"),
+        (
+            {"policy": (random_policy(), object()), "tokenizer": object()},
+            "tokenizer belongs to a loaded model; leave it out, because policy is a pair, which has one.",
+        ),
     ],
 )
 def test_a_mistake_in_python_is_one_sentence_before_the_run(settings: Any, problem: str, tmp_path: Path) -> None:

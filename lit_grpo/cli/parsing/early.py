@@ -46,7 +46,7 @@ OF_A_CLASS = ("class_path", "init_args", "dict_kwargs", "<<")
 
 
 def check_early(arguments: Sequence[str]) -> None:
-    """Show the help if it or nothing is asked for; end with a sentence if a field does not exist or a config is no YAML."""
+    """Show the help, also without arguments; end with a sentence on an unknown field, or a config that is no YAML."""
     if list(arguments) in ([], ["--help"], ["-h"]):
         print(OVERVIEW.format(of_a_run=_tools(True), around=_tools(False)), end="")
         sys.exit()

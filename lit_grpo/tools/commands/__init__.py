@@ -9,7 +9,7 @@ class Tool(NamedTuple):
     Args:
         module: The module whose function ``main`` takes the arguments.
         what: The line.
-        help: What ``--help`` shows of a command that takes the settings of a run, as ``fit`` does. Others have a parser.
+        help: What ``--help`` shows of a command that takes the settings of a run, as ``fit`` does; others have parsers.
     """
 
     module: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,19 +19,24 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG")
     parser.add_argument("--rows", type=int, help="the number of training prompts, to turn epochs into steps")
     parser.add_argument("--devices", type=int, default=1, help="the number of devices of the run (1)")
+    parser.add_argument("--drop", action="store_true", help="leave out the fields that have no counterpart here")
     parser.add_argument("--output", type=Path, help="the file to write; by default the config is printed")
     options = parser.parse_args(arguments)
     try:
         given = yaml.safe_load(options.config.read_text())
         if not isinstance(given, dict):
             raise ValueError(f"{options.config} holds no fields; give a YAML file as for trl grpo --config.")
-        text = as_yaml(options.config.name, convert_trl(given, options.rows, options.devices))
+        text = as_yaml(options.config.name, convert_trl(given, options.rows, options.devices, options.drop))
     except (OSError, ValueError, yaml.YAMLError) as error:
         exit_with("\n".join(" ".join(line.split()) for line in str(error).splitlines()))
     if options.output is None:
         print(text, end="")
+        print("# Next: save this as a file (--output OURS.yaml), and python -m lit_grpo doctor --config OURS.yaml")
     else:
         options.output.write_text(text)
+        print(
+            f"{options.output} is written. Next: python -m lit_grpo doctor --config {shlex.quote(str(options.output))}"
+        )
 
 
 def as_yaml(name: str, converted: Converted) -> str:

@@ -74,7 +74,7 @@ TRL: dict[str, Counterpart] = {
     "use_peft": _changed("model.lora, where it is true", False, "model.lora"),
     "lora_r": _same("model.lora.r", 16),
     "lora_alpha": _same("model.lora.alpha", 32),
-    "lora_target_modules": _same("model.lora.target_modules", None, "all linear layers but the head by default"),
+    "lora_target_modules": _same("model.lora.target_modules", None, "where TRL has none: peft-default, as TRL trains"),
     "use_rslora": _same("model.lora.rslora", False),
     "load_in_4bit": _changed("model.lora.base: nf4", False, "model.lora.base"),
     **_none("adapters have no dropout: log-probs would not be those sampled with", lora_dropout=0.05),

@@ -10,6 +10,8 @@ from typing import Any
 
 from lit_grpo.tools.migration.table import BATCH, TRL
 
+PEFT_DEFAULT = "peft-default"
+"""That of :mod:`lit_grpo.policy.adapters`, which imports torch."""
 CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
 PARAMETERS = {
     **dict.fromkeys(CLIPPED, ("epsilon", "epsilon_high", "delta")),
@@ -67,19 +69,21 @@ class Converted:
     notes: list[str]
 
 
-def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int = 1) -> Converted:
+def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int = 1, drop: bool = False) -> Converted:
     """Convert the fields of a YAML file for ``trl grpo --config``.
 
     Args:
         given: The fields; those left out have TRL's defaults.
         rows: The number of training prompts, to turn epochs into steps.
         devices: The number of devices of the run, each with a process.
+        drop: Leave out the fields that have no counterpart here, and name each in a note.
 
     Raises:
         ValueError: TRL has no such field, or its value is not supported.
     """
-    problems = list(_problems(given))
-    given = {name: value for name, value in given.items() if name in TRL}
+    without = dict(_without_counterpart(given))
+    problems = [] if drop else list(without.values())
+    given = {name: value for name, value in given.items() if name in TRL and name not in without}
     taken = {name: row.default for name, row in TRL.items()} | dict(given)
     config: dict[str, Any] = {"seed_everything": taken["seed"]}
     parts: tuple[Callable[[], Mapping[str, Any]], ...] = (
@@ -97,24 +101,27 @@ def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int 
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        raise ValueError("\n".join(problems))
+        names = "" if drop else ", ".join(without)
+        raise ValueError(
+            "\n".join(problems) + (f" With --drop the rest is converted without {names}." if names else "")
+        )
     _add(config, {"model.generator.init_args.num_slots": _num_slots(taken, config)})
     own = {name: TRL[name] for name, value in given.items() if value != TRL[name].default}
     notes = [f"{name}: {row.note}" for name, row in own.items() if row.kind in ("changed", "none")]
-    return Converted(config, _merged(notes))
+    return Converted(config, [*(f"Left out: {sentence}" for sentence in without.values()), *_merged(notes)])
 
 
-def _problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field that TRL does not have, or whose value is not supported."""
+def _without_counterpart(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each field that TRL does not have, or whose value is not supported here, with a sentence on it."""
     for name, value in given.items():
         if name == "env":
-            yield "env sets variables of TRL's process; set them in the shell, and leave it out."
+            yield name, "env sets variables of TRL's process; set them in the shell, and leave it out."
         elif name in OLD:
-            yield f"{name} is {value!r}, but TRL 1.16 has no such field: {OLD[name]}."
+            yield name, f"{name} is {value!r}, but TRL 1.16 has no such field: {OLD[name]}."
         elif name not in TRL:
-            yield f"TRL 1.16 has no field {name!r} for GRPO; correct it, or leave it out."
+            yield name, f"TRL 1.16 has no field {name!r} for GRPO; correct it, or leave it out."
         elif TRL[name].kind == "refused" and value not in (TRL[name].default, None):
-            yield f"{name} is {value!r}, which cannot be had: {TRL[name].note}."
+            yield name, f"{name} is {value!r}, which cannot be had: {TRL[name].note}."
 
 
 def _merged(notes: list[str]) -> list[str]:
@@ -226,10 +233,12 @@ def _model(taken: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = {"lr": float(taken["learning_rate"]), "weight_decay": float(taken["weight_decay"])}
     if OPTIMIZERS[taken["optim"]] != "SGD":
         optimizer |= {"betas": [taken["adam_beta1"], taken["adam_beta2"]], "eps": float(taken["adam_epsilon"])}
+    targets = taken["lora_target_modules"] or PEFT_DEFAULT
     lora = {
         "r": taken["lora_r"],
         "alpha": float(taken["lora_alpha"]),
-        "target_modules": taken["lora_target_modules"] or "all-linear",
+        # Of a list of one, TRL takes the item: a pattern, or all-linear.
+        "target_modules": targets[0] if isinstance(targets, list) and len(targets) == 1 else targets,
         "rslora": taken["use_rslora"],
         "base": "nf4" if taken["load_in_4bit"] else None,
     }
