@@ -163,6 +163,7 @@ class GRPOModule(EvaluationModule):
         super().__init__(load_rewards(rewards, reward_timeout_s), pass_at_k, pass_threshold, pass_reward)
         self.automatic_optimization = False
         self.policy_name = as_given(policy)
+        _check_parts(generator, optimizer, lr_scheduler)
         self.generator: Generator = generator or SlotGenerator()
         self.on_reward_error: Literal["raise", "none"] = on_reward_error
         self.reward_timeout_s, self.reward_workers = reward_timeout_s, reward_workers
@@ -530,3 +531,27 @@ class GRPOModule(EvaluationModule):
             cast(Any, self.lr_schedulers()).step()
         self.policy_version += 1
         return lr
+
+
+def _check_parts(generator: Any, optimizer: Any, lr_scheduler: Any) -> None:
+    """Refuse what a caller from Python gives in place of a generator or of what makes an optimizer or a schedule."""
+    methods = ("start", "submit", "step", "load_weights", "close")
+    is_generator = all(callable(getattr(type(generator), name, None)) for name in methods)
+    for name, given, fits, remedy in (
+        ("generator", generator, is_generator, "an object such as lit_grpo.rollout.slots.SlotGenerator(num_slots=32)"),
+        (
+            "optimizer",
+            optimizer,
+            callable(optimizer),
+            "a function of the parameters, such as functools.partial(torch.optim.AdamW, lr=1e-5)",
+        ),
+        (
+            "lr_scheduler",
+            lr_scheduler,
+            callable(lr_scheduler),
+            "a function of the optimizer, such as functools.partial(torch.optim.lr_scheduler.LinearLR, total_iters=9)",
+        ),
+    ):
+        if given is not None and not fits:
+            kind = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+            raise ValueError(f"{name} is {kind}; give {remedy}, or leave it out.")

@@ -19,6 +19,7 @@ from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks, save
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import quiet
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
+from lit_grpo.training.written import write_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,6 +42,16 @@ class Run(NamedTuple):
     module: GRPOModule
     folder: Path
 
+    def __repr__(self) -> str:
+        """Return three lines: the run, its policy, and the command that resumes it."""
+        policy = self.folder / "policy"
+        return (
+            f"run     {self.folder}, {self.module.policy_version} updates\n"
+            f"policy  {policy if policy.is_dir() else 'not exported'}\n"
+            f"resume  python -m lit_grpo fit --config {self.folder / 'config.yaml'} --ckpt_path last "
+            f"--trainer.max_steps {2 * self.module.policy_version}"
+        )
+
 
 def train(
     policy: str | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase],
@@ -62,6 +73,9 @@ def train(
     **settings: Any,
 ) -> Run:
     """Train a policy as ``python -m lit_grpo fit`` does, with the same lines on the screen (plain ones in a notebook).
+
+    The run's folder has a ``config.yaml``, from which ``fit`` resumes the run. What a file cannot hold, such as a
+    function that is defined in a notebook, is named when the run begins; give it to ``fit`` again.
 
     Args:
         policy: ``tiny``, a folder, a Hugging Face id, or a loaded model (or a pair of it and its tokenizer), which is
@@ -116,6 +130,10 @@ def train(
         run = _opened(run_folder, RunConfig(name, dir))
         told = {"model": for_model, "data": for_data, "trainer": options, **of_every_run}
         fitted = _trainer(run, made, options, as_plain(told))
+        if is_first_rank():
+            left = write_config(run.folder, {"run": {"name": run.name, "dir": run.dir}, **told}, seed)
+            if left:
+                print(f"{run.folder / 'config.yaml'} lacks {'; '.join(left)}. To resume with fit, give these again.")
         if validation is not None:
             fitted.validate(module, datamodule, verbose=False)
         fitted.fit(module, datamodule)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import os
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +20,12 @@ from hand_made import make_trainer
 
 import lit_grpo
 from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, WeightSync
+from lit_grpo.cli.command_line import run as command_line
 from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.training.quiet import LOGGERS
 from lit_grpo.types import SamplingParams
 
@@ -91,6 +98,10 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
         ({"environment": {}}, "rollout.plugins environments: factory is an empty mapping; give at least one"),
         ({"rewards": [3]}, "the reward 3 is no function, path or RewardSpec; give one of these."),
         ({"policy": 3}, "policy is of type int; give a name, a folder or a PreTrainedModel."),
+        ({"generator": "slots"}, "generator is of type str; give an object such as lit_grpo.rollout.slots.SlotGen"),
+        ({"generator": SlotGenerator}, "generator is the class SlotGenerator; give an object such as"),
+        ({"optimizer": {"lr": 1e-5}}, "optimizer is of type dict; give a function of the parameters, such as"),
+        ({"lr_scheduler": 0.1}, "lr_scheduler is of type float; give a function of the optimizer, such as"),
         ({"tokenizer": object()}, "tokenizer belongs to a loaded model; leave it out"),
         (
             {"policy": (random_policy(), object()), "tokenizer": object()},
@@ -192,3 +203,85 @@ def test_a_run_within_a_run_and_within_an_event_loop_disturb_neither(
         rows = (tmp_path / "runs" / name / "metrics.csv").read_text().splitlines()
         assert rows[-1].startswith("2,"), rows[-1]
         assert (tmp_path / "runs" / name / "policy" / "model.safetensors").exists()
+
+
+def test_a_run_from_python_is_resumed_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = lit_grpo.train(
+        str(policy_folder),
+        ROWS,
+        [digits, {"function": "exact_match", "weight": 0.5, "args": {"answer_column": "answer"}}],
+        validation=ROWS[:2],
+        max_steps=1,
+        batch_size=2,
+        seed=3,
+        num_generations=4,
+        sampling={"max_tokens": 8},
+        objective={"kl": {"beta": 0.1}},
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, total_iters=5),
+        trainer={"accelerator": "cpu", "enable_progress_bar": False},
+        callbacks={"rollout": {"plan": "lpt"}},
+    )
+    shown = repr(run).splitlines()
+    assert len(shown) == 3 and shown[0] == "run     runs/grpo, 1 updates" and "lacks" not in capsys.readouterr().out
+    command = shown[2].removeprefix("resume  python -m lit_grpo ").split()
+    command_line([*command, "--trainer.max_steps", "2"])
+    said = capsys.readouterr()
+    assert "goes on from update 1" in said.out and "other settings" not in said.out + said.err
+    with (tmp_path / "runs" / "grpo" / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"]]
+    assert [row["step"] for row in rows] == ["1", "2"] and rows[1]["rewards/digits/mean"] and rows[1]["kl"]
+
+
+SCRIPT = """
+import lit_grpo
+
+def score(completion): return len(completion) / 8
+
+def once():
+    run = lit_grpo.train(
+        {policy!r}, [{{"prompt": "1+1=", "when": {when}}}] * 2, [score, {extra}], max_steps=1, batch_size=2,
+        num_generations=2, sampling={{"max_tokens": 4}}, trainer={{"accelerator": "cpu", "enable_progress_bar": False}},
+        callbacks={{"rollout_timeline": None}},
+    )
+
+{start}
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("start", "when", "extra", "lacks"),
+    [
+        ('if __name__ == "__main__":\n    once()', "1", "score", []),
+        ("once()", "1", "score", ["model.rewards (score is defined in script.py, which would train again"]),
+        (
+            'if __name__ == "__main__":\n    once()',
+            "(1, 2)",
+            "lambda completion: 0.0",
+            [
+                "data.train (row 0 holds what JSON does not)",
+                "model.rewards (once.<locals>.<lambda> is defined within a",
+            ],
+        ),
+    ],
+)
+def test_what_a_config_cannot_hold_is_said_when_the_run_begins(
+    start: str, when: str, extra: str, lacks: list[str], tmp_path: Path, policy_folder: Path
+) -> None:
+    text = SCRIPT.format(policy=str(policy_folder), start=start, when=when, extra=extra).replace(
+        "[score, score]", "score"
+    )
+    (tmp_path / "script.py").write_text(text)
+    environment = os.environ | {"COLUMNS": "300"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("runs/grpo/config.yaml lacks")]
+    assert "rollout_timeline (the run is without it)" in said and all(one in said for one in lacks)
+    config = (tmp_path / "runs" / "grpo" / "config.yaml").read_text()
+    assert ("script.py:score" in config) == (not lacks)
