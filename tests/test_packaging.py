@@ -46,6 +46,11 @@ def test_the_extra_all_has_what_any_machine_can_run() -> None:
     }
 
 
+def test_the_first_page_names_the_build_of_torch_that_is_pinned() -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
+    assert f"pip install torch=={pinned()['torch']} --index-url https://download.pytorch.org/whl/cpu" in page
+
+
 def test_packages_that_were_found_to_break_things_are_kept_out() -> None:
     too_old_or_new = {"peft": "0.19.1", "bitsandbytes": "0.49.2", "transformers": "6.0.0"}
     for one in requirements():

