@@ -8,8 +8,9 @@ import shlex
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import yaml
@@ -72,6 +73,14 @@ TRAINERS = (TypeError, RuntimeError, KeyError, AttributeError, OverflowError, As
 """Further errors of Lightning's Trainer for settings that it does not check."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Stage(NamedTuple):
+    """A part of a run's set-up that may find a mistake, and the parts without which it cannot be tried."""
+
+    name: str
+    run: Callable[[], None]
+    needs: tuple[str, ...] = ()
 
 
 class GRPOCLI(LightningCLI):
@@ -184,6 +193,11 @@ class GRPOCLI(LightningCLI):
 
     def _check(self, ckpt_path: str | None) -> None:
         """Set up data, policy and callbacks to find mistakes before anything is written or moved."""
+        for stage in self._stages(ckpt_path):
+            stage.run()
+
+    def _stages(self, ckpt_path: str | None) -> list[Stage]:
+        """Return the stages of :meth:`_check`, in their order."""
         trainer, module, data = (
             cast(Any, self.trainer),
             cast(GRPOModule, self.model),
@@ -194,19 +208,28 @@ class GRPOCLI(LightningCLI):
             raise ValueError(
                 f"ckpt_path is {ckpt_path!r}, but there is no such checkpoint; give one of a run's checkpoints."
             )
-        check_trainer(trainer, module.policy_dtype)
         trainer.datamodule, data.trainer, module.trainer = data, trainer, trainer
-        data.setup("fit")
-        for callback in trainer.callbacks:
-            if type(callback).__module__.startswith("lit_grpo."):  # other callbacks may write files
-                callback.setup(trainer, module, "fit")
-        module.setup("fit")
-        with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
-            module.configure_model()
-        if ckpt_path:
-            module.check_base(read_state(settled(Path(ckpt_path))))
-        module.check_lengths(asked_prompts(trainer))
-        module.configure_optimizers()
+
+        def set_up_callbacks() -> None:
+            for callback in trainer.callbacks:
+                if type(callback).__module__.startswith("lit_grpo."):  # other callbacks may write files
+                    callback.setup(trainer, module, "fit")
+
+        def load() -> None:
+            with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
+                module.configure_model()
+            if ckpt_path:
+                module.check_base(read_state(settled(Path(ckpt_path))))
+
+        return [
+            Stage("trainer", lambda: check_trainer(trainer, module.policy_dtype)),
+            Stage("data", lambda: data.setup("fit")),
+            Stage("callbacks", set_up_callbacks, ("trainer", "data")),
+            Stage("module", lambda: module.setup("fit"), ("callbacks",)),
+            Stage("policy", load),
+            Stage("lengths", lambda: module.check_lengths(asked_prompts(trainer)), ("module", "policy")),
+            Stage("optimizer", lambda: cast(None, module.configure_optimizers()), ("policy",)),
+        ]
 
 
 class LikeFitCLI(GRPOCLI):

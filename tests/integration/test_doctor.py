@@ -403,7 +403,41 @@ def test_a_run_in_which_all_is_well_has_no_fault(folder: Path, capsys: pytest.Ca
     outcome = examine(capsys, "--config", "config.yaml")
     assert (outcome.code, names(outcome, "fail"), names(outcome, "skip")) == (0, [], []), outcome.text
     assert '"0+1="' in outcome.text
+    shown = re.search(
+        r'^     train/(\d+) is completed: ".*\n       its answer: (\d+)\n       its reward digits: ', outcome.text, re.M
+    )
+    assert shown and int(shown[2]) == 2 * int(shown[1]) + 1
     assert sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_all_mistakes_in_the_settings_are_found_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed (the extra wandb)")
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    told = ["--run.wandb", "online", "--trainer.gradient_clip_val", "1.0", "--model.policy", "./nowhere"]
+    (folder / "prompts.jsonl").write_text('{"answer": "1"}\n')
+    outcome = examine(capsys, "--config", "config.yaml", *told)
+    assert outcome.code == 1 and "W&B knows no API key" in outcome.said["fail", "W&B"]
+    said = " ".join(outcome.text.split())
+    assert outcome.text.count("fail settings ") == 3, outcome.text
+    assert "gradient_clip_val" in said and "There is no policy folder './nowhere'" in said and "prompts.jsonl" in said
+
+
+def test_parts_that_cannot_be_made_are_all_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["--model.rewards", "nowhere.py:score", "--rollout.plan", "lp", "--data.template", "{"]
+    outcome = examine(capsys, "--config", "config.yaml", *told)
+    assert outcome.code == 1 and outcome.text.count("fail settings ") == 3, outcome.text
+    assert all(one in outcome.text for one in ("nowhere.py", "plan", "template"))
+
+
+def test_a_missing_key_of_wandb_is_a_row_and_the_rest_is_examined(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed (the extra wandb)")
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    outcome = examine(capsys, "--config", "config.yaml", "--run.wandb", "online")
+    assert (outcome.code, names(outcome, "fail")) == (1, ["W&B"]) and ("pass", "export") in outcome.said
 
 
 ALIKE = (

@@ -120,26 +120,56 @@ def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
     Raises:
         ValueError: A field has a value that cannot work.
     """
-    trainer = settings["trainer"]
-    _check_group("trainer", trainer)
-    _check_devices(trainer["strategy"], trainer["accelerator"])
+    _check_group("trainer", settings["trainer"])
+    for check, _ in SETTINGS:
+        check(settings, fits)
+
+
+def _check_places(settings: Mapping[str, Any], fits: bool) -> None:
+    _check_devices(settings["trainer"]["strategy"], settings["trainer"]["accelerator"])
+
+
+def _check_steps(settings: Mapping[str, Any], fits: bool) -> None:
     if fits:
-        check_left_to_module(trainer["gradient_clip_val"], trainer["accumulate_grad_batches"])
-        interval = trainer["val_check_interval"]
-        if isinstance(interval, float) and trainer["check_val_every_n_epoch"] is None:
-            raise ValueError(
-                f"trainer.val_check_interval is {interval}, but it counts updates, because prompts are drawn without "
-                "end; give a whole number, such as 10."
-            )
+        check_left_to_module(settings["trainer"]["gradient_clip_val"], settings["trainer"]["accumulate_grad_batches"])
+
+
+def _check_interval(settings: Mapping[str, Any], fits: bool) -> None:
+    interval = settings["trainer"]["val_check_interval"]
+    if fits and isinstance(interval, float) and settings["trainer"]["check_val_every_n_epoch"] is None:
+        raise ValueError(
+            f"trainer.val_check_interval is {interval}, but it counts updates, because prompts are drawn without "
+            "end; give a whole number, such as 10."
+        )
+
+
+def _check_wandb(settings: Mapping[str, Any], fits: bool) -> None:
     if (wandb := settings["run"]["wandb"]) != "disabled":
         sentence = f"run.wandb is {wandb}, but wandb is not installed; install lit_grpo[wandb], or leave it out."
         require("wandb", sentence)
     if wandb == "online":
         _check_login()
+
+
+def _check_weights_only(settings: Mapping[str, Any], fits: bool) -> None:
     if settings.get("weights_only") is False:
         raise ValueError("weights_only is false, but a checkpoint may never run code; leave it out.")
+
+
+def _check_resuming(settings: Mapping[str, Any], fits: bool) -> None:
     if path := settings.get("ckpt_path"):
         check_ckpt_path(str(path), fits)
+
+
+SETTINGS: tuple[tuple[Callable[[Mapping[str, Any], bool], None], dict[str, Any]], ...] = (
+    (_check_places, {"trainer.strategy": "auto", "trainer.accelerator": "auto"}),
+    (_check_steps, {"trainer.gradient_clip_val": None, "trainer.accumulate_grad_batches": 1}),
+    (_check_interval, {"trainer.val_check_interval": None}),
+    (_check_wandb, {"run.wandb": "disabled"}),
+    (_check_weights_only, {"weights_only": True}),
+    (_check_resuming, {"ckpt_path": None}),
+)
+"""The checks of :func:`check_settings`, and values of the same fields with which the rest can be examined."""
 
 
 def _check_login() -> None:

@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from jsonargparse import Namespace
+
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
 from lit_grpo.cli.parsing.errors import one_sentence, own_frames
-from lit_grpo.cli.parsing.refusals import check_settings, check_values, find_last
+from lit_grpo.cli.parsing.refusals import SETTINGS, check_values, find_last
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.tools.doctor import CheckUp, Examined, Finding, Report
 from lit_grpo.training.run_folder import RunConfig, RunFolder
@@ -49,7 +51,13 @@ class DoctorCLI(LikeFitCLI):
         settings = self._settings
         check_values(settings, GROUPS)
         find_last(settings)
-        check_settings(settings, fits=True)
+        for check, instead in SETTINGS:
+            try:
+                check(settings, True)
+            except ValueError as error:
+                self._fail(error, "W&B" if "run.wandb" in instead else "settings")
+                for name, value in instead.items():  # so that the rest can be examined
+                    settings[name] = value
         settings["weights_only"] = True
         self.save_config_callback = None
         for name, value in ONE_UPDATE.items():
@@ -65,17 +73,45 @@ class DoctorCLI(LikeFitCLI):
     def _scratch(self, parent: Path | None) -> Path:
         return Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent)))
 
+    def instantiate_classes(self) -> None:
+        """Make the objects; if one cannot be made, try each group of settings by itself, and end."""
+        try:
+            super().instantiate_classes()
+        except MISTAKES:
+            parser, settings = self._parser(self.subcommand), self._settings
+            for group in [name for name in (*GROUPS, "trainer") if name in settings]:  # a class without fields is none
+                try:
+                    parser.instantiate_classes(Namespace({group: settings[group]}))
+                except MISTAKES as error:
+                    self._fail(error)
+            if not self._report.names("fail"):  # none fails by itself
+                raise
+            self._end()
+
+    def _fail(self, error: Exception, name: str = "settings") -> None:
+        self._report.add(Finding("fail", name, one_sentence(str(error)) + own_frames(error)))
+
+    def _end(self) -> NoReturn:
+        self._report.close()
+        raise Examined(self._report.exit_code)
+
     def before_fit(self) -> None:
-        """Find mistakes as ``fit`` does; if there is none, replace the callbacks by the check-up.
+        """Find all mistakes that ``fit`` refuses; if there is none, replace the callbacks by the check-up.
 
         Only the callbacks that make rollouts stay; the others would write files.
         """
-        try:
-            self._check(self._settings.get("ckpt_path"))
-        except MISTAKES as error:
-            self._report.add(Finding("fail", "settings", one_sentence(str(error)) + own_frames(error)))
-            self._report.close()
-            raise Examined(self._report.exit_code) from error
+        broken: set[str] = set()
+        for stage in self._stages(self._settings.get("ckpt_path")):
+            if broken.intersection(stage.needs):
+                broken.add(stage.name)
+                continue
+            try:
+                stage.run()
+            except MISTAKES as error:
+                broken.add(stage.name)
+                self._fail(error)
+        if broken:
+            self._end()
         name = type(cast(Any, self.model).generator).__name__
         self._report.add(Finding("pass", "settings", f"data, rewards, policy, optimizer and {name} can be set up"))
         folder = None if self._disk is None else self._disk / self._settings["checkpoint"]["folder"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lit_grpo.process.terminal import on_one_line
 from lit_grpo.rewards import RewardError, RewardRunner
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.inputs import begun
@@ -50,6 +51,7 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
         yield _judged(name, figure, varies, given[0], len(given), bool(others))
         if not any(given):
             yield from _of_begun_answers(patient, function)
+    _show_one(patient)
     yield from _what_is_learnt(module.pass_rule.reward, differing)
     if totals and not can_vary:
         yield Finding(
@@ -69,6 +71,21 @@ def _of_begun_answers(patient: Patient, function: RewardFunction) -> Iterator[Fi
             f"prompts end in {tag}, so the text of completions lacks it, and {function.name} gives 0 to all",
             f"if {function.name} looks for {tag}, let it take the argument prompt too, or use format_match",
         )
+
+
+def _show_one(patient: Patient) -> None:
+    """Print a completion beside the other columns of its row, and its rewards; the best one, if they differ."""
+    scored = [rollout for rollout in patient.rollouts if rollout.rewards]
+    if scored:
+        best = max(scored, key=lambda one: sum(value for value in one.rewards.values() if value is not None))
+        columns = {
+            name: value for name, value in best.prompt.columns.items() if name != patient.data.renderer.prompt_column
+        }
+        patient.report.quote(f'{best.prompt.prompt_id} is completed: "{on_one_line(best.completion.text)}"')
+        for name, value in columns.items():
+            patient.report.quote(f"  its {name}: {on_one_line(str(value))}")
+        for name, value in best.rewards.items():
+            patient.report.quote(f"  its reward {name}: {'none' if value is None else f'{value:.3g}'}")
 
 
 def _decides(patient: Patient, function: RewardFunction) -> bool:
