@@ -415,13 +415,16 @@ def test_all_mistakes_in_the_settings_are_found_at_once(
 ) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is not installed (the extra wandb)")
     monkeypatch.setattr(wandb, "login", lambda **_: False)
-    told = ["--run.wandb", "online", "--trainer.gradient_clip_val", "1.0", "--model.policy", "./nowhere"]
+    told = ["--run.wandb", "online", "--trainer.gradient_clip_val", "1.0"]
+    told += ["--model.lora.r", "2", "--model.lora.target_modules", "[nope]"]
     (folder / "prompts.jsonl").write_text('{"answer": "1"}\n')
     outcome = examine(capsys, "--config", "config.yaml", *told)
     assert outcome.code == 1 and "W&B knows no API key" in outcome.said["fail", "W&B"]
     said = " ".join(outcome.text.split())
     assert outcome.text.count("fail settings ") == 3, outcome.text
-    assert "gradient_clip_val" in said and "There is no policy folder './nowhere'" in said and "prompts.jsonl" in said
+    assert "gradient_clip_val" in said and "names 'nope', which no layer" in said and "prompts.jsonl" in said
+    outcome = examine(capsys, "--config", "config.yaml", "--model.policy", "./nowhere")
+    assert outcome.text.count("There is no policy folder") == 1 and outcome.text.endswith("1 fail\n"), outcome.text
 
 
 def test_parts_that_cannot_be_made_are_all_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,9 @@ class DoctorCLI(LikeFitCLI):
             self._end()
 
     def _fail(self, error: Exception, name: str = "settings") -> None:
-        self._report.add(Finding("fail", name, one_sentence(str(error)) + own_frames(error)))
+        finding = Finding("fail", name, one_sentence(str(error)) + own_frames(error))
+        if finding not in self._report.findings:  # data and policy both read the policy's folder
+            self._report.add(finding)
 
     def _end(self) -> NoReturn:
         self._report.close()
