@@ -543,7 +543,8 @@ def test_a_conversation_has_messages_for_prompts_and_completions(make_runner: Ma
 
     messages = [{"role": "user", "content": "What?"}]
     group = make_group("a", "b")
-    group.prompt = dataclasses.replace(group.prompt, messages=messages)
+    prompt = dataclasses.replace(group.prompt, messages=messages)
+    group = RolloutGroup(prompt, [Rollout(prompt, rollout.completion) for rollout in group.rollouts])
     make_runner(score).score(group)
     assert seen == [
         ([messages] * 2, [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]])
