@@ -130,7 +130,7 @@ class RunSummary(Observer):
         if module.observers.failures:
             facts["failed"] = ", ".join(f"{name} {counted(n, 'time')}" for name, n in module.observers.failures.items())
         facts["folder"] = near(folder)
-        if _offline(trainer) is not None:
+        if _offline(trainer):
             facts["W&B"] = "offline, nothing has been sent"
         the_console().print(Card(f"{run_name(trainer)}: {how}", facts, _commands(trainer, folder, how == "done")))
 
@@ -223,10 +223,14 @@ def _boards(trainer: pl.Trainer) -> list[str]:
     return boards
 
 
-def _offline(trainer: pl.Trainer) -> str | None:
-    """Return W&B's folder of the run if the run is offline."""
+def _offline(trainer: pl.Trainer) -> list[Path]:
+    """Return W&B's folders of the run in their order, one of each time it was resumed; none if it is not offline."""
     runs = [logger.experiment for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-    return next((str(run.settings.sync_dir) for run in runs if getattr(run, "offline", False)), None)
+    for run in runs:
+        if getattr(run, "offline", False):
+            newest = Path(str(run.settings.sync_dir))
+            return sorted(newest.parent.glob(f"offline-run-*-{run.id}")) or [newest]  # named by their times
+    return []
 
 
 def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
@@ -240,8 +244,8 @@ def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
         )
     if (folder / "metrics.csv").is_file():
         commands.append([f"{LIT_GRPO} report", near(folder)])
-    if (offline := _offline(trainer)) is not None:
-        commands.append(["wandb sync", near(offline)])
+    if offline := _offline(trainer):
+        commands.append(["wandb sync", *map(near, offline)])
     if done and settings and last.exists() and trainer.max_steps > 0:
         more = f"--trainer.max_steps {2 * trainer.max_steps}"
         commands.append([f"{LIT_GRPO} fit", *settings, f"--ckpt_path {near(last)}", more])

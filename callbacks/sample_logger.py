@@ -129,7 +129,7 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
     return {
         "step": step,
         "prompt_id": rollout.prompt.prompt_id,
-        "prompt": rollout.prompt.text + rollout.said,
+        "prompt": rollout.asked,
         **rollout.prompt.extra,
         "completion": rollout.completion.text,
         **({} if rollout.completion.episode is None else {"messages": rollout.completion.episode.messages}),

@@ -130,7 +130,7 @@ class EvaluationModule(pl.LightningModule):
             {
                 "prompt_id": rollout.prompt.prompt_id,
                 "sample_id": rollout.completion.request.path[0],
-                "prompt": rollout.prompt.text + rollout.said,
+                "prompt": rollout.asked,
                 "completion": rollout.completion.text,
                 "token_ids": rollout.completion.token_ids_T.tolist(),
                 "logprob": float(rollout.completion.logprobs_T.sum()),

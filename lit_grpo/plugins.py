@@ -269,8 +269,16 @@ class Worker(Listener):
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Return what to log of the last rollout."""
+        """Return what to log of the last rollout, on this rank."""
         return {}
+
+    def metrics_of_ranks(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+        """Return what to log of the last rollout over all ranks; by default :meth:`metrics`, which the first rank logs.
+
+        Args:
+            gather: Brings values of all ranks together in their order; all of them call it.
+        """
+        return self.metrics()
 
     def findings(self) -> Sequence[Finding]:
         """Return what has gone wrong so far, for the card at the end of a run and for ``doctor``."""

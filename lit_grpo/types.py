@@ -279,6 +279,7 @@ class Episode(NamedTuple):
         reward: What the environment gives to the whole; None where it says nothing.
         turn_rewards: What each turn earned by itself, where the environment says so.
         said: What the environment's ``reset`` returned, which stands at the end of the prompt's last user message.
+        asked: The text of the whole prompt with ``said``; empty if ``reset`` returned nothing.
     """
 
     environment: Any
@@ -287,6 +288,7 @@ class Episode(NamedTuple):
     reward: float | None = None
     turn_rewards: tuple[float, ...] = ()
     said: str = ""
+    asked: str = ""
 
 
 class Completion(Trajectory):
@@ -377,6 +379,12 @@ class Rollout:
     def said(self) -> str:
         """What the environment's ``reset`` added to the prompt; empty without one."""
         return "" if self.completion.episode is None else self.completion.episode.said
+
+    @property
+    def asked(self) -> str:
+        """The prompt's text as the policy was asked: with what the environment's ``reset`` added to it."""
+        episode = self.completion.episode
+        return self.prompt.text if episode is None or not episode.asked else episode.asked
 
     @property
     def asked_messages(self) -> list[dict[str, Any]] | None:

@@ -3,10 +3,13 @@
 import io
 import math
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import WandbLogger
+from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -148,3 +151,21 @@ def test_a_warning_is_one_line_without_a_place_in_the_code() -> None:
     with quiet():
         assert warnings.formatwarning("too few", UserWarning, "x.py", 3, "warn(") == "warning: too few\n"
     assert warnings.formatwarning is before
+
+
+def test_the_command_of_an_offline_run_names_the_folders_of_all_its_parts_in_order(tmp_path: Path) -> None:
+    class Offline(WandbLogger):
+        def __init__(self) -> None:
+            settings = SimpleNamespace(sync_dir=str(tmp_path / "offline-run-20261126_120000-abc"))
+            self._run = SimpleNamespace(offline=True, id="abc", settings=settings)
+
+        @property
+        def experiment(self) -> Any:
+            return self._run
+
+    names = ["offline-run-20261126_120000-abc", "offline-run-20261125_090000-abc", "offline-run-20261126_110000-other"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    trainer: Any = SimpleNamespace(loggers=[Offline()], max_steps=1)
+    command = next(each for each in _commands(trainer, tmp_path, done=False) if each[0] == "wandb sync")
+    assert command[1:] == [str(tmp_path / names[1]), str(tmp_path / names[0])]

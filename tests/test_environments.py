@@ -1144,10 +1144,21 @@ def test_rewards_samples_and_checkpoints_have_what_reset_added_to_the_prompt() -
     said = Guess().reset(7)
     assert said and rollout.said == said
     surroundings = Surroundings(TrainerState(), lambda name, value: None)
-    assert rollout_inputs(rollout, surroundings)["prompt"] == rollout.prompt.text + said
+    assert rollout_inputs(rollout, surroundings)["prompt"] == (
+        "<|im_start|>user\nGuess. It is below 10.<|im_end|>\n<|im_start|>assistant\n"
+    )
     (messages,) = group_inputs(group, surroundings)["prompts"]
     assert messages[-1] == {"role": "user", "content": f"Guess.{said}"}
     assert group.prompt.messages is not None and group.prompt.messages[-1]["content"] == "Guess."
     again = buffers._completion(rollout.prompt, buffers._completion_state(rollout.completion))
-    assert again.episode is not None and again.episode.said == said
-    assert _row(1, rollout)["prompt"] == rollout.prompt.text + said
+    assert again.episode is not None and (again.episode.said, again.episode.asked) == (said, rollout.asked)
+    assert _row(1, rollout)["prompt"] == rollout.asked
+
+
+def test_counts_of_environments_are_added_up_over_ranks() -> None:
+    worker = worker_of(Guess)
+    play(worker)
+    one = worker.metrics()
+    both = worker.metrics_of_ranks(lambda own: [own, {**own, "turns": 4 * own["turns"], "dropped": 3}])
+    assert one["environments/tool_calls"] > 0 and both["environments/tool_calls"] == 2 * one["environments/tool_calls"]
+    assert both["environments/dropped"] == 3 and both["environments/turns"] == 2.5 * one["environments/turns"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -99,14 +100,19 @@ def test_a_run_that_goes_on_keeps_its_server_and_a_dead_one_does_not(
     monkeypatch.setattr(http, "_BEAT_S", 0.05)
     one, two = client_of(guard, loop, "one"), client_of(guard, loop, "two")
     one.take()
-    with pytest.raises(ServerError, match=r"another run \(process \d+ on .*, in /.*\), heard of \d+ s ago; end that"):
+    with pytest.raises(ValueError) as caught:
         two.take()
+    assert re.fullmatch(
+        r"The vLLM server at http://\S+ belongs to another run \(process \d+ on .*, in /.*\), heard of \d+ s ago; end "
+        r"that run, or start a server of your own with python -m lit_grpo serve --port PORT\.",
+        str(caught.value),
+    )
     assert one._beats is not None
     one._beats.cancel()  # as a kill does
     monkeypatch.setattr(guarding, "LEASE_S", 1.0)
     two.take()
     assert two.is_ours() and not one.is_ours()
-    with pytest.raises(ServerError, match="answers /start_weight_update with: 409"):
+    with pytest.raises(ServerError, match="answers /start_weight_update with: 409 The server belongs to another run"):
         one._state = two._state
         one.post("/start_weight_update")
     two.release()

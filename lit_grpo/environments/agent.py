@@ -192,6 +192,8 @@ class AgentWorker(EnvironmentWorker):
         form: How calls are written.
     """
 
+    _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
+
     def __init__(self, kind: AgentKind, limits: Limits, num_threads: int, form: str | None) -> None:
         from lit_grpo.environments.endpoint import Endpoint
 
@@ -219,10 +221,6 @@ class AgentWorker(EnvironmentWorker):
             ([*system, *messages], {}),
             (messages, {"tools": [tool]}),
         ]
-
-    def metrics(self) -> dict[str, float]:
-        """Return what happened in the last rollout."""
-        return super().metrics() | {"environments/refused_requests": float(self._counts["refused_requests"])}
 
 
 @dataclass

@@ -251,6 +251,7 @@ class EnvironmentWorker(Worker):
     """
 
     evaluates = True
+    _more_counts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -596,18 +597,33 @@ class EnvironmentWorker(Worker):
     # ---- what is told -------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return what happened in the last rollout."""
-        ended = self._num_ended or math.nan
+        """Return what happened in the last rollout on this rank."""
+        return self._described(self._totals())
+
+    def metrics_of_ranks(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+        """Return what happened in the last rollout on all ranks: sums of counts, and means over all trajectories."""
+        totals: Counter[str] = Counter()
+        for own in gather(dict(self._totals())):
+            totals.update(own)
+        return self._described(totals)
+
+    def _totals(self) -> Counter[str]:
+        """Return what may be added up over ranks."""
+        own = {"ended": self._num_ended, "turns": self._num_turns, "rows": self._num_rows, "waited_s": self._waited_s}
+        own |= {"lasted_s": self._lasted_s, "restarted": self._num_restarted, "unkept": self._num_unkept}
+        return Counter({**self._counts, **own})
+
+    def _described(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of totals."""
         names = ("tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "shortened_answers", "cut_short")
-        names += ("failures", "retries", "dropped", "timeouts")
+        names += ("failures", "retries", "dropped", "timeouts", "restarted", "unkept", *self._more_counts)
         by_tool = [f"{of}/{tool}" for of in ("calls", "failed_calls") for tool in self._tools]
+        ended, lasted_s = totals["ended"] or math.nan, totals["lasted_s"] or math.nan
         return {
-            "environments/turns": self._num_turns / ended,
-            "environments/rows": self._num_rows / ended,
-            "environments/waiting_share": self._waited_s / self._lasted_s if self._lasted_s else math.nan,
-            "environments/restarted": float(self._num_restarted),
-            "environments/unkept": float(self._num_unkept),
-            **{f"environments/{name}": float(self._counts[name]) for name in (*names, *by_tool)},
+            "environments/turns": totals["turns"] / ended,
+            "environments/rows": totals["rows"] / ended,
+            "environments/waiting_share": totals["waited_s"] / lasted_s,
+            **{f"environments/{name}": float(totals[name]) for name in (*names, *by_tool)},
         }
 
     @property

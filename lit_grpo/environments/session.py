@@ -95,6 +95,7 @@ class Session:
 
     Attributes:
         said: What the environment has said at its reset.
+        asked: The text of the prompt with that.
         token_ids: What it had come to when the environment or the rollout was last told of the other.
         waits: Whether the environment is at work, or what came of it has not been taken.
         waited_s: Seconds in which the environment was at work.
@@ -115,6 +116,7 @@ class Session:
     messages: list[Message] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     said: str = ""
+    asked: str = ""
     num_turns: int = 0
     token_ids: list[int] = field(default_factory=list)
     num_failed: int = 0
@@ -170,7 +172,9 @@ class Session:
 
     def episode(self, reward: float | None = None) -> Episode:
         """Return what there is to say of it so far."""
-        return Episode(self.environment, self.messages, self.kind.name, reward, tuple(self.turn_rewards), self.said)
+        return Episode(
+            self.environment, self.messages, self.kind.name, reward, tuple(self.turn_rewards), self.said, self.asked
+        )
 
     def ask_state(self) -> Future[dict[str, Any]] | None:
         """Begin to ask for what a checkpoint keeps; return None where the trajectory cannot go on from one.
@@ -214,7 +218,7 @@ class Session:
 
     async def _reset(self) -> Outcome:
         self._spent_s, self.num_turns, self.messages, self.turn_rewards = 0.0, 0, [], []
-        said = self.said = ""
+        said = self.said = self.asked = ""
         if self.kind.type is not None:
             self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
             reset, arguments = self.environment.reset, self.kind.arguments(self.request.prompt)
@@ -229,6 +233,8 @@ class Session:
                 f"{self.kind.name}.reset says so much for {self.request.prompt.prompt_id} that {len(observed)} tokens "
                 f"are observed, and model.sampling.max_observed allows {most}; raise it, or say less."
             )
+        if said:
+            self.asked = str(self.chat.tokenizer.decode([*self.request.prompt.token_ids, *observed]))
         request = self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
         begins, self._has_sampled = self._has_sampled, False
         outcome = Outcome(begins=request) if begins else Outcome(goes_on=request)
@@ -246,7 +252,7 @@ class Session:
             return await self._opened() if self._retries(failure) else Outcome()
         for name in ("messages", "turn_rewards", "num_turns"):
             setattr(self, name, copy.deepcopy(state[name]))
-        self.said = state.get("said", "")  # an earlier version has not kept it
+        self.said, self.asked = state.get("said", ""), state.get("asked", "")  # an earlier version has not kept them
         return Outcome(goes_on=request, state=copy.deepcopy(dict(state)) if self.keeps_states else None)
 
     async def _answered(self, completion: Completion) -> Outcome:
@@ -290,7 +296,7 @@ class Session:
         Raises:
             Failure: The environment cannot say it, or no checkpoint can hold it.
         """
-        own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns", "said")}
+        own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns", "said", "asked")}
         if self.kind.type is None:
             return copy.deepcopy(own | {"environment": None})
         is_async = _is_async(self.kind, "state")

@@ -140,7 +140,7 @@ def begun(prompt: str) -> str:
 
 def _asked(rollout: Rollout) -> str:
     """Return the prompt's text without the given beginning of the answer, and with what ``reset`` added to it."""
-    return rollout.prompt.text.removesuffix(rollout.prompt.given) + rollout.said
+    return rollout.asked.removesuffix(rollout.prompt.given)
 
 
 def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) -> None:

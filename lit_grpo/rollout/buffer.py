@@ -441,7 +441,7 @@ def _request_state(request: Request) -> dict[str, Any]:
 def _completion_state(completion: Completion) -> dict[str, Any]:
     own = {"finish_reason": completion.finish_reason, "text": completion.text}
     told = completion.episode
-    episode = None if told is None else [*told[1:4], list(told.turn_rewards), told.said]
+    episode = None if told is None else [*told[1:4], list(told.turn_rewards), told.said, told.asked]
     trajectory = _trajectory_state(completion)
     return {"request": _request_state(completion.request), "episode": episode, **own, **trajectory}
 

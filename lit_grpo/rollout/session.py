@@ -283,7 +283,7 @@ class RolloutSession:
         if self.replaces and self._rounds is not None and self._stream is not None:
             self._leave_out(batch, run)
         join_all(self.workers.values(), batch.groups, run.policy_version)
-        batch.metrics |= self._metrics()
+        batch.metrics |= self._metrics(run)
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
         batch.metrics |= run.generator.sleep()
 
@@ -314,7 +314,7 @@ class RolloutSession:
         """
         logs: dict[str, dict[str, float]] = {}
         if self._pump is not None:
-            logs["rollout"] = self._end_beside(self._pump, batch)
+            logs["rollout"] = self._end_beside(self._pump, run, batch)
         self.buffer.learnt()
         learnt: dict[str, float] = {}
         if self.lengths is not None:
@@ -428,11 +428,11 @@ class RolloutSession:
         if self.rewards is not None:
             batch.metrics["num_reward_errors"] = float(self.rewards.num_errors)
 
-    def _metrics(self) -> dict[str, float]:
+    def _metrics(self, run: Run) -> dict[str, float]:
         """Return what plug-ins, rounds, sizes and rewards have to say of a batch."""
         metrics: dict[str, float] = {}
         for worker in self.workers.values():
-            metrics |= worker.metrics()
+            metrics |= worker.metrics_of_ranks(run.ranks.gather)
         if self._rounds is not None and self.allocation.has_rounds:
             metrics |= self._rounds.metrics()
         if self._rounds is not None and self.replaces:
@@ -471,14 +471,14 @@ class RolloutSession:
             join_all(self.workers.values(), groups, version)
             yield groups
 
-    def _end_beside(self, pump: RolloutPump, batch: PromptBatch) -> dict[str, float]:
+    def _end_beside(self, pump: RolloutPump, run: Run, batch: PromptBatch) -> dict[str, float]:
         """Stop decoding; return what was done beside the update."""
         stats = pump.stop()
         assert stats is not None
         self._describe(batch, stats)
         if self.mode.carries:
             self._carry(batch, stats)
-        batch.metrics |= pump.metrics(stats) | self._metrics()
+        batch.metrics |= pump.metrics(stats) | self._metrics(run)
         return batch.metrics
 
     # ---- the end, and checkpoints -------------------------------------------------------------------

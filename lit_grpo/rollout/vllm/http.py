@@ -133,7 +133,8 @@ class ServerClient:
         """Take the server for this run; where another run has it and is silent, wait until it may be taken.
 
         Raises:
-            ServerError: It belongs to a run that goes on, or does not let this one in.
+            ValueError: It belongs to a run that goes on.
+            ServerError: It does not let this one in.
         """
         deadline = time.monotonic() + LEASE_S + _BEAT_S
         silent_s = 0.0  # of the run that has it
@@ -146,6 +147,8 @@ class ServerClient:
             if silent_s < before_s:  # that run goes on
                 break
             time.sleep(0.5)
+        if response.status_code == 409:
+            raise ValueError(_said(response).replace("The server", f"The vLLM server at {self.url}", 1))
         self._check(response, OWNER_PATH)
         self._state = response.headers[STATE_HEADER]
         if self._beats is None:
@@ -512,4 +515,14 @@ def _named(error: Exception) -> str:
 
 
 def _message(response: httpx.Response) -> str:
-    return f"{response.status_code} {response.text[:500]}"
+    return f"{response.status_code} {_said(response)}"
+
+
+def _said(response: httpx.Response) -> str:
+    """Return the sentence of an error's JSON, or the beginning of whatever else was answered."""
+    try:
+        error = response.json()["error"]
+        error = error["message"] if isinstance(error, dict) else error
+    except _UNREADABLE:
+        return response.text[:500]
+    return error[:500] if isinstance(error, str) else response.text[:500]
