@@ -184,7 +184,7 @@ def test_predict_needs_no_reward(policy_folder: Path, policy: Any) -> None:
 
 
 def test_a_batch_without_rollouts_names_the_callback_that_is_missing(policy_folder: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"no rollouts; add lit_grpo.callbacks\.RolloutScheduler"):
+    with pytest.raises(RuntimeError, match=r"no rollouts; give the Trainer callbacks=default_callbacks\(\)"):
         fit(make_module(policy_folder), [])
 
 

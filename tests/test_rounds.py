@@ -263,7 +263,7 @@ def test_sizes_follow_what_is_known_of_prompts() -> None:
     history.records = {"a": Record(1, pass_rate=1.0), "b": Record(1, pass_rate=0.3)}
     session.open(history, None)
     assert session._group_sizes(prompts("a", "b", "c"), 6) == [2, 10, 6]
-    assert session._metrics() == {"budget/smallest_group": 2.0, "budget/largest_group": 10.0}
+    assert session._metrics(run_of()) == {"budget/smallest_group": 2.0, "budget/largest_group": 10.0}
 
 
 def loader(number: int = 9, size: int = 3, **options: Any) -> PromptLoader:
@@ -284,7 +284,7 @@ def test_who_is_asked_is_learnt_from_every_batch() -> None:
     batch = PromptBatch([])
     batch.groups = [RolloutGroup(prompts("p0")[0], [])]
     session.learnt(run_of(), batch)
-    assert session._metrics() == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 0.0}
+    assert session._metrics(run_of()) == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 0.0}
 
 
 FACTS = RunFacts(num_prompts=4, num_generations=8, max_tokens=2000, updates_per_batch=1)
