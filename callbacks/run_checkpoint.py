@@ -6,6 +6,7 @@ import errno
 import os
 import shlex
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -287,20 +288,35 @@ class RunCheckpoint(pl.Callback):
         learnt = phase == "learnt"
         if learnt and not self._validated and 0 <= trainer.max_steps <= trainer.global_step:
             can_save = False  # a resumed run would have no update left, and so skip this validation: repeat the update
+        kept = self._newest[1]
+        is_lost = kept is not None and not settled(Path(kept)).exists()
         try:
-            if phase in ("rollout", "learnt") and can_save and pl_module.policy_version > self._newest[0]:
+            if phase in ("rollout", "learnt") and can_save and (pl_module.policy_version > self._newest[0] or is_lost):
                 if learnt and trainer.training:  # the update's row may not be written yet
                     trainer._logger_connector.update_train_step_metrics()  # pyright: ignore[reportAttributeAccessIssue]
                 with _without_batch(trainer, learnt, self._validated):
-                    self._save_best(trainer)
-                    self._save_last(trainer, pl_module.policy_version)
-                    self._settle(pl_module)
+                    self._save_or_rescue(trainer, pl_module)
         except (CheckpointError, OSError) as error:
             say(str(error))
         finally:
             self._hang_up()
         if phase != "away" and trainer.is_global_zero:
             say(self._how_to_go_on(trainer))
+
+    def _save_or_rescue(self, trainer: pl.Trainer, module: GRPOModule) -> None:
+        """Save in the run's folder; if that is gone and cannot be made again, in a new folder for temporary files."""
+        try:
+            self._save_best(trainer)
+            self._save_last(trainer, module.policy_version)
+            self._settle(module)
+        except (CheckpointError, OSError) as error:
+            if self._several or Path(trainer.default_root_dir).is_dir():
+                raise
+            say(str(error))
+            path = Path(tempfile.mkdtemp(prefix="lit_grpo-")) / "last.ckpt"
+            self._save(trainer, path)
+            self._settle(module)
+            self._newest = (module.policy_version, str(path))
 
     def _how_to_go_on(self, trainer: pl.Trainer) -> str:
         version, path = self._newest

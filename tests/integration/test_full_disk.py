@@ -1,16 +1,21 @@
 """Runs whose file system runs full: one sentence, the last good checkpoint whole, and nothing lost on resuming."""
 
 import csv
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import table_rows
+
+import lit_grpo
 
 pytestmark = pytest.mark.integration
 
@@ -138,3 +143,37 @@ def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing_behind(whol
     run = command(folder, "export", str(checkpoint), "runs/new")
     assert_one_sentence(run, "The policy could not be written to runs/new", "make room")
     assert [path.name for path in (folder / "kept").iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("in_its_place", ["nothing", "a file"])
+def test_weights_of_a_run_whose_folder_is_removed_are_saved(
+    in_its_place: str, policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    numbers = itertools.count(1)
+
+    def score(completions: list[str], **_: Any) -> list[float]:
+        if next(numbers) == 3:
+            shutil.rmtree("runs")
+            if in_its_place == "a file":
+                Path("runs").touch()
+        return [float(len(each) % 3) for each in completions]
+
+    with pytest.raises(FileNotFoundError):
+        lit_grpo.train(
+            str(policy_folder),
+            [{"prompt": f"{n}+{n + 1}="} for n in range(4)],
+            [score],
+            max_steps=8,
+            batch_size=1,
+            num_generations=2,
+            sampling={"max_tokens": 4},
+            trainer={"accelerator": "cpu", "enable_progress_bar": False},
+            callbacks={"checkpoint": {"every_n_updates": 1}},
+        )
+    (saved,) = tmp_path.rglob("last.ckpt")
+    assert torch.load(saved, weights_only=True)["global_step"] == 3
+    assert (
+        f"--ckpt_path {saved if in_its_place == 'a file' else saved.relative_to(tmp_path)}" in capsys.readouterr().out
+    )
