@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -441,15 +442,15 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out_and_several_in_a_row
     policy_folder: Path, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a run without a folder writes
-    broken, sound = (random_groups(policy, [[0.0, 1.0, 0.0, 1.0]]) for _ in range(2))
-    broken[0].rollouts[0].completion.logprobs_T[0] = -200.0  # the ratio overflows, and the advantage is negative
-    module = make_module(policy_folder, optimizer=sgd(1.0))
+    broken, sound = (random_groups(policy, [[0.0, reward, 0.0, reward]]) for reward in (1e30, 1.0))
+    make = functools.partial(make_module, policy_folder, advantages=Advantages(scale="none"))  # 1e30 overflows the norm
+    module = make(optimizer=sgd(1.0))
     recorder = fit(module, broken, broken)
     expected = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
     assert torch.equal(weights_of(module), expected)
     assert [logs["update/skipped"] for logs in recorder.logs] == [1.0, 1.0]
     assert module.policy_version == 2
-    module = make_module(policy_folder, optimizer=sgd(1e-3))
+    module = make(optimizer=sgd(1e-3))
     recorder = fit(module, broken, broken, sound, broken, broken)
     assert [logs["update/skipped"] for logs in recorder.logs] == [1.0, 1.0, 0.0, 1.0, 1.0]
     assert not torch.equal(weights_of(module), expected) and weights_of(module).isfinite().all()
@@ -457,9 +458,9 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out_and_several_in_a_row
         r"collapsed at update 2: the gradient's norm is (nan|inf) .* 3 times in a row .*is in .*broken-update-2-rank-0"
     )
     with pytest.raises(FloatingPointError, match=said):
-        fit(make_module(policy_folder, optimizer=sgd(1.0)), broken, broken, broken)
+        fit(make(optimizer=sgd(1.0)), broken, broken, broken)
     with pytest.raises(FloatingPointError, match=r"collapsed at update 0: .* 1 times in a row"):
-        fit(make_module(policy_folder, optimizer=sgd(1.0), max_skipped_updates=1), broken)
+        fit(make(optimizer=sgd(1.0), max_skipped_updates=1), broken)
 
 
 # ---- steps and versions --------------------------------------------------------------------------------
