@@ -78,8 +78,9 @@ def test_what_another_class_does_not_take_is_left_out_and_named(
     told = "Left out, because SlotGenerator has no such field: model.generator.engine_args "
     told += "(set before for VLLMGenerator).\n"
     assert capsys.readouterr().err == told
-    parse(tmp_path, "--model.optimizer", "SGD")
+    parsed = parse(tmp_path, "--model.optimizer", "SGD").optimizer
     assert capsys.readouterr().err == ""
+    assert (parsed.init_args.lr, parsed.init_args.weight_decay) == (1e-6, 0.0)  # AdamW's own 0.01 is not kept
 
 
 def test_an_optimizer_of_less_memory_takes_what_the_config_sets_for_adamw(

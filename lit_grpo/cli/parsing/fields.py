@@ -21,7 +21,8 @@ class Field(ActionTypeHint):
 
     jsonargparse merges lists of equal length item by item, so a reward function would get the arguments of the one
     before it. ``--model.rewards+`` still appends. If a field's class changes, jsonargparse keeps the settings that the
-    new class has too, and drops the others silently; here they are named. Reward functions may be given by name.
+    new class has too, and drops the others silently; here defaults of the earlier class are not kept, and others that
+    are dropped are named. Reward functions may be given by name.
     """
 
     def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -30,6 +31,9 @@ class Field(ActionTypeHint):
         is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
         before = _spec(cfg.get(self.dest)) if self.dest in FIELDS and cfg else {}
         value = self._with_path(value) if self.dest in FIELDS else value
+        path = value if isinstance(value, str) else _spec(value).get("class_path")
+        if before.get("init_args") and path not in (None, before["class_path"]):
+            self._leave_out_defaults(cfg[self.dest], before)
         checked = super()._check_type(value, append=append, cfg=None if is_list and not append else cfg, **options)
         if before.get("init_args") and before["class_path"] != _spec(checked).get("class_path", before["class_path"]):
             self._tell_left_out(before, _spec(checked))
@@ -56,6 +60,16 @@ class Field(ActionTypeHint):
         if name not in imported:
             raise TypeError(f"{self.dest} is {name!r}; take {', '.join(names)}, or the path of a class.")
         return imported[name]
+
+    def _leave_out_defaults(self, earlier: Namespace, before: Mapping[str, Any]) -> None:
+        """Take what is only the default of the earlier class out of the settings so far, but for ``lr``.
+
+        AdamW's weight decay of 0.01 would otherwise be that of the SGD that takes its place.
+        """
+        defaults = self.get_class_parser(before["class_path"], self.sub_add_kwargs).get_defaults()
+        for name, value in before["init_args"].items():
+            if name != "lr" and value == defaults.get(name):
+                earlier.init_args.pop(name, None)
 
     def _tell_left_out(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Name the settings of the earlier class that the new class does not have."""
