@@ -113,8 +113,10 @@ class RolloutScheduler(pl.Callback):
     def _unvisited(self, trainer: pl.Trainer, module: GRPOModule) -> list[str]:
         """Return what is to be said of plug-ins that go by earlier visits in a run that asks no prompt twice."""
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(data, PromptDataModule):
+            return []
         updates = total_updates(trainer, module.settings.updates_per_batch)
-        if updates is None or not isinstance(data, PromptDataModule):
+        if updates is None:
             return []
         rule, number = self.session.prompt_rule, len(loaded_prompts(trainer).get("train", ()))
         batches = -(-updates // module.settings.updates_per_batch)

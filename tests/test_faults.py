@@ -53,7 +53,7 @@ def test_the_batch_of_an_update_that_is_left_out_is_written_for_a_look(
 
     monkeypatch.chdir(tmp_path)
     broken = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
-    broken[0].rollouts[0].completion.logprobs_T[0] = -200.0
+    monkeypatch.setattr("lit_grpo.update.loss.policy_loss", with_infinite_value)
     fit(make_module(policy_folder, max_skipped_updates=9), *[broken] * 4)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"broken-update-{n}-rank-0.safetensors" for n in range(3)]  # and no more
@@ -62,7 +62,7 @@ def test_the_batch_of_an_update_that_is_left_out_is_written_for_a_look(
     rollouts = broken[0].rollouts
     assert tensors["token_ids"].tolist() == [t for r in rollouts for t in r.completion.token_ids_T.tolist()]
     assert tensors["lengths"].tolist() == [rollout.completion.num_tokens for rollout in rollouts]
-    assert tensors["sampled_logprobs"][0] == -200.0
+    assert tensors["sampled_logprobs"][0] == rollouts[0].completion.logprobs_T[0]
     assert tensors["prompt_lengths"].tolist() == [len(broken[0].prompt.token_ids)] * 4
     assert tensors["rewards"].tolist() == [0.0, 1.0, 0.0, 1.0] and len(tensors["advantages"]) == 4
     assert metadata["left_out"] == "0" and json.loads(metadata["rollouts"])[1] == ["train/0", 0, [1]]

@@ -353,7 +353,7 @@ def test_any_choice_of_completions_can_have_a_share_of_tokens() -> None:
 
 def test_a_scheduler_says_before_each_run_which_rollouts_a_module_learns_from() -> None:
     """What an earlier run had, or a user has set by hand, does not outlast it."""
-    module, trainer = make_module("tiny"), SimpleNamespace(datamodule=None, strategy=None)
+    module, trainer = make_module("tiny"), SimpleNamespace(datamodule=None, strategy=None, callbacks=[])
     selections = []
     for plugins in (["d3s:keep=3,tokens=0.5"], [], ["pods:keep=2"]):
         RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]

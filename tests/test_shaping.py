@@ -123,7 +123,7 @@ def test_advantages_that_do_not_fit_are_refused(returned: Any, message: str) -> 
 
 
 def test_a_scheduler_tells_a_module_of_the_rule_before_each_run() -> None:
-    module, trainer = make_module("tiny"), SimpleNamespace(datamodule=None, strategy=None)
+    module, trainer = make_module("tiny"), SimpleNamespace(datamodule=None, strategy=None, callbacks=[])
     shapings = []
     for plugins in ([{f"{__name__}.ByLength": {"cost": 0.5}}], []):
         RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
