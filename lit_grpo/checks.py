@@ -59,7 +59,7 @@ REFUSED: dict[type[pl.Callback], str] = {
     ModelPruning: "replaces weights outside of an update; leave it out, and prune the exported policy",
 }
 """Lightning's callbacks that cannot do here what they do elsewhere, each with the reason and the remedy."""
-FORMAT = 12
+FORMAT = 13
 """Of checkpoints; it changes whenever what they hold does."""
 
 
