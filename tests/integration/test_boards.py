@@ -57,7 +57,8 @@ def digits(completion, log_metric):
 ENVIRONMENTS = (
     "rows",
     *("turns", "waiting_share", "tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "cut_short"),
-    *("shortened_answers", "failures", "timeouts", "retries", "restarted", "dropped"),
+    *("shortened_answers", "failures", "timeouts", "retries", "restarted", "unkept", "dropped"),
+    *("calls/*", "failed_calls/*"),
 )
 ONLY_ELSEWHERE = {
     "memory/reserved_gib": "a GPU",

@@ -452,9 +452,11 @@ def test_help_shows_our_own_fields_first_and_the_trainers_where_asked(capsys: py
         shown[option] = capsys.readouterr().out
     ours = shown["--help"].splitlines()
     fields = [line.split()[0] for line in ours if line.startswith("  --")]
-    assert fields[0] == "--run.name" and not [name for name in fields if name.startswith("--trainer")]
+    names = ("accelerator", "strategy", "devices", "precision", "max_steps", "val_check_interval")
+    assert fields[0] == "--run.name"
+    assert [name for name in fields if name.startswith("--trainer")] == [f"--trainer.{name}" for name in names]
     assert {"--model.num_generations", "--data.train", "--rollout.plan", "--checkpoint.folder"} <= set(fields)
-    assert "--help-all NAME" in shown["--help"] and len(ours) <= 350
+    assert "--help-all NAME" in shown["--help"] and len(ours) <= 380
     assert "  --model.generator slots|vllm|vllm_server|CLASS = slots" in ours
     assert "--trainer.max_steps" in shown["--help-all"] and "--model.num_generations" in shown["--help-all"]
     with pytest.raises(SystemExit, match="0"):

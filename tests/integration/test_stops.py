@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import table_rows
 
-from lit_grpo.callbacks import MemoryMonitor, RunCheckpoint
+from lit_grpo.callbacks import RolloutScheduler, RunCheckpoint
 from lit_grpo.cli.command_line import run
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 
@@ -275,11 +275,11 @@ def test_an_error_right_after_the_best_validation_loses_neither_it_nor_its_check
 ) -> None:
     def fail(self: Any, trainer: Any, module: Any) -> None:
         if module.policy_version == 4:
-            raise KeyError("what an observer does")
+            raise KeyError("what a callback does")
 
     fit("whole", "--trainer.max_steps", "8")
     with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(MemoryMonitor, "on_validation_end", fail)
+        patch.setattr(RolloutScheduler, "on_validation_end", fail)
         fit("task", "--trainer.max_steps", "8")
     assert version("runs/task/checkpoints/best.ckpt") == version("runs/task/checkpoints/last.ckpt") == 4
     fit("task", "--trainer.max_steps", "8", "--ckpt_path", "runs/task/checkpoints/last.ckpt")
