@@ -164,6 +164,7 @@ def crowded() -> Pulse:
     return pulse
 
 
+@pytest.mark.nightly
 def test_a_thousand_calls_at_once_lose_nothing_keep_nothing_and_stop_nothing() -> None:
     process, in_use = psutil.Process(), []
     for _ in range(2):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import table_rows
 from test_learner import PlainSteps, make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
@@ -46,7 +47,7 @@ OBJECTIVES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("rule", [Prefix(0.4), Uniform(0.25)], ids=repr)
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", table_rows(OBJECTIVES, ("with a bonus",)))
 def test_the_mean_gradient_over_draws_is_that_of_all_tokens(rule: RandomTokens, name: str) -> None:
     whole, steps_of_whole = make_learner(**OBJECTIVES[name])
     whole.learn(ragged_groups())

@@ -46,7 +46,7 @@ def test_what_is_no_policy_is_refused_in_a_sentence(family: str, tmp_path: Path)
     assert row["outcome"] == "refused" and str(row["detail"]).endswith("."), row
 
 
-@pytest.mark.parametrize("family", table_rows(IN_VLLM, ("exaone_moe",)))
+@pytest.mark.parametrize("family", table_rows(IN_VLLM, ()))
 def test_a_family_is_exact_in_vllm_after_its_weights_have_changed(family: str, tmp_path: Path) -> None:
     row = architectures_vllm.judge(family, tmp_path / "log", SLACK)
     if family in IN_VLLM_REFUSED:
