@@ -455,6 +455,6 @@ def _completion(prompt: Prompt, state: dict[str, Any]) -> Completion:
     own = {name: value for name, value in state.items() if name not in ("request", "episode")}
     completion = Completion(_request(prompt, state["request"]), **own)
     if state["episode"] is not None:
-        messages, kind, reward, turn_rewards, *said = state["episode"]  # an earlier version has not kept what was said
-        completion.episode = Episode(None, messages, kind, reward, tuple(turn_rewards), *said)
+        messages, kind, reward, turn_rewards, said, asked = state["episode"]
+        completion.episode = Episode(None, messages, kind, reward, tuple(turn_rewards), said, asked)
     return completion
