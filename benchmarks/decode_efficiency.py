@@ -107,9 +107,9 @@ def _layouts(count: Counter[str]) -> Iterator[None]:
     """Count how often readers of keys and values are laid out again."""
     lay_out = SlotCache._lay_out
 
-    def counted(self: SlotCache, *args: Any) -> None:
+    def counted(self: SlotCache, *args: Any) -> dict[str, torch.Tensor]:
         count["layout"] += 1
-        lay_out(self, *args)
+        return lay_out(self, *args)
 
     with mock.patch.object(SlotCache, "_lay_out", counted):
         yield

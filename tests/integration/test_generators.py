@@ -344,7 +344,7 @@ def test_requests_that_begin_within_others_are_what_they_would_be_by_themselves(
     sampling, forks = SamplingParams(max_tokens=24, max_observed=12), RandomForks(seed=6)
     groups, _ = RolloutLoop(generator, listeners=[forks]).collect(PROMPTS, 2, sampling, seed=0)
     found = {each.completion.request.key: each.completion for group in groups for each in group.rollouts}
-    assert forks.forked <= found.keys() and len(found) > 12
+    assert forks.forked and forks.forked <= found.keys()
     assert any(len(key[2]) > 2 for key in found)  # a fork of a fork
     check_forks(found, forks.begun, policy, generator)
 
