@@ -272,7 +272,8 @@ def test_a_server_whose_engine_hangs_is_left_out_and_started_again_while_it_says
     waited_s, said = timed_sync(4)
     assert waited_s < 4 * timeout_s
     url = hung.client.url
-    assert any(text.startswith(f"Waiting for the vLLM server at {url}: whether it is well has not") for text in said), said
+    waiting = f"Waiting for the vLLM server at {url}: whether it is well has not"
+    assert any(text.startswith(waiting) for text in said), said
     assert any(text.startswith(f"The vLLM server at {url} is left out: it, or its engine, has not") for text in said)
     assert pids(generator) == before[1:]
     for child in psutil.Process(hung.process.process.pid).children(recursive=True):
