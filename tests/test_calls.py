@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_environment_tokens import turn_right
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,17 +21,6 @@ from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
 
 PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
-
-
-def turn_right(degrees: int, quickly: bool = False, what: str = "") -> str:
-    """Turn.
-
-    Args:
-        degrees: How far.
-        quickly: Whether at once.
-        what: Which thing.
-    """
-    return ""
 
 
 TOOLS = {"turn_right": Tool.of(turn_right)}
