@@ -135,9 +135,19 @@ def test_twenty_runs_of_one_name_begun_together_have_folders_of_their_own(tmp_pa
     assert written == sorted([str(number)] * 2 for number in range(NUM_RUNS))
 
 
-def test_updates_that_are_taken_again_take_the_place_of_the_first_in_tensorboard(tmp_path: Path) -> None:
-    """A run is killed after its fourth update and resumed from its second, whose validation was missing."""
+@pytest.mark.parametrize("number", [0, 7, 8, 9])
+def test_updates_that_are_taken_again_take_the_place_of_the_first_in_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A run is killed after its fourth update and resumed from its second, whose validation was missing.
+
+    TensorBoard reads files in the order of their names: a second, then a number that counts a process's files, so that
+    of two files of one second "10" comes before "9".
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(number))
 
     def log(resumes: bool, *rows: tuple[int, dict[str, float]]) -> None:
         _, logger = make_loggers(RunConfig("run", str(tmp_path)), {}, resumes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import time
 from collections.abc import Iterator, Mapping
 from importlib import util
 from pathlib import Path
@@ -149,9 +150,14 @@ class TensorBoard(TensorBoardLogger):
         writer.add_summary(scalars({tag(name): float(value) for name, value in metrics.items()}), step)
 
     def _hide(self, from_step: int) -> None:
-        """Begin a file that makes TensorBoard hide the events of other files from a step on."""
+        """Begin a file that makes TensorBoard hide the events of other files from a step on.
+
+        TensorBoard reads files in the order of their names, which begin with the second that they were begun in. Within
+        a second the order is that of no clock, so that this waits for the next one.
+        """
         writer = self.experiment
         writer.close()
+        time.sleep(1 - time.time() % 1)
         writer.purge_step = from_step
         writer.add_custom_scalars(layout())  # begins a file
 
