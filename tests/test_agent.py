@@ -18,12 +18,12 @@ from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompt
 from conversations import play as play_with
 
 from lit_grpo.data.chat import UnusableRow
-from lit_grpo.environments import workers
 from lit_grpo.environments.agent import Agent, AgentWorker
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.mt_grpo import MTGRPO
 from lit_grpo.plugins import Answer, Listener, RunFacts
+from lit_grpo.process import calls
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
@@ -492,7 +492,7 @@ def test_an_agent_that_fails_begins_again_and_is_no_reward_of_0(how: Any, caplog
 
 
 def test_too_many_agents_that_hang_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "MOST_LOST", 1)
+    monkeypatch.setattr(calls, "MOST_LOST", 1)
     with pytest.raises(RuntimeError, match="2 calls of environments or tools have taken longer than they may"):
         play(worker_of(failing(9, _hangs), timeout_s=0.5, retries=9))
 

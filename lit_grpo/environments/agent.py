@@ -18,10 +18,9 @@ from lit_grpo.environments.contract import Kind, columns_of
 from lit_grpo.environments.dialogue import Dialogue
 from lit_grpo.environments.plugin import ADDED, EnvironmentWorker, Seconds, check_room
 from lit_grpo.environments.session import FAILURES, Failure, Limits, Outcome, Session
-from lit_grpo.environments.workers import TooManyHang
 from lit_grpo.limits import Count, Number
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.process.calls import USERS_LOOP
+from lit_grpo.process.calls import USERS_LOOP, TooManyHang
 from lit_grpo.process.signals import check_signals
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text, load_object

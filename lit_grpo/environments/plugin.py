@@ -19,14 +19,14 @@ from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
 from lit_grpo.environments.session import Failure, Limits, Outcome, RewritingSession, Session
-from lit_grpo.environments.workers import Calls
 from lit_grpo.findings.reward_curves import Finding
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, CannotGoOn, Plugin, RunFacts, Worker
+from lit_grpo.process.calls import Calls
+from lit_grpo.process.streams import KeptStreams
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.loading import error_text
-from lit_grpo.rewards.streams import KeptStreams
 from lit_grpo.types import (
     EMPTY,
     OBSERVED,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments.calls import BrokenCall, Call
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
-from lit_grpo.environments.workers import Calls, CallTimeout, TooManyHang
+from lit_grpo.process.calls import Calls, CallTimeout, TooManyHang
 from lit_grpo.process.values import PLAIN, find_foreign, from_written, to_written
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text

@@ -37,6 +37,12 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
+def error_text(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
+
+
 def on_one_line(text: str) -> str:
     r"""Write tabs and line ends as ``\t`` and ``\n`` as well."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")

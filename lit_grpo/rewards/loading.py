@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lit_grpo.process.terminal import first_line
+from lit_grpo.process.terminal import error_text
 
 REWARDS = {
     "exact_match": "lit_grpo.rewards.ExactMatch",
@@ -21,12 +21,6 @@ REWARDS = {
     "http_judge": "lit_grpo.rewards.HTTPJudge",
 }
 """Short names of the reward functions that come with the project."""
-
-
-def error_text(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    kind, line = type(error).__name__, first_line(error)
-    return kind if line == kind else f"{kind}: {line}"
 
 
 def near_names(name: str, known: list[str]) -> str:

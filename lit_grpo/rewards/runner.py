@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 
 from lit_grpo.limits import Count, Limit, checks_arguments
 from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.streams import KeptStreams
 from lit_grpo.rewards.execution import await_calls, run_calls
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
 from lit_grpo.rewards.loading import error_text
-from lit_grpo.rewards.streams import KeptStreams
 from lit_grpo.types import Prompt, RolloutGroup
 
 Values = Sequence[float | BaseException | None]

@@ -1,4 +1,4 @@
-"""Standard output and error, opened again after a reward function has closed them."""
+"""Standard output and error, opened again after a user's function has closed them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = {1: "stdout", 2: "stderr"}
 class KeptStreams:
     """Opens ``sys.stdout``, ``sys.stderr`` and their file descriptors again if they have been closed.
 
-    A reward function that calls ``sys.stdout.close()`` or ``os.close(1)``, as some libraries do, would otherwise end
+    A function of a user that calls ``sys.stdout.close()`` or ``os.close(1)``, as some libraries do, would otherwise end
     the run at its next line on the screen. What is written while they are closed is lost.
     """
 
