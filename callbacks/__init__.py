@@ -1,5 +1,8 @@
 """Lightning callbacks: thin adapters between the trainer and ``lit_grpo``."""
 
+if __name__ == "callbacks":  # else each class would exist twice
+    raise ImportError("Import lit_grpo.callbacks: the checkout's folder callbacks has this name only.")
+
 from .completion_writer import CompletionWriter
 from .memory_monitor import MemoryMonitor
 from .policy_exporter import PolicyExporter

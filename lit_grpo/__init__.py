@@ -5,6 +5,9 @@ The pieces: :class:`lit_grpo.module.GRPOModule` holds the policy and its objecti
 monitoring. ``python -m lit_grpo fit --config ...`` puts them together, and so does :func:`lit_grpo.train`.
 """
 
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +19,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 prepare()  # before torch is imported, which reads once how its threads are to wait
 
-if not (Path(__file__).parent / "callbacks").is_dir():  # in a checkout they stand at its top
-    __path__.append(str(Path(__file__).parents[1]))
+
+class _CheckoutCallbacks:
+    """Finds ``lit_grpo.callbacks`` in a checkout, whose folder ``callbacks`` stands beside this package."""
+
+    file = Path(__file__).parents[1] / "callbacks" / "__init__.py"
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return spec_from_file_location(name, cls.file) if name == "lit_grpo.callbacks" else None
+
+
+if not (Path(__file__).parent / "callbacks").is_dir():  # a wheel has them in the package
+    sys.meta_path.insert(0, _CheckoutCallbacks)  # first: an editable install may be of another checkout
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,20 @@
 """Imports point one way, type-only ones included, and heavy ones stay where they belong."""
 
 import ast
+import importlib
+import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
+
+from lit_grpo.callbacks import WeightSync
 
 ROOT = Path(__file__).parents[1]
 UTILITIES = {"types", "limits", "compatibility", "trajectory", "memory", "ranks", "budgets", "process"}
@@ -196,3 +205,34 @@ def test_scheduling_loads_neither_torch_nor_lightning_nor_transformers() -> None
     code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_our_callbacks_exist_once() -> None:
+    assert WeightSync.__module__ == "lit_grpo.callbacks.weight_sync"
+    assert pickle.loads(pickle.dumps(WeightSync)) is WeightSync
+    with pytest.raises(ImportError, match=r"lit_grpo\.callbacks"):
+        importlib.import_module("callbacks.weight_sync")
+
+
+def origins(names: Iterable[str], folder: Path, *path: str) -> list[str]:
+    """Files of modules, ``None`` without one, for a Python that runs in a folder and has no package installed."""
+    code = f"from importlib.util import find_spec as f; [print(f(name) and f(name).origin) for name in {[*names]}]"
+    command = [sys.executable, "-S", "-c", code]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_of_a_checkout_only_callbacks_are_found_in_the_package() -> None:
+    folders = ["benchmarks", "configs", "docs", "examples", "lit_grpo", "notebooks", "tests"]
+    names = [f"lit_grpo.{name}" for name in ["callbacks", *folders]]
+    assert origins(names, ROOT) == [str(ROOT / "callbacks" / "__init__.py"), *["None"] * len(folders)]
+    assert find_spec("lit_grpo.lit_grpo") is None and find_spec("lit_grpo.benchmarks") is None  # installed, too
+
+
+def test_users_have_a_callbacks_package_of_their_own(tmp_path: Path) -> None:
+    theirs = tmp_path / "callbacks" / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.touch()
+    found = origins(["callbacks", "lit_grpo.callbacks"], tmp_path, str(ROOT))
+    assert found == [str(theirs), str(ROOT / "callbacks" / "__init__.py")]
