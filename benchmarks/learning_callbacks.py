@@ -21,7 +21,6 @@ from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
-from lit_grpo.rollout.generator import InFlight
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import RolloutGroup
@@ -216,9 +215,7 @@ class StaleSlots(SlotGenerator):
         """Those of the policy that is trained."""
         return PolicyWeights(self._trained, merged=False)
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
-    ) -> SyncReport:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Keep what has come, and take what came ``lag`` updates ago."""
         if not self._sent or self._sent[-1][0] != version:
             self._sent.append((version, {name: tensor.detach().clone() for name, tensor in weights}))
@@ -226,5 +223,5 @@ class StaleSlots(SlotGenerator):
         with torch.no_grad():
             for name, tensor in self.policy.named_parameters():
                 tensor.copy_(old[name])
-        super().load_weights(self.policy.named_parameters(), sampled_by, in_flight)
+        super().load_weights(self.policy.named_parameters(), sampled_by)
         return SyncReport({name: digest(tensor) for name, tensor in self._sent[-1][1].items()})

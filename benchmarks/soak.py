@@ -34,7 +34,6 @@ from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.generator import InFlight
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerProcess
@@ -167,9 +166,9 @@ class FaultyGenerator(VLLMServerGenerator):
 
     exchanges = False
 
-    def load_weights(self, weights: Any, version: int, in_flight: InFlight = "refuse") -> SyncReport:
+    def load_weights(self, weights: Any, version: int) -> SyncReport:
         """Bring all weights, and then others to one server."""
-        report = super().load_weights(weights, version, in_flight)
+        report = super().load_weights(weights, version)
         if self.exchanges:
             self.exchanges = False
             with weights_folder() as folder:

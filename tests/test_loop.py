@@ -13,7 +13,7 @@ import torch
 from lit_grpo.plugins import Answer, Listener
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.buffer import RolloutBuffer
-from lit_grpo.rollout.generator import Capacity, Generator, InFlight, StepEvents
+from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
 from lit_grpo.rollout.listeners import Rewarding, Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import Leftovers, ReleaseRule
@@ -48,7 +48,7 @@ class FakeGenerator:
     def weights(self) -> PolicyWeights:
         return PolicyWeights(torch.nn.Linear(1, 1), merged=False)  # pyright: ignore[reportArgumentType]
 
-    def load_weights(self, weights: Any, version: int, in_flight: InFlight = "refuse") -> SyncReport:
+    def load_weights(self, weights: Any, version: int) -> SyncReport:
         return SyncReport()
 
     def distrust(self) -> None: ...

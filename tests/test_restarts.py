@@ -56,11 +56,11 @@ def test_a_rollout_does_not_go_on_with_a_policy_that_has_changed_since_it_was_se
     generator._policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
     generator._version, generator._arrived = 3, {"weight": "a"}
 
-    def load(weights: Any, version: int, in_flight: Any) -> None:
-        assert (version, in_flight) == (3, "recompute")
+    def load(weights: Any, version: int) -> None:
+        assert version == 3
         generator._arrived = {"weight": arrives, "base": "c"}
 
-    monkeypatch.setattr(generator, "load_weights", load)
+    monkeypatch.setattr(generator, "_bring", load)
     arrives = "a"
     generator._resume_lost([], "It has died.")
     arrives = "b"
@@ -257,7 +257,8 @@ def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_r
     generator = VLLMServerGenerator(2)
     policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
     generator._policy, generator._streams = policy, Streams(policy)
-    monkeypatch.setattr(generator, "load_weights", lambda weights, version, in_flight: None)
+    monkeypatch.setattr(generator, "_bring", lambda weights, version: None)
+    monkeypatch.setattr(generator, "_send", lambda stream: None)
     stream = generator._streams.open(Request(Prompt("a", (2, 3), ""), (0,), SamplingParams()), 1.0, "")
     generator._streams.give_ticket(stream)
     assert stream.ticket is not None
@@ -284,7 +285,7 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
     policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
     generator._policy, generator._streams, generator._version = policy, Streams(policy), 0
     generator._fleet = fleet_of(server_of("http://one", well=False), server_of("http://two", well=False))
-    monkeypatch.setattr(generator, "load_weights", lambda weights, version, in_flight: None)
+    monkeypatch.setattr(generator, "_bring", lambda weights, version: setattr(generator._fleet._servers[0], "up", True))
     asked: list[int] = []
     generator._pump = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         begin=lambda ticket, client, prompt, fields: asked.append(ticket),
@@ -305,4 +306,4 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
         "http://one broke off. Its 1 completions go on from there on the 1 servers that are left. "
         "http://two broke off. Its 2 completions go on from there on a server that was started again."
     )
-    assert len(asked) == asked_before + 1  # the first on the second, before that was lost too
+    assert len(asked) == asked_before + 1 + 2  # the first on the second, and both once one was started again

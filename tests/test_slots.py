@@ -205,29 +205,29 @@ def test_every_token_carries_the_version_that_sampled_it(make: Any, policy: Any)
     (request,) = requests(PROMPTS[:1], 1, SamplingParams(max_tokens=8, temperature=0.001))
     generator.submit([request])
     generator.step()
-    generator.load_weights(policy.named_parameters(), 8, in_flight="keep")
-    (completion,) = decode(generator, []).values()
+    (request,) = generator.abort([request.key])
+    generator.load_weights(policy.named_parameters(), 8)
+    (completion,) = decode(generator, [request]).values()
     assert completion.versions_T.tolist() == [7] + [8] * (completion.num_tokens - 1)
 
 
-def test_weights_are_refused_while_requests_are_in_flight_and_nobody_says_what_becomes_of_them(
-    make: Any, policy: Any
-) -> None:
+def test_weights_are_refused_while_requests_are_in_flight(make: Any, policy: Any) -> None:
     generator = make(2)
     generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
-    with pytest.raises(WeightSyncError, match="1 requests are in flight; abort them before the weights change, or say"):
+    with pytest.raises(WeightSyncError, match="1 requests are in flight; abort them before the weights change"):
         generator.load_weights(policy.named_parameters(), 1)
     assert generator.version == 0 and len(decode(generator, [])) == 1
 
 
-def test_requests_in_flight_may_go_on_with_keys_and_values_of_the_new_weights(make: Any) -> None:
+def test_requests_that_are_handed_back_go_on_with_keys_and_values_of_the_new_weights(make: Any) -> None:
     old, new, between = random_policy(), random_policy(1), random_policy()
     generator, todo = make(12, between), requests(PROMPTS[:2], 6, SAMPLING)
     generator.submit(todo)
     finished = {c.request.key for _ in range(3) for c in generator.step().finished}
+    handed_back = generator.abort([request.key for request in todo])
     between.load_state_dict(new.state_dict())
-    generator.load_weights(between.named_parameters(), 1, in_flight="recompute")
-    done = decode(generator, [])
+    generator.load_weights(between.named_parameters(), 1)
+    done = decode(generator, handed_back)
     assert len(done) == len(todo) - len(finished) > 5
     for completion in done.values():
         assert completion.versions_T.tolist() == [0] * 3 + [1] * (completion.num_tokens - 3)
@@ -317,14 +317,17 @@ def test_under_autocast_weights_are_cast_once_a_rollout(make: Any) -> None:
         assert casts.count == len(matrices) - 1  # the embedding is looked up
 
 
-def test_under_autocast_weights_that_arrive_in_flight_are_cast_anew(make: Any) -> None:
+def test_under_autocast_weights_that_arrive_are_cast_anew(make: Any) -> None:
     model: Any = random_policy()
     generator, matrices, counts = make(4, model), [weight for weight in model.parameters() if weight.dim() == 2], []
     with MixedPrecision("bf16-mixed", "cpu").forward_context(), Casts(matrices) as casts:
-        generator.submit(requests(PROMPTS[:1], 4, SAMPLING))
+        todo = requests(PROMPTS[:1], 4, SAMPLING)
+        generator.submit(todo)
         for version in (0, 0, 1):
             if version != generator.version:
-                generator.load_weights(model.named_parameters(), version, in_flight="keep")
+                todo = generator.abort([request.key for request in todo])
+                generator.load_weights(model.named_parameters(), version)
+                generator.submit(todo)
             generator.step()
             counts.append(casts.count)
             casts.count = 0
@@ -548,19 +551,25 @@ def that_breaks_off(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("weights", [with_foreign_tensor, with_unknown_name, with_one_missing, that_breaks_off])
 def test_weights_that_did_not_arrive_poison_it_until_a_full_load(make: Any, policy: Any, weights: Any) -> None:
     generator = make(2)
-    generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
-    generator.step()
     with pytest.raises((WeightSyncError, ConnectionError)):
-        generator.load_weights(weights(policy), 1, in_flight="keep")
+        generator.load_weights(weights(policy), 1)
     assert generator.version == -1
     with pytest.raises(WeightSyncError):
         generator.submit(requests(PROMPTS[1:2], 1, SAMPLING))
-    with pytest.raises(WeightSyncError):
-        generator.step()  # what is in flight does not go on either
-    bound = generator.load_weights(policy.named_parameters(), 1, in_flight="keep")
+    bound = generator.load_weights(policy.named_parameters(), 1)
     assert bound.digests == {name: digest(tensor) for name, tensor in policy.named_parameters()}
     assert generator.version == 1
-    assert len(decode(generator, requests(PROMPTS[1:2], 1, SAMPLING))) == 2
+    assert len(decode(generator, requests(PROMPTS[1:2], 1, SAMPLING))) == 1
+
+
+def test_what_is_in_flight_does_not_go_on_with_weights_that_are_not_trusted(make: Any) -> None:
+    generator, todo = make(2), requests(PROMPTS[:1], 1, SAMPLING)
+    generator.submit(todo)
+    generator.step()
+    generator.distrust()
+    with pytest.raises(WeightSyncError):
+        generator.step()
+    generator.abort([request.key for request in todo])
 
 
 def test_nan_weights_are_an_error_and_not_a_token(make: Any) -> None:
@@ -902,9 +911,10 @@ def test_what_other_weights_computed_is_not_copied(make: Any, policy: Any, monke
     generator.submit([parent])
     for _ in range(30):
         generator.step()
-    generator.load_weights(model.named_parameters(), 1, in_flight="keep")
+    (parent,) = generator.abort([parent.key])
+    generator.load_weights(model.named_parameters(), 1)
     computed = counted_prefill(monkeypatch)
-    generator.submit([child.after(generator._rows.request(0).prefix)])
+    generator.submit([child.after(parent.prefix)])
     generator.step()
     assert computed == [28, 29]  # the prompt and the prefix, under the weights of now
     generator.close()

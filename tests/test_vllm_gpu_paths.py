@@ -1,28 +1,28 @@
-"""What engines in process, their workers and sleep use of vLLM 0.24 to 0.33 is in the source of each, as recorded."""
+"""What engines in process, their workers and sleep use of vLLM 0.32 and 0.33 is in the source of each, as recorded."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_vllm_versions import RECORDS, VERSIONS
 from vllm_interfaces.record import USED
 
-from lit_grpo.rollout.vllm import arguments
+from lit_grpo.rollout.vllm import arguments, fleet
 from lit_grpo.rollout.vllm.arguments import engine_arguments, lora_arguments, sampling_fields, server_arguments
 from lit_grpo.types import Prompt, Request, SamplingParams
 
 VLLM = Path(arguments.__file__).parent
+RECORDS = Path(__file__).parent / "vllm_interfaces"
 OF_ENGINE = "self._engine"
-LATER = {"WeightsMapper": {"get_rename_mapper": "0.29"}}
-"""Members that came later; before, their callers do without them."""
+ROUTES = re.compile(r"""\.(get|post),?\(?\s*["'](/[^"'?]+)""")
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=["0.32", "0.33"])
 def version(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -53,14 +53,15 @@ def methods(path: str, name: str) -> set[str]:
     return {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
 
 
-def test_all_ten_versions_are_recorded() -> None:
-    assert [f"0.{minor}" for minor in range(24, 34)] == VERSIONS
-
-
 def test_everything_that_is_used_is_there(version: str, used: Any) -> None:
     for name, (_, members) in USED.items():
-        later = {member for member, first in LATER.get(name, {}).items() if version < first}
-        assert set(used[name]) == set(members) - later, name
+        assert set(used[name]) == set(members), name
+
+
+def test_every_version_has_the_routes_that_are_asked(version: str) -> None:
+    asked = {f"{method.upper()} {path}" for method, path in ROUTES.findall(Path(fleet.__file__).read_text())}
+    assert {"POST /update_weights", "GET /server_info", "POST /pause", "GET /version"} <= asked
+    assert asked <= set(json.loads((RECORDS / f"{version}.json").read_text())["routes"])
 
 
 def test_the_engines_methods_take_what_they_are_given(used: Any) -> None:
@@ -110,21 +111,18 @@ def test_sleep_wakes_all_memory_that_does_not_wake_by_itself(version: str) -> No
     assert stays_asleep == woken
 
 
-@pytest.mark.parametrize("has_renames", [True, False])
-def test_adapters_are_found_in_versions_without_a_mapper_of_renames(
-    has_renames: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_found_by_the_models_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from lit_grpo.rollout.vllm.worker import extension
 
     asked: list[Any] = []
     utils = SimpleNamespace(parse_fine_tuned_lora_name=lambda name, mapper: asked.append(mapper) or (name[:-2], True))
     monkeypatch.setitem(__import__("sys").modules, "vllm.lora.utils", utils)
-    own, renames = object(), object()
-    mapper: Any = SimpleNamespace(get_rename_mapper=lambda: renames) if has_renames else own
+    renames = object()
+    mapper: Any = SimpleNamespace(get_rename_mapper=lambda: renames)
     layer = SimpleNamespace(lora_a="A", lora_b="B")
     adapter = SimpleNamespace(get_lora=lambda name: layer)
     manager = SimpleNamespace(packed_modules={}, modules={"q"})
     held = list(extension.held_adapter(SimpleNamespace(hf_to_vllm_mapper=mapper), manager, adapter, ["q.a"]))
-    assert held == [("q.a", "A")] and asked == [renames if has_renames else own]
+    assert held == [("q.a", "A")] and asked == [renames]
     assert list(extension.held_adapter(SimpleNamespace(), manager, adapter, ["q.a"])) and asked[1] is None

@@ -28,6 +28,7 @@ from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
     check_family,
     check_on_cpu,
+    check_version,
     cpu_kv_arguments,
     kv_bytes_per_token,
     require_vllm,
@@ -71,8 +72,8 @@ def test_a_version_that_has_not_been_tested_warns_once(monkeypatch: pytest.Monke
 
 def test_a_version_without_the_weight_transfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(vllm_setup.metadata, "version", lambda name: "0.23.1")
-    with pytest.raises(ValueError, match=r"vLLM 0\.23\.1 is too old for lit_grpo; install vllm==0\.32"):
+    monkeypatch.setattr(vllm_setup.metadata, "version", lambda name: "0.31.2")
+    with pytest.raises(ValueError, match=r"vLLM 0\.31\.2 is too old for lit_grpo; install vllm==0\.32"):
         require_vllm()
 
 
@@ -92,6 +93,18 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
         check_engine_args({"logprobs_mode": "raw_logprobs"}, EngineArgs)
     with pytest.raises(ValueError, match=r"engine_args.kv_transfer_config keeps keys and values of old weights"):
         check_engine_args({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, EngineArgs)
+
+
+@pytest.mark.parametrize("version", ["0.23.1", "0.9.2", "0.31.3"])
+def test_a_server_with_an_old_vllm_is_refused(version: str) -> None:
+    with pytest.raises(ValueError, match=f"The server at http://h:1 runs vLLM {version}, which is too old for"):
+        check_version("The server at http://h:1", version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc1", "0.32.0+cpu"])
+def test_a_server_with_the_tested_vllm_is_taken_without_a_word(version: str, recwarn: pytest.WarningsRecorder) -> None:
+    check_version("The server at http://h:1", version)
+    assert not recwarn.list
 
 
 def test_speculation_on_a_cpu_is_refused() -> None:

@@ -74,14 +74,17 @@ def test_a_policy_decodes_from_packed_copies_and_keeps_its_own_weights(
     check_logprobs(policy, done)
 
 
-def test_new_weights_are_packed_with_requests_in_flight_too(policy: Any, tokenizer: Any, products: list[int]) -> None:
+def test_new_weights_are_packed_anew(policy: Any, tokenizer: Any, products: list[int]) -> None:
     generator = started(policy, tokenizer)
-    generator.submit(requests(PROMPTS[:1], 4, SAMPLING))
+    todo = requests(PROMPTS[:1], 4, SAMPLING)
+    generator.submit(todo)
     generator.step()
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
-    generator.load_weights(policy.named_parameters(), 1, in_flight="recompute")
+    todo = generator.abort([request.key for request in todo])
+    generator.load_weights(policy.named_parameters(), 1)
+    generator.submit(todo)
     del products[:]
     done: dict[Key, Completion] = {}
     while generator.capacity().free_slots < 4:

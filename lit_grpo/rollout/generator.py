@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lit_grpo.scheduling.layouts import Blocks, KVLayout
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from lit_grpo.policy.weights import PolicyWeights
     from lit_grpo.rollout.weights.tensors import SyncReport
     from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request
-
-InFlight = Literal["refuse", "keep", "recompute"]
-"""What becomes of requests in flight when weights arrive: an error; or they go on, with the keys and values of the old
-weights, or with new ones."""
 
 
 @dataclass(frozen=True)
@@ -154,19 +150,15 @@ class Generator(Decoder, Protocol):
         """Return the weights of the policy that the next ``load_weights`` has to bring."""
         ...
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
-    ) -> SyncReport:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Take over the policy's weights as ``version``; return what was bound.
 
         Args:
             weights: By name.
             version: Of the policy.
-            in_flight: What becomes of requests that are being decoded.
 
         Raises:
-            WeightSyncError: Tensors are missing, unknown or not the policy's, or requests are in flight against
-                ``in_flight``.
+            WeightSyncError: Tensors are missing, unknown or not the policy's, or requests are in flight.
         """
         ...
 

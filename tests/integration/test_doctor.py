@@ -18,7 +18,6 @@ from test_readme import block
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
-from lit_grpo.rollout.generator import InFlight
 from lit_grpo.rollout.proof import given_logprobs
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
@@ -70,9 +69,7 @@ class CopyGenerator(SlotGenerator):
     def weights(self) -> PolicyWeights:
         return PolicyWeights(self._theirs, merged=False)
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
-    ) -> SyncReport:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         own = dict(self.policy.named_parameters())
         digests = {}
         for name, tensor in weights:

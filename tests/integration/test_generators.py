@@ -366,8 +366,7 @@ def test_observed_tokens_are_gone_on_from_and_keep_their_place(generator: Any, p
         check_equal(continued, completion)
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-def test_what_is_in_flight_goes_on_with_new_weights(generator: Any, policy: Any, in_flight: Any) -> None:
+def test_what_was_in_flight_goes_on_with_new_weights(generator: Any, policy: Any) -> None:
     sampling = SamplingParams(max_tokens=80)
     whole = go_on(generator, [Request(PROMPTS[2], (sample,), sampling, seed=1) for sample in range(4 * NUM_SLOTS)])
     longest = sorted(whole.values(), key=lambda completion: completion.num_tokens)[-NUM_SLOTS:]
@@ -382,7 +381,9 @@ def test_what_is_in_flight_goes_on_with_new_weights(generator: Any, policy: Any,
             for parameter in policy.parameters():
                 if parameter.requires_grad:
                     parameter.mul_(1.1)
-        generator.load_weights(generator.weights(), 5, in_flight)
+        handed_back = generator.abort([completion.request.key for completion in longest])
+        generator.load_weights(generator.weights(), 5)
+        generator.submit(handed_back)
         early = len(finished)
         finished += until_done(generator)
         assert len(finished) == NUM_SLOTS and early < NUM_SLOTS
@@ -394,9 +395,7 @@ def test_what_is_in_flight_goes_on_with_new_weights(generator: Any, policy: Any,
             assert completion.token_ids_T[:begun].tolist() == same.token_ids_T[:begun].tolist()
             assert torch.allclose(completion.logprobs_T[:begun], same.logprobs_T[:begun], atol=1e-5)
             expected_T = full_logprobs(policy, Rollout(PROMPTS[2], completion))
-            drops_kv = "own_weights" in generator.abilities and "keeps_kv" not in generator.abilities
-            recomputed = torch.allclose(completion.logprobs_T[begun:], expected_T[begun:], atol=1e-4)
-            assert recomputed == (in_flight == "recompute" or drops_kv)
+            assert torch.allclose(completion.logprobs_T[begun:], expected_T[begun:], atol=1e-4)
     finally:
         policy.load_state_dict(saved)
 

@@ -458,11 +458,11 @@ class SlotsApart(SlotGenerator):
     def weights(self) -> PolicyWeights:
         return self._of.weights()
 
-    def load_weights(self, weights: Any, version: int, in_flight: Any = "refuse") -> SyncReport:
+    def load_weights(self, weights: Any, version: int) -> SyncReport:
         own = dict(self.policy.named_parameters())
         with torch.no_grad():
             names = [own[name].copy_(tensor) is not None and name for name, tensor in weights]
-        report = super().load_weights(super().weights(), version, in_flight)
+        report = super().load_weights(super().weights(), version)
         assert len(names) == len(own)
         return report
 

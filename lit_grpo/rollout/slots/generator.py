@@ -17,7 +17,7 @@ from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.process.copies import in_one_copy
-from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
+from lit_grpo.rollout.generator import Capacity, StepEvents
 from lit_grpo.rollout.sampling import entropy, sample_tokens, to_host
 from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
 from lit_grpo.rollout.slots.copies import check_packing
@@ -101,13 +101,11 @@ class SlotGenerator(Versioned):
         """Every parameter as it is."""
         return PolicyWeights(self.policy, merged=False)
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
-    ) -> SyncReport:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Check that every weight is the policy's own tensor, then take ``version``."""
         own = dict(self.policy.named_parameters())
         report = SyncReport()
-        self._expect_weights(self._num_in_flight, in_flight)
+        self._expect_weights(self._num_in_flight)
         for name, tensor in weights:
             if name not in own or own[name].data_ptr() != tensor.data_ptr():
                 raise WeightSyncError(
@@ -120,10 +118,6 @@ class SlotGenerator(Versioned):
         self._mode.refresh()
         if self._graphs is not None:
             self._graphs.refresh()
-        if self._rows is not None and in_flight == "keep":
-            self._rows.new_version(version)
-        elif self._rows is not None:
-            self._incoming = [*self._take_out(range(len(self._rows))), *self._incoming]
         self._kept = KeptCompletions()
         self._forget()
         return report

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class _Row(NamedTuple):
-    """A row's request, and from which token on which policy version has sampled what follows its prefix."""
+    """A row's request, and the policy version that samples what follows its prefix."""
 
     request: Request
-    versions: list[tuple[int, int]]
+    version: int
 
 
 class TokenRows:
@@ -94,7 +94,7 @@ class TokenRows:
                 self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
             self._counts[row], self._observed[row] = count, prefix.num_observed
             self._prompt_lengths[row] = len(request.prompt.token_ids)
-            self._rows.append(_Row(request, [(count, version)]))
+            self._rows.append(_Row(request, version))
 
     def num_common(self, row: int, token_ids_T: np.ndarray) -> int:
         """How many tokens a row, without its last one, begins with that are those of ``token_ids_T``."""
@@ -108,11 +108,6 @@ class TokenRows:
         self._logprobs[index] = logprobs_B
         self._entropy_sums[:rows] += entropies_B
         self._counts[:rows] += 1
-
-    def new_version(self, version: int) -> None:
-        """Note that further tokens come from another policy version."""
-        for row, count in zip(self._rows, self.counts_B.tolist(), strict=True):
-            row.versions.append((count, version))
 
     def tails(self, num_tokens: int) -> list[list[int]]:
         """At most the last ``num_tokens`` tokens of each row."""
@@ -134,14 +129,13 @@ class TokenRows:
         return Completion.of(self._rows[row].request.after(EMPTY), self._trajectory(row), reason)
 
     def _trajectory(self, row: int) -> Trajectory:
-        count, (request, versions) = int(self._counts[row]), self._rows[row]
+        count, (request, version) = int(self._counts[row]), self._rows[row]
         prefix = request.prefix
         versions_T, trained_T = np.empty(count, dtype=np.int64), np.ones(count, dtype=bool)
         if prefix.num_tokens:
             versions_T[: prefix.num_tokens] = prefix.versions_T.numpy()
             trained_T[: prefix.num_tokens] = prefix.trained_T.numpy()
-        for begin, version in versions:
-            versions_T[begin:] = version
+        versions_T[prefix.num_tokens :] = version
         num_sampled = count - prefix.num_tokens + prefix.num_sampled
         entropy = float(self._entropy_sums[row]) / max(num_sampled, 1)
         return Trajectory(self._tokens[row, :count], self._logprobs[row, :count], versions_T, trained_T, entropy)

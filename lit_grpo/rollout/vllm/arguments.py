@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 TESTED_VERSIONS = ("0.32",)
-_KNOWN_VERSIONS = (0, 24), (0, 33)
-"""The first and the last whose weight transfer ``lit_grpo.rollout.vllm.worker.transfer`` is made for."""
+_OLDEST = (0, 32)
 _DTYPES = ("float32", "bfloat16", "float16")
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # what goes wrong is raised
@@ -65,21 +64,24 @@ def require_vllm() -> None:
             "or take the embedded lit_grpo.rollout.slots.generator.SlotGenerator."
         )
     version = installed_version()
-    if _release(version) < _KNOWN_VERSIONS[0]:
+    if _release(version) < _OLDEST:
         raise ValueError(f"vLLM {version} is too old for lit_grpo; install vllm=={TESTED_VERSIONS[-1]}.*.")
-    if not version.startswith(TESTED_VERSIONS):
-        _warn_once(
-            version, f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}."
-        )
+    _warn_of_untested(version)
 
 
 def check_version(server: str, version: str) -> None:
-    """Raise a ValueError if the weight transfer of the version of vLLM that a ``server`` runs is not known."""
-    first, last = _KNOWN_VERSIONS
-    if not first <= _release(version) <= last:
+    """Raise a ValueError if a ``server`` runs a vLLM that is too old, and say once where it is newer than the tests."""
+    if _release(version) < _OLDEST:
         raise ValueError(
-            f"{server} runs vLLM {version}, whose weight transfer lit_grpo does not know; start it with one from "
-            f"{first[0]}.{first[1]} to {last[0]}.{last[1]}, best with {TESTED_VERSIONS[-1]}."
+            f"{server} runs vLLM {version}, which is too old for lit_grpo; start it with vLLM {TESTED_VERSIONS[-1]}."
+        )
+    _warn_of_untested(version)
+
+
+def _warn_of_untested(version: str) -> None:
+    if not version.startswith(TESTED_VERSIONS):
+        _warn_once(
+            version, f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}."
         )
 
 

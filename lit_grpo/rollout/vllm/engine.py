@@ -187,9 +187,9 @@ class VLLMGenerator(EngineGenerator):
 
     # ---- weights ----------------------------------------------------------------------------------
 
-    def _expect_weights(self, num_requests: int, in_flight: str) -> None:
+    def _expect_weights(self, num_requests: int) -> None:
         self._check_whole()
-        super()._expect_weights(num_requests, in_flight)
+        super()._expect_weights(num_requests)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Reload all weights in place, one after another."""

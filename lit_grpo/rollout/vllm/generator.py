@@ -17,7 +17,7 @@ from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.ranks import Ranks
-from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
+from lit_grpo.rollout.generator import Capacity, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     adapter_arguments,
     check_family,
@@ -176,27 +176,21 @@ class EngineGenerator(Versioned, ABC):
             return AdapterWeights(module, with_base=lacks_base, dtype=self.weights_dtype)
         return self._policy.weights(dtype=self.weights_dtype)
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
-    ) -> SyncReport:
-        """Bring all weights, or adapters, to every engine.
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Bring all weights, or adapters, to every engine; nothing is being decoded meanwhile."""
+        self._expect_weights(len(self._streams))
+        return self._bring(weights, version)
 
-        Requests in flight are withdrawn, and asked for again from their last token. Those that ``keep`` keys and values
-        keep those of whole blocks that an engine still has; with adapters alone none are kept.
-        """
+    def _bring(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Bring weights to engines, none of which has been asked for anything."""
         assert self._policy is not None, "start comes first"
-        self._expect_weights(len(self._streams), in_flight)
-        self._withdraw([stream for stream in self._streams if stream.ticket is not None])
+        self._version = -1
         weights = self._streams.watched(weights)
         if self.sends_alone:
             report = self._load_apart(weights, self._policy.module, version)
         else:
             report = self._load(complete(weights, self._policy.weights().names), version)
         self._version, self._salt, self._arrived = version, token_hex(8), report.digests
-        for stream in self._streams:
-            if in_flight == "recompute":
-                stream.salt = self._salt
-            self._send(stream)
         return report
 
     def _load_apart(

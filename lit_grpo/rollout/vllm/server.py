@@ -267,7 +267,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._send(each)
 
     def _resume_lost(self, lost: Sequence[Stream], why: str) -> None:
-        """Send the weights again to servers that were started again, and ask these for the completions that were lost.
+        """Send the weights again to servers that were started again, and ask these for all completions.
 
         Raises:
             GenerationError: There is no such server, or the policy has changed since it was sent.
@@ -281,8 +281,11 @@ class VLLMServerGenerator(EngineGenerator):
             if is_scattered(self._policy.module):
                 raise WeightSyncError("other ranks have shards of it")
             before = self._arrived
-            self.load_weights(self.weights(), self._version, "recompute")
+            self._bring(self.weights(), self._version)
             if any(self._arrived.get(name) != digest for name, digest in before.items()):
                 raise WeightSyncError("the policy has changed since it was sent")
         except WeightSyncError:
             raise GenerationError(f"{why} {_NONE_LEFT}") from None
+        for stream in self._streams:
+            stream.salt = self._salt
+            self._send(stream)

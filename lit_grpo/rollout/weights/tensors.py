@@ -30,10 +30,9 @@ class Versioned:
         """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
         self._version = -1
 
-    def _expect_weights(self, num_requests: int, in_flight: str) -> None:
-        """Refuse to sample until all weights are here; a WeightSyncError where requests are in flight against that."""
-        if in_flight == "refuse":
-            check_nothing_in_flight(num_requests)
+    def _expect_weights(self, num_requests: int) -> None:
+        """Refuse to sample until all weights are here; a WeightSyncError where requests are in flight."""
+        check_nothing_in_flight(num_requests)
         self._version = -1
 
     def _check_weights(self) -> None:
@@ -83,12 +82,9 @@ def joined(digests: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def check_nothing_in_flight(num_requests: int) -> None:
-    """Raise a WeightSyncError if a request would be sampled by two versions though the caller did not ask for that."""
+    """Raise a WeightSyncError if a request would be sampled by two versions without a break between them."""
     if num_requests:
-        raise WeightSyncError(
-            f"{num_requests} requests are in flight; abort them before the weights change, or say with in_flight what "
-            "becomes of them."
-        )
+        raise WeightSyncError(f"{num_requests} requests are in flight; abort them before the weights change.")
 
 
 def check_complete(sent: Collection[str], received: Collection[str]) -> None:

@@ -173,8 +173,7 @@ def held_adapter(model: Any, manager: Any, adapter: Any, names: Iterable[str]) -
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    renames = getattr(mapper, "get_rename_mapper", None)  # from 0.29 on; before, the mapper itself names modules
-    renaming = mapper if renames is None else renames()
+    renaming = None if mapper is None else mapper.get_rename_mapper()
     packed = {part: (whole, at) for whole, parts in manager.packed_modules.items() for at, part in enumerate(parts)}
     for name in names:
         module, is_a = parse_fine_tuned_lora_name(name, renaming)
