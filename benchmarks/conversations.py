@@ -176,7 +176,7 @@ class EndsSiblings(Listener):
     def __init__(self) -> None:
         self._turns: Counter[Key] = Counter()
 
-    def turn(self, completion: Completion) -> Answer | None:
+    def on_turn(self, completion: Completion) -> Answer | None:
         """Let no other listener hear of the turn that is the last."""
         key = completion.request.key
         self._turns[key] += 1

@@ -166,10 +166,10 @@ def _rollout(model: Any, num_prompts: int, num_tokens: int, between: int) -> tup
 
         forks = True
 
-        def begin(self, flight: Any) -> None:
+        def on_rollout_start(self, flight: Any) -> None:
             self.flight, self.depths = flight, dict[Any, int]()
 
-        def step(self, events: Any) -> Answer:
+        def on_step(self, events: Any) -> Answer:
             forks: dict[Any, list[tuple[int, ...]]] = {}
             for key, tokens in self.flight.progress().items():
                 depth = self.depths.get(key, 0)

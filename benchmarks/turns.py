@@ -163,11 +163,11 @@ class Dictated:
 class LockStep(EnvironmentWorker):
     """Holds all answers back until every trajectory that goes on has its own."""
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         """Nothing while others decode."""
         return None
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         """All together."""
         return self._answer() if len(self._outcomes) == self._flight.num_away else None
 

@@ -101,25 +101,25 @@ class GRPOProgressBar(ProgressBar, Listener):
 
     # ---- rollouts ---------------------------------------------------------------------------------
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Start to count a rollout."""
         if self.is_enabled and self._trainer is not None:
             self._rollout = RolloutCount(flight, self._mean_tokens.get(self._kind, math.nan))
             self._next_line = time.monotonic() + PLAIN_EVERY_S
 
-    def step(self, events: StepEvents) -> None:
+    def on_step(self, events: StepEvents) -> None:
         """Count tokens."""
         if self._rollout is not None:
             self._rollout.tokens += events.num_tokens
             if time.monotonic() > self._next_line:
                 self._tell_rollout(self._rollout)
 
-    def finish(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         """Count a completion."""
         if self._rollout is not None:
             self._rollout.end_one(completion.num_sampled)
 
-    def end(self, failed: bool) -> None:
+    def on_rollout_end(self, failed: bool) -> None:
         """Remember how long completions were."""
         if self._rollout is not None and self._rollout.done:
             self._mean_tokens[self._kind] = self._rollout.mean_tokens

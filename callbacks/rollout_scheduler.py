@@ -92,7 +92,7 @@ class RolloutScheduler(pl.Callback):
             has_shards = hasattr(trainer.strategy, "shard")
             callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
             listeners = [*self.session.workers.values(), *callbacks]
-            answers = any(type(each).turn is not Listener.turn for each in listeners)
+            answers = any(type(each).on_turn is not Listener.on_turn for each in listeners)
             others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answers)]
             self.session.check(facts, [*self._other_parts(data, pl_module), *others])
             for sentence in self._unvisited(trainer, pl_module):

@@ -23,7 +23,7 @@ class Answer:
     Args:
         submit: Further requests of open groups. One with a ``prefix`` goes on from it: with
             ``prefix=trajectory.until(n)`` it is a *fork* of a completion that has ended, or of a request that is away.
-            In answer to ``finish`` they keep the group open, where it would be whole.
+            In answer to ``on_completion`` they keep the group open, where it would be whole.
         fork: Active requests that divide: by their keys, the paths of further requests that begin with all that each
             has come to.
         open: Requests of new groups.
@@ -57,21 +57,21 @@ class Listener:
     Attributes:
         forks: Whether it asks for requests that begin within others. The path of a fork is that of its parent and one
             number more. As long as a group is open, its prompt is then kept, and the states of its environments.
-        lock_step: Whether it is asked between any two steps as if nothing were left to decode (:meth:`idle`), so that
-            what it waits for is taken at the same steps in every run.
+        lock_step: Whether it is asked between any two steps as if nothing were left to decode (:meth:`on_idle`), so
+            that what it waits for is taken at the same steps in every run.
     """
 
     forks: bool = False
     lock_step: bool = False
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """A rollout begins; ``flight`` tells what is in work for as long as it lasts.
 
         ``flight.away`` are the requests that were away when the last rollout ended: a listener that held them answers
         for them in this one.
         """
 
-    def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
+    def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Requests are asked for, before any of them waits for a slot; return those that are to be away first.
 
         They stay away until a later answer lets them ``go_on``, for example after an environment has been reset, whose
@@ -80,16 +80,16 @@ class Listener:
         """
         return ()
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         """A step has been taken."""
 
-    def turn(self, completion: Completion) -> Answer | None:
+    def on_turn(self, completion: Completion) -> Answer | None:
         """A request has sampled a turn: it is over, unless the answer lets it ``go_on`` or ``hold``s it.
 
         All that was asked of it before is in ``completion``, observed tokens too. The first listener that answers
         decides. For example a turn that calls a tool is held, and goes on later followed by the tool's answer::
 
-            def turn(self, completion):
+            def on_turn(self, completion):
                 call = self.parse(completion.turns[-1])  # tokens
                 if call is None or completion.finish_reason != "stop":
                     return None
@@ -97,16 +97,16 @@ class Listener:
                 return Answer(hold=[completion.request.key])
         """
 
-    def finish(self, completion: Completion) -> Answer | None:
+    def on_completion(self, completion: Completion) -> Answer | None:
         """A completion has ended: after its last turn, where it has several."""
 
-    def dropped(self, request: Request) -> None:
+    def on_drop(self, request: Request) -> None:
         """A request has been left out of its group, by whichever listener; its prefix is what it had come to."""
 
-    def whole(self, group: RolloutGroup) -> Answer | None:
+    def on_group(self, group: RolloutGroup) -> Answer | None:
         """The last member of a group has ended."""
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         """Nothing is left to decode: a listener that has more to ask for does so now.
 
         While requests are away it is asked every millisecond.
@@ -117,7 +117,7 @@ class Listener:
         """Whether it waits for something with a time limit that has not passed: then nothing has come to a stop."""
         return False
 
-    def end(self, failed: bool) -> None:
+    def on_rollout_end(self, failed: bool) -> None:
         """The rollout is over, or has ``failed``: what was told of it is void."""
 
 

@@ -295,10 +295,10 @@ class Environment(Listener):
         self.most_away = 0
         self._rng, self._step = random.Random(0), 0
 
-    def begin(self, flight: Any) -> None:
+    def on_rollout_start(self, flight: Any) -> None:
         self.flight = flight
 
-    def turn(self, completion: Completion) -> Answer | None:
+    def on_turn(self, completion: Completion) -> Answer | None:
         tokens = observed(completion)
         if tokens is None:
             return None
@@ -311,15 +311,15 @@ class Environment(Listener):
         self.waiting[key] = (self._step + delay, request)
         return Answer(hold=[key])
 
-    def finish(self, completion: Completion) -> Answer | None:
+    def on_completion(self, completion: Completion) -> Answer | None:
         self.finished.append(completion.request.key)
 
-    def step(self, events: Any) -> Answer:
+    def on_step(self, events: Any) -> Answer:
         self._step += 1
         self.most_away = max(self.most_away, self.flight.num_away)
         return self._answer()
 
-    def idle(self) -> Answer:
+    def on_idle(self) -> Answer:
         self._step += 1
         return self._answer()
 

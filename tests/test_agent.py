@@ -564,17 +564,17 @@ class AbortsAway(Listener):
     def __init__(self, told: Sequence[Any]) -> None:
         self.told = told
 
-    def begin(self, flight: Any) -> None:
+    def on_rollout_start(self, flight: Any) -> None:
         self.flight = flight
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         return Answer(abort=[request.key for request in self.flight.away]) if self.told else None
 
 
 class AbortsDecoding(Listener):
     """Ends what is being decoded."""
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         return Answer(abort=[("train/0", 0, (0,))]) if not events.finished else None
 
 
@@ -629,13 +629,13 @@ class Drops(Listener):
     def __init__(self, told: Sequence[Any]) -> None:
         self.told = told
 
-    def begin(self, flight: Any) -> None:
+    def on_rollout_start(self, flight: Any) -> None:
         self.flight = flight
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         return Answer(drop=self.flight.active) if not events.finished else None
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         return Answer(drop=[request.key for request in self.flight.away]) if self.told else None
 
 

@@ -38,11 +38,11 @@ class Forker(Listener):
     def __init__(self, steps: dict[int, Answer], ends: dict[Key, Callable[[Completion], Answer]] | None = None) -> None:
         self.steps, self.ends, self.num_steps = steps, ends or {}, 0
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         self.num_steps += 1
         return self.steps.get(self.num_steps)
 
-    def finish(self, completion: Completion) -> Answer | None:
+    def on_completion(self, completion: Completion) -> Answer | None:
         answer = self.ends.get(completion.request.key)
         return None if answer is None else answer(completion)
 
@@ -203,16 +203,16 @@ class RandomForks(Environment):
         self.begun[made.key] = prefix.token_ids_T.tolist()
         return [made]
 
-    def step(self, events: Any) -> Answer:
-        answer = super().step(events)
+    def on_step(self, events: Any) -> Answer:
+        answer = super().on_step(events)
         ended = {each.request.key for each in events.finished}
         forks = {key: [path] for key in self.flight.active if key not in ended and (path := self._path(key))}
         self.forked |= {(*key[:2], path) for key, (path,) in forks.items()}
         submit = [each for request in self.flight.away for each in self._within(request, request.prefix, 1)]
         return Answer(go_on=answer.go_on, fork=forks, submit=submit)
 
-    def finish(self, completion: Completion) -> Answer:
-        super().finish(completion)
+    def on_completion(self, completion: Completion) -> Answer:
+        super().on_completion(completion)
         return Answer(submit=self._within(completion.request, completion, 1))
 
 

@@ -66,12 +66,12 @@ class Forgetful(Listener):
     def __init__(self) -> None:
         self.held: list[Key] = []
 
-    def turn(self, completion: Completion) -> Answer:
+    def on_turn(self, completion: Completion) -> Answer:
         self.held.append(completion.request.key)
         self.until = time.monotonic() + 8 * STALL_S
         return Answer(hold=self.held[-1:])
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         return None if time.monotonic() < self.until else Answer(drop=self.held)
 
 
@@ -129,7 +129,7 @@ class Pulse(Listener):
     def __init__(self) -> None:
         self.last, self.longest_s, self.count = time.monotonic(), 0.0, 0
 
-    def begin(self, flight: Any) -> None:
+    def on_rollout_start(self, flight: Any) -> None:
         self.last = time.monotonic()
 
     def _beat(self, *_: Any) -> None:

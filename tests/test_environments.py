@@ -68,10 +68,10 @@ class DropsAway(Listener):
     def __init__(self, told: threading.Event) -> None:
         self.told = told
 
-    def begin(self, flight: Any) -> None:
+    def on_rollout_start(self, flight: Any) -> None:
         self.flight = flight
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         return Answer(drop=[request.key for request in self.flight.away]) if self.told.is_set() else None
 
 

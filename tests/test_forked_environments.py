@@ -69,7 +69,7 @@ class Forks(Listener):
         self.inside, self.path = inside, path
         self.begun: dict[SamplePath, int] = {}  # the turn in which each fork begins
 
-    def finish(self, completion: Completion) -> Answer | None:
+    def on_completion(self, completion: Completion) -> Answer | None:
         request = completion.request
         if request.path != self.path:
             return None
@@ -127,8 +127,8 @@ def test_a_fork_within_a_turn_has_the_environment_of_the_turns_beginning(kind: t
 
 def test_forks_of_forks_find_the_state_of_the_path_that_they_come_from(kind: type[Counting]) -> None:
     class Twice(Forks):
-        def finish(self, completion: Completion) -> Answer | None:
-            answer = super().finish(completion)
+        def on_completion(self, completion: Completion) -> Answer | None:
+            answer = super().on_completion(completion)
             if answer is not None and self.path == (0,):
                 self.path = (0, 2)
             return answer

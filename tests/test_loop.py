@@ -290,18 +290,18 @@ class Once(Listener):
         self.answer: Answer | None = answer
         self.heard: list[str] = []
 
-    def finish(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         self.heard.append(f"{completion.request.key[0]}{completion.request.path[0]} {completion.finish_reason}")
 
-    def dropped(self, request: Request) -> None:
+    def on_drop(self, request: Request) -> None:
         self.heard.append(f"{request.key[0]}{request.path[0]} dropped with {request.prefix.num_tokens}")
 
-    def whole(self, group: RolloutGroup) -> Answer | None:
+    def on_group(self, group: RolloutGroup) -> Answer | None:
         self.heard.append(f"whole {group.prompt.prompt_id} {len(group.rollouts)}")
         answer, self.answer = self.answer, None
         return answer
 
-    def end(self, failed: bool) -> None:
+    def on_rollout_end(self, failed: bool) -> None:
         self.heard.append("failed" if failed else "end")
 
 
@@ -333,7 +333,7 @@ class DropsAtOnce(Listener):
     def __init__(self, *samples: int) -> None:
         self.samples = samples
 
-    def step(self, events: StepEvents) -> Answer:
+    def on_step(self, events: StepEvents) -> Answer:
         samples, self.samples = self.samples, ()
         return Answer(drop=[("a", 0, (sample,)) for sample in samples])
 

@@ -51,10 +51,10 @@ def features(answers: np.ndarray) -> np.ndarray:
 def show(worker: PromptValues, groups: Sequence[RolloutGroup], shown: np.ndarray) -> None:
     """Let a worker hear of a rollout in which each completion showed a row of ``shown``; NaN of one that ended."""
     keys: list[Key] = [each.completion.request.key for members in groups for each in members.rollouts]
-    worker.begin(None)  # pyright: ignore[reportArgumentType]
+    worker.on_rollout_start(None)  # pyright: ignore[reportArgumentType]
     here = [not math.isnan(row.sum()) for row in shown]
     chosen = [key for key, is_here in zip(keys, here, strict=True) if is_here]
-    worker.step(StepEvents(observations=[Observation(chosen, AT, shown[here]), Observation(chosen, 1, shown[here])]))
+    worker.on_step(StepEvents(observations=[Observation(chosen, AT, shown[here]), Observation(chosen, 1, shown[here])]))
 
 
 def draw(rng: np.random.Generator, prompts: np.ndarray, members: int = 2) -> tuple[list[RolloutGroup], np.ndarray]:

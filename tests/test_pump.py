@@ -113,7 +113,7 @@ def test_a_failure_in_the_thread_takes_no_rewards_from_what_has_been_given_out(
 ) -> None:
     (group, *_), _ = RolloutLoop(generator).collect(PROMPTS, 3, SAMPLING, seed=0)
     rewards.submit(group)
-    Rewarding(rewards, waits=False).end(failed=True)
+    Rewarding(rewards, waits=False).on_rollout_end(failed=True)
     rewards.gather([group])
     assert all(rollout.rewards for rollout in group.rollouts)
 

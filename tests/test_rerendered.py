@@ -190,10 +190,10 @@ class Ends(Listener):
     def __init__(self, is_away: bool) -> None:
         self.is_away = is_away
 
-    def begin(self, flight: Any) -> None:
+    def on_rollout_start(self, flight: Any) -> None:
         self.flight = flight
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         for request in self.flight.requests:
             turns = request.seed + (request.prefix.num_sampled > 0)
             if turns == 2 and self.flight.is_away(request.key) == self.is_away:

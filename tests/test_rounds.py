@@ -210,7 +210,7 @@ class Drops(Listener):
     def __init__(self, name: str, at: int) -> None:
         self.key, self.left = (name, 0, (0,)), at
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         self.left -= 1
         return None if self.left else Answer(drop=[self.key])
 

@@ -142,7 +142,7 @@ def batch(rng: random.Random, visit: int) -> list[RolloutGroup]:
 
 def learn(worker: TreeExpander, num_batches: int) -> dict[str, float]:
     rng, logs = random.Random(0), {}
-    worker.begin(None)  # pyright: ignore
+    worker.on_rollout_start(None)  # pyright: ignore
     for visit in range(num_batches):
         logs = worker.learnt(batch(rng, visit), PASSES, visit, lambda value: [value])
     return logs
@@ -175,7 +175,7 @@ def test_members_without_a_reward_teach_nothing() -> None:
     for rollout in groups[0].rollouts:
         rollout.reward = math.nan
     worker = ContrastiveTree().worker()
-    worker.begin(None)  # pyright: ignore
+    worker.on_rollout_start(None)  # pyright: ignore
     assert worker.learnt(groups, PASSES, 0, lambda value: [value]) == {}
     assert chances(worker) == [0.5] * 3
 
@@ -186,7 +186,7 @@ def test_ranks_learn_as_one() -> None:
     first, second = batch(rng, 0), batch(rng, 1)
     alone, ranks = ContrastiveTree().worker(), ContrastiveTree().worker()
     for worker in (alone, ranks):
-        worker.begin(None)  # pyright: ignore
+        worker.on_rollout_start(None)  # pyright: ignore
     theirs = iter([[row for each in second[0].rollouts for row in ranks._rows(each, PASSES)], []])
     logged = alone.learnt([*first, *second], PASSES, 0, lambda value: [value])
     together = ranks.learnt(first, PASSES, 0, lambda value: [value, next(theirs)])
@@ -196,7 +196,7 @@ def test_ranks_learn_as_one() -> None:
 
 def test_contrast_is_the_share_of_continuations_that_end_otherwise_than_their_path() -> None:
     worker = ContrastiveTree().worker()
-    worker.begin(None)  # pyright: ignore
+    worker.on_rollout_start(None)  # pyright: ignore
     group = batch(random.Random(2), 0)[0]
     for number, rollout in enumerate(group.rollouts[:4]):
         parent = group.rollouts[4 + number // 2].completion.request

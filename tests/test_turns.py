@@ -178,13 +178,13 @@ class Holder(Listener):
         self.held: list[Completion] = []
         self._act = act
 
-    def turn(self, completion: Completion) -> Answer | None:
+    def on_turn(self, completion: Completion) -> Answer | None:
         if len(completion.turns) > 1 or completion.request.key in {each.request.key for each in self.held}:
             return None
         self.held.append(completion)
         return Answer(hold=[completion.request.key])
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         if self._act is None or not self.held:
             return None
         act, self._act = self._act, None
@@ -210,11 +210,11 @@ def test_requests_may_be_away_before_they_begin(points: tuple[int, ...], make: A
     class Opening(Listener):
         waiting: Sequence[Request] = ()
 
-        def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
+        def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
             self.waiting = requests
             return requests
 
-        def idle(self) -> Answer:
+        def on_idle(self) -> Answer:
             opened = [each.after(EMPTY.followed_by([5, 6, each.path[0] + 2])) for each in self.waiting]
             self.waiting = ()
             return Answer(go_on=opened)
@@ -272,7 +272,7 @@ def test_answers_that_cannot_be_are_refused(act: Any, message: str, make: Any) -
 
 def test_a_trajectory_at_its_limit_does_not_go_on(make: Any) -> None:
     class Stubborn(Listener):
-        def turn(self, completion: Completion) -> Answer:
+        def on_turn(self, completion: Completion) -> Answer:
             return Answer(go_on=[completion.request.after(completion.followed_by([3]))])
 
     with pytest.raises(ValueError, match=r"sampling.max_tokens 24 allows no 25 that are sampled"):
@@ -291,7 +291,7 @@ def test_groups_with_a_member_away_stay_open_between_rollouts(make: Any, expecte
 
         may_answer = False
 
-        def turn(self, completion: Completion) -> Answer | None:
+        def on_turn(self, completion: Completion) -> Answer | None:
             tokens = observed(completion)
             if tokens is None:
                 return None
@@ -357,7 +357,7 @@ def test_the_first_listener_that_answers_decides(make: Any) -> None:
         def __init__(self, name: str, answer: Answer | None) -> None:
             self.name, self.answer = name, answer
 
-        def turn(self, completion: Completion) -> Answer | None:
+        def on_turn(self, completion: Completion) -> Answer | None:
             heard.append(self.name)
             return self.answer
 

@@ -353,7 +353,7 @@ class EnvironmentWorker(Worker):
 
     # ---- rollouts -----------------------------------------------------------------------------------
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """A rollout begins; what became whole in the one before the last has been scored."""
         self._flight, self._apart = flight, None
         self._let_go(self._scored)
@@ -364,7 +364,7 @@ class EnvironmentWorker(Worker):
         self._waited_s = self._lasted_s = 0.0
         self._num_turns = self._num_rows = self._num_ended = self._num_restarted = 0
 
-    def requested(self, requests: Sequence[Request]) -> list[Request]:
+    def on_requests(self, requests: Sequence[Request]) -> list[Request]:
         """Let each request begin with an environment of its own, which is reset first."""
         going_on = {request.key: self.sessions[request.key] for request in requests if request.key in self.sessions}
         if self._apart is None:  # trajectories of another rollout keep their threads until that goes on
@@ -419,7 +419,7 @@ class EnvironmentWorker(Worker):
         kept = {key: None if isinstance(state, Failure) else state for key, state in states.items()}
         return {key: [Snapshot(key[2], session.token_ids, kept[key])] for key, session in sessions.items()}
 
-    def whole(self, group: RolloutGroup) -> None:
+    def on_group(self, group: RolloutGroup) -> None:
         """No more requests begin within those of a group, and it is to be scored."""
         self._snapshots.pop(group.key, None)
         self._scoring |= {rollout.completion.request.key for rollout in group.rollouts}
@@ -444,16 +444,16 @@ class EnvironmentWorker(Worker):
             tried=self._tried,
         )
 
-    def turn(self, completion: Completion) -> Answer:
+    def on_turn(self, completion: Completion) -> Answer:
         """Have the environment answer, while others decode."""
         self.sessions[completion.request.key].take_turn(completion)
         return Answer(hold=[completion.request.key])
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         """Take what environments have come to; in lock-step that is done between two steps."""
         return None if self.lock_step or not self._outcomes else self._answer()
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         """Do the same, in lock-step once all that are at work have come to something."""
         if self.lock_step:
             away = [self.sessions[request.key] for request in self._flight.away if request.key in self.sessions]
@@ -515,7 +515,7 @@ class EnvironmentWorker(Worker):
             snapshot = Snapshot(request.path, session.token_ids, outcome.state)
             self._snapshots.setdefault(request.group, []).append(snapshot)
 
-    def finish(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         """A trajectory has ended, perhaps in the middle; its environment is kept until it has been scored."""
         session = self.sessions.pop(completion.request.key, None)
         if session is None:
@@ -533,13 +533,13 @@ class EnvironmentWorker(Worker):
         self._waited_s += session.waited_s
         self._lasted_s += time.monotonic() - session.began
 
-    def dropped(self, request: Request) -> None:
+    def on_drop(self, request: Request) -> None:
         """A trajectory has been left out of its group, by whatever: its environment is let go."""
         session = self.sessions.pop(request.key, None)
         if session is not None and (closing := session.close()) is not None:
             self._closing.append(closing)
 
-    def end(self, failed: bool) -> None:
+    def on_rollout_end(self, failed: bool) -> None:
         """Let go of all environments where the rollout has failed: what they were told of it is void.
 
         Where trajectories can go on, from before the rollout or from now, stays known.

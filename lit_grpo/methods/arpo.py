@@ -111,21 +111,21 @@ class TurnBrancher(Branching):
         super().__init__()
         self.settings = settings
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Begin with no group."""
-        super().begin(flight)
+        super().on_rollout_start(flight)
         self._members: dict[GroupKey, set[Key]] = {}
         self._begun_with: dict[Key, int] = {}
         self._in_a_row: Counter[Key] = Counter()  # turns that have branched one after another
         self._pending: list[Request] = []
 
-    def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
+    def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Count the members of groups; none is away first."""
         for request in requests:
             self._members.setdefault(request.group, set()).add(request.key)
         return ()
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         """Look at the turns that have ended; branches are asked for next time, or as their group would be whole."""
         answer = self._answer()
         for completion in events.finished:
@@ -157,7 +157,7 @@ class TurnBrancher(Branching):
         num_tokens = int(sampled_T.long().cumprod(0).sum())  # the turn may be shorter
         return -float(completion.logprobs_T[start : start + num_tokens].double().mean())
 
-    def finish(self, completion: Completion) -> Answer | None:
+    def on_completion(self, completion: Completion) -> Answer | None:
         """Fill the width of a group with fresh paths, once none of it is left."""
         group = completion.request.group
         asked = any(request.group == group for request in self._pending)
@@ -167,7 +167,7 @@ class TurnBrancher(Branching):
             self._pending += [self.branch(first) for _ in range(self.settings.width - len(members))]
         return self._answer()
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         """Ask for branches."""
         return self._answer()
 

@@ -88,13 +88,13 @@ class Pruner(Worker):
         self._shifts: list[list[float]] = []  # of groups left whole: mean reward, and of those that would have stayed
         self._clear()
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Forget the last rollout."""
         self._clear()
         self._flight = flight
         self._arrivals.begin(flight)
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         """Note who has come to the point or ended, and drop members of groups of which now all have."""
         dropped = [key for group in self._arrivals.arrived(events) for key in self._decide(group)]
         return Answer(drop=dropped) if dropped else None

@@ -50,7 +50,7 @@ class Branching(Worker):
     def __init__(self) -> None:
         self._count_from_zero()
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Begin with no group."""
         self._count_from_zero()
         self._flight = flight
@@ -71,7 +71,7 @@ class Branching(Worker):
         """Return a request that goes on from ``prefix``, a part of what ``request`` has come to; or a fresh one."""
         return replace(request, path=self.next_path(request.key, prefix.num_sampled), prefix=prefix)
 
-    def whole(self, group: RolloutGroup) -> None:
+    def on_group(self, group: RolloutGroup) -> None:
         """Count its members."""
         self._num_members += len(group.rollouts)
 

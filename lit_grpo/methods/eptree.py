@@ -120,13 +120,13 @@ class TreeGrower(Branching):
         super().__init__()
         self.settings = settings
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Begin with no tree."""
-        super().begin(flight)
+        super().on_rollout_start(flight)
         self._trees: dict[Key, _Tree] = {}
         self._begun_with: dict[Key, int] = {}
 
-    def finish(self, completion: Completion) -> Answer | None:
+    def on_completion(self, completion: Completion) -> Answer | None:
         """Fork the tree of a completion, where it was the last of it."""
         key = completion.request.key
         tree = self._trees.setdefault((*key[:2], key[2][:1]), _Tree())
@@ -159,9 +159,9 @@ class TreeGrower(Branching):
             ]
         return [(number, place) for _, number, place in sorted(found)[: self.settings.tokens]]
 
-    def whole(self, group: RolloutGroup) -> None:
+    def on_group(self, group: RolloutGroup) -> None:
         """Forget its trees."""
-        super().whole(group)
+        super().on_group(group)
         for key in [key for key in self._trees if key[:2] == group.key]:
             del self._trees[key]
 

@@ -122,11 +122,11 @@ class PromptValues(Worker):
         self._early = [0.0, 0.0]  # rollouts that were not looked at, and what others earned beside them; forgetting
         self._features: dict[Key, np.ndarray] = {}
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Forget the last rollout."""
         self._features = {}
 
-    def step(self, events: StepEvents) -> None:
+    def on_step(self, events: StepEvents) -> None:
         """Note what the policy shows."""
         for observation in events.observations:
             if observation.num_tokens == self.point:

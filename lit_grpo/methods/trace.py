@@ -130,14 +130,14 @@ class TreeExpander(Branching):
         super().__init__()
         self.settings, self._ridge = settings, Ridge(BETWEEN)
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Begin with no group."""
-        super().begin(flight)
+        super().on_rollout_start(flight)
         self._first: dict[GroupKey, list[Completion]] = {}
         self._expanded: set[GroupKey] = set()
         self._continued: set[Key] = set()
 
-    def finish(self, completion: Completion) -> Answer | None:
+    def on_completion(self, completion: Completion) -> Answer | None:
         """Divide what is left of the width among the anchors of a group, once its first paths have ended."""
         group, prompt = completion.request.group, completion.request.prompt.token_ids
         first = self._first.setdefault(group, [])

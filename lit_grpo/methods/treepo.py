@@ -131,13 +131,13 @@ class PathDivider(Branching):
         super().__init__()
         self.width, self.segment = width, segment
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Begin with no path."""
-        super().begin(flight)
+        super().on_rollout_start(flight)
         self._shares: dict[Key, int] = {}  # of the width, its own place among it
         self._depths: dict[Key, int] = {}  # segments after which a path has had its chance to divide
 
-    def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
+    def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Divide the width among the paths that begin; none is away first."""
         beginning: dict[GroupKey, list[Key]] = defaultdict(list)
         for request in requests:
@@ -148,7 +148,7 @@ class PathDivider(Branching):
             self._shares |= {key: whole + (number < rest) for number, key in enumerate(keys)}
         return ()
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         """Divide the paths that have come to the end of a segment, and have a share to give away."""
         ended = {completion.request.key for completion in events.finished}
         forks: dict[Key, list[SamplePath]] = {}
@@ -164,7 +164,7 @@ class PathDivider(Branching):
             forks[key] = [path]
         return Answer(fork=forks) if forks else None
 
-    def finish(self, completion: Completion) -> Answer | None:
+    def on_completion(self, completion: Completion) -> Answer | None:
         """Fill what is left of a path's share with fresh ones."""
         left = self._shares.get(completion.request.key, 1) - 1
         fresh = [self.branch(completion.request) for _ in range(left)]

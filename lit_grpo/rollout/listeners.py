@@ -23,7 +23,7 @@ class Stepped(Listener):
     def __init__(self, call: Callable[[int], None]) -> None:
         self._call = call
 
-    def step(self, events: StepEvents) -> None:
+    def on_step(self, events: StepEvents) -> None:
         """Pass the number on."""
         self._call(events.num_tokens)
 
@@ -37,16 +37,16 @@ class Moving(Listener):
     def __init__(self, phases: Phases, others: Iterable[Listener]) -> None:
         self._phases, self._others = phases, list(others)
 
-    def step(self, events: StepEvents) -> None:
+    def on_step(self, events: StepEvents) -> None:
         """A step is a movement."""
         self._phases.move()
 
-    def idle(self) -> None:
+    def on_idle(self) -> None:
         """So is waiting in time."""
         if any(other.waits_in_time for other in self._others):
             self._phases.move()
 
-    def end(self, failed: bool) -> None:
+    def on_rollout_end(self, failed: bool) -> None:
         """Rewards are left."""
         self._phases.begin("reward")
 
@@ -57,11 +57,11 @@ class Rewarding(Listener):
     def __init__(self, runner: RewardRunner, waits: bool = True) -> None:
         self._runner, self._waits = runner, waits
 
-    def whole(self, group: RolloutGroup) -> None:
+    def on_group(self, group: RolloutGroup) -> None:
         """Begin to score."""
         self._runner.submit(group)
 
-    def end(self, failed: bool) -> None:
+    def on_rollout_end(self, failed: bool) -> None:
         """Wait for the rewards, or drop what is being scored; where it does not wait, leave it to the one that does."""
         if not self._waits:
             return

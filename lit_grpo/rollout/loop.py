@@ -131,7 +131,7 @@ class _Rollout:
     def run(self, until: Callable[[int], bool]) -> None:
         """Decode until that is so."""
         for listener in self._listeners:
-            listener.begin(self._flight)
+            listener.on_rollout_start(self._flight)
         self._tell(self._buffer.whole())
         self._submit(self._requests, self._away)
         asked = [*self._requests, *self._away]
@@ -159,7 +159,7 @@ class _Rollout:
             is_idle = not self._decodes
             for listener in self._listeners:
                 if is_idle or listener.lock_step:
-                    self._follow(listener.idle())
+                    self._follow(listener.on_idle())
             if until(self.stats.num_steps):
                 return False
             if self._decodes or not self._flight.num_away:
@@ -175,14 +175,14 @@ class _Rollout:
         """Let listeners know of groups that are to be scored."""
         for group in groups:
             for listener in self._listeners:
-                listener.whole(group)
+                listener.on_group(group)
 
     def abandon(self) -> None:
         """Leave the generator as if nothing had been asked of it."""
         self._lengths.end(commit=False)
         self._put_back()
         for listener in self._listeners:
-            listener.end(failed=True)
+            listener.on_rollout_end(failed=True)
 
     # ---- what goes in -------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class _Rollout:
         if not asked:
             return
         self._begun_with |= {each.key: each.prefix.num_sampled for each in asked if each.prefix.num_sampled}
-        held = {request.key: request for listener in self._listeners for request in listener.requested(asked)}
+        held = {request.key: request for listener in self._listeners for request in listener.on_requests(asked)}
         leaving = {request.key: request for request in away} | held
         for request in held.values():
             self._buffer.hold(request)
@@ -266,7 +266,7 @@ class _Rollout:
         self._set_aside(events.set_aside)
         for observation in events.observations:
             self._reports.observe(observation)
-        answers = [listener.step(events) for listener in self._listeners]
+        answers = [listener.on_step(events) for listener in self._listeners]
         for completion in self._flight.in_order(events.finished):
             answers += self._end_turn(completion)
         for answer in answers:
@@ -294,7 +294,7 @@ class _Rollout:
     def _end_turn(self, completion: Completion) -> list[Answer | None]:
         """Take an active request out of its slot: it is over, unless a listener lets it go on or holds it."""
         key = completion.request.key
-        heard = (listener.turn(completion) for listener in self._listeners)
+        heard = (listener.on_turn(completion) for listener in self._listeners)
         answer = next((each for each in heard if each is not None), None)
         going_on = [] if answer is None else [request for request in answer.go_on if request.key == key]
         if answer is None or not (going_on or key in answer.hold):
@@ -316,7 +316,7 @@ class _Rollout:
 
     def _ended(self, completion: Completion) -> list[Answer | None]:
         """Let listeners know that a completion has ended, and of its group, unless they ask for more of that."""
-        answers = [listener.finish(completion) for listener in self._listeners]
+        answers = [listener.on_completion(completion) for listener in self._listeners]
         for request in (each for answer in answers if answer is not None for each in answer.submit):
             self._buffer.ask(request)
         return answers + self._whole(self._buffer.finish(completion))
@@ -331,7 +331,7 @@ class _Rollout:
             return []
         if self._prompts.pop(group.key, None) is not None:
             self._generator.release([group.prompt])
-        return [listener.whole(group) for listener in self._listeners]
+        return [listener.on_group(group) for listener in self._listeners]
 
     def _follow(self, answer: Answer | None) -> None:
         """Do what a listener has asked for.
@@ -370,7 +370,7 @@ class _Rollout:
         for key in answer.drop:
             request = self._stop(key)
             for listener in self._listeners:
-                listener.dropped(request)
+                listener.on_drop(request)
             answers += self._whole(self._buffer.drop(key))
         for each in answers:
             self._follow(each)
@@ -467,7 +467,7 @@ class _Rollout:
             self._tell(self._buffer.close())
         decoded = time.perf_counter()
         for listener in self._listeners:
-            listener.end(failed=False)
+            listener.on_rollout_end(failed=False)
         gathered = time.perf_counter()
         self._reports.pass_on()
         self.stats.finish(self._capacity.slots)

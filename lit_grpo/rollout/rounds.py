@@ -140,11 +140,11 @@ class Rounds(Listener):
         """The groups that are to be replaced, once they have had all their rounds."""
         return {key for key in self._rounds if self._is_flat(key)}
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         """Begin with no group."""
         self._clear()
 
-    def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
+    def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Note how many the first rounds of new prompts have."""
         new = defaultdict[GroupKey, list[Request]](list)
         for request in requests:
@@ -153,20 +153,20 @@ class Rounds(Listener):
         self._rounds |= {key: _Rounds(len(first), first[0]) for key, first in new.items()}
         return ()
 
-    def finish(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         """Note it."""
         self._rounds[completion.request.group].end(completion)
 
-    def dropped(self, request: Request) -> None:
+    def on_drop(self, request: Request) -> None:
         """Wait for it no longer: the others may be all of a round."""
         self._rounds[request.group].gone.add(request.path[0])
         self._lessened.append(request.group)
 
-    def whole(self, group: RolloutGroup) -> None:
+    def on_group(self, group: RolloutGroup) -> None:
         """Remember who is to have the rewards."""
         self._whole.append(group)
 
-    def step(self, events: StepEvents) -> Answer | None:
+    def on_step(self, events: StepEvents) -> Answer | None:
         """Score what has ended, and decide of those that have been scored for long enough."""
         self._score(early=self._foresees and self._step % PATIENCE == 0)
         self._step += 1
@@ -174,12 +174,12 @@ class Rounds(Listener):
         due = [part for part, since in self._scored if self._step - since > patience]
         return self._decide(due) if due or self._lessened else None
 
-    def idle(self) -> Answer | None:
+    def on_idle(self) -> Answer | None:
         """Decide of all."""
         self._score()
         return self._decide([part for part, _ in self._scored])
 
-    def end(self, failed: bool) -> None:
+    def on_rollout_end(self, failed: bool) -> None:
         """Give the groups their rewards; drop what is being scored, where the rollout has failed."""
         if failed:
             self._runner.close()

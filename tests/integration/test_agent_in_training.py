@@ -106,7 +106,7 @@ class Hears(pl.Callback, Listener):
     def __init__(self) -> None:
         self.completions: list[Completion] = []
 
-    def finish(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         self.completions.append(completion)
 
 

@@ -51,7 +51,7 @@ class Longest(Plugin):  # a metric
 class LongestWorker(Worker):
     longest = 0
 
-    def finish(self, completion):
+    def on_completion(self, completion):
         self.longest = max(self.longest, completion.num_tokens)
 
     def metrics(self):

@@ -60,7 +60,7 @@ class Active(Listener):
     def __init__(self) -> None:
         self.numbers: list[int] = []
 
-    def step(self, events: StepEvents) -> None:
+    def on_step(self, events: StepEvents) -> None:
         self.numbers.append(events.num_active)
 
 

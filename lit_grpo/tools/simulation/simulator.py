@@ -213,15 +213,15 @@ class _Recorder(Listener):
         self.ends: dict[Key, int] = {}
         self.segments: list[tuple[int, int, int, int, int]] = []
 
-    def begin(self, flight: Flight) -> None:
+    def on_rollout_start(self, flight: Flight) -> None:
         self._flight = flight
 
-    def step(self, events: StepEvents) -> None:
+    def on_step(self, events: StepEvents) -> None:
         flight, steps = self._flight, events.num_steps
         held = flight.kv_tokens_held(1 - steps), flight.kv_tokens_held(0)
         self.segments.append((flight.step - steps, flight.step, events.num_active, *held))
 
-    def finish(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         self.ends[completion.request.key] = self._flight.step
 
 
