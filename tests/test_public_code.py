@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import test_copo
+import test_gigpo
 import torch
-from hand_made import make_rollout
+from hand_made import make_micro_batch, make_rollout, plugin
+from test_chunked_backward import Drawn
+from test_learner import make_learner
+from test_loop import FakeGenerator, controller, prompts
 
 from lit_grpo.budgets.history import PromptHistory, Visit
+from lit_grpo.methods.arpo import AEPO, ARPO
+from lit_grpo.methods.copo import Blended
 from lit_grpo.methods.drpo import DecoupledLength
+from lit_grpo.methods.gigpo import GiGPO
 from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.reinforce_ada import Balanced
+from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.treepo import relative_advantages
-from lit_grpo.types import PassRule, Rollout, RolloutGroup
-from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.advantages.functions import group_advantages, virtual_maximum_advantages
+from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+from lit_grpo.update.advantages.functions import (
+    globally_normalized_advantages,
+    group_advantages,
+    virtual_maximum_advantages,
+)
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
+from lit_grpo.update.chunking import Chunking
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.step_size import effective_share
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
+from lit_grpo.update.prefix.sharing import shared_prefixes
 
 NAN = math.nan
 TOKENS = [  # log-prob, log-prob before, advantage
@@ -163,3 +182,283 @@ def test_the_effective_samples_of_vcpo() -> None:
     """``ess_ratio`` of ``compute_ess_info`` in mit-han-lab/vcpo at c7f030f: (5.5)^2 / (4 x 11.41)."""
     weights_C = torch.tensor([1.2, 0.4, 0.9, 3.0], dtype=torch.float64)
     assert effective_share(weights_C.log()) == pytest.approx(0.6627957926, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "baseline", "of_verl", "of_openrlhf"),
+    [
+        (
+            [3] * 8,
+            False,
+            [0.9208416514, -1.3458454892, -0.2125019189, -1.3458454892, 0.9208416514, 0.9208416514, -0.779173704],
+            [0.9406469911, -1.3747917563, -0.2170723826, -1.3747917563, 0.9406469911, 0.9406469911, -0.7959320694],
+        ),
+        (
+            [3] * 8,
+            True,
+            [1.6430247506, -0.9858148503, 0.3286049501, -0.9858148503, 0.4929074252, 0.4929074252, -1.4787222755],
+            [1.6783627868, -1.0070176721, 0.3356725574, -1.0070176721, 0.503508836, 0.503508836, -1.5105265081],
+        ),
+        (
+            [1, 4, 2, 3, 1, 2, 4, 3],
+            False,
+            [1.2463459795, -1.0197376187, 0.1133041804, -1.0197376187, 1.2463459795, 1.2463459795, -0.4532167191],
+            [1.2787240902, -1.0462287506, 0.1162476698, -1.0462287506, 1.2787240902, 1.2787240902, -0.4649905404],
+        ),
+        (
+            [1, 4, 2, 3, 1, 2, 4, 3],
+            True,
+            [2.1323311412, -0.6414329452, 0.745449098, -0.6414329452, 0.9188093534, 0.9188093534, -1.1615137114],
+            [2.1877255444, -0.658096313, 0.7648146157, -0.658096313, 0.9426784818, 0.9426784818, -1.1916879113],
+        ),
+    ],
+)
+def test_advantages_of_reinforce_plus_plus(
+    lengths: list[int], baseline: bool, of_verl: list[float], of_openrlhf: list[float]
+) -> None:
+    """verl at b178a3cd (``core_algos.py``) and OpenRLHF at 3c3be623 (``experience_maker.py``), the authors' own.
+
+    Both normalise over tokens. Ours, over completions, is the same once each completion is there for each of its
+    tokens. verl divides by the deviation of n - 1, OpenRLHF by that of n.
+    """
+    rewards_R, groups_R = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.25, 1.0]).double(), torch.arange(8) // 4
+    of_each_R = torch.tensor(lengths)
+    if baseline:
+        rewards_R = group_advantages(rewards_R, groups_R, "none")
+    of_tokens_N = globally_normalized_advantages(
+        rewards_R.repeat_interleave(of_each_R), groups_R.repeat_interleave(of_each_R), baseline=False
+    )
+    found_R = of_tokens_N[of_each_R.cumsum(0) - 1]
+    num_tokens = sum(lengths)
+    assert found_R.tolist()[:7] == pytest.approx(of_verl, rel=4e-4)
+    assert (found_R * math.sqrt(num_tokens / (num_tokens - 1))).tolist()[:7] == pytest.approx(of_openrlhf, rel=4e-4)
+    if len({*lengths}) == 1:
+        ours_R = globally_normalized_advantages(rewards_R, groups_R, baseline)
+        ratio = math.sqrt((8 - 1) / 8 * num_tokens / (num_tokens - 1))
+        assert (ours_R / ratio).tolist()[:7] == pytest.approx(of_verl, rel=4e-4)
+
+
+@pytest.mark.parametrize(
+    ("scale", "tolerance", "expected"),
+    [
+        (
+            False,
+            1e-7,
+            [
+                [0.90460472, 0.94083336, 0.47125],
+                [-0.88464532, -1.07416668],
+                [0.57210467, 0.43624999, 0.47125],
+                [-0.59206407, -0.125, -0.24166668, -0.37875],
+            ],
+        ),
+        (
+            True,
+            1e-3,
+            [
+                [1.60894747, 1.54878475, 1.17974117],
+                [-1.71034021, -1.91319457],
+                [1.09061385, 1.0355981, 1.17974117],
+                [-0.98922111, -0.26111594, -0.418938, -1.30615293],
+            ],
+        ),
+    ],
+)
+def test_advantages_of_gigpo(scale: bool, tolerance: float, expected: list[list[float]]) -> None:
+    """``compute_gigpo_outcome_advantage`` of langfengQ/DrMAS at 3b556f2c, ``mean_norm`` and ``mean_std_norm``.
+
+    langfengQ/verl-agent at 20bd331b gives the same with ``compute_mean_std_cross_steps=False``; by default it counts an
+    episode once for each of its steps. The epsilons are 1e-6, ours 1e-4.
+    """
+    start, door, key, wall = (), (7, 7), (8,), (9,)
+    members = [
+        test_gigpo.episode(0, 1.0, [start, door, key], [0.0, 0.5, 1.0]),
+        test_gigpo.episode(1, 0.0, [start, door], [0.25, 0.0]),
+        test_gigpo.episode(2, 1.0, [start, key, key], [0.0, 0.0, 1.0]),
+        test_gigpo.episode(3, 0.5, [start, wall, door, key], [0.0, -0.5, 0.0, 0.5]),
+    ]
+    rewards_R = torch.tensor([member.reward for member in members], dtype=torch.float64)
+    advantages = group_advantages(rewards_R, torch.zeros(4).long(), "group" if scale else "none").tolist()
+    found = GiGPO(weight=0.7, gamma=0.95, scale=scale).credit(test_gigpo.group(*members), advantages)
+    for its_turns, its_expected in zip(found, expected, strict=True):
+        assert its_turns == pytest.approx(its_expected, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "rho", "expected"),
+    [
+        (
+            20.0,
+            1.5,
+            [
+                [0.8564398, 0.8564398, -0.6372142, -0.6372142, -0.6372142, -0.6372142, 0.8564398, -0.6372142],
+                [1.3587287] * 8,
+                [-1.0190466] * 8,
+                [-0.929152, -0.929152, 0.929152, 0.929152, 0.929152, 0.929152, -0.929152, -0.929152],
+            ],
+        ),
+        (
+            5.0,
+            1.0,
+            [
+                [1.1194478, 1.1194478, -0.7026367, -0.7026367, -0.7026367, -0.7026367, 1.1194478, -0.7026367],
+                [1.349635] * 8,
+                [*([-0.9574153] * 7), -0.695476],
+                [-0.9139193, -0.9139193, 0.9139193, 0.9139193, 0.9139193, 0.9139193, -0.9139193, -0.9139193],
+            ],
+        ),
+    ],
+)
+def test_advantages_of_copo(gamma: float, rho: float, expected: list[list[float]]) -> None:
+    """What the loss of hijih/copo-code at f66883fb makes of a token's gradient in the first step on a batch.
+
+    ``compute_grpo_outcome_advantage_with_global`` without its coefficient, ``compute_policy_loss_with_global`` with
+    ``only-soft``; its epsilon is 1e-6, ours 1e-4.
+    """
+    answers = {"aabbccab": "11000010", "aaaaaaaa": "11111111", "bbbbbbba": "00000001", "aabbbbcd": "00111100"}
+    groups = [test_copo.group(each, list(each), [float(reward) for reward in answers[each]]) for each in answers]
+    for found, its_expected in zip(test_copo.shape(Blended(gamma=gamma, rho=rho), groups), expected, strict=True):
+        assert found == pytest.approx(its_expected, rel=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("draw", "rise", "rounds", "of_arpo", "of_aepo"),
+    [
+        (0.5, 0.0, 0, True, True),
+        (0.5, 0.0, 1, True, False),
+        (0.13, 1.4, 0, True, False),
+        (0.1, -2.0, 0, True, False),
+        (0.42, -1.0, 0, False, False),
+        (0.55, 1.8, 0, True, True),
+        (0.9, -1.6, 0, False, True),
+        (0.53, 1.1, 6, True, True),
+        (0.83, 0.7, 3, False, True),
+        (0.99, 2.0, 25, False, False),
+    ],
+)
+def test_which_turns_branch_in_arpo_and_aepo(
+    draw: float, rise: float, rounds: int, of_arpo: bool, of_aepo: bool
+) -> None:
+    """``vllm_rollout_with_tools.py`` of RUC-NLPIR/ARPO at 410211f: of ARPO and of AEPO, weight 0.2, threshold 0.5."""
+    assert ARPO().branches(draw, rise, rounds) == of_arpo
+    assert AEPO().branches(draw, rise, rounds) == of_aepo
+
+
+def test_the_rollouts_of_april() -> None:
+    """``generate_rollout_async`` of RLsys-Foundation/APRIL at a72b585: 2 groups of 2 an update, 4 begun.
+
+    The lengths of the completions were given, as here. Its runs begin 64 groups for 32.
+    """
+    lengths = [(3, 9), (2, 4), (1, 2), (5, 12), (3, 3), (2, 7), (6, 8), (1, 5), (4, 4), (10, 1), (2, 2), (3, 6)]
+    generator = FakeGenerator(99, {f"p{number}": [*pair] for number, pair in enumerate(lengths)})
+    mode = plugin("april")
+    rollouts = controller(generator, buffer=RolloutBuffer(mode.rule(2, 2)))
+    waiting = iter(prompts(*generator.lengths))
+    found = []
+    for _ in range(5):
+        new = [next(waiting) for _ in range(mode.num_wanted(len(rollouts.buffer), 2))]
+        groups, stats = rollouts.collect(new, 2, SamplingParams(max_tokens=99), seed=0)
+        left: dict[str, int] = {}  # the most tokens that a completion of each unfinished group has
+        for request in rollouts.buffer.unfinished:
+            left[request.key[0]] = max(request.prefix.num_tokens, left.get(request.key[0], 0))
+        found.append(([group.prompt.prompt_id for group in groups], stats.num_steps, left))
+        rollouts.buffer.learnt()
+    assert found == [
+        (["p1", "p2"], 4, {"p0": 4, "p3": 4}),
+        (["p0", "p4"], 5, {"p3": 9, "p5": 5}),
+        (["p3", "p5"], 3, {"p6": 3, "p7": 3}),
+        (["p7", "p8"], 4, {"p6": 7, "p9": 4}),
+        (["p6", "p10"], 2, {"p9": 6, "p11": 2}),
+    ]
+
+
+def sine_llama() -> Any:
+    """A Llama in float64 whose weights are sines of their places."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    policy: Any = LlamaForCausalLM(config).double().train()
+    for number, parameter in enumerate(policy.parameters()):
+        waves = torch.sin(torch.arange(parameter.numel()).double() * 0.7 + number).view_as(parameter)
+        parameter.data = waves * 0.5 if parameter.ndim == 2 else 1 + 0.1 * waves
+    return policy
+
+
+def in_short(gradient_D: torch.Tensor) -> list[float]:
+    """Sums of all its numbers, by three waves, and its norm."""
+    places_D = torch.arange(len(gradient_D)).double()
+    return [*(float(gradient_D @ torch.cos(k * places_D)) for k in (1, 2, 3)), float(gradient_D.norm())]
+
+
+def test_log_probs_and_gradient_of_prefix_grouper() -> None:
+    """``PrefixGrouper`` of johncaged/PrefixGrouper at 1accedc, with its attention of a Hugging Face decoder."""
+    groups = {(3, 4, 5): [[6, 7, 8, 9], [10, 2], [3]], (7, 2, 8, 4, 9): [[5, 6], [4, 10, 3]]}
+    rollouts = [
+        make_rollout(prompt, tokens, prompt_id=str(prompt), sample_id=number)
+        for prompt, members in groups.items()
+        for number, tokens in enumerate(members)
+    ]
+    policy = sine_llama()
+    with shared_prefixes(policy):
+        logprobs_N, _ = micro_batch_logprobs(policy, make_micro_batch(rollouts, [0.0] * 5), 1.0)
+        (logprobs_N * torch.linspace(-1, 1, 12).double()).sum().backward()
+    expected = [-2.2637538284, -2.5861952852, -3.265458693, -3.808888894, -3.4865208038, -3.4663021256]
+    expected += [-1.7287466125, -3.3260780011, -2.5219689978, -3.3973856455, -2.3481355013, -2.3218097331]
+    assert logprobs_N.tolist() == pytest.approx(expected, abs=1e-9)
+    gradient_D = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+    assert in_short(gradient_D) == pytest.approx([-9.6222648238, -3.0463855469, 3.7698098322, 9.25135996], abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("chunking", "trained", "expected"),
+    [
+        (SeCO(3), [1] * 9, [-0.9791125392, -0.4529096310, -0.2953988699, 1.0113590280]),
+        (
+            Drawn(3, drawn=(0, 2), factor=1.5),
+            [0, 1, 1] * 3,
+            [-0.5072992808, -1.2617968362, -0.3744102066, 1.0014346565],
+        ),
+        (
+            Drawn(3, drawn=(1, 2), factor=1.5),
+            [0, 1, 1] * 3,
+            [-0.3371640759, -1.1488158321, -0.4278666304, 1.1879361834],
+        ),
+        (
+            Drawn(3, drawn=(0, 1, 2), factor=1.5),
+            [0, 1, 1] * 3,
+            [-0.7091187998, -1.3665071272, -0.4889288349, 1.6450254210],
+        ),
+    ],
+)
+def test_the_gradients_of_seco_and_spaco(chunking: Chunking, trained: Sequence[int], expected: list[float]) -> None:
+    """``SecoCache`` and ``ModelForTraining`` of wenhaoli-xmu/seco at 8d69b46: chunks of 3 tokens, the prompt is one.
+
+    SpaCO: the steps of ``draw_curve/spaco.py`` with ``--unbiased_estimate``. Each drawn chunk, and the gradient through
+    its keys and values, has the factor 1.5, except for the prompt. The first token of each chunk has no loss here,
+    because that code counts it with the chunk before.
+    """
+    policy, members = sine_llama(), []
+    for number, tokens in enumerate(([6, 7, 8, 9, 10, 2, 3, 5, 7], [4, 8])):
+        input_ids_BT = torch.tensor([[3, 4, 5, *tokens]])
+        with torch.no_grad():
+            logprobs_TV = policy(input_ids=input_ids_BT).logits[0, 2:-1].log_softmax(-1)
+        logprobs = logprobs_TV.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        made = make_rollout([3, 4, 5], tokens, 1.0 - number, logprobs, sample_id=number)
+        its, learnt = made.completion, torch.tensor(trained if number == 0 else [1, 1]).bool()
+        completion = Completion(its.request, its.token_ids_T, its.logprobs_T, its.versions_T, "stop", trained_T=learnt)
+        members.append(Rollout(made.prompt, completion, {"exact": made.reward}, made.reward))
+    learner, steps = make_learner(
+        policy=policy, objective=Objective("dapo"), advantages=Advantages(scale="none"), chunking=chunking
+    )
+    learner.learn([RolloutGroup(members[0].prompt, members)])
+    assert in_short(steps.gradients[0]) == pytest.approx(expected, abs=1e-6)

@@ -14,9 +14,12 @@ estimator: a token before a branch is in each of its completions, and so is lear
 u depends on the seed, the prompt, the path and the turn alone, so that a run that goes on draws the same. With the
 ``width`` of ``model.num_generations`` it is plain GRPO.
 
-It deviates from the papers: their entropies are of the ten likeliest tokens and divided by the log of the vocabulary
-(with which their alpha of 0.2 is 0.2 / log V here), n counts rounds of a prompt, and AEPO chooses by a first rollout
-how many paths begin. AEPO's update (gradients of clipped tokens, advantages by entropy) is not here.
+The two rules are those of the papers' code (RUC-NLPIR/ARPO at 410211f). What deviates: its entropies are of the ten
+likeliest tokens, summed over 20 tokens and divided by the log of the vocabulary, with which its alpha of 0.2 is
+0.2 x 20 / log V here, 0.34 with 151,936 tokens; they are of the turn before a tool's answer, here of the turn after it;
+n counts rounds of a prompt; and AEPO may choose by a first rollout how many paths begin, which its training script
+turns off. AEPO's update is not here: advantages by entropy, and a clip whose gradient is that of ``objective.loss
+gppo`` except below the lower bound, where AEPO has none.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ group, is the group's mean reward less the mean over the groups of the batch, di
 1e-4. ``p(a)`` is the share of the group's completions that give answer ``a``. So where answers differ, a group learns
 by itself; where they agree, it grows where others of the batch are worse, and shrinks where they are better.
 
-It was compared with the paper's code (hijih/copo-code, f66883f), which says the base of the logarithm. What deviates:
-the paper blends two clipped losses, which is the same in the first step on a batch, and not where a ratio is clipped
-later; the code's epsilon is 1e-6; and the code's last script, which has ``gamma`` 5 and ``rho`` 1 where the paper has
-the defaults here, gives completions of reward 0 ``A(global)`` alone.
+In the first step on a batch it equals the paper's code (hijih/copo-code, f66883f, ``only-soft``), which says the base
+of the logarithm. What deviates: the paper blends two clipped losses, which differs where a ratio is clipped later; the
+code's epsilon is 1e-6; and the code's last script, which has ``gamma`` 5 and ``rho`` 1 where the paper has the defaults
+here, gives completions of reward 0 ``A(global)`` alone.
 
 Note that a completion's own outcome does not count in ``A(global)``: in an easy prompt wrong answers are pushed up by
 it, where ``w`` is small.

@@ -6,7 +6,8 @@ turns, of any completion of the same visit of the prompt, that began in the same
 0. The return is ``sum_k gamma**k r_(t + k)`` of what the turns earned by themselves (``Rollout.turn_rewards``).
 
 The state of a turn is what was observed right before it, for the first turn the prompt. The paper's is the
-environment's; its code counts an episode by its steps where its mean is taken, and the paper, as here, once.
+environment's. Advantages equal those of the authors' code (langfengQ/DrMAS at 3b556f2). Their earlier code
+(langfengQ/verl-agent at 20bd331) counts an episode by its steps where its mean is taken, and the paper, as here, once.
 
 Evidence: worked examples, in ``tests/test_gigpo.py``; and the game of ``configs/catch.yaml``, three seeds: 80% of the
 balls caught after 16 updates, with GRPO 81%, within the range of seeds (``python -m benchmarks.catch_credit``). It has

@@ -8,7 +8,9 @@ be longer than ``model.max_tokens_per_micro_batch``. It costs one more forward p
 ``spaco`` gives each chunk a backward pass with chance ``share`` alone, and multiplies all that goes back through it by
 ``1 / share``. A gradient that passes m chunks on its way through keys and values is there with chance ``share**m``, and
 counts ``share**-m`` times: the mean over draws is the gradient of the whole. The price is variance. Chunks are drawn
-independently, and not a fixed number of them, so that this holds for every m.
+independently, so that this holds for every m. The paper's code (wenhaoli-xmu/seco at 8d69b46) draws a fixed number of
+them, with which it holds for m = 1 alone. The gradient of the same chunks is that code's, except for the first token of
+each: that code counts it with the chunk before.
 
 Evidence (``token_share-2026-11-26``): of a completion of 2,048 tokens, chunks of 512, 256 and 128 take 0.55, 0.32 and
 0.20 of an update's memory, and 1.20, 1.32 and 1.53 times the seconds.

@@ -2,7 +2,8 @@
 
 ``xrpo`` divides completions, ``novelty`` sharpens advantages; each works without the other. Formulas and the values 2.5
 and 0.5 are those that summaries and reviews of the paper give; how many completions a phase has, and the weight of the
-exploration bonus, are ours. The paper's seeding of unsolved prompts with solved examples is not here.
+exploration bonus, are ours. The paper's seeding of unsolved prompts with solved examples is not here. Nothing was
+compared with the paper's code (UIUC-MLSys/XRPO), which could not be had.
 """
 
 from __future__ import annotations

@@ -88,9 +88,10 @@ def globally_normalized_advantages(rewards_R: torch.Tensor, groups_R: torch.Tens
     2501.03262, version 9). Unlike :func:`group_advantages` with ``scale="batch"`` it divides by the deviation of what
     was centred. Without ``baseline`` a group whose rewards are all equal has an advantage other than 0.
 
-    Mean and deviation are over completions, each alike, as in TRL's ``normalize_advantages``; verl whitens over tokens,
-    so that long completions count more, and takes the mean of a group of one as 0. Which of these the paper means, and
-    its epsilon, could not be verified. The paper's KL terms are fields of the objective: with ``baseline``
+    Mean and deviation are over completions, each alike, as in TRL's ``normalize_advantages``. The authors' code
+    (OpenRLHF at 3c3be62) and verl take them over tokens, so that long completions count more; with completions of one
+    length they give the same, except that OpenRLHF divides by the deviation of n, not n - 1, and that verl takes the
+    mean of a group of one as 0. The paper's KL terms are fields of the objective: with ``baseline``
     ``kl.estimator: k2`` in the loss; without it k1 in the reward, which the paper adds up from each token to the
     completion's end and ``kl.place: reward`` over the whole completion.
 
