@@ -292,12 +292,6 @@ class Trajectory:
         part.segments = _segments(part.versions_T, trained_T[: part.num_tokens])
         return part
 
-    def masked(self) -> Trajectory:
-        """Return the same tokens, of which none is learnt from."""
-        part = Trajectory(self.token_ids_T, self.logprobs_T, entropy=self.entropy, contexts=self.contexts)
-        part.segments = tuple(segment._replace(trained=False) for segment in self.segments)
-        return part
-
     def followed_by(
         self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int | None = None
     ) -> Trajectory:

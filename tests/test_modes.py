@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import torch
 from hand_made import plugin
 from test_buffer import SAMPLING, A, B, tokens
 
@@ -78,8 +77,9 @@ def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted:
         ("sortedrl:unit=token", "unit must be group or completion, not 'token'"),
         (
             "sortedrl:tokens_per_update=9",
-            "and leftovers discard begins them again; take leftovers keep or mask",
+            "and leftovers discard begins them again; take leftovers keep",
         ),
+        ("april:leftovers=mask", "leftovers must be finish, keep or discard, not 'mask'"),
         ("april:overlap=beside", "overlap must be none, within or across, not 'beside'"),
         (
             "april:overlap=within",
@@ -237,21 +237,6 @@ def test_a_release_waits_for_a_group_that_has_begun_anew_too_often() -> None:
     assert not buffer.ready()
     buffer.finish(a1.after(tokens(4, version=2)).ended("stop"))
     assert buffer.ready()
-
-
-def test_masked_prefixes_go_on_and_are_not_learnt_from() -> None:
-    buffer, (a0,) = (
-        RolloutBuffer(ReleaseRule(1, leftovers="mask", max_staleness=2)),
-        group_requests([A], 1, SAMPLING, 7),
-    )
-    buffer.open([a0])
-    buffer.ask(a0.after(tokens(4, 5, version=0)))
-    buffer.renew(1)
-    (request,) = buffer.unfinished
-    assert request.prefix.trained_T.tolist() == [False, False]
-    assert request.prefix.versions_T.tolist() == [0, 0] and torch.equal(
-        request.prefix.logprobs_T, torch.tensor([-0.5, -0.5])
-    )
 
 
 def test_a_chunk_ends_after_its_steps_if_anything_has_ended() -> None:

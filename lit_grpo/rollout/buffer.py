@@ -178,10 +178,7 @@ class RolloutBuffer:
             num_lost = sum(each.num_tokens for each in (*(request.prefix for request in lost), *stale))
             group.num_restarts += num_lost > 0
             num_discarded += num_lost
-            for path, request in group.unfinished.items():
-                num_continued += request.prefix.num_tokens
-                if self.rule.leftovers == "mask" and request.prefix.num_tokens:
-                    group.unfinished[path] = request.after(request.prefix.masked())
+            num_continued += sum(request.prefix.num_tokens for request in group.unfinished.values())
             group.oldest = _oldest(group)
         return Renewal(num_discarded, num_continued)
 
@@ -192,7 +189,7 @@ class RolloutBuffer:
                 f"A kept completion has tokens of policy version {newest}, which this run, at version {version}, does "
                 "not know; begin with an empty buffer."
             )
-        goes_on = self.rule.leftovers in ("keep", "mask") and not self._is_stale(prefix, version)
+        goes_on = self.rule.leftovers == "keep" and not self._is_stale(prefix, version)
         return oldest is not None and not goes_on
 
     def _is_stale(self, trajectory: Trajectory, version: int) -> bool:

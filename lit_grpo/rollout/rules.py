@@ -11,7 +11,7 @@ from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Plugin, RunFacts
 
-Leftovers = Literal["finish", "keep", "mask", "discard"]
+Leftovers = Literal["finish", "keep", "discard"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class ReleaseRule:
         num_completions: Completions that a release waits for instead, of whatever groups: a group then leaves in parts.
         num_steps: Decode steps that a rollout takes instead, whatever has ended then (at least one completion).
         leftovers: What is done with requests that are unfinished at a release: there are none, because it waits for all
-            (``finish``); they go on from their prefixes next time (``keep``), which are not learnt from (``mask``), or
-            from their beginnings (``discard``).
+            (``finish``); they go on from their prefixes next time (``keep``), or begin again (``discard``).
         max_staleness: Policy updates that may lie between the version that sampled the oldest token of a completion and
             the one that learns from it, the time before its release included. What is older is sampled again.
         max_restarts: How often a group may lose tokens; from then on a release waits for it where it would lose more.
@@ -65,8 +64,8 @@ class RolloutMode(Plugin):
             (``completion``), the first that end. A group then leaves in parts, each part's advantages being over all
             members that have ended so far: the first parts are of short completions alone.
         leftovers: What becomes of completions that are unfinished when a batch is ready: there are none, because it
-            waits for all (``finish``); they go on next time with the tokens and log-probs that they have (``keep``), of
-            which only those that are still to come are learnt from (``mask``); or they begin again (``discard``).
+            waits for all (``finish``); they go on next time with the tokens and log-probs that they have (``keep``); or
+            they begin again (``discard``).
         max_staleness: Policy updates that may lie between the oldest token of a completion and the update that learns
             from it, waiting included; what would be older is sampled again. 0 is on-policy.
         max_restarts: How often a prompt may lose tokens by that; from then on the update waits for its completions
@@ -110,7 +109,7 @@ class RolloutMode(Plugin):
         leftovers, overlap = f"leftovers {self.leftovers}", f"overlap {self.overlap}"
         steps, goes_on, across = self.tokens_per_update, self.goes_on, self.overlap == "across"
         ends = "leaves none unfinished" if self.leftovers == "finish" else "begins them again"
-        keep = "take leftovers keep or mask"
+        keep = "take leftovers keep"
         leaves_open = {
             f"batches_in_work {self.num_batches:g}": self.num_batches > 1,
             "unit completion": self.unit == "completion",
@@ -166,7 +165,7 @@ class RolloutMode(Plugin):
     @property
     def goes_on(self) -> bool:
         """Whether unfinished completions go on with the tokens that they have."""
-        return self.leftovers in ("keep", "mask")
+        return self.leftovers == "keep"
 
     @property
     def num_batches(self) -> float:

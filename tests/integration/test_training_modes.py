@@ -32,7 +32,7 @@ NUM_PROMPTS, BATCH, GROUP, UPDATES = 5, 2, 4, 7
 MODES = [
     None,
     "april",
-    "april:leftovers=mask,max_staleness=3",
+    "april:max_staleness=3",
     "april:unit=completion,batches_in_work=1.5",
     "sortedrl:batches_in_work=3",
     "sortedrl:unit=group,batches_in_work=2,max_restarts=1",
@@ -106,7 +106,7 @@ def train(
 
 
 QUICK = (
-    *(None, "april:leftovers=mask,max_staleness=3", "sortedrl:unit=group,batches_in_work=2,max_restarts=1"),
+    *(None, "april:max_staleness=3", "sortedrl:unit=group,batches_in_work=2,max_restarts=1"),
     *("sortedrl_partial:batches_in_work=3,max_staleness=2", "chunked:tokens_per_update=5"),
 )
 
@@ -205,19 +205,6 @@ def test_an_update_that_is_cut_off_is_taken_again_with_its_rollout(
         assert describe(batch) == describe(trained.batches[number])
     for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_masked_leftovers_are_not_learnt_from(policy_folder: Path, tmp_path: Path) -> None:
-    trained, *_ = train(policy_folder, "april:leftovers=mask,max_staleness=3", tmp_path)
-    old = [
-        (version, rollout.completion)
-        for version, batch in trained.batches.items()
-        for rollout in batch
-        if len(rollout.completion.versions_T.unique()) > 1
-    ]
-    assert old
-    for _, completion in old:
-        assert torch.equal(completion.trained_T, completion.versions_T == completion.newest_version)
 
 
 def test_a_checkpoint_of_another_mode_is_refused_while_prompts_are_open(policy_folder: Path, tmp_path: Path) -> None:
