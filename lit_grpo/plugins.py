@@ -27,12 +27,11 @@ class Answer:
         fork: Active requests that divide: by their keys, the paths of further requests that begin with all that each
             has come to.
         open: Requests of new groups.
-        abort: These end with what they have, as members of their groups.
         drop: These are left out of their groups.
         go_on: These have sampled a turn, and go on after their prefixes, which may hold more observed tokens than
             before: a request that has just come to the end of a turn, or one that is away.
         hold: These have just come to the end of a turn, and are *away* until a later answer lets them ``go_on``, or
-            names them in ``finish``, ``abort`` or ``drop``. Their slots are free meanwhile, and their groups open.
+            names them in ``finish`` or ``drop``. Their slots are free meanwhile, and their groups open.
         finish: Completions of requests that are away.
         again: These are away, and begin again after their prefixes: what was sampled after those is lost.
         rewritten: These are away, and go on after other tokens than those they have come to: the listener keeps what
@@ -42,7 +41,6 @@ class Answer:
     submit: Sequence[Request] = ()
     fork: Mapping[Key, Sequence[SamplePath]] = field(default_factory=dict)
     open: Sequence[Request] = ()
-    abort: Sequence[Key] = ()
     drop: Sequence[Key] = ()
     go_on: Sequence[Request] = ()
     hold: Sequence[Key] = ()

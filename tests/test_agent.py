@@ -558,69 +558,11 @@ def test_an_agent_that_has_been_given_up_is_answered_no_more() -> None:
     assert said == ["turn", 404] and len(completion.turns) == 1
 
 
-class AbortsAway(Listener):
-    """Ends what is away, once it is told to."""
-
-    def __init__(self, told: Sequence[Any]) -> None:
-        self.told = told
-
-    def on_rollout_start(self, flight: Any) -> None:
-        self.flight = flight
-
-    def on_idle(self) -> Answer | None:
-        return Answer(abort=[request.key for request in self.flight.away]) if self.told else None
-
-
-class AbortsDecoding(Listener):
-    """Ends what is being decoded."""
-
-    def on_step(self, events: StepEvents) -> Answer | None:
-        return Answer(abort=[("train/0", 0, (0,))]) if not events.finished else None
-
-
 class Endless(Scripted):
     """Never comes to the end of a turn."""
 
     def step(self) -> StepEvents:
         return StepEvents(len(self.rows), len(self.rows))
-
-
-def test_a_request_whose_trajectory_is_aborted_is_answered_that_it_is_over() -> None:
-    said: list[Any] = []
-    over = threading.Event()
-
-    def solve(base_url: str, api_key: str, **columns: Any) -> None:
-        said.append(refusal(Client(base_url, api_key).chat(ASKED), 410))
-        over.set()
-
-    worker = worker_of(solve)
-    loop = RolloutLoop(Endless(chat_tokenizer(), numbered), listeners=[worker, AbortsDecoding()])
-    completion = only(loop.collect(prompts_of(worker, [{"prompt": "Guess."}]), 1, SAMPLING, seed=0)[0])
-    assert over.wait(20) and said == ["This trajectory is over, or was never begun."]
-    assert completion.finish_reason == "abort" and worker.metrics()["environments/refused_requests"] == 0
-    worker.close()
-
-
-def test_an_aborted_trajectory_ends_its_agent() -> None:
-    said: list[Any] = []
-    over = threading.Event()
-
-    def solve(base_url: str, api_key: str, **columns: Any) -> float:
-        client = Client(base_url, api_key)
-        first = client.say(ASKED)
-        said.append(first["content"])
-        time.sleep(0.5)
-        said.append(client.chat(ASKED, first, user("On.")).status_code)
-        over.set()
-        return 1.0
-
-    worker = worker_of(solve)
-    loop = RolloutLoop(Scripted(chat_tokenizer(), numbered), listeners=[worker, AbortsAway(said)])
-    completion = only(loop.collect(prompts_of(worker, [{"prompt": "Guess."}]), 1, SAMPLING, seed=0)[0])
-    assert over.wait(20) and said == ["turn 0", 404]
-    assert completion.finish_reason == "abort" and completion.episode is not None and completion.episode.reward is None
-    assert worker.metrics()["environments/refused_requests"] == 0
-    worker.close()
 
 
 class Drops(Listener):

@@ -306,17 +306,6 @@ class Once(Listener):
 
 
 @pytest.mark.parametrize("slots", [3, 4])  # the last sample waits, or decodes
-def test_a_listener_may_end_a_request_with_what_it_has(slots: int) -> None:
-    listener = Once(Answer(abort=[("b", 0, (1,))]))
-    generator = FakeGenerator(slots, {"a": [2, 2], "b": [5, 9]})
-    groups, _ = controller(generator, listeners=[listener]).collect(prompts("a", "b"), 2, SAMPLING, seed=0)
-    assert [len(group.rollouts) for group in groups] == [2, 2]
-    assert [r.completion.num_tokens for r in groups[1].rollouts] == [5, 2 if slots == 4 else 0]
-    assert groups[1].rollouts[1].completion.finish_reason == "abort"
-    assert listener.heard == ["a0 stop", "a1 stop", "whole a 2", "b1 abort", "b0 stop", "whole b 2", "end"]
-
-
-@pytest.mark.parametrize("slots", [3, 4])
 def test_a_listener_may_leave_a_request_out_of_its_group(slots: int) -> None:
     listener = Once(Answer(drop=[("b", 0, (1,))]))
     generator = FakeGenerator(slots, {"a": [2, 2], "b": [5, 9]})

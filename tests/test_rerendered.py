@@ -20,7 +20,6 @@ from lit_grpo.compatibility import Part, check_together
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.methods import make_plugins
-from lit_grpo.plugins import Answer, Listener
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import OBSERVED, Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Trajectory
@@ -75,8 +74,6 @@ def talk(
     tokenizer: Any = TOKENIZER,
     says: Any = says,
     sampling: SamplingParams = SAMPLING,
-    before: Sequence[Any] = (),
-    after: Sequence[Any] = (),
     factory: type = Asks,
     **options: Any,
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
@@ -85,7 +82,7 @@ def talk(
     row = {"prompt": "Go."}
     rendered = PromptRenderer(conversing=worker).render(row, tokenizer)
     prompt = Prompt("train/0", rendered.token_ids, rendered.text, row, messages=rendered.messages)
-    loop = RolloutLoop(Scripted(tokenizer, says), listeners=[*before, worker, *after])
+    loop = RolloutLoop(Scripted(tokenizer, says), listeners=[worker])
     try:
         groups, stats = loop.collect([prompt], num_generations, sampling, seed=0)
         return groups, worker.metrics() | {"num_discarded": stats.num_discarded}
@@ -182,32 +179,6 @@ def test_max_observed_is_that_of_one_conversation() -> None:
 def test_turns_are_limited() -> None:
     completion = only(talk(max_turns=2)[0])
     assert len(completion.turns) == len(completion.contexts) == 2 and completion.finish_reason == "length"
-
-
-class Ends(Listener):
-    """Ends a trajectory after its second turn: while its environment is at work, or while the third one waits."""
-
-    def __init__(self, is_away: bool) -> None:
-        self.is_away = is_away
-
-    def on_rollout_start(self, flight: Any) -> None:
-        self.flight = flight
-
-    def on_idle(self) -> Answer | None:
-        for request in self.flight.requests:
-            turns = request.seed + (request.prefix.num_sampled > 0)
-            if turns == 2 and self.flight.is_away(request.key) == self.is_away:
-                return Answer(abort=[request.key])
-        return None
-
-
-@pytest.mark.parametrize("is_away", [True, False])
-def test_a_trajectory_that_another_ends_has_all_its_turns(is_away: bool) -> None:
-    ends = [Ends(is_away)]  # after the plug-in it is asked once the answer has been taken
-    groups, _ = talk(before=ends) if is_away else talk(after=ends)
-    completion = only(groups)
-    assert completion.finish_reason == "abort" and len(completion.turns) == len(completion.contexts) == 2
-    assert completion.text.startswith("thought 0Answer 0.thought 1")
 
 
 class DiesOnce(Asks):

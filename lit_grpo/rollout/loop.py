@@ -307,15 +307,11 @@ class _Rollout:
         return [replace(answer, hold=[other for other in answer.hold if other != key])]
 
     def _finish(self, job: Job, completion: Completion) -> list[Answer | None]:
-        """Take a completion that has ended."""
+        """Take a completion that has ended, and its group unless a listener asks for more of it."""
         self._reports.finish(job, completion.num_sampled, len(self._plan) > 0)
         if self._probe is not None:
             self._release([completion.request])
         self._count(completion.request.key, completion.num_sampled)
-        return self._ended(completion)
-
-    def _ended(self, completion: Completion) -> list[Answer | None]:
-        """Let listeners know that a completion has ended, and of its group, unless they ask for more of that."""
         answers = [listener.on_completion(completion) for listener in self._listeners]
         for request in (each for answer in answers if answer is not None for each in answer.submit):
             self._buffer.ask(request)
@@ -364,9 +360,6 @@ class _Rollout:
             self._buffer.open(answer.open)
             self._generator.expect({request.group: request.prompt for request in answer.open}.values())
         self._submit([*further, *answer.open])
-        for key in answer.abort:
-            completion = self._stop(key).ended("abort")
-            answers += self._ended(completion)
         for key in answer.drop:
             request = self._stop(key)
             for listener in self._listeners:
