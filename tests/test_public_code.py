@@ -15,9 +15,10 @@ from test_chunked_backward import Drawn
 from test_learner import make_learner
 from test_loop import FakeGenerator, controller, prompts
 
-from lit_grpo.budgets.history import PromptHistory, Visit
+from lit_grpo.budgets.history import Outcome, PromptHistory, Visit
 from lit_grpo.methods.arpo import AEPO, ARPO
 from lit_grpo.methods.copo import Blended
+from lit_grpo.methods.dps import predicted
 from lit_grpo.methods.drpo import DecoupledLength
 from lit_grpo.methods.gigpo import GiGPO
 from lit_grpo.methods.pods import MaxVariance
@@ -35,7 +36,10 @@ from lit_grpo.update.advantages.functions import (
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
 from lit_grpo.update.chunking import Chunking
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.step_size import effective_share
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
@@ -176,6 +180,73 @@ def test_the_proximal_policy_of_a_3po() -> None:
     sampled_N, logprobs_N = torch.tensor([[-1.0, -2.0, -0.5, -3.0, -0.25], [-0.8, -2.4, -0.6, -1.0, -0.2]]).double()
     found_N = interpolated_logprobs(logprobs_N, sampled_N, torch.tensor([7, 6, 5, 2, 4]), 7)
     assert found_N.tolist() == pytest.approx([-1.0, -2.0, -0.55, -1.3999999762, -0.2166666657], abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "loss", "gradients"),
+    [
+        ("token_mask", None, 0.4468593692, [-0.1499843, 0, 0, 0, 0.4705281, 0, 0, 0, 0.1111111]),
+        ("token_mask", 0.5, 0.4141589736, [-0.1499843, 0, 0, 0, 0.4705281, 0, 0, 0, 0.1111111]),
+        ("token_truncate", None, 0.3147097841, [-0.1499843, 0, -0.0613132, 0.142497, 0.4705281, 0, 0, 0, 0.1111111]),
+        ("token_truncate", 0.5, 0.3264538330, [-0.1499843, 0, -0.0613132, 0.142497, 0.4705281, 0, 0, 0, 0.1111111]),
+    ],
+)
+def test_the_decoupled_loss_of_areal(mode: Any, low: float | None, loss: float, gradients: list[float]) -> None:
+    """``ppo_actor_loss_fn`` of inclusionAI/AReaL at 4aef98d8d, ``mask`` and ``clamp`` of single tokens.
+
+    Its clip bounds are 0.2 and 0.28, the weights' at most 1.5; it has the weights in float32.
+    """
+    rows = [  # log-prob, that of the proximal policy, that of the policy that sampled, advantage
+        (-1.0, -1.2, -1.3, 1.0),
+        (-0.5, -1.5, -1.0, 1.0),
+        (-2.0, -1.0, -2.0, 1.0),
+        (-1.0, -1.2, -1.9, -0.7),
+        (-0.2, -2.2, -2.0, -0.7),
+        (-3.0, -1.0, -1.1, -0.7),
+        (-0.1, -0.5, -2.5, 1.0),
+        (-6.0, -5.0, -4.0, -1.0),
+        (-1.0, -1.4, -1.0, -1.0),
+    ]
+    logprobs_N, proximal_N, sampled_N, advantages_N = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    logprobs_N = logprobs_N.clone().requires_grad_()
+    lengths_C = torch.ones(9, dtype=torch.int64)
+    tokens = Tokens(logprobs_N, sampled_N, proximal_N, torch.zeros(9), advantages_N, lengths_C)
+    objective = Objective("dapo", epsilon=0.2, epsilon_high=0.28, correction=Correction(mode, low=low, high=1.5))
+    found, _ = policy_loss(objective, tokens, StepTotals(9, 9, 1))
+    found.backward()
+    assert logprobs_N.grad is not None
+    assert found.item() == pytest.approx(loss, abs=1e-7)
+    assert logprobs_N.grad.tolist() == pytest.approx(gradients, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted", "running", "capacity"),
+    [(0, 0, 0, 12), (0, 0, 7, 5), (0, 4, 8, 0), (1, 4, 0, 12), (1, 6, 3, 7), (3, 14, 10, 0), (3, 16, 2, 6)],
+)
+def test_what_areal_begins(version: int, accepted: int, running: int, capacity: int) -> None:
+    """``StalenessManager.get_capacity`` of inclusionAI/AReaL at 4aef98d8d: batches of 4, at most 2 updates old."""
+    num_open = accepted + running - 4 * version  # all that no update has learnt from
+    assert plugin("asynchronous:max_staleness=2").num_wanted(num_open, 4) == capacity
+
+
+@pytest.mark.parametrize(
+    ("decay", "in_part"),
+    [
+        (0.5, [1 / 3, 0.3, 0.3157894737, 0.3590591816, 0.2963340609, 0.3217204802, 0.3810611006, 0.3646079067]),
+        (0.9, [1 / 3, 0.3, 0.3030303030, 0.3648324043, 0.2797837539, 0.3268920511, 0.3352797740, 0.3765274514]),
+        (1.0, [1 / 3, 0.3, 0.3, 0.3646153846, 0.2729375482, 0.3293867307, 0.3152085085, 0.3763219188]),
+    ],
+)
+def test_the_predictions_of_dps(decay: float, in_part: list[float]) -> None:
+    """``BayesianHMMSampler.train`` of maoyixiu/DPS at 5654d52: the chance to be passed in part, update by update."""
+    never = None
+    outcomes: list[Outcome] = []
+    found = []
+    for version, pass_rate in enumerate([never, 0.0, 0.25, never, 1.0, never, 0.5, never]):
+        if pass_rate is not None:
+            outcomes.append(Outcome(version, pass_rate))
+        found.append(float(predicted(outcomes, version + 1, decay)[1]))
+    assert found == pytest.approx(in_part, abs=1e-9)
 
 
 def test_the_effective_samples_of_vcpo() -> None:

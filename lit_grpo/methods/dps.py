@@ -50,7 +50,8 @@ class DynamicsPredictive(PromptRule):
 
     Args:
         candidates: Among how many prompts that are due each one that is asked is chosen.
-        decay: What counts of transitions keep at each update: 1 forgets nothing; the paper's scripts have 0.5.
+        decay: What counts of transitions keep at each update: 1 forgets nothing; the paper's scripts (maoyixiu/DPS at
+            5654d52) have 0.5, for MATH 0.7.
     """
 
     candidates: Count = 8
