@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,14 +13,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forks
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from conversations import call, chat_tokenizer, only
 from test_environments import Guess, play, worker_of
 
+from lit_grpo.data import module as data_module
 from lit_grpo.data.chat import UnusableRow
+from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.rendering import PromptRenderer
-from lit_grpo.data.sources import FileRows
+from lit_grpo.data.sources import FileRows, GivenRows
 
 
 class Unprintable:
@@ -126,12 +133,85 @@ def test_a_tool_that_closes_standard_output_silences_nobody(capfd: pytest.Captur
     assert "still there" in capfd.readouterr().out
 
 
+CLOSES_ALL = """
+import os
+from conversations import call
+from test_environments import play, worker_of
+from test_reward_runner import make_group
+from lit_grpo.rewards import RewardFunction, RewardRunner
+
+close_all = getattr(os, "closerange")
+
+def reward(completion):
+    close_all(3, 1024)
+    return 1.0
+
+async def tool() -> str:
+    '''Close all.'''
+    close_all(3, 1024)
+    return "closed"
+
+try:
+    RewardRunner([RewardFunction.of(reward, "reward")]).score(make_group("text"))
+except RuntimeError as error:
+    print(error)
+try:
+    play(worker_of(tools=[tool]), lambda *_: call("tool"), [{"prompt": "?"}])
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_functions_that_close_all_descriptors_end_a_run_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "closes.py").write_text(CLOSES_ALL)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = forks.run([sys.executable, str(tmp_path / "closes.py")], timeout=60, env=environment)
+    sentence = (
+        "A reward, tool, environment or agent closed file descriptors of the run (Bad file descriptor); have it close "
+        "only what it has opened, without os.closerange and without a second os.close of one number."
+    )
+    assert done.stdout.splitlines() == [sentence] * 2, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_rows_with_half_a_character_and_rows_without_end_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnusableRow, match=r"has a prompt with the lone surrogate '\\ud800', half a character that no"):
         PromptRenderer().render({"prompt": "half \ud800"}, chat_tokenizer())
     (tmp_path / "long.jsonl").write_text('{"prompt": "a"}\n{"prompt": "' + "a" * (17 * 2**20) + '"}\n')
     with pytest.raises(ValueError, match=r"line 2 of .*long.jsonl has 17 MiB, and a row may have at most 16 MiB"):
         list(FileRows(str(tmp_path / "long.jsonl")).rows())
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet", ""])
+def test_rows_without_end_are_named_whatever_they_are_read_from(tmp_path: Path, suffix: str) -> None:
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a" * (9 * 2**20), "answer": "b" * (8 * 2**20)}]
+    path = tmp_path / f"long{suffix}"
+    match suffix:
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case ".csv":
+            path.write_text("prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in rows))
+        case ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(ValueError, match=r"^row 1 of .* has 17 MiB of text, and a row may have at most 16 MiB; sho"):
+        PromptDataModule(train=FileRows(path) if suffix else GivenRows(rows)).setup("fit")
+
+
+def test_a_long_cell_of_csv_is_read_and_one_without_end_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text("prompt\n" + "a" * 200_000 + "\n")
+    assert [len(row["prompt"]) for row in FileRows(path).rows()] == [200_000]
+    path.write_text("prompt\nb\n" + "a" * (17 * 2**20) + "\n")
+    with pytest.raises(ValueError, match=r"^Line 3 of .*long.csv has a cell of more than 16 MiB, .* quote"):
+        list(FileRows(path).rows())
+
+
+def test_rows_that_take_long_are_counted_on_the_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data_module, "TELL_EVERY_S", 0.0)
+    PromptDataModule(train=GivenRows([{"prompt": f"{number}="} for number in range(8)])).setup("fit")
+    assert re.search(r"^data    7 rows of the list given so far, after \d+ s$", capsys.readouterr().out, re.M)
 
 
 def test_doctor_obeys_a_signal() -> None:

@@ -31,6 +31,7 @@ from lit_grpo.faults import lost_rank
 from lit_grpo.memory import is_out_of_memory
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import CannotGoOn
+from lit_grpo.process.loops import BrokenLoop
 from lit_grpo.process.terminal import first_line
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
@@ -61,6 +62,7 @@ MISTAKES = (
     ValueError,
     MisconfigurationException,
     RewardError,
+    BrokenLoop,
     CannotGoOn,
     GenerationError,
     WeightSyncError,

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.budgets.rewriting import Rewriter
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import Converses, PromptRenderer
-from lit_grpo.data.sources import Row, RowSource, make_source
+from lit_grpo.data.sources import FileRows, Row, RowSource, check_size, make_source
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.policy.loading import as_given, load_tokenizer
 from lit_grpo.policy.named import TINY
+from lit_grpo.process.terminal import counted, say
 from lit_grpo.types import Prompt, own_copy
 
 if TYPE_CHECKING:
@@ -33,6 +36,10 @@ SPLITS_OF_STAGE = {
     "predict": ("predict",),
 }
 NUM_ROWS_SHOWN = 5
+TELL_EVERY_S = 10.0
+"""Seconds of reading rows after which their number is shown, again and again."""
+LARGE_FILE = 256 * 2**20
+"""A file with more bytes is named before it is read: one in .json or .csv is read whole before its first row."""
 
 
 class PromptDataModule(LightningDataModule):
@@ -232,8 +239,9 @@ class PromptDataModule(LightningDataModule):
         prompts: list[Prompt] = []
         reasons: dict[int, str] = {}
         spelled: dict[int, list[str]] = {}
-        for number, row in enumerate(source.rows()):
+        for number, row in enumerate(_told(source)):
             place = f"row {number} of {source.describe()}"
+            check_size(row, place)
             if not isinstance(row, dict):
                 raise ValueError(f"{place} is of type {type(row).__name__}, not a dict; give one dict a row.")
             row = {name: own_copy(value, f"column {name!r} of {place}") for name, value in row.items()}
@@ -281,6 +289,21 @@ class PromptDataModule(LightningDataModule):
         if self.unusable_rows == "refuse":
             raise ValueError(f"{report}; mend them, or set data.unusable_rows to drop to go on without them.")
         rank_zero_warn(f"{report}; they are left out.")
+
+
+def _told(source: RowSource) -> Iterator[Any]:
+    """Yield rows; show what is read where that takes long."""
+    tell = rank_zero_only(say)
+    if isinstance(source, FileRows) and (size := source.path.stat().st_size) > LARGE_FILE:
+        tell(f"data    reading {source.describe()}, {size / 2**20:,.0f} MiB", flush=True)
+    began = last = time.monotonic()
+    for number, row in enumerate(source.rows()):
+        if number and (now := time.monotonic()) - last >= TELL_EVERY_S:
+            last = now
+            tell(
+                f"data    {counted(number, 'row')} of {source.describe()} so far, after {now - began:.0f} s", flush=True
+            )
+        yield row
 
 
 def _rows(numbers: list[int], reason: str) -> str:

@@ -198,7 +198,30 @@ def _not_a_class(path: str) -> str:
 
 
 MOST_BYTES = 16 * 2**20
-"""The most bytes of one row; reading and encoding a longer one takes minutes, and no policy reads it."""
+"""The most bytes of one row's text; reading and encoding a longer one takes minutes, and no policy reads it."""
+_MOST = f"a row may have at most {MOST_BYTES // 2**20} MiB; shorten its columns, or split the row"
+
+
+def check_size(row: Any, place: str) -> None:
+    """Refuse a row whose text no policy reads.
+
+    Raises:
+        ValueError: The row has more than ``MOST_BYTES`` characters; the message begins with ``place``.
+    """
+    try:
+        size = _num_characters(row)
+    except RecursionError:  # a column contains itself, and so has no size
+        return
+    if size > MOST_BYTES:
+        raise ValueError(f"{place} has {size / 2**20:,.0f} MiB of text, and {_MOST}.")
+
+
+def _num_characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, value.values()))
+    return sum(map(_num_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -206,10 +229,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):
             place = f"line {number} of {path}"
             if len(line) > MOST_BYTES:
-                raise ValueError(
-                    f"{place} has {len(line) / 2**20:,.0f} MiB, and a row may have at most {MOST_BYTES // 2**20} MiB; "
-                    "shorten its columns, or split the row."
-                )
+                raise ValueError(f"{place} has {len(line) / 2**20:,.0f} MiB, and {_MOST}.")
             text = _decode(line, place).strip()
             if text:
                 yield _as_row(_parse(text, place, "make each line one JSON object"), place)
@@ -230,6 +250,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
 def _csv_rows(path: Path) -> Iterator[Row]:
     text = _decode(path.read_bytes(), str(path))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    limit = csv.field_size_limit(MOST_BYTES)  # of all readers; by default 128 KiB
     try:
         header = next(reader, [])
         if len(set(header)) < len(header):
@@ -242,7 +263,14 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 )
             yield dict(zip(header, cells, strict=True))
     except csv.Error as error:
+        if "field limit" in str(error):
+            raise ValueError(
+                f"Line {reader.line_num} of {path} has a cell of more than {MOST_BYTES // 2**20} MiB, and {_MOST}, or "
+                "end a quote that goes on."
+            ) from error
         raise ValueError(f"Line {reader.line_num} of {path} is not CSV: {error}; mend that line.") from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

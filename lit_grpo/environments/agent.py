@@ -21,6 +21,7 @@ from lit_grpo.environments.session import FAILURES, Failure, Limits, Outcome, Se
 from lit_grpo.limits import Count, Number
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.process.calls import USERS_LOOP, TooManyHang
+from lit_grpo.process.loops import BrokenLoop
 from lit_grpo.process.signals import check_signals
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text, load_object
@@ -338,7 +339,7 @@ class AgentSession(Session):
 
     async def _over_with(self, dialogue: Dialogue, told: Any, error: BaseException | None) -> Outcome:
         """End the trajectory with what the agent has returned or raised."""
-        if isinstance(error, TooManyHang):
+        if isinstance(error, TooManyHang | BrokenLoop):
             raise error
         completion = dialogue.completion
         ran_out = dialogue.is_full and completion is not None  # it was refused for lack of room, and may raise

@@ -16,6 +16,7 @@ from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments.calls import BrokenCall, Call
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
 from lit_grpo.process.calls import Calls, CallTimeout, TooManyHang
+from lit_grpo.process.loops import BrokenLoop
 from lit_grpo.process.values import PLAIN, find_foreign, from_written, to_written
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text
@@ -196,6 +197,11 @@ class Session:
     def _do(self, work: Any) -> None:
         self.waits = True
         self.work = self.calls.start(self._told(work))
+        self.work.add_done_callback(self._broke)
+
+    def _broke(self, work: Future[None]) -> None:
+        if not work.cancelled() and (error := work.exception()) is not None:  # of the loop: others are told
+            self.outcomes.append((self, Outcome(error=error)))
 
     async def _told(self, work: Any) -> None:
         """Do some work, and tell what has come of it."""
@@ -405,7 +411,7 @@ class Session:
                 raise Failure(f"hangs in {call.name}") from None
             self.counts["tool_failures"] += 1
             return {"error": limit}
-        except (TooManyHang, NotText):
+        except (TooManyHang, NotText, BrokenLoop):
             raise
         except FAILURES as error:
             self.called(call.name, error_text(error))
@@ -468,7 +474,7 @@ class Session:
         except CallTimeout:
             self.counts["timeouts"] += 1
             raise Failure(f"takes too long when it {what}") from None
-        except (TooManyHang, NotText):
+        except (TooManyHang, NotText, BrokenLoop):
             raise
         except (Exception, *FAILURES) as error:  # a user's function runs here, and may fail in any way
             raise Failure(f"fails when it {what} ({error_text(error)})") from error

@@ -5,16 +5,28 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_LOOKS_S = 1.0  # after so many seconds a loop notices closed descriptors, of which nothing else wakes it
+_BROKEN: list[asyncio.AbstractEventLoop] = []  # never freed, which would close the files that now have their numbers
+_CLOSED = (
+    "A reward, tool, environment or agent closed file descriptors of the run ({}); have it close only what it has "
+    "opened, without os.closerange and without a second os.close of one number."
+)
+
+
+class BrokenLoop(RuntimeError):
+    """A user's function has closed the descriptors with which an event loop waits, so nothing on it can go on."""
 
 
 class EventLoop:
     """Runs coroutines in a thread of its own, from the first coroutine until it is closed.
 
     The thread does not keep the interpreter alive. Where it is gone, as in a forked process, a new one takes its place.
+    If a function closes the loop's descriptors, the futures of its coroutines raise a :class:`BrokenLoop`.
 
     Args:
         name: Of the thread.
@@ -25,6 +37,7 @@ class EventLoop:
         self._begins = threading.Lock()  # begin may be called from several threads
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._begun: set[Future[Any]] = set()
         self._closes: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     @property
@@ -41,10 +54,14 @@ class EventLoop:
         with self._begins:
             if self._loop is None or self._thread is None or not self._thread.is_alive():
                 self._loop = asyncio.new_event_loop()
-                arguments = self._loop, self._closes
-                self._thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
+                self._begun = set()
+                arguments = self._loop, self._closes, self._begun
+                self._thread = threading.Thread(target=self._run, args=arguments, name=self._name, daemon=True)
                 self._thread.start()
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._begun.add(future)
+            future.add_done_callback(self._begun.discard)
+            return future
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine and wait for its result."""
@@ -58,19 +75,38 @@ class EventLoop:
             loop.call_soon_threadsafe(loop.stop)
             thread.join(wait_s)
 
+    def _run(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        closes: list[Callable[[], Coroutine[Any, Any, None]]],
+        begun: set[Future[Any]],
+    ) -> None:
+        """Run the loop until it is stopped, or until its descriptors are closed."""
+        asyncio.set_event_loop(loop)
+        loop.call_soon(_look, loop)
+        try:
+            loop.run_forever()
+            loop.run_until_complete(_end(closes))
+            loop.close()
+        except OSError as error:  # of the selector alone: a coroutine's errors are its future's
+            _BROKEN.append(loop)
+            with self._begins:
+                if self._loop is loop:
+                    self._loop = None
+            for future in list(begun):
+                with suppress(InvalidStateError):  # it was cancelled
+                    future.set_exception(BrokenLoop(_CLOSED.format(error.strerror)))
 
-def _run(loop: asyncio.AbstractEventLoop, closes: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run the loop until it is stopped, then cancel its tasks and close what was opened."""
 
-    async def end() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(close() for close in closes), return_exceptions=True)
-        await asyncio.sleep(0)  # a transport closes one turn of the loop after it is told to
+def _look(loop: asyncio.AbstractEventLoop) -> None:
+    loop.call_later(_LOOKS_S, _look, loop)
 
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-    loop.run_until_complete(end())
-    loop.close()
+
+async def _end(closes: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Cancel the tasks of the loop, and close what was opened."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*(close() for close in closes), return_exceptions=True)
+    await asyncio.sleep(0)  # a transport closes one turn of the loop after it is told to

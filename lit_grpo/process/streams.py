@@ -30,7 +30,8 @@ class KeptStreams:
             stream = getattr(sys, name)
             is_gone = not _is_open(descriptor)
             if is_gone:
-                os.dup2(copy, descriptor)
+                with suppress(OSError):  # the copy is closed as well
+                    os.dup2(copy, descriptor)
             if stream is not None and stream.closed:
                 is_gone = True
                 again = open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -41,7 +42,8 @@ class KeptStreams:
     def close(self) -> None:
         """Close the copies of the file descriptors."""
         for copy in self._copies.values():
-            os.close(copy)
+            with suppress(OSError):  # a function has closed it
+                os.close(copy)
         self._copies = {}
 
 

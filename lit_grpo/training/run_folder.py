@@ -84,7 +84,8 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         """Release the folder."""
         if self._lock is not None:
-            self._lock.release()
+            with suppress(OSError):  # a user's function has closed its descriptor, which releases it
+                self._lock.release()
         self._lock = None
 
     def claim(self, path: Path, resumes: bool) -> None:
