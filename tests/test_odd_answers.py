@@ -162,6 +162,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.nightly
 def test_functions_that_close_all_descriptors_end_a_run_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "closes.py").write_text(CLOSES_ALL)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

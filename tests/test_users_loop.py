@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socketserver
 import threading
 import time
@@ -16,7 +17,7 @@ from test_environments import play, worker_of
 from test_reward_runner import make_group, rewards_of
 
 from lit_grpo.process.calls import USERS_LOOP
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.loops import BrokenLoop, EventLoop
 from lit_grpo.rewards import RewardFunction, RewardRunner, RewardSpec
 
 
@@ -133,3 +134,16 @@ def test_what_a_closed_runner_awaits_is_cancelled() -> None:
     start = time.monotonic()
     runner.close()
     assert cancelled.wait(1) and time.monotonic() - start < 2
+
+
+def test_a_loop_whose_descriptors_are_closed_fails_what_runs_on_it_and_another_takes_its_place() -> None:
+    async def close() -> None:
+        os.close(asyncio.get_running_loop()._selector.fileno())  # pyright: ignore[reportAttributeAccessIssue]
+
+    loop = EventLoop("test")
+    waiting = loop.begin(asyncio.Event().wait())
+    loop.begin(close())
+    with pytest.raises(BrokenLoop, match=r"closed file descriptors of the run \(Bad file descriptor\); have it close"):
+        waiting.result(timeout=10)
+    assert loop.run(asyncio.sleep(0, "works")) == "works"
+    loop.close()
