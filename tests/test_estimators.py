@@ -6,11 +6,12 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from hand_made import as_groups, make_rollout
 
 from lit_grpo.budgets.history import PromptHistory, Visit
 from lit_grpo.compatibility import check_together
@@ -183,6 +184,26 @@ def test_reinforce_plus_plus_is_normalised_over_the_whole_step(seed: int, baseli
     groups_R = torch.tensor([number for number, group in enumerate(groups) for _ in group])
     result = globally_normalized_advantages(tensor([v for group in groups for v in group]), groups_R, baseline)
     assert_close(result, [(value - mean) / (deviation + 1e-4) for value in values])
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_statistics_over_tokens_are_of_all_ranks_and_of_completions_with_a_reward(estimator: str) -> None:
+    def compute(rewards: Sequence[float]) -> torch.Tensor:
+        rollouts = [
+            make_rollout((3,), [4] * length, reward, prompt_id=str(number // 3), sample_id=number)
+            for number, (length, reward) in enumerate(zip((1, 5, 2, 9, 3, 4), rewards, strict=True))
+        ]
+        ranks = [GroupRewards.of([group], []) for group in as_groups(rollouts)]
+        batch = GroupRewards.concatenate(ranks)
+        return Advantages(estimator, "tokens").compute(batch, torch.empty(0), PromptHistory())
+
+    found_R = compute([1.0, 0.0, 0.25, NAN, 0.5, 1.0])
+    assert found_R.isnan().tolist() == [False, False, False, True, False, False]
+    of_tokens_N = found_R[[0, 1, 2, 4, 5]].double().repeat_interleave(torch.tensor([1, 5, 2, 3, 4]))
+    assert float(of_tokens_N.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(of_tokens_N.var(unbiased=False)) == pytest.approx(1, abs=1e-6)
+    assert compute([1 / 3] * 6).tolist() == [0.0] * 6
+    assert compute([NAN] * 6).isnan().all()
 
 
 def test_only_without_the_groups_mean_an_equal_group_teaches() -> None:

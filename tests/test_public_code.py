@@ -10,7 +10,7 @@ import pytest
 import test_copo
 import test_gigpo
 import torch
-from hand_made import make_micro_batch, make_rollout, plugin
+from hand_made import as_groups, make_micro_batch, make_rollout, plugin
 from test_chunked_backward import Drawn
 from test_learner import make_learner
 from test_loop import FakeGenerator, controller, prompts
@@ -28,11 +28,7 @@ from lit_grpo.methods.treepo import relative_advantages
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
-from lit_grpo.update.advantages.functions import (
-    globally_normalized_advantages,
-    group_advantages,
-    virtual_maximum_advantages,
-)
+from lit_grpo.update.advantages.functions import group_advantages, virtual_maximum_advantages
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
 from lit_grpo.update.chunking import Chunking
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
@@ -287,26 +283,23 @@ def test_the_effective_samples_of_vcpo() -> None:
 def test_advantages_of_reinforce_plus_plus(
     lengths: list[int], baseline: bool, of_verl: list[float], of_openrlhf: list[float]
 ) -> None:
-    """verl at b178a3cd (``core_algos.py``) and OpenRLHF at 3c3be623 (``experience_maker.py``), the authors' own.
+    """verl at b178a3c (``core_algos.py``) and OpenRLHF at 3c3be62 (``experience_maker.py``), the authors' own.
 
-    Both normalise over tokens. Ours, over completions, is the same once each completion is there for each of its
-    tokens. verl divides by the deviation of n - 1, OpenRLHF by that of n.
+    verl divides by the deviation of n - 1 tokens, OpenRLHF by that of n. By default deviation and mean are over
+    completions, which is the same where all have as many tokens.
     """
-    rewards_R, groups_R = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.25, 1.0]).double(), torch.arange(8) // 4
-    of_each_R = torch.tensor(lengths)
-    if baseline:
-        rewards_R = group_advantages(rewards_R, groups_R, "none")
-    of_tokens_N = globally_normalized_advantages(
-        rewards_R.repeat_interleave(of_each_R), groups_R.repeat_interleave(of_each_R), baseline=False
-    )
-    found_R = of_tokens_N[of_each_R.cumsum(0) - 1]
-    num_tokens = sum(lengths)
-    assert found_R.tolist()[:7] == pytest.approx(of_verl, rel=4e-4)
-    assert (found_R * math.sqrt(num_tokens / (num_tokens - 1))).tolist()[:7] == pytest.approx(of_openrlhf, rel=4e-4)
-    if len({*lengths}) == 1:
-        ours_R = globally_normalized_advantages(rewards_R, groups_R, baseline)
-        ratio = math.sqrt((8 - 1) / 8 * num_tokens / (num_tokens - 1))
-        assert (ours_R / ratio).tolist()[:7] == pytest.approx(of_verl, rel=4e-4)
+    rewards, num_tokens = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.25, 1.0], sum(lengths)
+    rollouts = [
+        make_rollout((3,), [4] * length, reward, prompt_id=str(number // 4), sample_id=number)
+        for number, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
+    ]
+    given = GroupRewards.of(as_groups(rollouts), [])
+    name = "reinforce_plus_plus_baseline" if baseline else "reinforce_plus_plus"
+    found_R = Advantages(name, "tokens").compute(given, torch.empty(0), PromptHistory())
+    assert found_R.tolist()[:7] == pytest.approx(of_openrlhf, abs=1e-6)
+    assert (found_R * math.sqrt((num_tokens - 1) / num_tokens)).tolist()[:7] == pytest.approx(of_verl, abs=1e-6)
+    by_default_R = Advantages(name).compute(given, torch.empty(0), PromptHistory()) * math.sqrt(8 / 7)
+    assert (by_default_R.tolist()[:7] == pytest.approx(of_openrlhf, rel=4e-4)) == (len({*lengths}) == 1)
 
 
 @pytest.mark.parametrize(

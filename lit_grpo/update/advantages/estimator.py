@@ -26,7 +26,7 @@ from lit_grpo.update.advantages.functions import (
 )
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
 
-ScaleBy = Literal["group", "batch", "mad", "mad_nonzero", "none"]
+ScaleBy = Literal["group", "batch", "tokens", "mad", "mad_nonzero", "none"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class GroupRewards:
     group each belongs to; a group may have any number of members, and ``prompt_ids`` has one entry a group.
     ``log_weights_R`` say what each member counts in its group's baseline, where the estimator weighs them;
     ``altered`` says of each group whether its prompt was asked with something else than its row says; empty, none was.
+    ``num_tokens_R`` are the tokens of each member that are learnt from, where they are known.
     """
 
     rewards_R: torch.Tensor
@@ -46,6 +47,7 @@ class GroupRewards:
     functions: Sequence[str] = ()
     log_weights_R: torch.Tensor | None = None
     altered: Sequence[bool] = ()
+    num_tokens_R: torch.Tensor | None = None
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], functions: Sequence[str]) -> GroupRewards:
@@ -60,12 +62,14 @@ class GroupRewards:
             [group.prompt.prompt_id for group in groups],
             functions,
             altered=[group.prompt.altered for group in groups],
+            num_tokens_R=torch.tensor([rollout.completion.num_trained for _, rollout in members], dtype=torch.int64),
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence[GroupRewards]) -> GroupRewards:
         """Put the groups of several ranks together, in their order."""
         before = itertools.accumulate((len(part.prompt_ids) for part in parts), initial=0)
+        num_tokens = [part.num_tokens_R for part in parts if part.num_tokens_R is not None]
         return cls(
             torch.cat([part.rewards_R for part in parts]),
             torch.cat([part.by_function_RK for part in parts]),
@@ -73,6 +77,7 @@ class GroupRewards:
             [prompt_id for part in parts for prompt_id in part.prompt_ids],
             parts[0].functions,
             altered=[altered for part in parts for altered in part.altered],
+            num_tokens_R=torch.cat(num_tokens) if len(num_tokens) == len(parts) else None,
         )
 
     def only(self, chosen_R: torch.Tensor) -> GroupRewards:
@@ -159,7 +164,11 @@ def _least_variance(rewards: GroupRewards, given: Given) -> torch.Tensor:
 
 
 def _normalized(baseline: bool) -> Callable[[GroupRewards, Given], torch.Tensor]:
-    return lambda rewards, _: globally_normalized_advantages(rewards.rewards_R, rewards.groups_R, baseline=baseline)
+    def compute(rewards: GroupRewards, given: Given) -> torch.Tensor:
+        num_tokens_R = rewards.num_tokens_R if given.scale == "tokens" else None
+        return globally_normalized_advantages(rewards.rewards_R, rewards.groups_R, baseline, num_tokens_R)
+
+    return compute
 
 
 ESTIMATORS: Mapping[str, EstimatorRow] = {
@@ -176,8 +185,8 @@ ESTIMATORS: Mapping[str, EstimatorRow] = {
     "least_variance": EstimatorRow(
         _least_variance, ("group", "none"), needs=frozenset({"token_scores", "sampled_log_probs"})
     ),
-    "reinforce_plus_plus": EstimatorRow(_normalized(baseline=False), ("batch",)),
-    "reinforce_plus_plus_baseline": EstimatorRow(_normalized(baseline=True), ("batch",)),
+    "reinforce_plus_plus": EstimatorRow(_normalized(baseline=False), ("batch", "tokens")),
+    "reinforce_plus_plus_baseline": EstimatorRow(_normalized(baseline=True), ("batch", "tokens")),
 }
 
 
@@ -197,6 +206,7 @@ class Advantages:
             median absolute deviation ``mad``, or ``none``. By default ``group`` for grpo, ngrpo, dcpo and
             least_variance, ``none`` for rloo, ``mad`` for mc_grpo and ``batch`` for the others. ``mad_nonzero`` divides
             like ``mad``, then multiplies by n over how many of a group's advantages are not 0 (MC-GRPO on GSM8K).
+            ``tokens``, for both reinforce_plus_plus, takes the batch's mean and deviation over tokens.
         max_reward: The highest reward that a completion can get, for ``ngrpo``.
     """
 
@@ -231,7 +241,7 @@ class Advantages:
     @property
     def needs(self) -> frozenset[str]:
         """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
-        of_scale = frozenset({"all_ranks"}) if self.scaled_by == "batch" else frozenset[str]()
+        of_scale = frozenset({"all_ranks"}) if self.scaled_by in ("batch", "tokens") else frozenset[str]()
         return self._row.needs | of_scale
 
     @property

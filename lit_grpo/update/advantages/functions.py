@@ -81,17 +81,20 @@ def least_variance_advantages(
     return centred_R.to(rewards_R.dtype)
 
 
-def globally_normalized_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, baseline: bool) -> torch.Tensor:
+def globally_normalized_advantages(
+    rewards_R: torch.Tensor, groups_R: torch.Tensor, baseline: bool, num_tokens_R: torch.Tensor | None = None
+) -> torch.Tensor:
     """Normalise over all completions of the step: ``A = (x - mean(x)) / (std(x) + 1e-4)`` (REINFORCE++).
 
     ``x`` is the reward, or with ``baseline`` the reward minus its group's mean ("REINFORCE++ w/ baseline"; arXiv
     2501.03262, version 9). Unlike :func:`group_advantages` with ``scale="batch"`` it divides by the deviation of what
     was centred. Without ``baseline`` a group whose rewards are all equal has an advantage other than 0.
 
-    Mean and deviation are over completions, each alike, as in TRL's ``normalize_advantages``. The authors' code
-    (OpenRLHF at 3c3be62) and verl take them over tokens, so that long completions count more; with completions of one
-    length they give the same, except that OpenRLHF divides by the deviation of n, not n - 1, and that verl takes the
-    mean of a group of one as 0. The paper's KL terms are fields of the objective: with ``baseline``
+    Mean and deviation are over completions, each alike, as in TRL's ``normalize_advantages``. With ``num_tokens_R``
+    they are over tokens, so that long completions count more, as in the authors' code (OpenRLHF at 3c3be62). The
+    deviation is then that of n, not n - 1, and at least 1e-4 in place of the epsilon. A group whose rewards are all
+    equal may have an advantage other than 0 then, with ``baseline`` too. verl does the same with n - 1. The paper's KL
+    terms are fields of the objective: with ``baseline``
     ``kl.estimator: k2`` in the loss; without it k1 in the reward, which the paper adds up from each token to the
     completion's end and ``kl.place: reward`` over the whole completion.
 
@@ -99,8 +102,16 @@ def globally_normalized_advantages(rewards_R: torch.Tensor, groups_R: torch.Tens
         rewards_R: On several ranks all of the step's.
         groups_R: The number of the group that each belongs to.
         baseline: Whether each group's mean is subtracted first.
+        num_tokens_R: How often each counts in mean and deviation; by default once.
     """
     exact_R, step_R = rewards_R.double(), torch.zeros_like(groups_R)
+    if num_tokens_R is not None:
+        values_R = less_group_mean(exact_R, groups_R if baseline else step_R)  # exactly 0 where all are equal
+        weights_R = num_tokens_R.double().masked_fill(exact_R.isnan(), 0.0)
+        weights_R = weights_R / weights_R.sum().clamp(min=1)
+        values_R = values_R - (weights_R * values_R.nan_to_num(0.0)).sum()
+        deviation = (weights_R * values_R.nan_to_num(0.0).square()).sum().sqrt()
+        return (values_R / deviation.clamp(min=EPSILON)).to(rewards_R.dtype)
     # Less its groups' means, the mean of the step is 0, and what is 0 stays exactly 0.
     centred_R = less_group_mean(exact_R, groups_R if baseline else step_R)
     return _scaled(centred_R, centred_R, step_R, "group").to(rewards_R.dtype)
