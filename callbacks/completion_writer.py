@@ -27,7 +27,6 @@ class CompletionWriter(pl.Callback):
         self.file = file
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin a new file."""
         path = Path(self.file or Path(trainer.default_root_dir) / "completions.jsonl")
         if trainer.world_size > 1:
             path = path.with_stem(f"{path.stem}-{trainer.global_rank}")
@@ -46,7 +45,6 @@ class CompletionWriter(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Append the batch's completions."""
         assert isinstance(pl_module, EvaluationModule)
         for row in outputs:
             if "rewards" in row:

@@ -23,11 +23,9 @@ class MemoryMonitor(Observer):
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the place in the list."""
         check_order(trainer, RolloutScheduler, WeightSync, MemoryMonitor)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin the first rollout phase."""
         self._peak = PeakMemory(pl_module.device)
         self._peak.reset()
 

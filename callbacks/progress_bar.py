@@ -67,7 +67,6 @@ class GRPOProgressBar(ProgressBar, Listener):
         self._untold = False  # whether the last batch has ended and its line is not printed yet
 
     def enable(self) -> None:
-        """Print from now on."""
         self.is_enabled = True
 
     def disable(self) -> None:
@@ -102,25 +101,21 @@ class GRPOProgressBar(ProgressBar, Listener):
     # ---- rollouts ---------------------------------------------------------------------------------
 
     def on_rollout_start(self, flight: Flight) -> None:
-        """Start to count a rollout."""
         if self.is_enabled and self._trainer is not None:
             self._rollout = RolloutCount(flight, self._mean_tokens.get(self._kind, math.nan))
             self._next_line = time.monotonic() + PLAIN_EVERY_S
 
     def on_step(self, events: StepEvents) -> None:
-        """Count tokens."""
         if self._rollout is not None:
             self._rollout.tokens += events.num_tokens
             if time.monotonic() > self._next_line:
                 self._tell_rollout(self._rollout)
 
     def on_completion(self, completion: Completion) -> None:
-        """Count a completion."""
         if self._rollout is not None:
             self._rollout.end_one(completion.num_sampled)
 
     def on_rollout_end(self, failed: bool) -> None:
-        """Remember how long completions were."""
         if self._rollout is not None and self._rollout.done:
             self._mean_tokens[self._kind] = self._rollout.mean_tokens
         self._rollout = None
@@ -138,7 +133,6 @@ class GRPOProgressBar(ProgressBar, Listener):
     # ---- updates ----------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start to count updates."""
         self._updates = UpdateCount(trainer.global_step, _total(trainer, pl_module))
 
     def on_train_batch_start(
@@ -151,7 +145,6 @@ class GRPOProgressBar(ProgressBar, Listener):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the update."""
         self._updates.move(trainer.global_step)
         self._untold = True
 
@@ -160,11 +153,9 @@ class GRPOProgressBar(ProgressBar, Listener):
         self._tell_update()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Remove the live lines."""
         self.screen.hide()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remove the live lines."""
         if self._untold:  # false if the setup failed
             self._tell_update()
         self.screen.hide()
@@ -197,7 +188,6 @@ class GRPOProgressBar(ProgressBar, Listener):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Show the live lines."""
         self._show()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -211,7 +201,6 @@ class GRPOProgressBar(ProgressBar, Listener):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count the batch outside of fit."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._updates.move(self._updates.done + 1)
 

@@ -144,7 +144,6 @@ class RolloutScheduler(pl.Callback):
         return self.session.state_dict(Ranks())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.session.load_state_dict(state_dict, Ranks())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -241,7 +240,6 @@ class RolloutScheduler(pl.Callback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Decode no more."""
         self.session.stop()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

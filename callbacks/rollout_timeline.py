@@ -49,7 +49,6 @@ class RolloutTimeline(Observer):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Draw this batch's rollout, and append it to the trace."""
         if not trainer.is_global_zero:
             return
         if self.record_trace:

@@ -99,17 +99,14 @@ class RunCheckpoint(pl.Callback):
             self._watch.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best ``val/pass@1`` so far."""
         return {"best": self._best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best ``val/pass@1``."""
         self._best = state_dict["best"]
 
     # ---- every few updates and at the end -------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start to handle signals."""
         assert isinstance(pl_module, GRPOModule)
         path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
         self._newest = self._given = (pl_module.policy_version, None if path is None else str(path))
@@ -170,7 +167,6 @@ class RunCheckpoint(pl.Callback):
             self._best, self._best_is_due = score, True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the final state."""
         assert isinstance(pl_module, GRPOModule)
         self._save_due(trainer, pl_module.policy_version, at_end=True)
         self._settle(pl_module)
@@ -240,7 +236,6 @@ class RunCheckpoint(pl.Callback):
     on_test_start = on_predict_start = on_validation_start
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop handling signals."""
         self._hang_up()
 
     on_predict_end = on_test_end

@@ -66,11 +66,9 @@ class RunSummary(Observer):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Read the metrics of the last update."""
         self._read(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the metrics of the final update."""
         self._read(trainer)
 
     def _read(self, trainer: pl.Trainer) -> None:

@@ -56,7 +56,6 @@ class SampleLogger(Observer):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Show some of this batch's completions."""
         before, step = self._version, trainer.global_step
         self._version = step
         if not is_due(self.every_n_updates, before, step) or not trainer.is_global_zero:

@@ -49,11 +49,9 @@ class ThroughputMonitor(Observer):
             self._watch = StallWatch(lambda: pl_module.phases, self.stall_minutes, trainer.global_rank)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop watching for stalls."""
         self._stop_watching()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop watching for stalls."""
         self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -62,11 +60,9 @@ class ThroughputMonitor(Observer):
         self._watch = None
 
     def state_dict(self) -> dict[str, float]:
-        """Return the run's totals: tokens, completions and seconds."""
         return dict(self._totals)
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Restore the totals."""
         self._totals = dict(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -79,7 +75,6 @@ class ThroughputMonitor(Observer):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Begin the update phase."""
         assert isinstance(pl_module, GRPOModule)
         self._update_start = time.perf_counter()
         self._batch: PromptBatch | None = batch  # until its rollouts have been counted
@@ -109,7 +104,6 @@ class ThroughputMonitor(Observer):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Log the batch's throughput."""
         assert isinstance(pl_module, GRPOModule)
         rollout_s = batch.metrics["time/rollout_s"]
         update_s = time.perf_counter() - self._update_start - (rollout_s if batch.arriving is not None else 0.0)
@@ -146,7 +140,6 @@ def _flops_per_token(policy: PreTrainedModel) -> float:
 
 
 def _compute_dtype(trainer: pl.Trainer, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of matrix products."""
     names = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
     return names.get(str(trainer.precision), dtype)
 

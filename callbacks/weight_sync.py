@@ -64,7 +64,6 @@ class WeightSync(pl.Callback):
         self._proof: SyncProof | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the place in the list."""
         check_order(trainer, RolloutScheduler, WeightSync)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -98,7 +97,6 @@ class WeightSync(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Sync the updated weights."""
         pl_module.log_dict(self._sync(trainer, pl_module))
 
     def _sync(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, float]:

@@ -207,6 +207,18 @@ def test_scheduling_loads_neither_torch_nor_lightning_nor_transformers() -> None
     assert done.stdout.strip() == "[]"
 
 
+def test_a_public_method_says_what_it_does_or_overrides_one() -> None:
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            documented = {each.name for each in methods if ast.get_docstring(each)}
+            for name in {each.name for each in methods if not each.name.startswith("_")} - documented:
+                owner = getattr(importlib.import_module(module.replace("callbacks", "lit_grpo.callbacks")), node.name)
+                assert any(hasattr(base, name) for base in owner.__mro__[1:]), f"{module}.{node.name}.{name}"
+
+
 def test_our_callbacks_exist_once() -> None:
     assert WeightSync.__module__ == "lit_grpo.callbacks.weight_sync"
     assert pickle.loads(pickle.dumps(WeightSync)) is WeightSync

@@ -250,7 +250,6 @@ class Taskset(RowSource):
             yield {"prompt": _prompt(task.data), "task": number}
 
     def describe(self) -> str:
-        """Return the name of the taskset."""
         return self._name
 
     async def reward(self, completions: Sequence[Any], task: Sequence[int]) -> list[float]:
@@ -302,7 +301,6 @@ def _needs_runtime(reward: Callable[..., Any]) -> bool:
 
 
 def _prompt(data: Any) -> list[dict[str, Any]]:
-    """Return the messages that a task begins with."""
     asked = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
     messages = [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in asked]
     return [*([{"role": "system", "content": data.system_prompt}] if data.system_prompt else []), *messages]

@@ -229,7 +229,6 @@ class RolloutBuffer:
         return enough and not any(group.unfinished and self._is_due_now(group) for group in groups)
 
     def _gives(self, group: _Open) -> bool:
-        """Whether a release would give out any of it."""
         return group.due is not None or (self.rule.releases_parts and bool(group.completions))
 
     def _is_due_now(self, group: _Open) -> bool:

@@ -141,7 +141,6 @@ class Rounds(Listener):
         return {key for key in self._rounds if self._is_flat(key)}
 
     def on_rollout_start(self, flight: Flight) -> None:
-        """Begin with no group."""
         self._clear()
 
     def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
@@ -154,7 +153,6 @@ class Rounds(Listener):
         return ()
 
     def on_completion(self, completion: Completion) -> None:
-        """Note it."""
         self._rounds[completion.request.group].end(completion)
 
     def on_drop(self, request: Request) -> None:
@@ -163,7 +161,6 @@ class Rounds(Listener):
         self._lessened.append(request.group)
 
     def on_group(self, group: RolloutGroup) -> None:
-        """Remember who is to have the rewards."""
         self._whole.append(group)
 
     def on_step(self, events: StepEvents) -> Answer | None:
@@ -175,7 +172,6 @@ class Rounds(Listener):
         return self._decide(due) if due or self._lessened else None
 
     def on_idle(self) -> Answer | None:
-        """Decide of all."""
         self._score()
         return self._decide([part for part, _ in self._scored])
 

@@ -73,7 +73,6 @@ class LoweredWeights(WeightCopies):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the weights as they are now."""
         for layer, copies in zip(self.layers, self._copies, strict=True):
             for name, own in _weights(layer).items():
                 copies[name].copy_(own)

@@ -387,7 +387,6 @@ class SlotGenerator(Versioned):
                 self._enter(requests, rows)
 
     def _enter(self, requests: Sequence[Request], rows: TokenRows) -> None:
-        """Note that incoming requests have a row."""
         rows.admit(requests, self._version)
         entered = {request.key for request in requests}
         self._incoming = [request for request in self._incoming if request.key not in entered]

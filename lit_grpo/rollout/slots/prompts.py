@@ -215,7 +215,6 @@ class KeptCompletions:
         return longest if longest.num_tokens >= _LEAST_COPIED else nothing
 
     def _forget(self, key: Key) -> None:
-        """Keep no more of a completion."""
         if key in self._kept:
             self.num_tokens -= len(self._kept.pop(key).token_ids_T)
 

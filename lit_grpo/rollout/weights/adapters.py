@@ -39,7 +39,6 @@ class AdapterWeights(PolicyWeights):
 
     @property
     def names(self) -> list[str]:
-        """The names of all tensors that travel."""
         base = super().names if self.with_base else []
         return [name for name, _, _ in self._adapters()] + base
 

@@ -44,12 +44,10 @@ class Lanes(Queue):
         self._lane_of: dict[Key, int] = {}  # of jobs that were handed out
 
     def set_aside(self, job: Job) -> None:
-        """Let a job wait again, before all others."""
         super().set_aside(job)
         self._release(job)
 
     def finish(self, job: Job, num_tokens: int) -> None:
-        """Free the lane that the job was decoded in."""
         super().finish(job, num_tokens)
         self._release(job)
 

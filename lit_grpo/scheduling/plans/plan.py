@@ -55,7 +55,6 @@ class ByLength(Plan):
         raise NotImplementedError
 
     def queue(self, lengths: Lengths, num_slots: int) -> Queue:
-        """Return a queue that is kept in this order."""
         return Queue(lengths, num_slots, self.order)
 
 
@@ -64,7 +63,6 @@ class ShortestFirst(ByLength):
     """The shortest first: the least mean completion time, and the longest are left for the end (SJF)."""
 
     def order(self, estimates: np.ndarray, num_slots: int) -> np.ndarray:
-        """Order by length."""
         return np.argsort(estimates, kind="stable")
 
 
@@ -76,7 +74,6 @@ class LongestFirst(ByLength):
     """
 
     def order(self, estimates: np.ndarray, num_slots: int) -> np.ndarray:
-        """Order by length, descending."""
         return np.argsort(-estimates, kind="stable")
 
 
@@ -93,7 +90,6 @@ class ShortLast(ByLength):
     """
 
     def order(self, estimates: np.ndarray, num_slots: int) -> np.ndarray:
-        """Order by arrival, then the short ones."""
         # Among equals the later arrival comes first here, and so waits longer.
         ascending = np.lexsort((-np.arange(len(estimates)), estimates))
         limit = HELD_BACK * num_slots * estimates.max()

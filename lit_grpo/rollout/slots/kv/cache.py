@@ -164,7 +164,6 @@ class SlotCache:
         return last
 
     def _extend(self, piece: int, rows: Sequence[int]) -> None:
-        """Give rows their next piece."""
         for row, entry in zip(rows, self._pieces[piece].add(len(rows)), strict=True):
             assert len(self._entries_of[row]) == piece
             self._entries_of[row].append(entry)
