@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lit_grpo.plugins import Listener
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
@@ -17,12 +17,12 @@ from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
-    from lit_grpo.rollout.generator import Generator
+    from lit_grpo.rollout.generator import Generator, StepEvents
     from lit_grpo.rollout.slots.rows import TokenRows
     from lit_grpo.rollout.stats import RolloutStats
     from lit_grpo.tools.simulation.traces import Trace
 
-__all__ = ["ForetoldLengths", "KnownLengths", "kv_tokens", "lengths_of", "replayed", "roll_out", "slots"]
+__all__ = ["ForetoldLengths", "KnownLengths", "Stepped", "kv_tokens", "lengths_of", "replayed", "roll_out", "slots"]
 
 
 class ForcedGenerator(SlotGenerator):
@@ -53,6 +53,16 @@ class ForetoldLengths(NoLengths):
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
         """Return the estimates."""
         return np.array([self.expected[job.key] for job in jobs])
+
+
+class Stepped(Listener):
+    """Calls a function with the number of tokens after each step."""
+
+    def __init__(self, call: Callable[[int], None]) -> None:
+        self._call = call
+
+    def on_step(self, events: StepEvents) -> None:
+        self._call(events.num_tokens)
 
 
 def slots(

@@ -113,11 +113,11 @@ class Trajectory:
         self.contexts = tuple(map(tuple, contexts))
 
     @classmethod
-    def blank(cls, num_tokens: int, version: int = 0) -> Trajectory:
-        """Return so many tokens that mean nothing, sampled by ``version``: where only lengths count."""
+    def blank(cls, num_tokens: int) -> Trajectory:
+        """Return so many tokens that mean nothing, where only lengths count; their version is 0."""
         trajectory = Trajectory()
         trajectory._memory, trajectory._num_tokens = bytearray(8 * num_tokens), num_tokens
-        trajectory.segments = _uniform(num_tokens, version, True) if num_tokens else ()
+        trajectory.segments = _uniform(num_tokens, 0, True) if num_tokens else ()
         return trajectory
 
     @property

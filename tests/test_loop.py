@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.rollouts import Stepped
 from lit_grpo.plugins import Answer, Listener
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
-from lit_grpo.rollout.listeners import Rewarding, Stepped
+from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import Leftovers, ReleaseRule
 from lit_grpo.rollout.weights.tensors import SyncReport

@@ -16,13 +16,13 @@ from hand_made import Environment, full_logprobs
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.rollouts import Stepped
 from lit_grpo.methods.eptree import EPTree
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import digest
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Generator
-from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots import generator as slots_module

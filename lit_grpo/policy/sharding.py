@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import distributed
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-_WHOLE_ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _COMPUTE, _WHOLE = "compute_in_forward", "whole_at_rest"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from lit_grpo.plugins import Listener
@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from lit_grpo.types import GroupKey, Key, RolloutGroup
 
 
-class Stepped(Listener):
-    """Calls a function with the number of tokens after each step, for displays."""
-
-    def __init__(self, call: Callable[[int], None]) -> None:
-        self._call = call
-
-    def on_step(self, events: StepEvents) -> None:
-        """Pass the number on."""
-        self._call(events.num_tokens)
-
-
 class Moving(Listener):
     """Tells the phases of a run that a rollout moves, and that rewards are waited for at its end.
 
@@ -38,16 +27,13 @@ class Moving(Listener):
         self._phases, self._others = phases, list(others)
 
     def on_step(self, events: StepEvents) -> None:
-        """A step is a movement."""
         self._phases.move()
 
     def on_idle(self) -> None:
-        """So is waiting in time."""
         if any(other.waits_in_time for other in self._others):
             self._phases.move()
 
     def on_rollout_end(self, failed: bool) -> None:
-        """Rewards are left."""
         self._phases.begin("reward")
 
 
@@ -58,7 +44,6 @@ class Rewarding(Listener):
         self._runner, self._waits = runner, waits
 
     def on_group(self, group: RolloutGroup) -> None:
-        """Begin to score."""
         self._runner.submit(group)
 
     def on_rollout_end(self, failed: bool) -> None:

@@ -20,13 +20,13 @@ from hand_made import SERVER_ARGUMENTS, by_text, full_logprobs, make_module, mak
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from benchmarks.make_tiny import make_tokenizer
+from benchmarks.rollouts import Stepped
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.generator import GenerationError
-from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.fleet import _REQUIRED

@@ -13,9 +13,9 @@ from hand_made import relative_error
 from test_learner import gradient_of
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
+from benchmarks.rollouts import Stepped
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots import prompts as prompts_module
