@@ -42,7 +42,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source], check=True)
     (wheel,) = wheels.glob("lit_grpo-*.whl")
-    folders = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in names if name.endswith(".pyi")] == []  # ours are of a checkout's folders
+    folders = {name.split("/")[0] for name in names}
     assert {name for name in folders if not name.endswith(".dist-info")} == {"lit_grpo"}
     subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
     return site
