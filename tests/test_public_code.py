@@ -11,16 +11,20 @@ import test_copo
 import test_gigpo
 import torch
 from hand_made import as_groups, make_micro_batch, make_rollout, plugin
+from test_allocation import at
 from test_chunked_backward import Drawn
 from test_learner import make_learner
 from test_loop import FakeGenerator, controller, prompts
 
+from lit_grpo.budgets.batch_size import SquaredNorm
 from lit_grpo.budgets.history import Outcome, PromptHistory, Visit
 from lit_grpo.methods.arpo import AEPO, ARPO
 from lit_grpo.methods.copo import Blended
 from lit_grpo.methods.dps import predicted
 from lit_grpo.methods.drpo import DecoupledLength
 from lit_grpo.methods.gigpo import GiGPO
+from lit_grpo.methods.knapsack import Knapsack
+from lit_grpo.methods.noise_scale import NormTest, estimate
 from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.seco import SeCO
@@ -243,6 +247,31 @@ def test_the_predictions_of_dps(decay: float, in_part: list[float]) -> None:
             outcomes.append(Outcome(version, pass_rate))
         found.append(float(predicted(outcomes, version + 1, decay)[1]))
     assert found == pytest.approx(in_part, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rates", "num_generations", "counts"),
+    [
+        ((0.5, 0.25, 0, 0.75, 1, 0, 0.125), 8, [7, 12, 5, 8, 2, 5, 17]),
+        ((0, 0.625, 0.25, 0.5, 0, 1), 16, [37, 6, 9, 6, 36, 2]),
+        ((0.875, 0.375, 0, 0.5, 0.25), 4, [2, 5, 2, 5, 6]),
+        ((0.5, 0.5, 0, 0, 0, 0, 0, 0), 16, [5, 5, 20, 20, 20, 20, 19, 19]),
+    ],
+)
+def test_the_divisions_of_knapsack_rl(rates: Sequence[float], num_generations: int, counts: list[int]) -> None:
+    """``sampling_budget_by_knapsack`` of liziniu/KnapsackRL at ca5d5f5, at least 2 a prompt."""
+    assert Knapsack().first(at(*rates), num_generations) == counts
+
+
+@pytest.mark.parametrize(("eta", "num_prompts"), [(0.9, 4), (0.5, 12), (0.3, 33)])
+def test_the_batch_size_of_adadagrad(eta: float, num_prompts: int) -> None:
+    """``norm_test`` of timlautk/AdAdaGrad at cc126fb, of the gradients of a batch of 4; the variance is 0.86."""
+    rows = [[1.0, 0.5, -0.2], [0.3, 0.9, 0.1], [0.8, -0.4, 0.6], [-0.5, 0.2, 0.3]]
+    gradients_BD = torch.tensor(rows, dtype=torch.float64)
+    norms = [SquaredNorm(float(gradient_D.square().sum()), signal=1, noise=1) for gradient_D in gradients_BD]
+    found = estimate([*norms, SquaredNorm(float(gradients_BD.mean(0).square().sum()), signal=1, noise=1 / 4)])
+    assert found is not None and found == pytest.approx((0.29 - 0.86 / 4, 0.86), abs=1e-9)
+    assert NormTest(eta=eta, most=99).size(*found, now=4, began=4) == num_prompts
 
 
 def test_the_effective_samples_of_vcpo() -> None:

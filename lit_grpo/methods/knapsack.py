@@ -25,8 +25,9 @@ class Knapsack(Divided):
     ``floor(ln(1 - alpha) / ln max(p, 1 - p))`` completions each, after which at least one differs from the likelier
     outcome with a chance of about ``alpha``. What that leaves goes to unsolved prompts (p = 0), evenly, up to ``most``,
     and what they leave again to mixed ones by worth and then to solved ones, evenly. The division and its ``alpha`` are
-    those of the paper's code. One rule differs: where no prompt is unsolved, mixed ones get everything, while that code
-    gives what they do not need to solved ones.
+    those of the paper's code (liziniu/KnapsackRL at ca5d5f5). Two rules differ: where no prompt is unsolved, mixed ones
+    get everything, while that code gives what they do not need to solved ones; and that code counts the worth of a
+    mixed prompt that stays at ``least`` as 0.
 
     Args:
         alpha: See above, in (0, 1).
