@@ -20,11 +20,12 @@ from lit_grpo.environments.plugin import ADDED, EnvironmentWorker, Seconds, chec
 from lit_grpo.environments.session import FAILURES, Failure, Limits, Outcome, Session
 from lit_grpo.limits import Count, Number
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.process.calls import USERS_LOOP, TooManyHang
-from lit_grpo.process.loops import BrokenLoop
+from lit_grpo.process.calls import TooManyHang
+from lit_grpo.process.loops import USERS_LOOP, BrokenLoop
 from lit_grpo.process.signals import check_signals
+from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import read_value
-from lit_grpo.rewards.loading import error_text, load_object
+from lit_grpo.rewards.loading import load_object
 from lit_grpo.types import Completion
 
 if TYPE_CHECKING:

@@ -40,7 +40,8 @@ from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from lit_grpo.environments.tools import Tool, load_tools, named
 from lit_grpo.process.signals import check_signals
-from lit_grpo.rewards.loading import error_text, load_object
+from lit_grpo.process.terminal import error_text
+from lit_grpo.rewards.loading import load_object
 
 if TYPE_CHECKING:
     from lit_grpo.types import Prompt

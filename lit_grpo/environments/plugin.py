@@ -25,8 +25,8 @@ from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, CannotGoOn, Plugin, RunFacts, Worker
 from lit_grpo.process.calls import Calls
 from lit_grpo.process.streams import KeptStreams
+from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.rewards.loading import error_text
 from lit_grpo.types import (
     EMPTY,
     OBSERVED,

@@ -17,9 +17,9 @@ from lit_grpo.environments.calls import BrokenCall, Call
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
 from lit_grpo.process.calls import Calls, CallTimeout, TooManyHang
 from lit_grpo.process.loops import BrokenLoop
+from lit_grpo.process.terminal import error_text
 from lit_grpo.process.values import PLAIN, find_foreign, from_written, to_written
 from lit_grpo.rewards.function import read_value
-from lit_grpo.rewards.loading import error_text
 from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:

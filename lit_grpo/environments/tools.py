@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from lit_grpo.process.signals import check_signals
-from lit_grpo.rewards.loading import error_text, load_object
+from lit_grpo.process.terminal import error_text
+from lit_grpo.rewards.loading import load_object
 
 
 @dataclass(frozen=True)

@@ -7,103 +7,79 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
-import sys
+import os
 import threading
 import time
-import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.loops import USERS_LOOP, EventLoop
 from lit_grpo.process.terminal import error_text
 
 _T = TypeVar("_T")
-_NOT_USERS = (str(Path(asyncio.__file__).parent), threading.__file__, str(Path(__file__).parents[1]))
-_BLOCKED_S = 1.0  # that a free loop may take for nothing before it counts as blocked
-
-logger = logging.getLogger(__name__)
-
-
-class UsersLoop:
-    """Runs users' coroutines on one event loop, from the first coroutine to the end of the process.
-
-    An HTTP client or a lock that a user's module keeps is bound to the event loop that used it first. Validation,
-    training and test, rewards and tools, and one run after another therefore share this loop. Only a function that
-    blocks the loop, such as ``time.sleep`` in an async function, makes later coroutines run on a new one.
-    """
-
-    def __init__(self) -> None:
-        self._loop = EventLoop("lit_grpo-async-calls")
-
-    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine, from any thread; the future gets its result."""
-        return self._loop.begin(coroutine)
-
-    async def replace_if_blocked(self) -> str:
-        """Give later coroutines a new loop if a function blocks this one, and say so.
-
-        Returns:
-            The function that blocks the loop, as ``file.py:12 (name)``; an empty text if the loop is free.
-        """
-        loop = self._loop
-        sign = asyncio.wrap_future(loop.begin(asyncio.sleep(0)))
-        await asyncio.wait([sign], timeout=_BLOCKED_S)
-        if sign.done():
-            return ""
-        where = _users_function(loop.thread_id)
-        if loop is self._loop:
-            self._loop = EventLoop("lit_grpo-async-calls")
-            logger.warning(
-                "An async function blocks the event loop at %s, so later async calls run on a new event loop, on which "
-                "clients and locks of the old one fail. Await at this line, or make the function sync.",
-                where,
-            )
-        return where
-
-
-def _users_function(thread_id: int | None) -> str:
-    """Return the outermost function of the user on a thread's stack."""
-    frame = sys._current_frames().get(thread_id or 0)
-    for each in traceback.extract_stack(frame) if frame is not None else ():
-        if not each.filename.startswith((*_NOT_USERS, "<frozen")):
-            return f"{Path(each.filename).name}:{each.lineno} ({each.name})"
-    return "an unknown line"
-
-
-USERS_LOOP = UsersLoop()
-"""The only one of this process."""
-
-
+Function = Callable[[], Any]
 MOST_LOST = 1000
 """So many calls may hang at a time, each in a thread that cannot be stopped, before the run ends."""
+_RAMP_S = 0.01  # after which calls that are not done get one more thread; calls that take no time need only one
 _END_S = 1.0  # that the loop may take to end
 
 
-class CallTimeout(Exception):
+class CallTimeout(TimeoutError):
     """A call has taken too long; it may go on, and its result is dropped."""
+
+    @classmethod
+    def after(cls, timeout_s: float | None) -> CallTimeout:
+        """Return the error of a call that has taken longer than its limit."""
+        return cls(f"it took longer than {timeout_s:g} s; make it faster, or raise its time limit")
 
 
 class TooManyHang(RuntimeError):
     """More calls hang than there may be threads for."""
 
 
+class CallResult(NamedTuple):
+    """The value that a function returned, or the error that it raised or that stands for its time limit."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def unwrap(self) -> Any:
+        """Return the value, or raise the error in the coroutine that waits for it.
+
+        Futures refuse ``StopIteration``. ``CancelledError`` and errors of users that are no ``Exception`` would end
+        that coroutine in silence. A ``RuntimeError`` is raised in place of each of these.
+        """
+        error = self.error
+        if error is None:
+            return self.value
+        may = isinstance(error, Exception | SystemExit | KeyboardInterrupt | GeneratorExit)
+        raise error if may and not isinstance(error, StopIteration) else RuntimeError(error_text(error))
+
+
 class Calls:
     """Makes calls of users' code, each with a time limit.
 
-    What waits for them is a coroutine on a loop of its own (:meth:`start`), on which no user's code runs: so it keeps
-    its time whatever that code does.
+    The coroutines that wait for calls run on an event loop of their own (:meth:`start`). No user's code runs on that
+    loop, so the time limits hold whatever a user's function does.
+
+    A thread cannot be stopped from outside. A thread whose call takes too long is abandoned: it ends when its call
+    returns, which may be never, and does not keep the interpreter from exiting. It counts in :data:`MOST_LOST`.
 
     Args:
         num_threads: How many calls that are not async run at a time, and as many of those that are ``apart``.
+        of: What is called, for messages.
+        remedy: What to do if too many calls hang, for messages.
     """
 
-    def __init__(self, num_threads: int) -> None:
-        self._keeper = EventLoop("lit_grpo-environments")
+    def __init__(
+        self, num_threads: int, of: str = "environments or tools", remedy: str = "let them end by themselves"
+    ) -> None:
+        self._num_threads = num_threads
+        self._of, self._remedy = of, remedy
+        self._keeper = EventLoop("lit_grpo-calls")
         self._free = {is_apart: asyncio.Semaphore(num_threads) for is_apart in (False, True)}
         self._ends: dict[object, float] = {}  # of calls that are being made
         self._idle: list[_CallThread] = []
@@ -134,7 +110,7 @@ class Calls:
 
     async def call(
         self,
-        function: Callable[[], Any],
+        function: Function,
         is_async: bool,
         timeout_s: float | None,
         took: Callable[[float], None],
@@ -150,19 +126,61 @@ class Calls:
         Raises:
             CallTimeout: It has taken too long.
             TooManyHang: So have too many others.
-            BaseException: Whatever the function raised; a RuntimeError where that would end the loop (:func:`_raised`).
+            BaseException: Whatever the function raised, or a RuntimeError (:meth:`CallResult.unwrap`).
         """
         if is_async:
-            return await self._timed(self._await(function, timeout_s), timeout_s, took)
+            return await self._timed(self.at_once(function, True, timeout_s), timeout_s, took)
         async with self._free[apart]:
-            result = await self._timed(self._run(function, timeout_s), timeout_s, took)
+            result = await self._timed(self.at_once(function, False, timeout_s), timeout_s, took)
         if inspect.isawaitable(result):  # of a sync function around an async one, such as a decorator's
-            return await self._timed(self._await(lambda: result, timeout_s), timeout_s, took)
+            return await self._timed(self.at_once(lambda: result, True, timeout_s), timeout_s, took)
         return result
 
-    async def at_once(self, function: Callable[[], Any], is_async: bool, timeout_s: float) -> Any:
+    async def at_once(self, function: Function, is_async: bool, timeout_s: float | None) -> Any:
         """Make a short call as :meth:`call` does, without waiting for a thread that others have."""
-        return await (self._await if is_async else self._run)(function, timeout_s)
+        if is_async:
+            (result,) = await self._await([function], timeout_s)
+            return result.unwrap()
+        series = _Series([function])
+        await self._in_thread(series, timeout_s)
+        return series.results[0].unwrap()
+
+    async def call_all(
+        self, functions: Sequence[Function], is_async: bool, timeout_s: float | None, stop_on_error: bool = False
+    ) -> list[CallResult]:
+        """Make calls, each with the same limit, and return their results in order; async ones all at a time.
+
+        A thread takes one call after another, so that thousands of short calls cost little. A call that takes longer
+        than ``timeout_s`` has a :class:`CallTimeout` as its result, and a new thread makes the calls after it.
+
+        Args:
+            functions: What to call, without arguments.
+            is_async: Whether they are async functions.
+            timeout_s: The most seconds of one call.
+            stop_on_error: Whether sync calls after an error are left out; the results then end with the first error.
+
+        Raises:
+            TooManyHang: Too many calls have taken too long.
+            BrokenLoop: A function has closed the file descriptors of the loop.
+        """
+        if is_async:
+            return await self._await(functions, timeout_s)
+        series = _Series(functions, stop_on_error)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            while series.is_left and len(tasks) < self._num_threads:
+                tasks.append(asyncio.create_task(self._until_empty(series, timeout_s)))
+                await asyncio.wait(tasks, timeout=_RAMP_S)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return series.in_order()
+
+    async def _until_empty(self, series: _Series, timeout_s: float | None) -> None:
+        async with self._free[False]:
+            while series.is_left:
+                await self._in_thread(series, timeout_s)
 
     async def _timed(
         self, call: Coroutine[Any, Any, Any], timeout_s: float | None, took: Callable[[float], None]
@@ -174,47 +192,45 @@ class Calls:
         finally:
             took(time.monotonic() - began)
 
-    async def _run(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
-        self._check_lost()
-        thread = self._idle.pop() if self._idle else _CallThread()
-        outcome = thread.begin(function)
-        try:
-            await asyncio.wait([outcome], timeout=timeout_s)
-        finally:
-            if outcome.done():
-                self._idle.append(thread)
-            else:
-                outcome.cancel()
-                thread.end()
-                self._lost.add(thread)
-        if not outcome.cancelled():
-            return outcome.result()
-        raise CallTimeout
-
-    def _check_lost(self) -> None:
+    async def _in_thread(self, series: _Series, timeout_s: float | None) -> None:
+        """Have a thread make the calls of a series, until none is left or one takes too long."""
         if len(self._lost) > MOST_LOST:
             self._lost = {each for each in self._lost if each.is_alive}
         if len(self._lost) > MOST_LOST:
             raise TooManyHang(
-                f"{len(self._lost)} calls of environments or tools have taken longer than they may, and go on in "
-                "threads that cannot be stopped; let them end by themselves."
+                f"{len(self._lost)} calls of {self._of} have taken longer than they may, and go on in threads that "
+                f"cannot be stopped; {self._remedy}."
             )
-
-    async def _await(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
-        outcome = asyncio.wrap_future(USERS_LOOP.begin(_caught(function)))
+        thread = self._idle.pop() if self._idle else _CallThread()
+        ended = thread.begin(series)
         try:
-            await asyncio.wait([outcome], timeout=timeout_s)
-        except asyncio.CancelledError:
-            outcome.cancel()
-            raise
-        if outcome.done():
-            value, error = outcome.result()
-            if error is not None:
-                raise error
-            return value
-        outcome.cancel()
-        await USERS_LOOP.replace_if_blocked()
-        raise CallTimeout
+            while not ended.done() and not thread.is_overdue(series, timeout_s):
+                await asyncio.wait([ended], timeout=thread.left_s(timeout_s))
+        finally:
+            if ended.done():
+                self._idle.append(thread)
+            else:
+                ended.cancel()
+                thread.end()
+                self._lost.add(thread)
+
+    async def _await(self, functions: Sequence[Function], timeout_s: float | None) -> list[CallResult]:
+        """Await all functions at once on the loop of users' coroutines, and cancel those that take too long."""
+        results: dict[int, CallResult] = {}
+        ended = asyncio.wrap_future(USERS_LOOP.begin(_await_all(functions, results)))
+        try:
+            is_late = not (await asyncio.wait([ended], timeout=timeout_s))[0]
+        finally:
+            ended.cancel()
+        if not ended.cancelled():
+            ended.result()  # raises what has broken the loop
+        missing = CallResult(error=asyncio.CancelledError())  # a user's function may cancel the tasks of others
+        if is_late and len(results) < len(functions):
+            results = dict(results)  # what comes from now on is too late
+            where = await USERS_LOOP.replace_if_blocked()
+            blocked = f"an async function blocks the event loop at {where}; await in it, or make it sync"
+            missing = CallResult(error=CallTimeout(blocked) if where else CallTimeout.after(timeout_s))
+        return [results.get(number, missing) for number in range(len(functions))]
 
     def stop(self) -> None:
         """Cancel what waits, and end the threads; one whose call goes on is left alone."""
@@ -223,41 +239,53 @@ class Calls:
             thread.end()
 
 
-async def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    try:
-        return await function(), None
-    except BaseException as error:  # a user's function runs here: every error must reach the caller
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return None, _raised(readable(error))
+class _Series:
+    """Calls in their order, for any thread to take, and their results by number; ``lock`` guards it."""
 
+    def __init__(self, functions: Sequence[Function], stop_on_error: bool = False) -> None:
+        self.functions = functions
+        self.results: dict[int, CallResult] = {}
+        self.lock = threading.Lock()
+        self._stop_on_error = stop_on_error
+        self._num_taken = 0
 
-def readable(error: BaseException) -> BaseException:
-    """Return an error whose text can be printed; it is tried where the user's function was called."""
-    try:
-        str(error)
-        return error
-    except BaseException:  # its __str__ is a user's function
-        return RuntimeError(f"{type(error).__name__}, whose text cannot be printed")
+    @property
+    def is_left(self) -> bool:
+        """Whether there is a call to take."""
+        return self._num_taken < len(self.functions)
 
+    def take(self) -> int | None:
+        """Return the number of the next call; None if none is left."""
+        if not self.is_left:
+            return None
+        self._num_taken += 1
+        return self._num_taken - 1
 
-def _raised(error: BaseException) -> BaseException:
-    """Return what a user's function has raised, as what a future may raise in the coroutine that waits for it.
+    def put(self, number: int, result: CallResult) -> None:
+        """Keep the result of a call."""
+        self.results[number] = result
+        if self._stop_on_error and result.error is not None:
+            self._num_taken = len(self.functions)
 
-    ``StopIteration`` is refused by futures; ``CancelledError`` and errors of users that are no ``Exception`` would end
-    that coroutine in silence.
-    """
-    may = isinstance(error, Exception | SystemExit | KeyboardInterrupt | GeneratorExit)
-    return error if may and not isinstance(error, StopIteration) else RuntimeError(error_text(error))
+    def in_order(self) -> list[CallResult]:
+        """Return the results in the order of the calls, up to the first error if an error stops the rest."""
+        results: list[CallResult] = []
+        for number in sorted(self.results):
+            results.append(self.results[number])
+            if self._stop_on_error and results[-1].error is not None:
+                break
+        return results
 
 
 class _CallThread:
-    """A daemon thread that makes one call after another."""
+    """A daemon thread that makes the calls of one series after another, until it is told to end."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="lit_grpo-tool", daemon=True)
+        self._jobs: SimpleQueue[tuple[_Series, asyncio.Future[None]] | None] = SimpleQueue()
+        self._number: int | None = None  # of the call that is being made
+        self._began_s = 0.0
+        self._is_abandoned = False
+        self._thread = threading.Thread(target=self._work, name="lit_grpo-call", daemon=True)
         self._thread.start()
 
     @property
@@ -265,32 +293,89 @@ class _CallThread:
         """Whether it has not come to its end."""
         return self._thread.is_alive()
 
-    def begin(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Begin a call, from a coroutine."""
-        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._jobs.put((function, outcome))
-        return outcome
+    def begin(self, series: _Series) -> asyncio.Future[None]:
+        """Begin to make calls, from a coroutine; the future is done when none is left."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._began_s = time.monotonic()
+        self._jobs.put((series, ended))
+        return ended
+
+    def left_s(self, timeout_s: float | None) -> float | None:
+        """Return the seconds after which the call that is being made may be overdue."""
+        return None if timeout_s is None else max(self._began_s + timeout_s - time.monotonic(), 0.001)
+
+    def is_overdue(self, series: _Series, timeout_s: float | None) -> bool:
+        """Whether the call that is being made has taken too long; it then has that as its result."""
+        if timeout_s is None or time.monotonic() < self._began_s + timeout_s:
+            return False
+        with series.lock:
+            if self._number is None or time.monotonic() < self._began_s + timeout_s:
+                return False
+            series.put(self._number, CallResult(error=CallTimeout.after(timeout_s)))
+            self._is_abandoned = True
+            return True
 
     def end(self) -> None:
         """End after the call that is being made."""
+        self._is_abandoned = True
         self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            function, outcome = job
-            try:
-                value, error = function(), None
-            except BaseException as raised:  # a user's function runs here: every error must reach the caller
-                value, error = None, readable(raised)
+            series, ended = job
+            self._make_calls(series)
             with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
-                outcome.get_loop().call_soon_threadsafe(_settle, outcome, value, error)
-            del job, function, outcome, value, error
+                ended.get_loop().call_soon_threadsafe(_settle, ended)
+            del job, series, ended
+
+    def _make_calls(self, series: _Series) -> None:
+        process, result = os.getpid(), None
+        while True:
+            with series.lock:
+                if self._is_abandoned:
+                    return
+                if self._number is not None and result is not None:
+                    series.put(self._number, result)
+                self._number, self._began_s = series.take(), time.monotonic()
+                if self._number is None:
+                    return
+            result = _made(series.functions[self._number])
+            if os.getpid() != process:  # the function has forked, and its child returned here as well
+                os._exit(0)
 
 
-def _settle(outcome: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if outcome.done():
-        return
-    if error is None:
-        outcome.set_result(value)
-    else:
-        outcome.set_exception(_raised(error))
+def _settle(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)
+
+
+def _made(function: Function) -> CallResult:
+    try:
+        return CallResult(function())
+    except BaseException as error:  # a user's function runs here: every error must reach the caller
+        return CallResult(error=_readable(error))
+
+
+async def _await_all(functions: Sequence[Function], results: dict[int, CallResult]) -> None:
+    """Await functions at once, on the loop of users' coroutines; write their results by number."""
+
+    async def awaited(number: int, function: Function) -> None:
+        process = os.getpid()
+        try:
+            result = CallResult(await function())
+        except BaseException as error:  # a user's function runs here: every error must reach the caller
+            result = CallResult(error=_readable(error))
+        if os.getpid() != process:  # the function has forked, and its child returned here as well
+            os._exit(0)
+        results[number] = result
+
+    await asyncio.gather(*(awaited(number, function) for number, function in enumerate(functions)))
+
+
+def _readable(error: BaseException) -> BaseException:
+    """Return an error whose text can be printed; it is tried where the user's function was called."""
+    try:
+        str(error)
+        return error
+    except BaseException:  # its __str__ is a user's function
+        return RuntimeError(f"{type(error).__name__}, whose text cannot be printed")

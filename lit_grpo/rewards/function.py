@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from lit_grpo.limits import Limit, check_fields
+from lit_grpo.process.processes import ProcessCall
 from lit_grpo.process.signals import check_signals
+from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.inputs import (
     GROUP_INPUTS,
     NOT_IN_TRL,
@@ -27,8 +29,7 @@ from lit_grpo.rewards.inputs import (
     group_inputs,
     rollout_inputs,
 )
-from lit_grpo.rewards.loading import REWARDS, error_text, load_object, near_names, split_path
-from lit_grpo.rewards.processes import ProcessCall
+from lit_grpo.rewards.loading import REWARDS, load_object, near_names, split_path
 from lit_grpo.types import Episode, Prompt, RolloutGroup, own_copy
 
 
@@ -183,7 +184,15 @@ class RewardFunction:
                 call, f"reward function {spec.function!r}", "leave it out, or set process: true for the reward"
             )
         else:
-            function = replace(function, call=ProcessCall(spec.function, spec.args, timeout_s))
+            load = functools.partial(_load_call, spec.function, spec.args)
+            try:
+                call = ProcessCall(load, timeout_s, recorded=("log_metric", "log_extra"))
+            except Exception as error:  # pickling runs code of the values' classes, which may fail in any way
+                raise ValueError(
+                    f"reward function {spec.function!r} cannot be called in a process with args {spec.args} "
+                    f"({error_text(error)}); give args that can be pickled, or leave process out."
+                ) from error
+            function = replace(function, call=call)
         return replace(function, retries=spec.retries, retry_pause_s=spec.retry_pause_s)
 
     @classmethod
@@ -396,6 +405,14 @@ def check_names(functions: Sequence[RewardFunction]) -> None:
         if count > 1:
             paths = ", ".join(function.path for function in functions if function.name == name)
             raise ValueError(f"{count} rewards have the name {name!r} ({paths}); set a name for each.")
+
+
+def _load_call(path: str, args: dict[str, Any]) -> Callable[..., Any]:
+    """Return what a reward calls; a process that the function has to itself calls this."""
+    loaded: Any = load_object(path)
+    if inspect.isclass(loaded):
+        return cast("Callable[..., Any]", loaded(**args))
+    return functools.partial(loaded, **args)
 
 
 def _build(loaded: type, spec: RewardSpec) -> Callable[..., Any]:

@@ -1,75 +1,27 @@
-"""A reward that compares mathematical answers, in a separate process."""
+"""A reward that compares mathematical answers, in separate processes."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
+import logging
 import os
-import subprocess
-import sys
+import re
 import threading
-import weakref
-from pathlib import Path
+import warnings
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from lit_grpo.limits import Positive, checks_arguments
+from lit_grpo.process.calls import CallTimeout
 from lit_grpo.process.packages import require
+from lit_grpo.process.processes import ProcessCall, ProcessEnded
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 
-WORKER = Path(__file__).with_name("math_worker.py")
-
-
-class MathProcess:
-    """A running ``math_worker.py``; only one thread at a time uses it.
-
-    Raises:
-        RuntimeError: The process does not start.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        # -P keeps the folder of the script, whose modules have common names, out of the import path.
-        command = [sys.executable, "-P", str(WORKER), str(timeout_s)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if self._reply() is None:
-            raise RuntimeError("math-verify does not start; see its error output, and install lit_grpo[math] again")
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
-
-    def compare(self, expected: str, completion: str) -> bool | None:
-        """Whether the completion's answer equals the expected one; ``None`` if the expected one is no mathematics.
-
-        A comparison that ends the process, because it takes too much time or memory, is ``False``.
-
-        Raises:
-            RuntimeError: The process ends in any other way.
-        """
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([expected, completion]).encode() + b"\n")
-            self._process.stdin.flush()
-        reply = self._reply()
-        if reply is not None:
-            return json.loads(reply)
-        if self._process.returncode < 0:  # ended by a signal
-            return False
-        raise RuntimeError(f"math-verify ended with code {self._process.returncode}; see its error output")
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _reply(self) -> bytes | None:
-        """Return the next line; ``None`` after the process has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            return line
-        self._process.communicate()
-        return None
+MEMORY_BYTES = 2 * 1024**3
+"""The most memory of a process that compares."""
+MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}")
 
 
 class MathEquivalence:
@@ -103,8 +55,7 @@ class MathEquivalence:
         self.timeout_s = timeout_s
         self._compiled = compile_pattern("answer_pattern", answer_pattern, needs_group=True) if answer_pattern else None
         self._few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1))
-        self._idle: list[MathProcess] = []  # as many as threads have compared at the same time
-        weakref.finalize(self, _close_all, self._idle)
+        self._call = ProcessCall(Comparison, timeout_s)
 
     def __call__(self, completion: str, **columns: Any) -> float | None:
         """Score one completion.
@@ -127,15 +78,61 @@ class MathEquivalence:
 
     def _compare(self, expected: str, completion: str) -> bool | None:
         try:
-            process = self._idle.pop()
-        except IndexError:
-            process = MathProcess(self.timeout_s)
-        equal = process.compare(expected, completion)
-        if process.is_alive:
-            self._idle.append(process)
-        return equal
+            return self._call(expected=expected, completion=completion)
+        except CallTimeout:
+            return False
+        except ProcessEnded as error:
+            if error.code < 0:  # by a signal: the system ran out of memory
+                return False
+            raise RuntimeError(f"math-verify ended with code {error.code}; see its error output") from None
 
 
-def _close_all(processes: list[MathProcess]) -> None:
-    while processes:
-        processes.pop().close()
+class Comparison:
+    """Compares answers with math-verify, in a process that has it to itself and little memory.
+
+    math-verify evaluates only digits and operators as Python.
+
+    Raises:
+        RuntimeError: math-verify cannot be imported.
+    """
+
+    def __init__(self) -> None:
+        import resource
+
+        logging.disable()
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or the system has no such limit
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        try:
+            import math_verify
+        except Exception as error:  # a package that is broken may fail in any way
+            raise RuntimeError(f"math-verify does not start ({error}); install lit_grpo[math] again") from None
+        self._parse, self._verify = math_verify.parse, math_verify.verify
+        self._parsed = functools.lru_cache(maxsize=1024)(self._parse_expected)
+
+    def __call__(self, expected: str, completion: str) -> bool | None:
+        """Whether the completion's answer equals the expected one; ``None`` if the expected one is no mathematics."""
+        gold = self._parsed(expected)
+        if not gold:
+            return None
+        try:
+            answer = self._parse(completion, parsing_timeout=None)  # type: ignore[arg-type]
+            return bool(self._verify(gold, answer, timeout_seconds=None))
+        except (MemoryError, RecursionError):
+            return False
+
+    def _parse_expected(self, text: str) -> list[Any]:
+        """Parse an expected answer, with or without marks of LaTeX; return an empty list if it is no mathematics."""
+        with contextlib.suppress(InvalidOperation):
+            text = f"{Decimal(text):f}"  # math-verify cannot read 1e-05
+        as_latex = f"${text}$"
+        if MARKED.search(text):
+            readings = [text]
+        elif WORD.search(text):
+            readings = [text, as_latex]  # "18 dollars" is 18, not a product of letters
+        else:
+            readings = [as_latex, text]  # "2\pi" is not 2
+        for reading in readings:
+            if parsed := self._parse(reading, fallback_mode="no_fallback", parsing_timeout=None):  # type: ignore[arg-type]
+                return parsed
+        return []

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from lit_grpo.limits import Count, Limit, checks_arguments
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.calls import Calls, CallTimeout
+from lit_grpo.process.processes import ProcessEnded
 from lit_grpo.process.streams import KeptStreams
-from lit_grpo.rewards.execution import await_calls, run_calls
+from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
-from lit_grpo.rewards.loading import error_text
 from lit_grpo.types import Prompt, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
@@ -59,7 +59,7 @@ class RewardRunner:
 
     Functions that are not ``async`` run in at most ``num_workers`` threads, so a function may be called several times
     at once, even for rollouts of one group. ``async`` functions all run on one event loop, which they must not block
-    (:class:`lit_grpo.process.calls.UsersLoop`).
+    (:class:`lit_grpo.process.loops.UsersLoop`).
 
     An error is an exception, a call that takes longer than ``timeout_s``, a value that is neither a finite number nor
     ``None``, or a wrong number of values for a group. A thread cannot be stopped: when its call takes too long, the
@@ -96,10 +96,9 @@ class RewardRunner:
         self._raises = on_error == "raise"
         self._timeout_s = timeout_s
         self._num_workers = num_workers
-        self._workers = asyncio.Semaphore(num_workers)
         self._pending: list[_Submission] = []  # in the order of arrival
         self._warned: set[str] = set()
-        self._keeper: EventLoop | None = None  # watches the time limits; no user's code runs on it
+        self._calls: Calls | None = None
         self._streams: KeptStreams | None = None
         self._told_of_streams = False
 
@@ -108,14 +107,13 @@ class RewardRunner:
         groups = tuple(group for group in groups if group.rollouts)
         if not groups:
             return
-        if self._keeper is None:
-            self._workers = asyncio.Semaphore(self._num_workers)
-            self._keeper = EventLoop("lit_grpo-rewards")
-            self._streams = KeptStreams()
+        if self._calls is None:
+            remedy = "let them end by themselves, or set process: true for the reward"
+            self._calls, self._streams = Calls(self._num_workers, "reward functions", remedy), KeptStreams()
         surroundings = Surroundings(self.state, self.metrics.log)
         # In this thread, not on the loop's: a thread that is in torch when the interpreter exits aborts the process.
         arguments = [[function.arguments(group, surroundings) for group in groups] for function in self.functions]
-        self._pending.append(_Submission(groups, self._keeper.begin(self._score(groups, arguments))))
+        self._pending.append(_Submission(groups, self._calls.start(self._score(self._calls, groups, arguments))))
 
     def gather(self, groups: Iterable[RolloutGroup] | None = None) -> None:
         """Wait for submitted groups and write their rewards.
@@ -165,39 +163,38 @@ class RewardRunner:
         for submission in self._pending:
             submission.values.cancel()
         self._pending = []
-        if self._keeper is not None:
-            self._keeper.close(wait_s=1.0)
-        self._keeper = None
+        if self._calls is not None:
+            self._calls.stop()
+        self._calls = None
         if self._streams is not None:
             self._streams.close()
         self._streams = None
 
-    async def _score(self, groups: Sequence[RolloutGroup], arguments: list[list[Arguments]]) -> list[list[Values]]:
-        """Return the values by function and group; ``arguments`` are by function and group too."""
-        sizes = [len(group.rollouts) for group in groups]
-        pairs = zip(self.functions, arguments, strict=True)
-        return await asyncio.gather(*(self._values(function, by_group, sizes) for function, by_group in pairs))
+    async def _score(
+        self, calls: Calls, groups: Sequence[RolloutGroup], arguments: list[list[Arguments]]
+    ) -> list[list[Values]]:
+        """Return the values by function and group; ``arguments`` are by function and group too.
 
-    async def _values(
-        self, function: RewardFunction, arguments: Sequence[Arguments], sizes: Sequence[int]
-    ) -> list[Values]:
-        """Return a value or an error for each rollout; those after an error that will be raised are missing."""
-        calls = [
-            (keywords, size // len(of_group))  # a call on the group has all of its rollouts, else one
-            for of_group, size in zip(arguments, sizes, strict=True)
-            for keywords in of_group
-        ]
-        if function.is_async:
-            coroutines = [functools.partial(function.score_async, keywords, size) for keywords, size in calls]
-            outcomes = await await_calls(coroutines, self._timeout_s)
-        else:
-            bound = [functools.partial(function.score, keywords, size) for keywords, size in calls]
-            outcomes = await run_calls(bound, self._timeout_s, self._raises, self._workers, self._num_workers)
-        values = (
-            [outcome] * size if isinstance(outcome, BaseException) else outcome
-            for outcome, (_, size) in zip(outcomes, calls, strict=False)  # no call is made after an error that counts
-        )
-        return [list(itertools.chain(*itertools.islice(values, len(of_group)))) for of_group in arguments]
+        Values after an error that will be raised are missing.
+        """
+        sizes = [len(group.rollouts) for group in groups]
+
+        async def values(function: RewardFunction, by_group: list[Arguments]) -> list[Values]:
+            score = function.score_async if function.is_async else function.score
+            made = [  # a call on the group has all of its rollouts, else one
+                (functools.partial(score, keywords, size // len(of_group)), size // len(of_group))
+                for of_group, size in zip(by_group, sizes, strict=True)
+                for keywords in of_group
+            ]
+            functions = [call for call, _ in made]
+            results = await calls.call_all(functions, function.is_async, self._timeout_s, stop_on_error=self._raises)
+            given = (
+                result.value if result.error is None else [result.error] * size
+                for result, (_, size) in zip(results, made, strict=False)
+            )
+            return [list(itertools.chain(*itertools.islice(given, len(of_group)))) for of_group in by_group]
+
+        return await asyncio.gather(*map(values, self.functions, arguments))
 
     def _write(self, group: RolloutGroup, values: Sequence[Values]) -> None:
         for function, column in zip(self.functions, values, strict=True):
@@ -213,9 +210,8 @@ class RewardRunner:
 
     def _count_error(self, function: RewardFunction, cause: BaseException, prompt_id: str, samples: list[int]) -> None:
         which = f"sample {samples[0]}" if len(samples) == 1 else f"samples {samples[0]} to {samples[-1]}"
-        sentence = (
-            f"reward {function.name!r} ({function.path}) failed on prompt {prompt_id!r}, {which}: {error_text(cause)}."
-        )
+        why = str(cause) if isinstance(cause, CallTimeout | ProcessEnded) else error_text(cause)
+        sentence = f"reward {function.name!r} ({function.path}) failed on prompt {prompt_id!r}, {which}: {why}."
         if self._raises:
             raise RewardError(sentence) from cause
         self.num_errors += len(samples)

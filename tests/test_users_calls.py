@@ -1,0 +1,123 @@
+"""Calls of users' code: what forks, fails in odd ways, hangs, or outlives the process that asked for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_reward_runner import make_group, rewards_of, values_of
+
+from lit_grpo.process import calls
+from lit_grpo.rewards import RewardError, RewardFunction, RewardRunner, RewardSpec
+
+
+def python(code: str, cwd: Path, timeout_s: float = 20.0) -> str:
+    """The output of a program, without what it imports being tied to the folder that it runs in."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_the_child_of_a_function_that_forks_ends_where_the_function_does(kind: str, tmp_path: Path) -> None:
+    code = f"""
+        import os
+        from lit_grpo.process.calls import Calls
+
+        {kind} forks():
+            if os.fork():
+                os.wait()
+            return 1.0
+
+        calls = Calls(1)
+        call = calls.call(forks, {kind != "def"}, 10.0, lambda seconds: None)
+        print(calls.start(call).result(), flush=True)
+        calls.stop()
+    """
+    assert python(code, tmp_path) == "1.0\n"
+
+
+class BadError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def fails(completion: str) -> float:
+    raise BadError
+
+
+async def fails_async(completion: str) -> float:
+    raise BadError
+
+
+@pytest.mark.parametrize("function", [fails, fails_async])
+def test_an_error_of_a_reward_that_cannot_be_printed_is_an_error_of_its_rollout(function: Any) -> None:
+    runner, group = RewardRunner([RewardFunction.of(function, "bad")], "none"), make_group("a")
+    runner.score(group)
+    runner.close()
+    assert (values_of(group, "bad"), runner.num_errors) == ([None], 1)
+    runner = RewardRunner([RewardFunction.of(function, "bad")])
+    with pytest.raises(RewardError, match=r"sample 0: RuntimeError: BadError, whose text cannot be printed.$"):
+        runner.score(group)
+    runner.close()
+
+
+def test_too_many_rewards_that_hang_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(completion: str) -> float:
+        time.sleep(5)
+        return 1.0
+
+    monkeypatch.setattr(calls, "MOST_LOST", 1)
+    runner = RewardRunner([RewardFunction.of(hangs, "hangs")], "none", 0.05, num_workers=1)
+    with pytest.raises(RuntimeError, match=r"2 calls of reward functions have taken longer .* or set process: true"):
+        runner.score(make_group("a", "b", "c"))
+    runner.close()
+
+
+def test_a_worker_process_that_hangs_ends_with_the_process_that_asked_it(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(
+        "import os, pathlib, time\n"
+        "def score(completion):\n"
+        "    pathlib.Path('pid').write_text(str(os.getpid()))\n"
+        "    time.sleep(15)\n"
+    )
+    code = """
+        import pathlib, threading, time
+        from lit_grpo.rewards import RewardFunction, RewardSpec
+
+        function = RewardFunction.load(RewardSpec("stuck.py:score", process=True), 60.0)
+        threading.Thread(target=function.call, kwargs={"completion": "a"}, daemon=True).start()
+        while not (pathlib.Path("pid").exists() and pathlib.Path("pid").read_text()):
+            time.sleep(0.01)
+    """
+    python(code, tmp_path)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_arguments_of_a_reward_that_cannot_go_to_a_process_are_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text("def score(completion, key): return key(completion)")
+    spec = RewardSpec(f"{tmp_path / 'score.py'}:score", args={"key": lambda text: 1.0}, process=True)
+    with pytest.raises(ValueError, match=r"cannot be called in a process with args .* give args that can be pickled"):
+        RewardFunction.load(spec)
+
+
+def test_a_worker_process_takes_its_modules_from_where_this_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pickle.py").write_text("raise ImportError('not the one of Python')")
+    (tmp_path / "score.py").write_text("def score(completion): return 3.0")
+    function = RewardFunction.load(RewardSpec("score.py:score", process=True), 20.0)
+    runner, group = RewardRunner([function]), make_group("a")
+    runner.score(group)
+    runner.close()
+    assert rewards_of(group) == [3.0]
