@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -204,22 +205,37 @@ def _needed(method: Callable[..., Any]) -> list[str]:
     return [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
-def check_early_stopping(trainer: pl.Trainer, validates: bool) -> None:
-    """Refuse an EarlyStopping that would never look at its metric.
+def check_monitors(trainer: pl.Trainer, validates: bool, names: Sequence[str], may_log: bool) -> str | None:
+    """Check that what EarlyStopping and ModelCheckpoint monitor is there after a validation.
 
     Args:
         trainer: The trainer of a run.
         validates: Whether the run has validation prompts.
+        names: What a validation logs, such as ``val/reward``.
+        may_log: Whether the user's own reward functions or callbacks may log more.
+
+    Returns:
+        A warning about a metric that only the user's own code could log; None if there is nothing to warn of.
 
     Raises:
-        ValueError: The trainer has one, and the run no validation.
+        ValueError: There is no validation, or no such metric.
     """
-    callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    if not validates and any(isinstance(callback, EarlyStopping) for callback in callbacks):
-        raise ValueError(
-            "trainer.callbacks has EarlyStopping, which looks at its metric after each validation, but the run has no "
-            "validation; give data.validation, or leave EarlyStopping out."
-        )
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(callback, EarlyStopping | ModelCheckpoint):
+            continue
+        kind, name = type(callback).__name__, callback.monitor or ""
+        held_out = name.startswith(("val", "eval", "test"))
+        if not validates and (held_out or isinstance(callback, EarlyStopping)):
+            raise ValueError(
+                f"trainer.callbacks has {kind}, which looks at its metric after each validation, but the run has no "
+                f"validation; give data.validation, or leave {kind} out."
+            )
+        if held_out and name not in names:
+            said = f"trainer.callbacks has {kind} with monitor {name!r}, but validation logs {', '.join(names)}"
+            if may_log:
+                return f"{said}; the run ends with an error unless a reward or callback of yours logs {name!r}."
+            raise ValueError(f"{said}; take one of these.")
+    return None
 
 
 def check_ranks(

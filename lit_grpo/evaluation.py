@@ -64,6 +64,15 @@ class EvaluationModule(pl.LightningModule):
         self.reward_means = torch.nn.ModuleList([MeanMetric(nan_strategy="ignore") for _ in rewards])
 
     @property
+    def held_out_metrics(self) -> list[str]:
+        """The names of what a validation logs, without metrics of the user's own."""
+        return [f"val/{name}" for name in (*self.means, *self._reward_names)]
+
+    @property
+    def _reward_names(self) -> list[str]:
+        return [f"rewards/{function.name}/mean" for function in self.rewards]
+
+    @property
     def ranks(self) -> Ranks:
         """Reductions over the ranks of the run."""
         return Ranks(self.device)
@@ -116,8 +125,7 @@ class EvaluationModule(pl.LightningModule):
 
     def _log_evaluation(self, prefix: str) -> dict[str, float]:
         """Log all means, over all ranks; return them by name, without the prefix."""
-        functions = [f"rewards/{function.name}/mean" for function in self.rewards]
-        means = [*self.means.items(), *zip(functions, self.reward_means, strict=True)]
+        means = [*self.means.items(), *zip(self._reward_names, self.reward_means, strict=True)]
         values = {name: cast(MeanMetric, mean).compute() for name, mean in means}
         for name, value in values.items():
             self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)

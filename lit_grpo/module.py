@@ -17,11 +17,11 @@ from lit_grpo.checks import (
     FORMAT,
     check_callbacks,
     check_checkpoint,
-    check_early_stopping,
     check_format,
     check_generations,
     check_micro_batch,
     check_minibatches,
+    check_monitors,
     check_prompt_lengths,
     check_ranks,
     check_stepping,
@@ -252,9 +252,17 @@ class GRPOModule(EvaluationModule):
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
             self._check_selection()
             prompts = getattr(data, "prompts", None)
-            check_early_stopping(self.trainer, validates=prompts is None or "validation" in prompts)
+            self._check_monitors(validates=prompts is None or "validation" in prompts)
             check_ranks(self.trainer, self.policy_name, self.lora, self.reference, self.settings)
         self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _check_monitors(self, validates: bool) -> None:
+        """Check what Lightning's callbacks monitor; what the user's own code may log cannot be known."""
+        kinds = [type(self), *map(type, self.trainer.callbacks)]  # pyright: ignore[reportAttributeAccessIssue]
+        owns = any(not kind.__module__.startswith(("lit_grpo.", "lightning.")) for kind in kinds)
+        may_log = owns or any(function.may_log for function in self.rewards)
+        if (warning := check_monitors(self.trainer, validates, self.held_out_metrics, may_log)) is not None:
+            self.ranks.warn(warning)
 
     def _check_selection(self) -> None:
         """Check that a selection that moves over the run knows its end, and tell what entropies cost."""
@@ -350,6 +358,8 @@ class GRPOModule(EvaluationModule):
         scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
         total = total_updates(self.trainer, self.settings.updates_per_batch)
         check_stepping(optimizer, scheduler, total)
+        for name in ROLES:
+            cast("Plugin", getattr(self.settings, name)).check_policy(self.policy, optimizer)
         self._told = told_of_run(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
         if self._told_before:
             check_optimizer(self._told_before, self._told)

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lit_grpo.limits import check_fields
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
     from lit_grpo.findings.reward_curves import Finding
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import StepEvents
@@ -171,6 +174,15 @@ class Plugin:
 
         Raises:
             ValueError: They do not fit.
+        """
+
+    def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Check the policy that a run trains, and what takes its steps, before the first rollout.
+
+        Plug-ins are asked that a learner goes by (:data:`lit_grpo.update.learner_settings.ROLES`).
+
+        Raises:
+            ValueError: It cannot act on them.
         """
 
     def worker(self) -> Worker | None:

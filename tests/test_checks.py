@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from hand_made import Batches, differing, make_module, make_trainer, random_grou
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
+    Callback,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -32,7 +34,10 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 import lit_grpo
 from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, RunCheckpoint, ThroughputMonitor, WeightSync
-from lit_grpo.checks import check_early_stopping
+from lit_grpo.checks import check_monitors
+from lit_grpo.methods.capo import Capo
+from lit_grpo.methods.router_loss import RouterLoss
+from lit_grpo.plugins import Plugin
 
 
 @pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), HalfPrecision("16-true")])
@@ -136,12 +141,55 @@ def test_what_cannot_be_stepped_once_per_update_is_refused_before_the_run(
         make_trainer(max_steps=4).fit(module, train_dataloaders=Batches([[]]))
 
 
-def test_early_stopping_without_validation_is_refused() -> None:
-    data = SimpleNamespace(prompts={"train": []})
-    trainer = SimpleNamespace(callbacks=[EarlyStopping("val/reward")], datamodule=data)
-    with pytest.raises(ValueError, match="EarlyStopping, which looks at its metric after each validation"):
-        check_early_stopping(trainer, validates=False)  # pyright: ignore[reportArgumentType]
-    check_early_stopping(trainer, validates=True)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    ("plugin", "options", "message"),
+    [
+        (Capo(), {"optimizer": torch.optim.RMSprop}, "capo simulates steps of Adam, AdamW and SGD, and .* is RMSprop"),
+        (Capo(), {"lora": {"r": 2}}, "capo needs a plain linear head that is trained"),
+        (RouterLoss(), {}, "router_loss needs the logits of routers, which Qwen3ForCausalLM does not tell"),
+    ],
+)
+def test_a_plug_in_refuses_a_policy_or_an_optimizer_before_the_first_rollout(
+    plugin: Plugin, options: dict[str, Any], message: str, policy_folder: Path
+) -> None:
+    module = make_module(policy_folder, **({"optimizer": sgd(1e-3)} | options))
+    module.learn_from(plugin)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(max_steps=1).fit(module, train_dataloaders=Batches([[]]))
+
+
+def test_callbacks_that_monitor_a_validation_are_refused_without_one() -> None:
+    for callback in (EarlyStopping("val/reward"), EarlyStopping("reward"), ModelCheckpoint(monitor="val/reward")):
+        trainer: Any = SimpleNamespace(callbacks=[callback])
+        kind = type(callback).__name__
+        with pytest.raises(
+            ValueError, match=f"{kind}, which looks at its metric after each validation, .* leave {kind}"
+        ):
+            check_monitors(trainer, False, ["val/reward"], may_log=True)
+        assert check_monitors(trainer, True, ["val/reward"], may_log=False) is None
+
+
+class LogsMore(Callback):
+    """A callback of the user's, which may log anything."""
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
+def test_a_monitored_metric_that_no_validation_logs_is_refused_before_the_run(
+    kind: Any,
+) -> None:
+    said = (
+        f"trainer.callbacks has {kind.__name__} with monitor 'val_reward', but validation logs val/pass@1, val/reward, "
+        "val/completion_length, val/truncated, val/rewards/exact_match/mean; "
+    )
+    own = kind(monitor="val_reward")
+    with pytest.raises(ValueError, match=re.escape(f"{said}take one of these.")):
+        make_trainer(own, enable_checkpointing=True).fit(make_module("nowhere"), train_dataloaders=Batches([]))
+    trainer, warned = (
+        make_trainer(own, LogsMore(), enable_checkpointing=True),
+        "the run ends with an error unless a rew",
+    )
+    with pytest.warns(UserWarning, match=re.escape(said + warned)), pytest.raises(ValueError, match="nowhere"):
+        trainer.fit(make_module("nowhere"), train_dataloaders=Batches([]))
 
 
 def test_checkpoints_and_progress_bars_of_the_users_own_work_and_go_on_exactly(

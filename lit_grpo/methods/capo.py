@@ -81,29 +81,39 @@ class Capo(Selection):
         """It chooses tokens, at each step of a batch."""
         return {**super().changes, "all_tokens": "leaves tokens out by a model of curvature"}
 
+    def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Check the head, and that the optimizer is Adam or SGD."""
+        HeadStep.of(optimizer, _head_weight(policy))
+
     def token_mask(
         self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: TakesSteps
     ) -> Mapping[Key, torch.Tensor] | None:
-        """Return which tokens are within both bounds.
-
-        Raises:
-            ValueError: The head is not a plain linear layer that is trained, or the optimizer is neither Adam nor SGD.
-        """
+        """Return which tokens are within both bounds."""
 
         def of_hidden(
             model: PreTrainedModel, hidden_nD: torch.Tensor, target_ids_n: torch.Tensor, advantages_n: torch.Tensor
         ) -> torch.Tensor:
-            head: Any = model.get_output_embeddings()
-            scaled = [name for name in SCALES if getattr(model.config.get_text_config(), name, None) not in (None, 1)]
-            if type(head) is not torch.nn.Linear or head.bias is not None or not head.weight.requires_grad or scaled:
-                raise ValueError("rollout.plugins: capo needs a plain linear head that is trained; leave it out.")
-            step = HeadStep.of(optimization.optimizer, head.weight)
+            weight = _head_weight(model)
+            step = HeadStep.of(optimization.optimizer, weight)
             if step is None:
                 return hidden_nD.new_zeros((len(hidden_nD), 2))
-            return curvature_models(head.weight, hidden_nD, target_ids_n, advantages_n, step, self.top)
+            return curvature_models(weight, hidden_nD, target_ids_n, advantages_n, step, self.top)
 
         values = measure([rollout for rollout, _ in learnt], of_hidden)
         return {key: (its[:, 0].abs() < self.hessian) & (its[:, 1] < self.fisher) for key, its in values.items()}
+
+
+def _head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """Return the weight of the head.
+
+    Raises:
+        ValueError: The head is not a plain linear layer that is trained.
+    """
+    head: Any = model.get_output_embeddings()
+    scaled = [name for name in SCALES if getattr(model.config.get_text_config(), name, None) not in (None, 1)]
+    if type(head) is not torch.nn.Linear or head.bias is not None or not head.weight.requires_grad or scaled:
+        raise ValueError("rollout.plugins: capo needs a plain linear head that is trained; leave it out.")
+    return head.weight
 
 
 @dataclass(frozen=True)

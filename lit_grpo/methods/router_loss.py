@@ -53,6 +53,10 @@ class RouterLoss(Auxiliary):
         """The counts of all tokens of a step before its first gradient."""
         return super().needs | {"all_ranks", "own_rows", "packed_rows", "fixed_token_budget"}
 
+    def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Check that the policy tells the logits of its routers."""
+        Routers(policy)
+
     def term(self, policy: PreTrainedModel, visit: Visit, ranks: Ranks) -> Term:
         """Count."""
         routers = Routers(policy)

@@ -252,6 +252,11 @@ class RewardFunction:
         return GROUP_INPUTS if self.on_group else ROLLOUT_INPUTS
 
     @property
+    def may_log(self) -> bool:
+        """Whether it gets ``log_metric``, by which it may log metrics of its own."""
+        return "log_metric" in self.names or (self.takes_columns and self.on_group)
+
+    @property
     def is_async(self) -> bool:
         """Whether a call returns a coroutine."""
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
