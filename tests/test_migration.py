@@ -172,25 +172,61 @@ def test_what_has_no_counterpart_is_named_with_the_reason() -> None:
     assert "vllm_gpu_memory_utilization: model.generator.kv_memory auto" in said
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine", "constant_with_warmup"])
+WSD: dict[str, dict[str, Any]] = {
+    "warmup_stable_decay": {"num_decay_steps": 3},
+    "warmup_stable_decay linear": {"num_decay_steps": 4, "decay_type": "linear", "min_lr_ratio": 0.0},
+    "warmup_stable_decay stable": {"num_decay_steps": 4, "num_stable_steps": 2, "num_cycles": 0.5},
+}
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "constant_with_warmup", *WSD])
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_schedules_are_those_of_transformers(shape: str, warmup: int) -> None:
     from transformers import get_scheduler
+
+    further, shape = WSD.get(shape), shape.partition(" ")[0]
 
     rates = []
     for ours in (False, True):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
         if ours:
-            settings = convert(lr_scheduler_type=shape, warmup_steps=warmup)["model"]["lr_scheduler"]["init_args"]
-            schedule: Any = WarmupDecayLR(optimizer, **settings)
+            given = {"lr_scheduler_type": shape, "warmup_steps": warmup, "lr_scheduler_kwargs": further}
+            schedule: Any = WarmupDecayLR(optimizer, **convert(**given)["model"]["lr_scheduler"]["init_args"])
         else:
-            schedule = get_scheduler(shape, optimizer, num_warmup_steps=warmup, num_training_steps=10)
+            schedule = get_scheduler(shape, optimizer, warmup, 10, further)
         rates.append([])
         for _ in range(10):
             rates[-1].append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
     assert all(math.isclose(one, other, abs_tol=1e-12) for one, other in zip(*rates, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "further", "message"),
+    [
+        ("warmup_stable_decay", None, "lr_scheduler_kwargs has no num_decay_steps, which TRL needs too"),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 3, "min_lr_ratio": 0.1},
+            "has min_lr_ratio 0.1, .* take 0, or give",
+        ),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 3, "decay": "linear"},
+            "'decay', which transformers' get_wsd_sched",
+        ),
+        (
+            "cosine",
+            {"num_cycles": 2},
+            "lr_scheduler_kwargs has num_cycles, which cosine cannot have here; leave it out",
+        ),
+        ("polynomial", None, "is 'polynomial'; take linear, .* or warmup_stable_decay, or give a class"),
+    ],
+)
+def test_schedules_that_cannot_be_had_are_refused(shape: str, further: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(lr_scheduler_type=shape, lr_scheduler_kwargs=further)
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])

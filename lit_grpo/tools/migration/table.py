@@ -127,7 +127,8 @@ TRL: dict[str, Counterpart] = {
     "warmup_steps": _changed(SCHEDULE, 0, "model.lr_scheduler.warmup_steps"),
     **_refused("give the optimizer's own arguments as model.optimizer.NAME", optim_args=None,
                optim_target_modules=None),
-    **_refused("give a schedule of your own as model.lr_scheduler", lr_scheduler_kwargs=None),
+    "lr_scheduler_kwargs": _changed("of warmup_stable_decay alone: num_decay_steps is decay_steps; min_lr_ratio is 0",
+                                    None, "model.lr_scheduler"),
     # Sampling
     "max_completion_length": _same("model.sampling.max_tokens", 512),
     "temperature": _same("model.sampling.temperature", 1.0),

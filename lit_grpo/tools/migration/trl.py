@@ -209,18 +209,48 @@ def _batches(taken: Mapping[str, Any], rows: int | None, devices: int) -> dict[s
 
 
 def _schedule(taken: Mapping[str, Any], steps: int) -> dict[str, Any] | None:
-    shape, warmup = taken["lr_scheduler_type"], taken["warmup_steps"]
-    if shape not in SHAPES:
-        raise ValueError(
-            f"lr_scheduler_type is {shape!r}; take {', '.join(SHAPES)}, or give a class in model.lr_scheduler."
-        )
-    if shape == "constant":  # in transformers it has no warm-up
-        return None
+    shape, warmup, further = taken["lr_scheduler_type"], taken["warmup_steps"], taken["lr_scheduler_kwargs"] or {}
     warmup = math.ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
-    return {
-        "class_path": "WarmupDecayLR",
-        "init_args": {"total_steps": steps, "warmup_steps": warmup, "shape": SHAPES[shape]},
-    }
+    settings = {"total_steps": steps, "warmup_steps": warmup}
+    if shape == "warmup_stable_decay":
+        settings |= _stable_decay(further, settings)
+    elif shape not in SHAPES:
+        raise ValueError(
+            f"lr_scheduler_type is {shape!r}; take {', '.join(SHAPES)} or warmup_stable_decay, or give a class in "
+            "model.lr_scheduler."
+        )
+    elif further:
+        raise ValueError(
+            f"lr_scheduler_kwargs has {', '.join(further)}, which {shape} cannot have here; leave it out, or give a "
+            "schedule of your own as model.lr_scheduler."
+        )
+    elif shape == "constant":  # in transformers it has no warm-up
+        return None
+    else:
+        settings["shape"] = SHAPES[shape]
+    return {"class_path": "WarmupDecayLR", "init_args": settings}
+
+
+def _stable_decay(further: Mapping[str, Any], settings: Mapping[str, int]) -> dict[str, Any]:
+    """Return our arguments for those of transformers' ``get_wsd_schedule``."""
+    only = {"decay_type": ("cosine", "linear"), "warmup_type": ("linear",), "min_lr_ratio": (0,), "num_cycles": (0.5,)}
+    for name, value in further.items():
+        if name in only and value not in only[name]:
+            listed = " or ".join(map(str, only[name]))
+            raise ValueError(
+                f"lr_scheduler_kwargs has {name} {value!r}, which WarmupDecayLR cannot have; take {listed}, or give a "
+                "schedule of your own as model.lr_scheduler."
+            )
+        if name not in (*only, "num_decay_steps", "num_stable_steps"):
+            raise ValueError(f"lr_scheduler_kwargs has {name!r}, which transformers' get_wsd_schedule does not take.")
+    if "num_decay_steps" not in further:
+        raise ValueError(
+            "lr_scheduler_type is warmup_stable_decay, and lr_scheduler_kwargs has no num_decay_steps, which TRL needs "
+            "too; give it."
+        )
+    decay, stable = further["num_decay_steps"], further.get("num_stable_steps")
+    total = settings["total_steps"] if stable is None else settings["warmup_steps"] + stable + decay
+    return {"total_steps": total, "shape": further.get("decay_type", "cosine"), "decay_steps": decay}
 
 
 def _model(taken: Mapping[str, Any]) -> dict[str, Any]:
