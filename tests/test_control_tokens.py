@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
 import logging
 import random
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -44,6 +47,16 @@ def unigram() -> Any:
 def num_control(tokenizer: Any, token_ids: Any) -> int:
     """How many of some tokens are control tokens."""
     return sum(token in ControlTokens.of(tokenizer).ids.values() for token in token_ids)
+
+
+def test_a_tokenizer_is_freed_with_its_control_tokens() -> None:
+    tokenizer = unigram()
+    assert ControlTokens.of(tokenizer) is ControlTokens.of(tokenizer)
+    assert ControlTokens.of(copy.copy(tokenizer)) is not ControlTokens.of(tokenizer)
+    gone = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("make", [chat_tokenizer, unigram])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import weakref
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens that structure a turn although tokenizers do not call them special."""
-_KNOWN: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens] = weakref.WeakKeyDictionary()
+_KNOWN = "_lit_grpo_control_tokens"  # the attribute of a tokenizer by which it keeps its own
 
 
 def written_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -61,9 +60,10 @@ class ControlTokens:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
         """Return those of a tokenizer, the same ones until it gets another chat template."""
-        known = _KNOWN.get(tokenizer)
-        if known is None or known._written != written_template(tokenizer):
-            known = _KNOWN[tokenizer] = cls(tokenizer)
+        known: ControlTokens | None = vars(tokenizer).get(_KNOWN)
+        is_own = known is not None and known._tokenizer is tokenizer  # a copy has another tokenizer's
+        if known is None or not is_own or known._written != written_template(tokenizer):
+            known = vars(tokenizer)[_KNOWN] = cls(tokenizer)
         return known
 
     def cover(self, text: str) -> str:
