@@ -21,6 +21,7 @@ from lit_grpo.environments.tools import Tool
 from lit_grpo.findings.reward_curves import Finding
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.process.signals import sets_signals
+from lit_grpo.process.values import find_foreign
 from lit_grpo.rewards import RewardFunction, RewardRunner, RewardSpec
 from lit_grpo.rewards.function import load_rewards
 
@@ -308,6 +309,27 @@ def test_a_tool_whose_every_call_fails_is_named_once_with_its_error(caplog: pyte
     metrics = worker.metrics()
     assert [metrics[f"environments/{name}/lookup"] for name in ("calls", "failed_calls")] == [3.0, 3.0]
     assert [metrics[f"environments/{name}/add"] for name in ("calls", "failed_calls")] == [3.0, 0.0]
+
+
+def test_a_resumed_run_goes_on_counting_the_calls_of_tools() -> None:
+    def lookup(key: str) -> str:
+        """Look up.
+
+        Args:
+            key: A key.
+        """
+        raise KeyError("no such table")
+
+    worker = worker_of(tools=[lookup])
+    for num_calls, num_findings in ((2, 0), (1, 1), (0, 1)):
+        says = lambda _, turn, most=num_calls: call("lookup", key="a") if turn < most else "Done."  # noqa: E731
+        play(worker, says, [{"prompt": "?"}])
+        assert len(worker.findings()) == num_findings
+        state = worker.state_dict()
+        assert find_foreign(state) is None
+        worker = worker_of(tools=[lookup])
+        worker.load_state_dict(state)
+    assert worker.findings()[0].sentence.startswith('All 3 calls of the tool `lookup` failed, 3 of them with "KeyErr')
 
 
 def test_a_tool_that_has_worked_once_and_one_that_was_hardly_called_are_not_named() -> None:

@@ -632,7 +632,7 @@ class EnvironmentWorker(Worker):
         return dict.fromkeys(tool for kind in self.kinds.values() for tool in kind.tools)
 
     def findings(self) -> list[Finding]:
-        """Return the tools whose calls have all failed since the process began, and batches that were all dropped."""
+        """Return the tools whose calls have all failed, and batches that were all dropped."""
         gone = [Finding("environment", "failed", self._gone())] if self._num_gone else []
         return [*self._tool_calls.findings(), *gone]
 
@@ -679,12 +679,14 @@ class EnvironmentWorker(Worker):
         return len(tried)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which trajectories have begun, and where those can go on whose environments can be restored.
+        """Return which trajectories have begun, where those can go on whose environments can be restored, and calls.
 
-        As the rollout began and as they are now: until it has been learnt from, what is resumed is before it.
+        As the rollout began and as they are now: until it has been learnt from, what is resumed is before it. Of calls
+        it is how many of each tool have failed.
         """
         places = self._places()
-        return {"sessions": [[list(key), [[each.token_ids, each.state] for each in places[key]]] for key in places]}
+        sessions = [[list(key), [[each.token_ids, each.state] for each in places[key]]] for key in places]
+        return {"sessions": sessions, "tool_calls": self._tool_calls.state_dict()}
 
     def _places(self) -> dict[Key, list[Snapshot]]:
         """Return where each trajectory can go on, the latest place last."""
@@ -699,6 +701,8 @@ class EnvironmentWorker(Worker):
             (name, visit, tuple(path)): [Snapshot(tuple(path), token_ids, kept) for token_ids, kept in places]
             for (name, visit, path), places in state["sessions"]
         }
+        if "tool_calls" in state:  # an earlier version has kept none
+            self._tool_calls.load_state_dict(state["tool_calls"])
 
     def close(self) -> None:
         """End all environments, and what calls them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
 
 from lit_grpo.findings.reward_curves import Finding
 
@@ -38,6 +40,22 @@ class ToolCalls:
         """Count calls whose errors are not known."""
         self._num_calls[name] += num_calls
         self._num_failed[name] += num_failed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        errors = {name: dict(those) for name, those in list(self._errors.items())}
+        return {
+            "calls": dict(self._num_calls),
+            "failed": dict(self._num_failed),
+            "errors": errors,
+            "told": {*self._told},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._num_calls, self._num_failed = Counter(state["calls"]), Counter(state["failed"])
+        self._errors = defaultdict(Counter, {name: Counter(those) for name, those in state["errors"].items()})
+        self._told = {*state["told"]}
 
     def findings(self) -> list[Finding]:
         """Return a finding for each tool whose calls have all failed."""
