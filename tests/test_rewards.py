@@ -8,12 +8,14 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from conftest import random_policy
 from hand_made import fit, make_module, random_groups
 
+from lit_grpo.data import PromptDataModule
+from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import (
     ExactMatch,
     FormatMatch,
@@ -25,6 +27,9 @@ from lit_grpo.rewards import (
     exact_match,
     load_rewards,
 )
+from lit_grpo.tools.doctor.patient import Patient
+from lit_grpo.tools.doctor.report import Report
+from lit_grpo.tools.doctor.rewards import check_rewards
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
 
@@ -441,6 +446,36 @@ def test_a_run_says_which_reward_gives_nothing_where_the_prompt_has_begun_the_an
         warnings.simplefilter("always")
         fit(make_module(policy_folder), batch("1+1? "))
     assert not any("Prompts end in" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "rows"),
+    [
+        ("1+1? <think>\n", "a</think> 4", ["reward whole", "<think> in prompts"]),
+        ("1+1? <think>\n", "<think>a</think> 4", ["reward whole"]),  # it has earned something
+        ("1+1? ", "a</think> 4", ["reward whole"]),
+    ],
+)
+def test_the_doctor_says_which_reward_gives_nothing_where_the_prompt_has_begun_the_answer(
+    text: str, said: str, rows: list[str]
+) -> None:
+    def whole(completion: str) -> float:
+        return float(completion.startswith("<think>"))
+
+    module, data, none = make_module("nowhere", rewards=[whole]), PromptDataModule(), cast("Any", None)
+    module.tokenizer = load_tokenizer("tiny")
+    request = Request(Prompt("train/0", (1,), text), (0,), SamplingParams())
+    rollout = Rollout(request.prompt, Completion(request, [5], [0.0], [0], "stop", said))
+    data.prompts["train"] = [request.prompt]
+    patient = Patient(none, module, data, none, none, Report(), None, groups=[RolloutGroup(request.prompt, [rollout])])
+    found = [finding for finding in check_rewards(patient) if finding.name not in ("pass@1", "rewards")]
+    assert [finding.name for finding in found] == rows
+    if len(rows) > 1:
+        assert (found[1].verdict, found[1].figure, found[1].remedy) == (
+            "warn",
+            "prompts end in <think>, so the text of completions lacks it, and whole gives 0 to all",
+            "if whole looks for <think>, let it take the argument prompt too, or use format_match",
+        )
 
 
 def test_the_arguments_that_clash_are_named() -> None:
