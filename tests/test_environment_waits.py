@@ -136,7 +136,7 @@ class Pulse(Listener):
         now = time.monotonic()
         self.longest_s, self.last, self.count = max(self.longest_s, now - self.last), now, self.count + 1
 
-    step = idle = _beat  # type: ignore[assignment]
+    on_step = on_idle = _beat  # type: ignore[assignment]
 
 
 def crowded() -> Pulse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_reward_runner import make_group, rewards_of, values_of
+from test_reward_runner import length, make_group, rewards_of, values_of
 
 from lit_grpo.process import calls
 from lit_grpo.rewards import RewardError, RewardFunction, RewardRunner, RewardSpec
@@ -68,6 +69,44 @@ def test_an_error_of_a_reward_that_cannot_be_printed_is_an_error_of_its_rollout(
     with pytest.raises(RewardError, match=r"sample 0: RuntimeError: BadError, whose text cannot be printed.$"):
         runner.score(group)
     runner.close()
+
+
+class Wild(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [StopIteration, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, Wild])
+def test_whatever_a_reward_raises_is_an_error_of_its_rollout(kind: type[BaseException]) -> None:
+    def sync(completion: str) -> float:
+        raise kind
+
+    async def is_async(completion: str) -> float:
+        await asyncio.sleep(0)
+        raise kind
+
+    for function in (sync, is_async):
+        runner = RewardRunner([RewardFunction.of(function, "raises"), RewardFunction.of(length, "length")], "none")
+        group = make_group("ab")
+        runner.score(group)
+        runner.close()
+        assert (group.rollouts[0].rewards, runner.num_errors) == ({"raises": None, "length": 2.0}, 1)
+
+
+def test_an_async_function_that_cancels_every_task_of_its_loop_fails_calls_and_stops_none() -> None:
+    async def cancels() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(5)
+
+    async def waits() -> None:
+        await asyncio.sleep(5)
+
+    made = calls.Calls(1)
+    results = made.start(made.call_all([waits, cancels], True, 5.0)).result(timeout=3)
+    assert [type(result.error) for result in results] == [asyncio.CancelledError] * 2
+    with pytest.raises(RuntimeError, match="CancelledError"):
+        made.start(made.call(cancels, True, 5.0, lambda seconds: None)).result(timeout=3)
+    made.stop()
 
 
 def test_too_many_rewards_that_hang_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
