@@ -174,7 +174,7 @@ class FaultyGenerator(VLLMServerGenerator):
             with weights_folder() as folder:
                 tensors = {name: tensor * 1.05 for name, tensor in self.weights()}
                 write(tensors.items(), folder / "weights.safetensors")
-                self._fleet.alive[-1].update({"path": str(folder / "weights.safetensors")}, version)
+                self._fleet.alive[-1].reload(version, source=str(folder / "weights.safetensors"))
         return report
 
 

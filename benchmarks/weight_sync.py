@@ -1,10 +1,10 @@
-"""What bringing weights to vLLM costs: in process, as changes, and by each transport to a server.
+"""What bringing weights to vLLM costs: in process, to a server, and as changes.
 
 In process: a Qwen3 of 100 million random parameters in float32; the time of ``load_weights`` with its digests on both
 sides, beside one copy of the same bytes, and beside vLLM's ``reload_weights``, which digests nothing. On a CPU most of
 either is packing: vLLM puts every matrix in an order of its own. As changes: its weights in bfloat16 to a server after
-one step of AdamW with a learning rate of 1e-6; that the server rebuilt every bit is checked by digests. By transport:
-the same weights in float32 to a server on this machine, all of them, through a file and over gloo in turn.
+one step of AdamW with a learning rate of 1e-6; that the server rebuilt every bit is checked by digests. To a server:
+the same weights in float32 to a server on this machine, all of them, through a file.
 """
 
 from __future__ import annotations
@@ -38,19 +38,17 @@ def main(options: Options) -> int:
     times = _in_process(policy, tokenizer, repeats=2 if options.quick else 9)
     over_copy = _ratio(times["sync"], times["copy"])
     over_reload = _ratio(times["sync"], times["reload"])
-    by_transport = _by_transport(policy, tokenizer, repeats=2 if options.quick else 5)
-    over_files = _ratio(by_transport["gloo"], by_transport["files"])
+    to_server = _to_server(policy, tokenizer, repeats=2 if options.quick else 5)
     low = random_qwen3(sizes, options.device, torch.bfloat16)
     share, bytes_share = _as_changes(low, tokenizer)
     rows: list[Row] = [
         {"case": "in process"} | {f"{name}_s": statistics.median(seconds) for name, seconds in times.items()},
-        {"case": "to a server"} | {f"{name}_s": statistics.median(seconds) for name, seconds in by_transport.items()},
+        {"case": "to a server", "sync_s": statistics.median(to_server)},
         {"case": "as changes", "changed_share": share, "bytes_share": bytes_share},
     ]
     claims = [
         Claim("a sync in process over one copy of the same bytes, in time", over_copy, "<=", 3.0),
         Claim("a sync in process over vLLM's own reload, in time", over_reload, "<=", 1.5),
-        Claim("a sync over gloo over one through a file, in time", over_files, "<=", 1.5),
         Claim("bytes of a sync of changes over those of all weights", bytes_share, "<=", 0.5),
     ]
     return finish("weight_sync", options, {"parameters": num_parameters}, rows, claims)
@@ -95,26 +93,22 @@ def _in_process(policy: Any, tokenizer: Any, repeats: int) -> dict[str, list[flo
     return {name: values[1:] for name, values in seconds.items()}
 
 
-def _by_transport(policy: Any, tokenizer: Any, repeats: int) -> dict[str, list[float]]:
-    """Seconds of syncs to a server each, in turn."""
-    names = ("files", "gloo")
-    generators = {name: VLLMServerGenerator(4, transport=name, server_args=ENGINE | KV) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for generator in generators.values():
-        generator.start(PolicySpec(policy, tokenizer))
+def _to_server(policy: Any, tokenizer: Any, repeats: int) -> list[float]:
+    """Seconds of syncs to a server."""
+    generator = VLLMServerGenerator(4, server_args=ENGINE | KV)
+    generator.start(PolicySpec(policy, tokenizer))
+    seconds: list[float] = []
     for version in range(repeats + 1):
-        for name, generator in generators.items():
-            with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter.mul_(1.0)
-            start = time.perf_counter()
-            weights = PolicyWeights(policy)
-            check_arrival(weights.digests, generator.load_weights(weights, version).digests)
-            seconds[name].append(time.perf_counter() - start)
-        note(", ".join(f"{name} {values[-1]:.3f} s" for name, values in seconds.items()))
-    for generator in generators.values():
-        generator.close()
-    return {name: values[1:] for name, values in seconds.items()}
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.0)
+        start = time.perf_counter()
+        weights = PolicyWeights(policy)
+        check_arrival(weights.digests, generator.load_weights(weights, version).digests)
+        seconds.append(time.perf_counter() - start)
+        note(f"to a server {seconds[-1]:.3f} s")
+    generator.close()
+    return seconds[1:]
 
 
 def _as_changes(policy: Any, tokenizer: Any) -> tuple[float, float]:

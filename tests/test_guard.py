@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from lit_grpo.process.loops import EventLoop
 from lit_grpo.rollout.vllm import guard as guarding
-from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, STATE_HEADER, TOKEN_VARIABLE, Guard, counts
+from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, Guard
 from lit_grpo.rollout.weights.files import weights_folder
 
 TOKEN = "a-token-of-some-length"
@@ -41,7 +44,7 @@ def app() -> App:
 
 @pytest.fixture
 def guard(app: App, monkeypatch: pytest.MonkeyPatch) -> Guard:
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setenv(KEY_VARIABLE, TOKEN)
     return Guard(app)
 
 
@@ -58,6 +61,40 @@ def ask(guard: Guard, method: str, path: str, run: str = "", **options: Any) -> 
             return await client.send(request)
 
     return asyncio.run(send())
+
+
+@contextmanager
+def owned(guard: Guard, run: str) -> Iterator[int]:
+    """Own the server as a run does, by a request that goes on being answered; gives the status of the answer."""
+    loop, began, gone, status = EventLoop(), threading.Event(), asyncio.Event(), list[int]()
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        status.append(message.get("status", 0))
+        began.set()
+
+    headers = {"host": "127.0.0.1", "authorization": f"Bearer {TOKEN}", RUN_HEADER: run}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": OWNER_PATH,
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    answer = loop.begin(guard(scope, receive, send))  # pyright: ignore[reportArgumentType]
+    assert began.wait(10.0)
+    try:
+        yield status[0]
+    finally:
+        loop.begin(_set(gone)).result()
+        answer.result(10.0)
+        loop.close()
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
 
 
 def test_with_its_token_requests_are_handed_on_whole(guard: Guard, app: App) -> None:
@@ -85,23 +122,23 @@ def test_a_name_that_leads_here_by_a_strangers_name_server_is_refused(guard: Gua
 
 @pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "[::1]:8000", "[::1]", "10.0.0.7:80", "gpu1.cluster"])
 def test_addresses_and_own_names_are_let_in(app: App, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setenv(KEY_VARIABLE, TOKEN)
     monkeypatch.setenv(guarding.HOST_VARIABLE, "gpu1.cluster")
     assert ask(Guard(app), "GET", "/health", headers={"Host": host}).status_code == 200
 
 
 def test_a_page_in_a_browser_is_refused_even_with_the_token(guard: Guard, app: App) -> None:
     headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}  # needs no leave of the server's
-    content = json.dumps({"update_info": {"path": "/tmp/x.safetensors"}})
+    content = json.dumps({"method": "reload", "kwargs": {"source": "/tmp/x.safetensors"}})
     for origin in ("https://evil.example", "null", "http://127.0.0.1:8000"):
-        response = ask(guard, "POST", "/update_weights", headers=headers | {"Origin": origin}, content=content)
+        response = ask(guard, "POST", "/collective_rpc", headers=headers | {"Origin": origin}, content=content)
         assert response.status_code == 403 and "page in a browser" in response.json()["error"]
     assert not app.reached
 
 
 def test_a_server_without_a_token_does_not_begin(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    with pytest.raises(ValueError, match="LIT_GRPO_SERVER_TOKEN is not set; the server would answer anybody"):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match="VLLM_API_KEY is not set; the server would answer anybody"):
         Guard(app)
 
 
@@ -115,56 +152,44 @@ def test_websockets_are_closed(guard: Guard, app: App) -> None:
     assert sent == [{"type": "websocket.close", "code": 1008}] and not app.reached
 
 
-def test_the_first_run_owns_the_server_until_it_gives_it_back(guard: Guard, app: App) -> None:
+def test_a_run_owns_the_server_as_long_as_its_request_is_answered(guard: Guard, app: App) -> None:
     assert ask(guard, "POST", "/pause", "one").status_code == 409  # it has not taken it
-    assert ask(guard, "POST", OWNER_PATH, "one").json()["owned"]
-    assert ask(guard, "POST", "/start_weight_update", "one").status_code == 200
-    for path in ("/start_weight_update", "/pause", "/v1/load_lora_adapter", "/sleep", "/anything", OWNER_PATH):
-        for other in ("two", ""):
-            response = ask(guard, "POST", path, other)
-            assert response.status_code == 409
-            assert other == "" or "belongs to another run" in response.json()["error"]
-    assert not ask(guard, "DELETE", OWNER_PATH, "two").json()["owned"]
-    assert ask(guard, "POST", "/v1/completions", "two", json={}).status_code == 200  # sampling changes nothing
-    assert ask(guard, "POST", "/start_weight_update", "one").status_code == 200
-    ask(guard, "DELETE", OWNER_PATH, "one")
-    assert ask(guard, "POST", OWNER_PATH, "two").json()["owned"]
-    assert ask(guard, "POST", "/start_weight_update", "one").status_code == 409
-    assert [path for path, _ in app.reached] == ["/start_weight_update", "/v1/completions", "/start_weight_update"]
+    with owned(guard, "one") as status:
+        assert status == 200 and ask(guard, "GET", OWNER_PATH, "one").json()["owned"]
+        assert ask(guard, "POST", "/start_weight_update", "one").status_code == 200
+        for path in ("/start_weight_update", "/pause", "/v1/load_lora_adapter", "/sleep", "/anything", OWNER_PATH):
+            for other in ("two", ""):
+                response = ask(guard, "POST", path, other)
+                assert response.status_code == 409
+                assert other == "" or "belongs to another run; end that run" in response.json()["error"]
+        assert not ask(guard, "DELETE", OWNER_PATH, "two").json()["owned"]
+        assert ask(guard, "POST", "/inference/v1/generate", "two", json={}).status_code == 200  # it changes nothing
+        assert ask(guard, "POST", "/start_weight_update", "one").status_code == 200
+    with owned(guard, "two") as status:
+        assert status == 200 and ask(guard, "POST", "/start_weight_update", "one").status_code == 409
+    changes = ["/start_weight_update"] * 2
+    assert [path for path, _ in app.reached if "generate" not in path] == changes and len(app.reached) == 3
 
 
-def test_a_run_that_is_no_longer_heard_of_loses_the_server_to_the_next(
-    guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr(guarding.time, "monotonic", lambda: now)
-    ask(guard, "POST", OWNER_PATH, "one")
-    now += guarding.LEASE_S - 1
-    assert ask(guard, "POST", OWNER_PATH, "two").json()["heard_s"] == guarding.LEASE_S - 1
-    ask(guard, "GET", "/health", "one")  # whatever it asks
-    now += guarding.LEASE_S - 1
-    assert ask(guard, "POST", OWNER_PATH, "two").status_code == 409
-    now += 2
-    assert ask(guard, "POST", "/pause", "two").status_code == 409  # without taking it, nobody
-    assert ask(guard, "POST", "/pause", "one").status_code == 200  # nobody else wanted it
-    now += guarding.LEASE_S + 1
-    assert ask(guard, "POST", OWNER_PATH, "two").status_code == 200
-    assert ask(guard, "POST", "/pause", "one").status_code == 409
+def test_a_run_that_gives_the_server_back_does_not_take_it_from_the_next_when_its_request_ends(guard: Guard) -> None:
+    with owned(guard, "two"):
+        with owned(guard, "one") as refused:
+            assert refused == 409
+        ask(guard, "DELETE", OWNER_PATH, "two")
+        before = owned(guard, "one")
+        assert before.__enter__() == 200
+    assert ask(guard, "GET", OWNER_PATH, "one").json()["owned"]
+    before.__exit__(None, None, None)
+    assert not ask(guard, "GET", OWNER_PATH, "one").json()["owned"]
 
 
-def test_each_answer_and_each_chunk_tells_how_often_the_server_was_changed(guard: Guard) -> None:
-    states = [ask(guard, "POST", OWNER_PATH, "one").headers[STATE_HEADER]]
-    for path in ("/pause", "/update_weight_version", "/resume", "/collective_rpc_", "/v1/unload_lora_adapter"):
-        states.append(ask(guard, "POST", path, "one").headers[STATE_HEADER])
-        states.append(ask(guard, "POST", path, "two").headers[STATE_HEADER])
-    process = states[0].partition(":")[0]
-    assert [state.removeprefix(f"{process}:") for state in states] == list("00011112233")
-    response = ask(guard, "POST", "/v1/completions", json={})
-    assert response.headers[STATE_HEADER] == f"{process}:3"
-    assert response.text == f": {process}:3\n\ndata: {{1}}\n\n: {process}:3\n\ndata: {{2}}\n\n"
+def test_each_answer_names_the_process(guard: Guard, app: App) -> None:
+    names = [ask(guard, "GET", path).headers[PROCESS_HEADER] for path in ("/health", OWNER_PATH)]
+    names.append(ask(guard, "POST", "/pause").headers[PROCESS_HEADER])
+    assert len(set(names)) == 1 and ask(Guard(app), "GET", "/health").headers[PROCESS_HEADER] not in names
 
 
-def test_an_error_carries_the_state_too(guard: Guard, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_it_too(guard: Guard, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     async def failing(*_: Any) -> None:
         raise ValueError("another model is served")
 
@@ -177,13 +202,7 @@ def test_an_error_carries_the_state_too(guard: Guard, app: App, monkeypatch: pyt
 
     response = asyncio.run(send())
     assert response.status_code == 500 and response.json() == {"error": "ValueError: another model is served"}
-    assert response.headers[STATE_HEADER] == guard.state
-
-
-def test_what_counts_as_a_change_is_whatever_is_not_known_to_change_nothing() -> None:
-    assert not counts("GET", "/weight_info") and not counts("POST", "/tokenize")
-    assert not counts("POST", "/pause") and not counts("POST", "/v1/completions")
-    assert counts("POST", "/weight_checker") and counts("POST", "/reset_prefix_cache") and counts("PUT", "/new_route")
+    assert response.headers[PROCESS_HEADER]
 
 
 @pytest.fixture
@@ -192,8 +211,20 @@ def private(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture
+def one(guard: Guard) -> Iterator[None]:
+    """The run that owns the server."""
+    with owned(guard, "one"):
+        yield
+
+
+@pytest.mark.usefixtures("one")
 def test_weights_come_from_private_folders_of_this_user_alone(guard: Guard, app: App, private: Path) -> None:
-    ask(guard, "POST", OWNER_PATH, "one")
+    pytest.importorskip("vllm")
+
+    def reload(**arguments: Any) -> httpx.Response:
+        return ask(guard, "POST", "/collective_rpc", "one", json={"method": "reload", **arguments})
+
     outside = private.parent / "weights.safetensors"
     outside.write_bytes(b"")
     open_to_all = private.parent / "lit_grpo_weights_open"
@@ -207,19 +238,21 @@ def test_weights_come_from_private_folders_of_this_user_alone(guard: Guard, app:
         *(outside, open_to_all / "w.safetensors", link / "w.safetensors", private / "link.safetensors"),
         *(private / ".." / "weights.safetensors", private / "weights.bin", Path("/etc/passwd"), "w.safetensors", ""),
     ):
-        response = ask(guard, "POST", "/update_weights", "one", json={"update_info": {"path": str(path)}})
-        assert response.status_code == 403, path
+        assert reload(kwargs={"source": str(path)}).status_code == 403, path
+        assert reload(args=[str(path)]).status_code == 403, path
     for other in ("/etc/cron.d/x", str(outside), "~/.ssh/x"):
-        info = {"path": str(weights), "more": [{"other": other}]}
-        assert ask(guard, "POST", "/update_weights", "one", json={"update_info": info}).status_code == 403
+        assert reload(kwargs={"source": str(weights), "more": [{"other": other}]}).status_code == 403
+    assert (
+        "methods of lit_grpo's extension alone, not for 'save_sharded_state'"
+        in (ask(guard, "POST", "/collective_rpc", "one", json={"method": "save_sharded_state"}).json()["error"])
+    )
     assert not app.reached
-    info = {"path": str(weights), "keeps": True}
-    assert ask(guard, "POST", "/update_weights", "one", json={"update_info": info}).status_code == 200
-    assert json.loads(app.reached[0][1]) == {"update_info": info}
+    assert reload(kwargs={"source": str(weights), "keeps": True}).status_code == 200
+    assert json.loads(app.reached[0][1])["kwargs"] == {"source": str(weights), "keeps": True}
 
 
+@pytest.mark.usefixtures("one")
 def test_adapters_come_as_safetensors_from_private_folders_alone(guard: Guard, app: App, private: Path) -> None:
-    ask(guard, "POST", OWNER_PATH, "one")
     (private / "adapter_model.bin").write_bytes(b"")  # which a loader would unpickle
 
     def load(path: str) -> httpx.Response:
@@ -232,9 +265,9 @@ def test_adapters_come_as_safetensors_from_private_folders_alone(guard: Guard, a
     assert load(str(private)).status_code == 200
 
 
+@pytest.mark.usefixtures("one")
 def test_long_and_broken_requests_are_refused(guard: Guard, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarding, "_MAX_BODY", 2**20)
-    ask(guard, "POST", OWNER_PATH, "one")
     assert ask(guard, "POST", "/update_weights", "one", content=b"{").status_code == 400
     for path in ("/update_weights", "/v1/completions", "/inference/v1/generate"):  # what samples, too
         assert ask(guard, "POST", path, "one", content=b" " * 2**21).status_code == 413

@@ -17,12 +17,12 @@ import pytest
 
 from lit_grpo.process.loops import EventLoop
 from lit_grpo.rollout.vllm import http
-from lit_grpo.rollout.vllm.guard import OWNER_PATH, STATE_HEADER
+from lit_grpo.rollout.vllm.guard import OWNER_PATH, PROCESS_HEADER
 from lit_grpo.rollout.vllm.http import Chunk, ServerClient, ServerError, StreamPump
 
-STATE = "process:0"
+PROCESS, WEIGHTS = "process", "mine"
 BARE: Mapping[str, str] = MappingProxyType({})
-UNGUARDED = {STATE_HEADER: ""}
+UNGUARDED = {PROCESS_HEADER: ""}
 
 
 class Hostile(BaseHTTPRequestHandler):
@@ -36,7 +36,7 @@ class Hostile(BaseHTTPRequestHandler):
     ) -> None:
         """Answer as a guarded server does, unless headers say otherwise."""
         self.send_response(status)
-        for name, value in {"content-type": kind, STATE_HEADER: STATE, **headers}.items():
+        for name, value in {"content-type": kind, PROCESS_HEADER: PROCESS, **headers}.items():
             if value:
                 self.send_header(name, value)
         self.send_header("content-length", str(len(content)))
@@ -44,14 +44,14 @@ class Hostile(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def stream(self, *parts: bytes) -> None:
-        """Begin an answer without an end, which the first part is the state before."""
+        """Begin an answer without an end."""
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
-        self.send_header(STATE_HEADER, STATE)
+        self.send_header(PROCESS_HEADER, PROCESS)
         self.send_header("connection", "close")
         self.end_headers()
         self.close_connection = True
-        for part in (f": {STATE}\n\n".encode(), *parts):
+        for part in parts:
             self.wfile.write(part)
 
     def handle(self) -> None:
@@ -70,11 +70,13 @@ class Hostile(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.path == OWNER_PATH:
-            self.answer(b'{"owned": true}')
+            self.stream(b"{}\n")  # and it goes on
+            self.rfile.read(1)
         else:
             type(self).behave(self)
 
-    do_DELETE = do_POST
+    def do_DELETE(self) -> None:
+        self.answer(b'{"owned": false}')
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -93,7 +95,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 def client(server: ThreadingHTTPServer) -> Iterator[ServerClient]:
     loop = EventLoop()
     client = ServerClient(f"http://127.0.0.1:{server.server_port}", "a-token", "one", 0.3, loop)
-    client.vocab_size = 32
+    client.vocab_size, client.weights = 32, WEIGHTS
     client.take()
     yield client
     client.release()
@@ -101,7 +103,10 @@ def client(server: ThreadingHTTPServer) -> Iterator[ServerClient]:
 
 
 def event(token_ids: Any = (5,), logprobs: Any = (-1.0,), reason: Any = "stop", **more: Any) -> bytes:
-    choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason, **more}
+    content = [{"token_id": 5, "logprob": logprob} for logprob in logprobs or []]
+    spans = None if reason is None else [{"version": WEIGHTS, "start": 0, "end": 1}]
+    choice = {"token_ids": token_ids, "logprobs": {"content": content}, "weight_versions": spans}
+    choice |= {"finish_reason": reason, **more}
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 
@@ -117,7 +122,7 @@ def drip(self: Hostile, part: bytes) -> None:
 def sample(client: ServerClient, num_tokens: int = 4) -> list[Chunk | ServerError]:
     """Return what comes of a completion of so many tokens at most, until it ends."""
     pump = StreamPump(client._loop)
-    pump.begin(0, client, [1], {"max_tokens": num_tokens})
+    pump.begin(0, client, [1], {"max_tokens": num_tokens}, "salt")
     contents: list[Chunk | ServerError] = []
     deadline = time.monotonic() + 20.0
     while not contents or (isinstance(contents[-1], Chunk) and contents[-1].finish_reason is None):
@@ -131,22 +136,27 @@ HTML = b"<html>Welcome to nginx</html>"
 COMPLETIONS: dict[str, tuple[Callable[[Hostile], None], str]] = {
     "a page of another program": (
         lambda self: self.answer(HTML, kind="text/html", headers=UNGUARDED),
-        r"answers /v1/completions with '200 <html>Welcome.*another program, or a proxy, is at its address",
+        r"answers /inference/v1/generate with '200 <html>Welcome.*another program, or a proxy, is at its address",
     ),
     "a proxy's error": (
         lambda self: self.answer(b"upstream", 502, "text/plain", headers=UNGUARDED),
-        r"answers /v1/completions with '502 upstream'.*a proxy, is at its address",
+        r"answers /inference/v1/generate with '502 upstream'.*a proxy, is at its address",
     ),
-    "an error of its own": (lambda self: self.answer(b"oh", 500), r"answers /v1/completions with: 500 oh"),
+    "an error of its own": (lambda self: self.answer(b"oh", 500), r"answers /inference/v1/generate with: 500 oh"),
     "another token": (lambda self: self.answer(b"", 401), r"does not take this run's token; set LIT_GRPO_SERVER_TOKEN"),
     "a redirect": (
         lambda self: self.answer(b"", 307, headers={"location": "http://evil.example/"}),
-        r"sends /v1/completions on to 'http://evil.example/', which is not followed",
+        r"sends /inference/v1/generate on to 'http://evil.example/', which is not followed",
     ),
-    "another state": (
-        lambda self: self.answer(b"", headers={STATE_HEADER: "process:1"}),
-        r"was restarted, or somebody else has changed its weights",
+    "another process": (
+        lambda self: self.answer(b"", headers={PROCESS_HEADER: "another"}),
+        r"was restarted, and has no weights of this run",
     ),
+    "other weights": (
+        lambda self: self.stream(event(weight_versions=[{"version": "theirs", "start": 0, "end": 1}])),
+        r"has sampled with the weights \['theirs'\], where this run has sent 'mine': somebody else has changed",
+    ),
+    "weights without a name": (lambda self: self.stream(event(weight_versions=None)), r"with the weights \[\], where"),
     "JSON that breaks off": (lambda self: self.stream(b'data: {"choices": [{"tok\n\n'), r"sends '.*JSONDecodeError"),
     "an event without a choice": (lambda self: self.stream(b'data: {"choices": []}\n\n'), r"IndexError"),
     "another form": (lambda self: self.stream(b'data: {"choices": [{"text": "a"}]}\n\n'), r"KeyError\('finish_reason'"),
@@ -223,7 +233,7 @@ def test_a_server_that_talks_on_after_the_end_holds_nothing(server: ThreadingHTT
 
 def test_two_hundred_completions_leave_no_socket_open(server: ThreadingHTTPServer, client: ServerClient) -> None:
     server.RequestHandlerClass.behave = lambda self: self.answer(  # pyright: ignore
-        f": {STATE}\n\n".encode() + event(), kind="text/event-stream"
+        event(), kind="text/event-stream"
     )
     sample(client)
     before = len(list(Path("/proc/self/fd").iterdir())) if os.path.isdir("/proc/self/fd") else 0

@@ -36,16 +36,19 @@ def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
     process = ServerProcess(tmp_path, {}, {}, "t" * 32)
     server = Server(ServerClient(process.url, "t", "run", 0.5, fleet.loop), process)
     fleet._servers, fleet._introduction = [server], None  # pyright: ignore[reportAttributeAccessIssue]
-    assert isinstance(server.process, ServerProcess)
-    server.process.process.wait()
+    process.process.wait()
     with (
         pytest.warns(UserWarning, match="ended with code 3. It said: ValueError: too little memory") as said,
         pytest.raises(WeightSyncError, match="No vLLM server took the policy's weights: none is up"),
     ):
         fleet.load_weights([], 0)
     texts = [str(each.message) for each in said]
-    assert len(texts) == 4 and "(1 restarts are left)" in texts[0] and "(0 restarts are left)" in texts[2]
-    assert fleet.restart(server) == "" and len(list(tmp_path.glob("*.log"))) == 3
+    assert [text for text in texts if "restarts are left)" in text] == [
+        f"The vLLM server at {process.url} has ended or hung. It is started again, and decodes after a sync that finds "
+        f"it up ({left} restarts are left)."
+        for left in (1, 0)
+    ]
+    assert len(list(tmp_path.glob("*.log"))) == 3
     fleet._stop()
 
 
@@ -87,6 +90,8 @@ class Client:
 
     def release(self) -> None: ...
 
+    def leave(self) -> None: ...
+
 
 def fleet_of(*servers: Server, restarts: int = 2) -> Fleet:
     """A fleet that has been started, and gives its servers 10 seconds."""
@@ -102,20 +107,20 @@ def server_of(url: str, well: bool, up: bool = True) -> Any:
 def test_a_look_waits_long_for_servers_that_were_up_alone_as_long_as_one_answers() -> None:
     well, lost = server_of("http://well", well=True), server_of("http://lost", well=False, up=False)
     fleet = fleet_of(well, lost)
-    fleet._look()  # says nothing: the server that is lost was told of when it was
+    fleet.muster()  # says nothing: the server that is lost was told of when it was
     assert (well.client.given_s, lost.client.given_s) == ([10.0], [3.0])
-    assert fleet.alive == [well] and lost.hung
+    assert fleet.alive == [well] and not lost.answered
 
     well.client.well = False
     with pytest.warns(
         UserWarning, match=r"http://well is left out: it, or its engine, has not answered for 10 s"
     ) as said:
-        fleet._look()
+        fleet.muster()
     assert len(said) == 1 and not fleet.alive
     assert (well.client.given_s, lost.client.given_s) == ([10.0, 10.0], [3.0, 3.0, 10.0])
 
     lost.client.well = True
-    fleet._look()
+    fleet.muster()
     assert fleet.alive == [lost]
 
 
@@ -133,29 +138,31 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerP
 
 
 def test_a_process_of_ours_that_hangs_over_two_looks_is_killed_and_started_again_and_then_left_to_start(
-    process: ServerProcess,
+    process: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     well, hung = server_of("http://well", well=True), server_of(process.url, well=False)
     hung.process = process
     fleet = fleet_of(well, hung)
     with pytest.warns(UserWarning, match="is left out: it, or its engine, has not answered for 10 s. What it said is"):
-        fleet._look()
+        fleet.muster()
     assert process.runs and hung.process is process and fleet.restarts == 2  # it may only be slow
 
     began = time.monotonic()
     with pytest.warns(UserWarning, match=r"has ended or hung\. It is started again, .* \(1 restarts are left\)"):
-        fleet._look()
+        fleet.muster()
     assert time.monotonic() - began < 5.0  # nobody waits for it
     assert not process.runs and hung.process is not process and hung.process.runs
     assert hung.process.url == process.url and fleet.alive == [well]
 
     again = hung.process
-    fleet._look()  # it takes as long as it takes
-    assert hung.process is again and again.runs and fleet.restarts == 1 and fleet._starting_again == [hung]
+    assert hung.starting
+    fleet.muster()  # it takes as long as it takes
+    assert hung.process is again and again.runs and fleet.restarts == 1 and hung.starting
 
     hung.client.well = True
-    fleet._look()
-    assert fleet.alive == [well, hung] and fleet._starting_again == []
+    monkeypatch.setattr(ServerProcess, "is_ready", lambda process: True)
+    fleet.muster()
+    assert fleet.alive == [well, hung] and not hung.starting
     fleet._stop()
     assert not again.runs
 
@@ -205,8 +212,8 @@ def test_a_run_whose_servers_all_hang_goes_on_with_the_first_that_is_up_again(
         servers.append(server)
     fleet, began = fleet_of(*servers), time.monotonic()
     with pytest.warns(UserWarning) as said:
-        fleet._look()
-    assert fleet.alive == servers[1:] and fleet._starting_again == servers[:1] and time.monotonic() - began < 10.0
+        fleet.muster()
+    assert fleet.alive == servers[1:] and servers[0].starting and time.monotonic() - began < 10.0
     waits = [str(each.message) for each in said if "The run waits for" in str(each.message)]
     assert len(waits) == 1 and all(server.client.url in waits[0] for server in servers), waits
     for server in servers:
@@ -217,33 +224,30 @@ def test_a_process_without_restarts_that_hangs_is_left_alone(process: ServerProc
     well, hung = server_of("http://well", well=True), server_of(process.url, well=False, up=False)
     hung.process = process
     fleet = fleet_of(well, hung, restarts=0)
-    fleet._look()
+    fleet.muster()
     assert process.runs and fleet.alive == [well]
 
 
 def test_a_process_whose_port_is_taken_when_it_starts_again_is_asked_at_its_new_one(
     process: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lit_grpo.rollout.vllm.http._BEAT_S", 0.05)
     hung: Any = server_of(process.url, well=False, up=False)
-    hung.process = process
+    hung.process, hung.answered = process, False
     fleet = fleet_of(hung)
-    old = hung.client = fleet._client(process.url)
+    fleet.start_timeout_s = 0.0
+    monkeypatch.setattr(Server, "look", lambda server, introduction, timeout_s: None)
     process.kill()
-    old._beats = fleet.loop.begin(old._beat())  # as one that was taken
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", int(process.url.rpartition(":")[2])))
         other.listen()
-        said = fleet.restart(hung)
-        other.settimeout(0.3)
-        while True:  # what was said before it was left
-            try:
-                other.accept()[0].close()
-            except TimeoutError:
-                break
-    assert "It is started again" in said and old._beats is None
+        with pytest.warns(UserWarning, match="It is started again"):
+            fleet.muster()
     assert hung.process is not process and hung.process.url != process.url
+    monkeypatch.setattr(ServerProcess, "is_ready", lambda process: True)
+    with pytest.warns(UserWarning, match="No vLLM server is up. The run waits for"):
+        fleet.start_timeout_s = 0.1
+        fleet.muster()
     assert isinstance(hung.client, ServerClient) and hung.client.url == hung.process.url
     fleet._stop()
 
@@ -288,7 +292,7 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
     monkeypatch.setattr(generator, "_bring", lambda weights, version: setattr(generator._fleet._servers[0], "up", True))
     asked: list[int] = []
     generator._pump = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-        begin=lambda ticket, client, prompt, fields: asked.append(ticket),
+        begin=lambda ticket, client, prompt, fields, salt: asked.append(ticket),
         cancel=lambda ticket: None,
         arrivals=lambda timeout_s: arrivals,
     )

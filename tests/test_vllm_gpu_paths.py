@@ -1,4 +1,4 @@
-"""What engines in process, their workers and sleep use of vLLM 0.32 and 0.33 is in the source of each, as recorded."""
+"""What engines in process, their workers and sleep use of vLLM 0.32 is in its source, as recorded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm_interfaces.record import USED
 
+from lit_grpo.policy.weights import digest
 from lit_grpo.rollout.vllm import arguments, fleet
 from lit_grpo.rollout.vllm.arguments import engine_arguments, lora_arguments, sampling_fields, server_arguments
+from lit_grpo.rollout.vllm.http import _GENERATE
+from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.types import Prompt, Request, SamplingParams
 
 VLLM = Path(arguments.__file__).parent
@@ -22,7 +26,7 @@ OF_ENGINE = "self._engine"
 ROUTES = re.compile(r"""\.(get|post),?\(?\s*["'](/[^"'?]+)""")
 
 
-@pytest.fixture(params=["0.32", "0.33"])
+@pytest.fixture(params=["0.32"])
 def version(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -59,8 +63,12 @@ def test_everything_that_is_used_is_there(version: str, used: Any) -> None:
 
 
 def test_every_version_has_the_routes_that_are_asked(version: str) -> None:
-    asked = {f"{method.upper()} {path}" for method, path in ROUTES.findall(Path(fleet.__file__).read_text())}
-    assert {"POST /update_weights", "GET /server_info", "POST /pause", "GET /version"} <= asked
+    source = Path(fleet.__file__).read_text()
+    asked = {f"{method.upper()} {path}" for method, path in ROUTES.findall(source)}
+    nccl = (VLLM.parent / "weights" / "gpus.py").read_text()
+    asked |= {f"POST {path}" for path in re.findall(r'_post\("(/[^"]+)"', nccl)} | {f"POST {_GENERATE}"}
+    assert len(re.findall(r'_post\("', nccl)) == 4
+    assert {"POST /update_weight_version", "GET /server_info", "POST /pause", "GET /version"} <= asked
     assert asked <= set(json.loads((RECORDS / f"{version}.json").read_text())["routes"])
 
 
@@ -81,17 +89,14 @@ def test_workers_have_the_methods_that_are_called_by_name(used: Any) -> None:
     names = {ast.literal_eval(call.args[0]) for call in calls("engine.py", OF_ENGINE) if call.args
              and isinstance(call.args[0], ast.Constant)}  # fmt: skip
     own = methods("worker/extension.py", "WorkerExtension")
-    assert len(names) > 5 and names - own == {"start_weight_update", "update_weights", "finish_weight_update"}
-    for name in names - own:
-        assert used["Worker"][name][0] == "self"
-    assert len(used["Worker"]["update_weights"]) == 2
+    assert len(names) == 4 and names <= own
     assert used["Worker"]["sleep"][:2] == ["self", "level"] and used["Worker"]["wake_up"][:2] == ["self", "tags"]
 
 
 def test_arguments_and_sampling_parameters_are_fields(used: Any) -> None:
     request = Request(Prompt("a", (1,), ""), (0,), SamplingParams(max_tokens=4))
-    assert {*sampling_fields(request, 0, [1], True), *keys("engine.py", "_fields")} <= set(used["SamplingParams"])
-    server_alone = {"stream_interval", "disable_uvicorn_access_log"}
+    assert {*sampling_fields(request, 0, [1], True)} <= set(used["SamplingParams"])
+    server_alone = {"stream_interval", "disable_uvicorn_access_log", "enable_scale_out"}
     given = {*engine_arguments("bfloat16", 8, True), *lora_arguments(8), *server_arguments("bfloat16", 8)}
     given |= keys("engine.py", "_own_arguments")
     assert given - server_alone <= set(used["EngineArgs"])
@@ -109,6 +114,134 @@ def test_sleep_wakes_all_memory_that_does_not_wake_by_itself(version: str) -> No
     assert woken == {"weights", "kv_cache"} <= set(record["pools"])
     stays_asleep = set(record["deferred"]) if record["deferred"] else set(record["pools"])
     assert stays_asleep == woken
+
+
+class Worker:
+    """A server with one worker, whose model notes what vLLM gives it, and a group that carries tensors to it.
+
+    On the sender's side it is the group and the client of the server, on the other side the worker's extension.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        from lit_grpo.rollout.vllm.worker import WorkerExtension
+
+        self.url, self.device, self.rank = "http://127.0.0.1:1", torch.device("cpu"), 0
+        self.asked: list[tuple[str, Any]] = []
+        self.sent: list[torch.Tensor] = []
+        self.model = Model(shapes)
+        self.worker: Any = WorkerExtension()
+        self.worker.get_model = lambda: self.model
+        text = SimpleNamespace(tie_word_embeddings=False)
+        self.worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+
+    def get(self, path: str, read: Any) -> Any:
+        return read({"world_size": 2})
+
+    def post(self, path: str, body: Any, engine_works: bool = False) -> None:
+        assert engine_works
+        self.asked.append((path, body))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
+        assert src == 0
+        self.sent.append(tensor.clone())
+
+    def destroy(self) -> None:
+        self.asked.append(("destroyed", None))
+
+
+class Model(torch.nn.Module):
+    """What vLLM's model is to a reload, with the names of checkpoints."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            part = torch.nn.Module()
+            part.weight = torch.nn.Parameter(torch.zeros(shape))
+            self.add_module(name.partition(".")[0], part)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        loaded = set()
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+@pytest.fixture
+def carried(monkeypatch: pytest.MonkeyPatch) -> list[list[Worker]]:
+    """Two servers and, where vLLM opens a group of NCCL, one whose tensors stay on this host."""
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer import nccl_engine, sparse_nccl_engine
+
+    workers = [Worker({"embed.weight": (2, 3), "norm.weight": (3,)}) for _ in range(2)]
+    for module in (nccl_engine, sparse_nccl_engine):
+        monkeypatch.setattr(module, "open_trainer_endpoint", lambda info: opened.append(info) or workers[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(
+        nccl_engine,
+        "packed_nccl_broadcast_producer",
+        lambda iterator, **_: workers[0].sent.extend(tensor.clone() for _, tensor in iterator),
+    )
+    opened: list[Any] = []
+    return [workers, opened]
+
+
+WEIGHTS = {"embed.weight": torch.arange(6.0).view(2, 3), "norm.weight": torch.ones(3)}
+OUTLINE = {name: tensor.to("meta") for name, tensor in WEIGHTS.items()}
+
+
+def test_all_weights_reach_the_workers_of_all_servers_over_nccl(carried: Any) -> None:
+    from lit_grpo.rollout.weights.gpus import NCCLGroup
+
+    workers, opened = carried
+    group = NCCLGroup(workers, OUTLINE, False, torch.device("cpu"))
+    assert (opened[0].world_size, opened[0].packed) == (5, True)  # this process, and two workers of each server
+    joined = [worker.asked.pop()[1]["init_info"] for worker in workers]
+    assert [info["rank_offset"] for info in joined] == [1, 3] and joined[0]["packed"]
+    for worker in workers:
+        worker.worker.begin_update()
+    group.send(Shipment(WEIGHTS.items()))
+    for worker in workers:
+        paths = [path for path, _ in worker.asked]
+        assert paths == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+        told = worker.asked[1][1]["update_info"]
+        assert told["names"] == list(WEIGHTS) and told["shapes"] == [[2, 3], [3]]
+        worker.model.load_weights(zip(told["names"], workers[0].sent, strict=True))  # as vLLM's worker does
+        assert worker.worker.end_update() == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+        assert "load_weights" not in vars(worker.model)
+    group.close()
+    assert workers[0].asked[-1][0] == "destroyed"
+
+
+def test_changes_reach_a_worker_as_patches_that_vllm_applies_in_place(carried: Any) -> None:
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+        CheckpointWeightPatch,
+        load_checkpoint_weight_patches,
+    )
+
+    from lit_grpo.rollout.weights.gpus import NCCLGroup
+
+    worker = carried[0][0]
+    group = NCCLGroup([worker], OUTLINE, True, torch.device("cpu"))
+    new = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    new["embed.weight"][1, 2] = 9.0
+    held: dict[str, torch.Tensor] = {}
+    for weights, changes, num_patches in ((WEIGHTS, False, 2), (new, True, 1)):
+        worker.asked.clear(), worker.sent.clear()
+        worker.worker.begin_update(patches=True)
+        shipment = Shipment(weights.items(), held, changes)
+        group.send(shipment)
+        told = [body["update_info"] for path, body in worker.asked if path == "/update_weights"]
+        assert len(told) == num_patches and len(worker.asked) == num_patches + 2
+        for info, indices, values in zip(told, worker.sent[::2], worker.sent[1::2], strict=True):
+            assert indices.dtype == torch.int32 and len(indices) == info["num_updates_list"][0]
+            patch = CheckpointWeightPatch(
+                info["names"][0], tuple(info["shapes"][0]), values.dtype, values=values, indices=indices
+            )
+            load_checkpoint_weight_patches(worker.model, [patch])  # as vLLM's worker does
+        assert worker.worker.end_update() == {name: digest(tensor) for name, tensor in weights.items()}
+        assert all(torch.equal(worker.model.get_parameter(name), tensor) for name, tensor in weights.items())
+    assert shipment.changed_share == 1 / 9
 
 
 def test_adapters_are_found_by_the_models_own_names(monkeypatch: pytest.MonkeyPatch) -> None:

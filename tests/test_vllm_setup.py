@@ -39,7 +39,7 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.fleet import check_settings
-from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
+from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt, Request, SamplingParams
@@ -134,10 +134,10 @@ def test_speculation_on_a_cpu_is_refused() -> None:
         (lambda: VLLMServerGenerator(urls=["http://a:1", "http://a:1"]), "urls names a server twice"),
         (lambda: VLLMServerGenerator(timeout_s=0), "timeout_s must be above 0, not 0"),
         (lambda: VLLMServerGenerator(transfer="some"), "transfer must be full or changes"),  # pyright: ignore[reportArgumentType]
-        (lambda: VLLMServerGenerator(transport="mpi"), "transport must be files, gloo or nccl, not 'mpi'"),  # pyright: ignore[reportArgumentType]
+        (lambda: VLLMServerGenerator(transport="gloo"), "transport must be files or nccl, not 'gloo'"),  # pyright: ignore[reportArgumentType]
         (
-            lambda: VLLMServerGenerator(transport="gloo", weights_folder="/shared"),
-            "weights_folder needs weights that travel in files, and transport gloo sends .*; take transport files",
+            lambda: VLLMServerGenerator(transport="nccl", adapters="merged", weights_folder="/shared"),
+            "weights_folder needs weights that travel in files, and transport nccl sends .*; take transport files",
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_an_engine_in_this_process_is_for_the_first_gpu(monkeypatch: pytest.Monk
 
 def test_nccl_is_for_policies_on_gpus(policy_folder: Path) -> None:
     generator = VLLMServerGenerator(transport="nccl")
-    with pytest.raises(ValueError, match="transport nccl is for GPUs, and the policy is on cpu; take gloo or files"):
+    with pytest.raises(ValueError, match="transport nccl is for GPUs, and the policy is on cpu; take files"):
         generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
 
 
@@ -289,11 +289,11 @@ def test_the_token_is_in_the_environment_and_not_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = tmp_path / "python"
-    fake.write_text('#!/bin/sh\necho $LIT_GRPO_SERVER_TOKEN\necho "$@"\nsleep 600\n')
+    fake.write_text('#!/bin/sh\necho $VLLM_API_KEY\necho "$@"\nsleep 600\n')
     fake.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(fake))
     arguments = {"middleware": "of.the.User", "enforce_eager": True}
-    server = ServerProcess(tmp_path, arguments, {TOKEN_VARIABLE: "another"}, "t" * 32, flags=["--middleware", "a.B"])
+    server = ServerProcess(tmp_path, arguments, {KEY_VARIABLE: "another"}, "t" * 32, flags=["--middleware", "a.B"])
     while len(said := server.log.read_text().splitlines()) < 2:
         time.sleep(0.01)
     assert said[0] == "t" * 32

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def generator(forked_servers: None) -> Iterator[VLLMServerGenerator]:
-    generator = VLLMServerGenerator(4, adapters="alone", transport="gloo", server_args=SERVER_ARGUMENTS)
+    generator = VLLMServerGenerator(4, adapters="alone", server_args=SERVER_ARGUMENTS)
     yield generator
     generator.close()
 

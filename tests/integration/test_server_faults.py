@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from conftest import random_policy, table_rows
+from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, by_text, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -34,7 +34,6 @@ from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.rollout.weights.network import MeetingPoint
 from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 from lit_grpo.types import Prompt, SamplingParams
 
@@ -58,7 +57,7 @@ def policy(folder: Path) -> Any:
 def generator(policy: Any, folder: Path, forked_servers: None) -> Iterator[VLLMServerGenerator]:
     """Two servers; the tests use them up one after another."""
     generator = VLLMServerGenerator(
-        2, num_servers=2, transfer="changes", transport="gloo", timeout_s=5.0, server_args=SERVER_ARGUMENTS, restarts=3
+        2, num_servers=2, transfer="changes", timeout_s=5.0, server_args=SERVER_ARGUMENTS, restarts=4
     )
     generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     generator.load_weights(PolicyWeights(policy), 0)
@@ -85,9 +84,12 @@ def pids(generator: VLLMServerGenerator) -> list[int]:
 
 
 def collect(
-    generator: VLLMServerGenerator, fault: Callable[[], None] = lambda: None
+    generator: VLLMServerGenerator, fault: Callable[[], None] = lambda: None, drops: bool = False
 ) -> tuple[dict[Any, list[int]], list[str]]:
-    """Sample 16 completions, with a ``fault`` once some tokens are there; return their tokens and what was said."""
+    """Sample 16 completions, with a ``fault`` once some tokens are there; return their tokens and what was said.
+
+    ``drops`` says that some tokens are not taken, and sampled again.
+    """
     num_tokens = 0
 
     def on_step(new_tokens: int) -> None:
@@ -99,7 +101,8 @@ def collect(
     controller = RolloutLoop(generator, listeners=[Stepped(on_step)])
     groups, stats = controller.collect(PROMPTS, 8, SAMPLING, seed=0)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert num_tokens == sum(rollout.completion.num_tokens for rollout in rollouts) > 60  # none is sampled twice
+    whole = sum(rollout.completion.num_tokens for rollout in rollouts)
+    assert num_tokens > whole if drops else num_tokens == whole > 60  # none is sampled twice
     return {r.completion.request.key: r.completion.token_ids_T.tolist() for r in rollouts}, stats.messages
 
 
@@ -127,9 +130,9 @@ def test_only_the_run_with_the_token_that_has_taken_a_server_can_change_it(gener
     with pytest.raises(
         ServerError, match="Workers are asked for methods of lit_grpo's extension alone, not for 'save_"
     ):
-        client.post("/collective_rpc", {"method": "save_sharded_state", "args": ["/tmp/x"]})
+        client.ask_workers("save_sharded_state", path="/tmp/x")
     with pytest.raises(ServerError, match="is not in a private folder"):
-        client.post("/update_weights", {"update_info": {"path": "/etc/passwd"}})
+        client.ask_workers("reload", source="/etc/passwd")
     assert client.is_ours()
 
 
@@ -158,11 +161,7 @@ def test_servers_named_by_url_are_checked_and_used(
     assert sync(generator, policy, 0).changed_share == 1.0  # taken again, with nothing known of what they hold
 
 
-@pytest.mark.parametrize("transport", table_rows(["files", "gloo"], ["gloo"]))
-def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(
-    generator: VLLMServerGenerator, policy: Any, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generator._fleet, "point", None if transport == "files" else MeetingPoint(transport))
+def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLMServerGenerator, policy: Any) -> None:
     sync(generator, policy, 0)
     saved = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     with torch.no_grad():
@@ -184,17 +183,27 @@ def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(
 def test_weights_that_another_run_has_changed_are_not_sampled_with(
     generator: Any, policy: Any, expected: dict[Any, list[int]]
 ) -> None:
+    client = generator._fleet.clients[0]
+    another = httpx.Client(headers={"Authorization": f"Bearer {generator._fleet.token}", RUN_HEADER: "another"})
+
     def usurp() -> None:
         """Change a server as another run does, once ours has lost it."""
-        generator._fleet.clients[0].release()
-        assert ask(generator, "POST", OWNER_PATH).json()["owned"]
+        client.release()
+        held.append(another.send(another.build_request("POST", client.url + OWNER_PATH), stream=True))
+        assert held[0].is_success and ask(generator, "GET", OWNER_PATH).json()["owned"]
         assert ask(generator, "POST", "/update_weight_version", json={"new_version": "3"}).is_success
 
-    tokens, messages = collect(generator, usurp)
+    held: list[httpx.Response] = []
+    tokens, messages = collect(generator, usurp, drops=True)
     assert tokens == expected
     assert len(messages) == 1 and "somebody else has changed its weights" in messages[0]
     assert generator.capacity().slots == 2
-    ask(generator, "DELETE", OWNER_PATH)
+    with pytest.warns(UserWarning, match="A server is left out: .* belongs to another run"):
+        sync(generator, policy, 3)
+    another.close()  # as the end of its process does
+    deadline = time.monotonic() + 30.0
+    while ask(generator, "GET", OWNER_PATH).json()["owned"]:
+        assert time.monotonic() < deadline
     sync(generator, policy, 3)
     assert generator.capacity().slots == 4  # it is back
     assert collect(generator) == (expected, [])
@@ -235,20 +244,19 @@ def test_a_server_whose_engine_hangs_is_left_out_and_started_again_while_it_says
     generator: Any, policy: Any, expected: dict[Any, list[int]]
 ) -> None:
     fleet, before = generator._fleet, pids(generator)
-    hung, timeout_s, restarts = fleet._servers[0], fleet.timeout_s, fleet.restarts
+    hung, restarts = fleet._servers[0], fleet.restarts
 
     def hang() -> None:
         """Stop the engine, which is a process of its own, and let the one that answers ``/health`` go on."""
         children = psutil.Process(hung.process.process.pid).children(recursive=True)
         max(children, key=psutil.Process.num_threads).suspend()
-        assert hung.client._loop.run(hung.client._request("GET", "/health", timeout=5.0)).is_success
+        assert hung.client._loop.run(hung.client._request("GET", "/health", timeout=60.0)).is_success
 
-    def timed_sync(version: int) -> tuple[float, list[str]]:
-        began = time.monotonic()
+    def said_by_sync(version: int) -> list[str]:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             sync(generator, policy, version)
-        return time.monotonic() - began, [str(each.message) for each in said]
+        return [str(each.message) for each in said]
 
     # Within a rollout: the other goes on with all that it had, and the next sync starts it again without waiting.
     hung.process.log.unlink()
@@ -256,11 +264,10 @@ def test_a_server_whose_engine_hangs_is_left_out_and_started_again_while_it_says
     assert tokens == expected
     assert len(messages) == 1 and "and it answers, but its engine does not. " in messages[0]
     assert "completions go on from there on the 1 servers that are left." in messages[0]
-    waited_s, said = timed_sync(3)
-    assert waited_s < 3 * timeout_s
-    assert [text for text in said if "It is started again, and decodes after a sync that finds it up (2 " in text], said
-    assert pids(generator) == before[1:] and hung.process.process.pid != before[0]
-    assert not psutil.pid_exists(before[0])
+    said = said_by_sync(3)
+    assert [text for text in said if "It is started again, and decodes after a sync that finds it up" in text], said
+    assert pids(generator) == before[1:] and hung.process.process.pid != before[0]  # nobody has waited for it
+    assert not psutil.pid_exists(before[0]) and fleet.restarts == restarts - 1
     assert collect(generator) == (expected, [])
     hung.process.wait(time.monotonic() + 300.0)
     sync(generator, policy, 3)
@@ -269,18 +276,41 @@ def test_a_server_whose_engine_hangs_is_left_out_and_started_again_while_it_says
 
     # Before a sync: which says what it waits for, and goes on with the other.
     hang()
-    waited_s, said = timed_sync(4)
-    assert waited_s < 4 * timeout_s
-    url = hung.client.url
+    said, url = said_by_sync(4), hung.client.url
     waiting = f"Waiting for the vLLM server at {url}: whether it is well has not"
     assert any(text.startswith(waiting) for text in said), said
     assert any(text.startswith(f"The vLLM server at {url} is left out: it, or its engine, has not") for text in said)
     assert pids(generator) == before[1:]
     for child in psutil.Process(hung.process.process.pid).children(recursive=True):
         child.resume()  # it is slow, and not dead: what it holds is not what it is asked for, and it takes the weights
+    while not hung.client.answers():
+        time.sleep(0.1)
     sync(generator, policy, 3)
     assert len(pids(generator)) == 2 and fleet.restarts == restarts - 1
     assert collect(generator) == (expected, [])
+
+
+@pytest.mark.nightly
+def test_a_rollout_whose_servers_are_all_stopped_ends_well(
+    generator: Any, policy: Any, expected: dict[Any, list[int]]
+) -> None:
+    before, restarts = pids(generator), generator._fleet.restarts
+
+    def stop() -> None:
+        for pid in before:
+            os.killpg(pid, signal.SIGSTOP)
+
+    tokens, messages = collect(generator, stop)
+    assert tokens == expected
+    assert any("has hung" in message for message in messages), messages
+    assert any("go on from there on a server that was started again." in message for message in messages), messages
+    assert generator._fleet.restarts == restarts - 2 and not set(pids(generator)) & set(before)
+    for server in generator._fleet._servers:
+        server.process.wait(time.monotonic() + 300.0)
+    sync(generator, policy, 3)
+    assert len(pids(generator)) == 2
+    assert collect(generator) == (expected, [])
+    generator._fleet.restarts = restarts
 
 
 def test_a_server_that_is_killed_loses_and_doubles_nothing_and_is_started_again(
@@ -295,9 +325,11 @@ def test_a_server_that_is_killed_loses_and_doubles_nothing_and_is_started_again(
 
     tokens, messages = collect(generator, kill)
     assert tokens == expected
-    assert len(messages) == 1 and "go on from there on the 1 servers that are left. It is started again" in messages[0]
+    assert len(messages) == 1 and "go on from there on the 1 servers that are left." in messages[0]
     assert f"What it said is in {log}." in messages[0] and log.exists()
     log.unlink()
+    with pytest.warns(UserWarning, match="has ended or hung. It is started again, and decodes after a sync that finds"):
+        sync(generator, policy, 3)
     assert pids(generator) == before[1:] and server.process.runs  # nobody waits for it
     server.process.wait(time.monotonic() + 300.0)
     sync(generator, policy, 3)
@@ -315,9 +347,9 @@ def test_a_rollout_whose_last_server_dies_goes_on_once_one_is_started_again(
         for server in generator._fleet._servers:
             os.killpg(server.process.process.pid, signal.SIGKILL)
 
-    tokens, messages = collect(generator, kill)
+    with pytest.warns(UserWarning, match=r"\(0 restarts are left\)"):
+        tokens, messages = collect(generator, kill)
     assert tokens == expected
-    assert any("(0 restarts are left)" in message for message in messages), messages
     assert any("go on from there on a server that was started again." in message for message in messages), messages
     assert len(pids(generator)) == 1 and generator.capacity().slots == 2  # the other had no restart left
     sync(generator, policy, 3)
@@ -336,6 +368,8 @@ def test_a_server_that_begins_anew_at_its_address_comes_back(
     dead.process.wait(time.monotonic() + 300.0)
     sync(generator, policy, 3)
     assert dead.client.model == "another" and len(fleet.alive) == 2
+    for client in fleet.clients:
+        client.timeout_s = 60.0  # for a new engine beside a busy one
     assert collect(generator) == (expected, [])
 
 

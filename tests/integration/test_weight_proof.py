@@ -186,25 +186,25 @@ def test_what_the_engine_holds_is_digested_where_it_can_be_read(
     generator = VLLMGenerator(2, kv_memory="4MiB", engine_args={"max_model_len": 64, "block_size": 32})
     policy, tokenizer = load_policy(str(folder)), load_tokenizer(str(folder))
     generator.start(PolicySpec(policy, tokenizer))
-    from lit_grpo.rollout.vllm.worker import DigestingTransfer
+    from lit_grpo.rollout.vllm.worker import WorkerExtension
 
-    finish = DigestingTransfer.finish_weight_update
+    end = WorkerExtension.end_update
     names = ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"]
     if not packed:
         names += ["model.layers.1.self_attn.qkv_proj.weight", "model.layers.0.mlp.down_proj.weight"]
     for name in names:
 
-        def change(transfer: Any, name: str = name) -> None:
-            finish(transfer)
-            parameter = dict(transfer.model.named_parameters())[name]
+        def change(worker: Any, name: str = name) -> dict[str, str]:
+            parameter = dict(worker.get_model().named_parameters())[name]
             parameter.data[:2] += 1.0
+            return end(worker)
 
-        monkeypatch.setattr(DigestingTransfer, "finish_weight_update", change)
+        monkeypatch.setattr(WorkerExtension, "end_update", change)
         weights = generator.weights()
         report = generator.load_weights(weights, 1)
         with pytest.raises(WeightSyncError, match="weights arrived with another content"):
             check_arrival(weights.digests, report.digests)
-    monkeypatch.setattr(DigestingTransfer, "finish_weight_update", finish)
+    monkeypatch.setattr(WorkerExtension, "end_update", end)
     weights = generator.weights()
     check_arrival(weights.digests, generator.load_weights(weights, 2).digests)
 

@@ -1,4 +1,4 @@
-"""Record what the seam touches of a version of vLLM: ``python tests/vllm_interfaces/record.py WHEEL > VERSION.json``.
+"""Record what is used of a version of vLLM: ``python tests/vllm_interfaces/record.py SITE_PACKAGES > VERSION.json``.
 
 Nothing of vLLM is imported or copied: names of classes, methods, parameters and fields, and the routes of its server.
 """
@@ -9,19 +9,11 @@ import ast
 import json
 import re
 import sys
-import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-BASE = "vllm/distributed/weight_transfer/base.py"
-FACTORY = "vllm/distributed/weight_transfer/factory.py"
-RELOAD = "vllm/model_executor/model_loader/reload/layerwise.py"
 WORKER = "vllm/v1/worker/gpu_worker.py"
-CLASSES = {
-    BASE: ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"),
-    FACTORY: ("WeightTransferEngineFactory",),
-}
-FUNCTIONS = ("initialize_layerwise_reload", "finalize_layerwise_reload")
 USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "LLMEngine": (
         {"vllm/v1/engine/llm_engine.py": "LLMEngine"},
@@ -32,7 +24,7 @@ USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "EngineArgs": (
         {"vllm/engine/arg_utils.py": "EngineArgs"},
         ("model", "load_format", "dtype", "max_num_seqs", "enable_prefix_caching", "logprobs_mode", "enforce_eager",
-         "disable_log_stats", "weight_transfer_config", "worker_extension_cls", "kv_cache_memory_bytes",
+         "disable_log_stats", "worker_extension_cls", "kv_cache_memory_bytes",
          "gpu_memory_utilization", "scheduling_policy", "enable_sleep_mode", "distributed_executor_backend",
          "max_model_len", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank",
          "generation_config", "async_scheduling"),
@@ -62,8 +54,7 @@ USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "Logprob": ({"vllm/logprobs.py": "Logprob"}, ("logprob",)),
     "Worker": (
         {"vllm/v1/worker/gpu_worker.py": "Worker", "vllm/v1/worker/worker_base.py": "WorkerBase"},
-        ("sleep", "wake_up", "get_model", "model_runner", "weight_transfer_engine", "start_weight_update",
-         "update_weights", "finish_weight_update", "init_weight_transfer_engine"),
+        ("sleep", "wake_up", "get_model", "model_runner", "reload_weights", "vllm_config"),
     ),
     "older runner": (
         {"vllm/v1/worker/gpu_model_runner.py": "GPUModelRunner"}, ("sampler", "input_batch", "_sample", "requests"),
@@ -88,26 +79,7 @@ USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 """By a name of ours, the class in each file that may have it, and what of it an engine in process or a worker uses."""
 SLEEP = "vllm/device_allocator/__init__.py"
 TAGS = re.compile(r"""_maybe_get_memory_pool_context\(\s*tag=["'](\w+)["']""")
-CALLS = re.compile(r"weight_transfer_engine\.(\w+)\(")
 ROUTE = re.compile(r"""@router\.(get|post)\(\s*["']([^"']+)["']""")
-
-
-def of_class(node: ast.ClassDef) -> dict[str, Any]:
-    """Its fields, and the parameters of its methods; those that a subclass must have."""
-    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
-    return {
-        "fields": [
-            each.target.id
-            for each in node.body
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-        ],
-        "methods": {name: [arg.arg for arg in method.args.args] for name, method in methods.items()},
-        "abstract": [
-            name
-            for name, method in methods.items()
-            if any("abstractmethod" in ast.unparse(d) for d in method.decorator_list)
-        ],
-    }
 
 
 def used(sources: dict[str, str], places: dict[str, str], names: tuple[str, ...]) -> dict[str, list[str] | None]:
@@ -149,21 +121,10 @@ def deferred_tags(source: str) -> list[str]:
     return []
 
 
-def record(wheel: str) -> dict[str, Any]:
-    """Read a wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        sources = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".py")}
-    classes = {
-        node.name: of_class(node)
-        for path, names in CLASSES.items()
-        for node in ast.parse(sources[path]).body
-        if isinstance(node, ast.ClassDef) and node.name in names
-    }
-    functions = {
-        node.name: [arg.arg for arg in node.args.args] or [f"*{node.args.vararg.arg}" if node.args.vararg else ""]
-        for node in ast.parse(sources[RELOAD]).body
-        if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS
-    }
+def record(folder: Path) -> dict[str, Any]:
+    """Read the package in a folder of packages."""
+    paths = (folder / "vllm").rglob("*.py")
+    sources = {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
     routes = {
         (method.upper(), path)
         for name, source in sources.items()
@@ -171,9 +132,6 @@ def record(wheel: str) -> dict[str, Any]:
         for method, path in ROUTE.findall(source)
     }
     return {
-        "classes": classes,
-        "reload": functions,
-        "worker_calls": sorted(set(CALLS.findall(sources[WORKER]))),
         "routes": sorted(" ".join(route) for route in routes),
         "used": {name: used(sources, *of) for name, of in USED.items()},
         "pools": sorted(set(TAGS.findall(sources[WORKER]))),
@@ -182,4 +140,4 @@ def record(wheel: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(record(sys.argv[1]), indent=1))
+    print(json.dumps(record(Path(sys.argv[1])), indent=1))

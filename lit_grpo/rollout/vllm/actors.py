@@ -1,8 +1,13 @@
-"""vLLM servers in actors of Ray, on whichever machines of a cluster have room; imported only where ray is given."""
+"""vLLM servers in actors of Ray, on whichever machines of a cluster have room; imported only where ray is given.
+
+Ray supervises them: it places them, ends them with the run, and starts an actor again that has died (``max_restarts``).
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +27,7 @@ _STOP_S = 30.0
 
 
 class Host:
-    """What an actor runs in its own process: a server that ends with it.
+    """What an actor runs in its own process: a server that ends with it, and with which it ends once that was well.
 
     The server listens on loopback if the run is on the same machine, and otherwise on the address that Ray knows.
 
@@ -55,6 +60,7 @@ class Host:
         host = "127.0.0.1" if ray.get_runtime_context().get_node_id() == caller else address
         self._server = ServerProcess(self._folder.path, arguments, server_environment(num_servers), token, host)
         self._log = f"{self._server.log} on the machine {address}"
+        self._was_well = False
 
     def places(self) -> tuple[str, str]:
         """Return the server's URL, and where its output is."""
@@ -64,16 +70,30 @@ class Host:
         """Whether the server has not ended."""
         return self._server.runs
 
+    def is_ready(self) -> bool:
+        """Whether the server answers; from then on the actor ends with it, so that Ray starts both again."""
+        if self._server.is_ready() and not self._was_well:
+            self._was_well = True
+            threading.Thread(target=self._end_with_server, daemon=True).start()
+        return self._was_well
+
+    def _end_with_server(self) -> None:
+        self._server.process.wait()
+        if self._was_well:
+            os._exit(1)
+
     def wait(self, timeout_s: float) -> str:
         """Wait until the server answers; return what went wrong if it does not."""
         try:
             self._server.wait(time.monotonic() + timeout_s)
         except ValueError as error:
             return str(error)
+        self.is_ready()
         return ""
 
     def stop(self) -> None:
         """End the server and remove its folder, since Ray ends actors without calling anything."""
+        self._was_well = False
         self._server.stop()
         self._folder.remove()
 
@@ -91,6 +111,7 @@ class ActorServer:
 
     def __init__(self, actor: Any, deadline: float) -> None:
         self._actor = actor
+        self._places: Any = None  # what Ray has been asked for, since the actor is started again
         try:
             self.url, self.log = ray.get(actor.places.remote(), timeout=max(deadline - time.monotonic(), 0.0))
         except GetTimeoutError as error:
@@ -121,6 +142,41 @@ class ActorServer:
             raise ValueError(f"The actor of the vLLM server at {self.url} is gone: {_last_line(error)}") from error
         if failure:
             raise ValueError(f"{failure} (It was started in an actor of Ray: {self.log}.)")
+
+    def again(self) -> ActorServer:
+        """Have Ray start the actor again, unless it does so already, without waiting for it."""
+        with suppress(RayError):
+            if ray.get(self._actor.places.remote(), timeout=_ANSWER_S)[0] == self.url:  # it lives, and its server hangs
+                ray.kill(self._actor, no_restart=False)
+        self._places = self._actor.places.remote()
+        return self
+
+    def is_ready(self) -> bool:
+        """Whether the server answers; of an actor that was started again its new places are known then."""
+        try:
+            if self._places is not None:
+                if not ray.wait([self._places], timeout=0)[0]:
+                    return False
+                (self.url, self.log), self._places = ray.get(self._places), None
+            return ray.get(self._actor.is_ready.remote(), timeout=_ANSWER_S)
+        except RayError:
+            return False
+
+    def failed(self) -> bool:
+        """Whether Ray starts the actor no more, or its server has ended before it answered."""
+        if self._places is None:
+            return not self.runs
+        try:
+            ray.get(self._places, timeout=0)
+        except GetTimeoutError:
+            return False
+        except RayError:
+            return True
+        return False
+
+    def failure(self) -> str:
+        """What went wrong, in one sentence."""
+        return f"Ray does not start the vLLM server at {self.url} again; what it said is in {self.log}."
 
     def stop(self) -> None:
         """End the server and its actor."""

@@ -99,7 +99,7 @@ def all_draw_by_position(answers: Iterable[bool]) -> bool:
 
 
 def import_vllm() -> None:
-    """Import vLLM for an engine in this process, and register our weight transfer.
+    """Import vLLM for an engine in this process.
 
     Raises:
         ValueError: It is not installed.
@@ -108,9 +108,7 @@ def import_vllm() -> None:
     for name, value in (_QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    from lit_grpo.rollout.vllm.worker import register
-
-    register()
+    import vllm  # noqa: F401
 
 
 @contextlib.contextmanager
@@ -160,7 +158,6 @@ def engine_arguments(dtype: str, num_slots: int, on_gpu: bool) -> dict[str, Any]
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": not on_gpu,
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": "lit_grpo"},
         "worker_extension_cls": "lit_grpo.rollout.vllm.worker.WorkerExtension",
     }
 
@@ -202,6 +199,7 @@ def server_arguments(dtype: str, num_slots: int, num_servers: int = 1) -> dict[s
     on_gpu = torch.cuda.is_available()
     share = {} if on_gpu else {"gpu_memory_utilization": _CPU_SHARE / num_servers}
     serving = {
+        "enable_scale_out": True,  # the route for tokens in, tokens out
         "generation_config": "vllm",  # without sampling defaults of the model's
         "stream_interval": 8,  # tokens a chunk
         "disable_uvicorn_access_log": True,
@@ -432,6 +430,7 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
         "ignore_eos": True,  # those of the engine; stop_token_ids are those of the policy
         "logprobs": 0,  # of the sampled token alone
         "skip_special_tokens": False,
+        "detokenize": bool(sampling.stop),
     }
 
 

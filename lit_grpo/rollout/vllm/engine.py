@@ -196,10 +196,7 @@ class VLLMGenerator(EngineGenerator):
         self._holds_base = False  # until all of them are here
         shipment = Shipment(weights)
         with self._awake():
-            self._engine.collective_rpc("start_weight_update")
-            self._engine.collective_rpc("update_weights", args=({"tensors": shipment},))
-            self._engine.collective_rpc("finish_weight_update")
-            digests = joined(self._engine.collective_rpc("settle", args=(str(version),)))
+            digests = joined(self._engine.collective_rpc("reload", args=(shipment,)))
         self._holds_base = True
         return SyncReport(digests, shipment.num_bytes)
 
@@ -214,7 +211,7 @@ class VLLMGenerator(EngineGenerator):
             self._adapter = LoRARequest(f"version-{version}-{self._num_adapters}", self._num_adapters, str(folder))
             self._engine.add_lora(self._adapter)
             self._engine.collective_rpc("compute_head_plainly")
-            return joined(self._engine.collective_rpc("settle_adapter", args=(str(folder), str(version))))
+            return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
         from vllm import SamplingParams, TokensPrompt
@@ -292,9 +289,6 @@ class VLLMGenerator(EngineGenerator):
 
     def _room(self) -> Room:
         return self._engine_room
-
-    def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
-        return super()._fields(stream, keyed) | {"detokenize": bool(stream.request.sampling.stop)}
 
     def _ask(self, stream: Stream) -> None:
         from vllm import SamplingParams, TokensPrompt

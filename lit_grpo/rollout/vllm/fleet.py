@@ -1,4 +1,4 @@
-"""The servers of a run: what each must be, which are up, what they hold, and how all get the same weights."""
+"""The servers of a run: which are up, how those of this machine are started again, and how all get the same weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +23,7 @@ from lit_grpo.rollout.vllm.arguments import (
     check_on_cpu,
     check_version,
     cpu_kv_arguments,
+    dtype_of,
     require_vllm,
     server_arguments,
     server_environment,
@@ -31,12 +32,12 @@ from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.weights.files import PrivateFolder, weights_folder, write
-from lit_grpo.rollout.weights.network import Link, LinkError, MeetingPoint, send
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.vllm.actors import ActorServer
+    from lit_grpo.rollout.weights.gpus import NCCLGroup
     from lit_grpo.rollout.weights.tensors import Named
 
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -50,27 +51,10 @@ _REQUIRED: dict[str, tuple[str, tuple[Any, ...], str]] = {
 """Each setting of a server that decides what is sampled: the part of vLLM's configuration that holds it, the values
 that are allowed, and the remedy."""
 _LOOK_S = 3.0  # in which a server that is well answers
-_ENDING_S = 0.2  # in which a process ends whose connections have ended with it
 _POLL_S = 0.2  # between two looks at processes that were started again
 _TELL_S = 60.0  # between two lines that say who is waited for
 
 _Answer = TypeVar("_Answer")
-
-
-class Introduction:
-    """What a server must serve to decode for a policy.
-
-    Args:
-        policy: The policy.
-        rank: The rank of the adapters that the server is to take; 0 for none.
-    """
-
-    def __init__(self, policy: PolicySpec, rank: int) -> None:
-        config, tokenizer = policy.config.get_text_config(), policy.tokenizer
-        self.rank = rank
-        self.fields = {name: getattr(config, name) for name in _COMPARED}
-        self.text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
-        self.text_ids: list[int] = tokenizer.encode(self.text, add_special_tokens=False)
 
 
 def check_settings(url: str, config: Mapping[str, Any]) -> None:
@@ -84,6 +68,23 @@ def check_settings(url: str, config: Mapping[str, Any]) -> None:
             )
 
 
+class Introduction:
+    """What a server must serve to decode for a policy.
+
+    Args:
+        policy: The policy.
+        rank: The rank of the adapters that the server is to take; 0 for none.
+        backend: The backend of vLLM's weight transfer that the server must have; empty for files.
+    """
+
+    def __init__(self, policy: PolicySpec, rank: int, backend: str) -> None:
+        config, tokenizer = policy.config.get_text_config(), policy.tokenizer
+        self.rank, self.backend = rank, backend
+        self.fields = {name: getattr(config, name) for name in _COMPARED}
+        self.text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
+        self.text_ids: list[int] = tokenizer.encode(self.text, add_special_tokens=False)
+
+
 @dataclass(eq=False)
 class Server:
     """A server, its process if this run has started it, and what it holds.
@@ -91,34 +92,32 @@ class Server:
     Attributes:
         version: The policy version of its weights; -1 where that is not known.
         up: Whether it is asked for anything.
-        hung: Whether the last look got no answer from a process that runs.
+        answered: Whether it answered the last look, also where it is not this run's.
+        starting: Whether its process was started again, and has not answered since.
         holds_base: Whether it has the base weights that adapters need.
         adapter: Its name for the adapters that it decodes with.
         context: The most tokens of a request.
         kv_tokens: Its memory for keys and values in tokens, in blocks of ``block``; ``None`` where it does not tell.
         keyed: Whether it draws random numbers by position.
-        link: The process group over which weights reach it, where they travel over the network.
     """
 
     client: ServerClient
     process: ServerProcess | ActorServer | None = None
     version: int = -1
     up: bool = True
-    hung: bool = False
+    answered: bool = True
+    starting: bool = False
     holds_base: bool = False
     adapter: str = ""
     context: int = 0
     kv_tokens: int | None = None
     block: int = 1
     keyed: bool = False
-    link: Link | None = None
 
     @property
     def log(self) -> str:
         """A sentence about where the output of a process of ours is, which is kept while it may be still ending."""
         return "" if self.process is None else f" What it said is in {self.process.log}."
-
-    # ---- whether it is up ---------------------------------------------------------------------------
 
     def is_well(self) -> bool:
         """Whether it runs, answers, and is as this run left it."""
@@ -126,14 +125,12 @@ class Server:
 
     def look(self, introduction: Introduction, timeout_s: float) -> None:
         """Find out whether it is up and what it still holds; introduce a server that has been restarted."""
-        runs = self.process is None or self.process.runs
-        self.up = runs and self.client.answers(timeout_s)
-        self.hung = runs and not self.up
+        self.up = self.answered = (self.process is None or self.process.runs) and self.client.answers(timeout_s)
         try:
             if self.up and not self.client.is_ours():
                 self.introduce(introduction)
             if self.holds_base:
-                self.holds_base = self.up and self._reported_version() == str(self.version)
+                self.holds_base = self.up and self._reported_weights() == self.client.weights
         except (ServerError, ValueError) as error:
             warnings.warn(f"A server is left out: {error}", stacklevel=2)
             self.up = False
@@ -145,7 +142,7 @@ class Server:
             ValueError: It serves another model, samples in another way, or belongs to another run.
         """
         self.adapter = ""
-        self._leave()
+        self.forget_weights()
         client = self.client
         try:
             client.take()
@@ -159,7 +156,7 @@ class Server:
             client.vocab_size = int(introduction.fields["vocab_size"])
             text = {"prompt": introduction.text, "add_special_tokens": False}
             text_ids = client.post("/tokenize", text, lambda answer: list(answer["tokens"]))
-            client.post("/init_weight_transfer_engine", {"init_info": {"fields": introduction.fields}})
+            client.ask_workers("check_model", fields=introduction.fields)
         except ServerError as error:
             raise ValueError(f"{error} Start it with the policy's model, as python -m lit_grpo serve does.") from error
         if text_ids != introduction.text_ids:
@@ -171,6 +168,12 @@ class Server:
                 f"The server at {client.url} does not take LoRA adapters of rank {introduction.rank}; start it with "
                 f"--max-lora-rank {introduction.rank}, or take adapters: merged."
             )
+        backend = (config.get("weight_transfer_config") or {}).get("backend", "")
+        if introduction.backend and backend != introduction.backend:
+            raise ValueError(
+                f"The server at {client.url} has the weight transfer {backend or 'none'}; start it with "
+                f'--weight-transfer-config \'{{"backend": "{introduction.backend}"}}\', or take transport files.'
+            )
         self.block, blocks = int(config["cache_config"]["block_size"]), config["cache_config"]["num_gpu_blocks"]
         self.kv_tokens = None if blocks is None else (int(blocks) - 1) * self.block  # one block is a placeholder
 
@@ -180,83 +183,49 @@ class Server:
         except ServerError:
             return 0
 
+    def _reported_weights(self) -> str:
+        return self.client.get("/weight_info", lambda answer: str(answer["weight_version"]))
+
     def lose(self) -> None:
         """Leave it out, until a look finds it well again."""
         self.up = False
-        self._leave()
+        self.forget_weights()
 
     def forget_weights(self) -> None:
         """Assume that it holds no weights of the policy."""
         self.version, self.holds_base = -1, False
 
-    def _leave(self) -> None:
-        self.forget_weights()
-        if self.link is not None:
-            self.link.close()
-            self.link = None
-
     # ---- weights ------------------------------------------------------------------------------------
 
-    def linked(self, point: MeetingPoint) -> Link:
-        """Return the link to its workers, after meeting them where there is none.
-
-        Raises:
-            ServerError: They did not come to the meeting.
-        """
-        if self.link is not None and not self.link.closed:
-            return self.link
-        num_workers = self.client.get("/get_world_size", lambda answer: int(answer["world_size"]))
-        meeting = point.arrange(self.client.url, num_workers)
-        invitation = {"init_info": {"fields": {}, "meeting": asdict(meeting)}}
-        with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(self.client.post, "/init_weight_transfer_engine", invitation)
-            try:
-                self.link = point.join(meeting)
-            except LinkError as error:
-                coming.result()
-                raise ServerError(f"The vLLM server at {self.client.url} was not met: {error}") from error
-            coming.result()
-        return self.link
-
-    def update(self, info: Mapping[str, Any], version: int) -> dict[str, str]:
-        """Load weights; return the digests of what the workers hold.
+    def reload(self, version: int, **source: Any) -> dict[str, str]:
+        """Load all weights; return the digests of what the workers hold.
 
         Args:
-            info: Where the weights are, as fields of :class:`lit_grpo.rollout.vllm.worker.transfer.Update`.
             version: Of the policy.
+            **source: The arguments of :meth:`lit_grpo.rollout.vllm.worker.WorkerExtension.reload`.
         """
         self.forget_weights()
-        with self._paused():
-            self.client.post("/start_weight_update", {})
-            self.client.post("/update_weights", {"update_info": info})
-            self.client.post("/finish_weight_update", {"weight_version": str(version)})
-            held = self.client.ask_workers("settle", str(version))
-        self._settle(version)
-        self.version, self.holds_base = version, True
+        with self.paused():
+            held = self.client.ask_workers("reload", **source)
+        self.settle(version)
+        self.holds_base = True
         return joined(held)
 
-    def exchange(self, folder: str | None, version: int) -> dict[str, str]:
-        """Take new adapters in the place of the old ones; return the digests of what the workers hold of them.
-
-        Args:
-            folder: Where the adapters are; ``None`` where their files come over the link.
-            version: Of the policy.
-        """
+    def exchange(self, folder: str, version: int) -> dict[str, str]:
+        """Take new adapters from a folder in the place of the old ones; return the digests of what the workers hold."""
         self.version = -1
-        folder = folder or next(filter(None, self.client.ask_workers("take_folder")))
         new, old = f"version-{version}-{Path(folder).name}", self.adapter
-        self.client.post("/v1/load_lora_adapter", {"lora_name": new, "lora_path": folder})
+        self.client.post("/v1/load_lora_adapter", {"lora_name": new, "lora_path": folder}, engine_works=True)
         self.adapter = self.client.model = new
         if old:
-            self.client.post("/v1/unload_lora_adapter", {"lora_name": old})
+            self.client.post("/v1/unload_lora_adapter", {"lora_name": old}, engine_works=True)
         self.client.ask_workers("compute_head_plainly")
-        held = self.client.ask_workers("settle_adapter", folder, str(version))
-        self._settle(version)
-        self.version = version
+        held = self.client.ask_workers("adapter_digests", folder=folder)
+        self.settle(version)
         return joined(held)
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Decode nothing for a while: the server may not have heard yet of requests that were withdrawn."""
         self.client.post("/pause?mode=abort&clear_cache=false")
         try:
@@ -268,27 +237,16 @@ class Server:
             raise
         self.client.post("/resume")
 
-    def _settle(self, version: int) -> None:
-        """Compare versions, and let the workers draw by position, which those of a restarted server do not do yet."""
+    def settle(self, version: int) -> None:
+        """Give the weights a name, and let the workers draw by position, which a new process does not do yet."""
         try:
             answers = [answer == "True" for answer in self.client.ask_workers("draw_by_position")]
         except ServerError:  # the server has another worker_extension_cls, or none
             answers = [False]
         self.keyed = all_draw_by_position(answers)
-        reported = self._reported_version()
-        if reported != str(version):
-            raise WeightSyncError(
-                f"The vLLM server at {self.client.url} says that its weights are version {reported or 'unknown'}, "
-                f"where the policy's are {version}."
-            )
-
-    def _reported_version(self) -> str:
-        """The version that all workers say they hold; empty where they do not agree, or do not answer."""
-        try:
-            versions = set(self.client.ask_workers("held_version"))
-        except ServerError:
-            return ""
-        return versions.pop() if len(versions) == 1 else ""
+        self.client.weights = f"{version}-{token_hex(4)}"  # of these weights alone, also if others had this version
+        self.client.post("/update_weight_version", {"new_version": self.client.weights}, engine_works=True)
+        self.version = version
 
 
 @dataclass(eq=False, kw_only=True)
@@ -301,7 +259,7 @@ class Fleet:
         devices: See there.
         urls: See there.
         sends_changes: Whether a sync sends changes only, where all servers hold what was sent before.
-        point: Where servers are met whose weights travel over the network; ``None`` where they travel in files.
+        over_nccl: Whether weights travel over NCCL, and not in files.
         weights_folder: See there.
         timeout_s: See there.
         start_timeout_s: See there.
@@ -314,7 +272,7 @@ class Fleet:
     devices: list[str] | None = None
     urls: list[str] | None = None
     sends_changes: bool = False
-    point: MeetingPoint | None = None
+    over_nccl: bool = False
     weights_folder: str | None = None
     timeout_s: float = 60.0
     start_timeout_s: float = 300.0
@@ -323,9 +281,9 @@ class Fleet:
     token: str = field(default="", init=False)
     loop: EventLoop = field(default_factory=EventLoop, init=False)
     _servers: list[Server] = field(default_factory=list, init=False)
-    _starting_again: list[Server] = field(default_factory=list, init=False)
     _held: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # by all servers, where changes are sent
     _version: int = field(default=-1, init=False)
+    _group: NCCLGroup | None = field(default=None, init=False)
 
     @property
     def alive(self) -> list[Server]:
@@ -342,6 +300,86 @@ class Fleet:
         """The clients of all servers."""
         return [server.client for server in self._servers]
 
+    # ---- which are up -------------------------------------------------------------------------------
+
+    def muster(self) -> None:
+        """Between two rollouts: leave out servers that are not well, and start ours again.
+
+        A server that was up has ``timeout_s`` to answer, and one that was not has a short time, unless none answers. A
+        process of ours that does not answer is ended and started again, if it was left out before or if no other server
+        is up. Nobody waits for it, unless no server is up: then the first that answers is waited for.
+        """
+        were_up, short_s = set(self.alive), min(_LOOK_S, self.timeout_s)
+        self._look_at({server: self.timeout_s if server in were_up else short_s for server in self._servers})
+        if not self.alive:
+            self._look_at({server: self.timeout_s for server in self._servers if server not in were_up})
+        for server in self._servers:
+            if server.answered or server.starting:
+                continue
+            if server in were_up and (server.process is None or server.process.runs):
+                warnings.warn(
+                    f"The vLLM server at {server.client.url} is left out: it, or its engine, has not answered for "
+                    f"{self.timeout_s:g} s.{server.log}",
+                    stacklevel=2,
+                )
+                if self.alive:
+                    continue  # it may only be slow
+            self._start_again(server)
+        began = told = time.monotonic()
+        while not self.alive and (waited_for := [server for server in self._servers if server.starting]):
+            waited_s = time.monotonic() - began
+            if waited_s > self.start_timeout_s:
+                return
+            if told == began or time.monotonic() - told > _TELL_S:
+                told = time.monotonic()
+                urls = " and ".join(f"{server.client.url} ({server.log.strip()})" for server in waited_for)
+                warnings.warn(
+                    f"No vLLM server is up. The run waits for {urls}, and goes on with the first that answers; "
+                    f"{waited_s:.0f} s of at most {self.start_timeout_s:g} s have passed.",
+                    stacklevel=2,
+                )
+            self._look_at(dict.fromkeys(waited_for, self.timeout_s))
+            time.sleep(_POLL_S)
+
+    def _look_at(self, timeouts_s: Mapping[Server, float]) -> None:
+        """Look at servers, all at the same time, each with its own time to answer."""
+        with ThreadPoolExecutor(max(len(timeouts_s), 1)) as pool:
+            list(pool.map(self._look, timeouts_s, timeouts_s.values()))
+
+    def _look(self, server: Server, timeout_s: float) -> None:
+        process = server.process
+        if server.starting and process is not None:
+            if process.failed():
+                server.starting = False
+                warnings.warn(process.failure(), stacklevel=2)
+                self._start_again(server)
+                return
+            if not process.is_ready():
+                return
+            server.starting = False
+            if process.url != server.client.url:
+                server.client.leave()  # another program may be at the old address, and would hear the token
+                server.client = self._client(process.url)
+        server.look(self._introduction, timeout_s)
+
+    def _start_again(self, server: Server) -> None:
+        """End a process of ours that has ended or hung, and start it again without waiting for it."""
+        if server.process is None or self.restarts < 1:
+            return
+        self.restarts -= 1
+        said = f"The vLLM server at {server.client.url} has ended or hung."
+        try:
+            server.process, server.starting = server.process.again(), True
+        except ValueError as error:
+            warnings.warn(f"{said} It is not started again: {error}", stacklevel=2)
+            return
+        weakref.finalize(self, server.process.stop)
+        warnings.warn(
+            f"{said} It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are "
+            "left).",
+            stacklevel=2,
+        )
+
     # ---- start and end ------------------------------------------------------------------------------
 
     def start(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
@@ -352,13 +390,15 @@ class Fleet:
         """
         self._stop()
         weakref.finalize(self, self.loop.close)
-        self._run = token_hex(8)
+        self._run, self._policy, self._dtype = token_hex(8), policy, dtype_of(server_args)
+        backend = ("sparse_nccl" if self.sends_changes else "nccl") if self.over_nccl else ""
+        transfer = {"weight_transfer_config": {"backend": backend}} if backend else {}
         try:
             if self.urls:
                 self._name(self.urls)
             else:
-                self._start_own(policy, server_args)
-            self._introduction = Introduction(policy, server_args.get("max_lora_rank", 0))
+                self._start_own(policy, transfer | dict(server_args))
+            self._introduction = Introduction(policy, server_args.get("max_lora_rank", 0), backend)
             for server in self._servers:
                 server.introduce(self._introduction)
         except BaseException:
@@ -403,7 +443,7 @@ class Fleet:
                 num_servers=self.num_servers,
                 server_args=dict(server_args),
                 token=self.token,
-                options=self.ray,
+                options={"max_restarts": self.restarts, **self.ray},
                 deadline=deadline,
             )
         for process in processes:
@@ -426,6 +466,7 @@ class Fleet:
             server.client.release()
 
     def _stop(self) -> None:
+        self._leave_group()
         self.release()
         for server in self._servers:
             if server.process is not None:
@@ -441,19 +482,52 @@ class Fleet:
         Raises:
             WeightSyncError: No server took the weights, or not all of them hold the same.
         """
-        self._look()
+        self.muster()
         known = bool(self._held) and all(server.version == self._version >= 0 for server in self.alive)
         shipment = Shipment(weights, self._held if self.sends_changes else None, self.sends_changes and known)
-        info = {"keeps": self.sends_changes, "changes": shipment.changes}
-        if self.point is not None:
-            answers = self._send(shipment, lambda server: server.update({**info, "linked": True}, version))
+        if self.over_nccl:
+            answers = self._send_over_nccl(shipment, version)
         else:
             with weights_folder(self.weights_folder) as folder:
                 path = folder / "weights.safetensors"
                 write(shipment, path)
-                answers = self._ask_all(lambda server: server.update({**info, "path": str(path)}, version))
+                source = {"source": str(path), "changes": shipment.changes, "keeps": self.sends_changes}
+                answers = self._ask_all(lambda server: server.reload(version, **source))
         self._version = version
         return SyncReport(_agreed(answers), shipment.num_bytes, shipment.changed_share)
+
+    def _send_over_nccl(self, shipment: Shipment, version: int) -> dict[Server, dict[str, str]]:
+        """Send weights from GPU to GPU, to all servers at once; one that fails fails the sync."""
+        from lit_grpo.rollout.weights.gpus import NCCLGroup
+
+        servers = self.alive
+        try:
+            with ExitStack() as pauses:
+                for server in servers:
+                    server.forget_weights()
+                    pauses.enter_context(server.paused())
+                    server.client.ask_workers("begin_update", patches=self.sends_changes)
+                clients = [server.client for server in servers]
+                if self._group is None or self._group.clients != clients:
+                    self._leave_group()
+                    outline = self._policy.weights(dtype=self._dtype).outline
+                    self._group = NCCLGroup(clients, outline, self.sends_changes, self._policy.device)
+                self._group.send(shipment)
+                answers = {server: joined(server.client.ask_workers("end_update")) for server in servers}
+            for server in servers:
+                server.settle(version)
+                server.holds_base = True
+        except Exception as error:
+            self._leave_group()
+            if isinstance(error, WeightSyncError):
+                raise
+            raise WeightSyncError(f"The policy's weights could not be sent over NCCL: {error}") from error
+        return answers
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Bring adapters to all servers that have the base weights; return their digests.
@@ -461,29 +535,15 @@ class Fleet:
         Raises:
             WeightSyncError: No server took them, or not all of them hold the same.
         """
-        self._look()
+        self.muster()
         for server in self.alive:
             if not server.holds_base:
                 server.lose()
-        if self.point is None:
-            return _agreed(self._ask_all(lambda server: server.exchange(str(folder), version)))
-        files = [
-            (path.name, torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))
-            for path in sorted(folder.iterdir())
-            if path.suffix in (".json", ".safetensors")
-        ]
-        return _agreed(self._send(files, lambda server: server.exchange(None, version)))
-
-    def _send(self, tensors: Iterable[Named], take: Callable[[Server], dict[str, str]]) -> dict[Server, dict[str, str]]:
-        """Send tensors over the network while all servers ``take`` them."""
-        point = self.point
-        assert point is not None
-        links = self._ask_all(lambda server: server.linked(point))
-        return self._ask_all(take, lambda listens: send(links, tensors, listens))
+        return _agreed(self._ask_all(lambda server: server.exchange(str(folder), version)))
 
     def lacks_base(self) -> bool:
         """Whether a server has no base weights for adapters, such as one that was restarted."""
-        self._look()
+        self.muster()
         return not all(server.holds_base for server in self.alive)
 
     def forget_weights(self) -> None:
@@ -500,120 +560,24 @@ class Fleet:
         scores = self._ask_all(lambda server: server.client.score(sequences, salt))
         return {f"the vLLM server at {server.client.url}": rows for server, rows in scores.items()}
 
-    def _ask_all(
-        self,
-        call: Callable[[Server], _Answer],
-        meanwhile: Callable[[Callable[[Server], bool]], None] = lambda listens: None,
-    ) -> dict[Server, _Answer]:
-        """Call for all servers that are up at the same time; those that fail are left out, unless all do.
-
-        While they work ``meanwhile`` is called, with a function that tells whether a server still works.
-        """
+    def _ask_all(self, call: Callable[[Server], _Answer]) -> dict[Server, _Answer]:
+        """Call for all servers that are up at the same time; those that fail are left out, unless all do."""
         answers: dict[Server, _Answer] = {}
         failures: list[str] = []
         with ThreadPoolExecutor(max(len(self.alive), 1)) as pool:
             pending = {server: pool.submit(call, server) for server in self.alive}
-            meanwhile(lambda server: not pending[server].done())
-            for server, answer in pending.items():
-                try:
-                    answers[server] = answer.result()
-                except ServerError as error:
-                    server.lose()
-                    failures.append(f"{error}{server.log}")
+        for server, answer in pending.items():
+            try:
+                answers[server] = answer.result()
+            except ServerError as error:
+                server.lose()
+                failures.append(f"{error}{server.log}")
         if failures and not answers:
             raise WeightSyncError(f"The policy's weights could not be loaded: {failures[0]}")
         if not answers:
             logs = "".join(server.log for server in self._servers)
             raise WeightSyncError(f"No vLLM server took the policy's weights: none is up with what they need.{logs}")
         return answers
-
-    # ---- which are up -------------------------------------------------------------------------------
-
-    def _look(self) -> None:
-        """See which servers are up, all at the same time.
-
-        A server that was up has ``timeout_s`` to answer, and one that was not has a short time, unless none answers. A
-        process of ours that does not answer is ended and started again, if it did not answer at the last look either or
-        if no other server is up.
-        """
-        were_up = set(self.alive)
-        short_s = min(_LOOK_S, self.timeout_s)
-        self._look_at({server: self.timeout_s if server in were_up else short_s for server in self._servers})
-        if not self.alive:
-            self._look_at({server: self.timeout_s for server in self._servers if server not in were_up})
-        self._starting_again = [server for server in self._starting_again if not server.up]
-        for server in self._servers:
-            if server.up:
-                continue
-            if server.hung and server in were_up:
-                warnings.warn(
-                    f"The vLLM server at {server.client.url} is left out: it, or its engine, has not answered for "
-                    f"{self.timeout_s:g} s.{server.log}",
-                    stacklevel=2,
-                )
-            if said := self.restart(server, server.hung and (server not in were_up or not self.alive)):
-                warnings.warn(f"The vLLM server at {server.client.url} has ended or hung.{said}", stacklevel=2)
-        self._wait_for_restarted()
-
-    def _look_at(self, timeouts_s: Mapping[Server, float]) -> None:
-        """Look at servers, all at the same time, each with its own time to answer."""
-        with ThreadPoolExecutor(max(len(timeouts_s), 1)) as pool:
-            for look in [pool.submit(server.look, self._introduction, s) for server, s in timeouts_s.items()]:
-                look.result()
-
-    def restart(self, server: Server, hung: bool = False) -> str:
-        """Start a server of ours again that has ended or ``hung``, without waiting for it; return what to say of it."""
-        process = server.process
-        if not isinstance(process, ServerProcess) or self.restarts < 1:
-            return ""
-        if hung and server not in self._starting_again:
-            process.kill()
-        if not process.has_ended(_ENDING_S):
-            return ""
-        self.restarts -= 1
-        try:
-            server.process = process.again()
-        except ValueError as error:
-            return f" It is not started again: {error}"
-        weakref.finalize(self, server.process.stop)
-        if server.process.url != server.client.url:
-            server.client.leave()  # another program is at the address, and would hear the token
-            server.client = self._client(server.process.url)
-        if server not in self._starting_again:
-            self._starting_again.append(server)
-        return f" It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are left)."
-
-    def _wait_for_restarted(self) -> None:
-        """If no server is up, wait for whichever of those that were started again is up first."""
-        began = told = time.monotonic()
-        if self._starting_again and not self.alive:
-            self._tell_waiting(f"waiting at most {self.start_timeout_s:g} s")
-        while self._starting_again and not self.alive:
-            for server in list(self._starting_again):
-                process = server.process
-                assert isinstance(process, ServerProcess)
-                if process.is_ready():
-                    self._starting_again.remove(server)
-                    server.look(self._introduction, self.timeout_s)
-                elif not process.runs:
-                    self._starting_again.remove(server)
-                    warnings.warn(f"{process.failure()}{self.restart(server)}", stacklevel=2)
-            now = time.monotonic()
-            if now - began > self.start_timeout_s:
-                return
-            if now - told > _TELL_S:
-                told = now
-                self._tell_waiting(f"{now - began:.0f} s of at most {self.start_timeout_s:g} s have passed")
-            if not self.alive:
-                time.sleep(_POLL_S)
-
-    def _tell_waiting(self, since: str) -> None:
-        """Say which servers a run waits for."""
-        urls = " and ".join(f"{server.client.url} ({server.log.strip()})" for server in self._starting_again)
-        warnings.warn(
-            f"No vLLM server is up. The run waits for {urls}, and goes on with the first that answers; {since}.",
-            stacklevel=2,
-        )
 
 
 def _agreed(answers: Mapping[Server, dict[str, str]]) -> dict[str, str]:

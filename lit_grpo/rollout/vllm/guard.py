@@ -1,6 +1,7 @@
-"""The guard of a vLLM server: who may talk to it, which run owns it, and how often it has been changed.
+"""The guard of a vLLM server: who may talk to it, and which run owns it.
 
-vLLM calls :class:`Guard` before all of its routes (``--middleware``), in the process that answers requests.
+vLLM's own ``--api-key`` guards ``/v1``, ``/v2``, ``/inference`` and ``/cohere`` alone; whoever reaches another route
+could exchange the weights. vLLM calls :class:`Guard` before all of its routes (``--middleware``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import ipaddress
 import json
 import os
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from hmac import compare_digest
 from pathlib import Path
@@ -21,14 +21,13 @@ from lit_grpo.rollout.weights.files import WEIGHTS_PREFIX, is_private
 
 GUARD = "lit_grpo.rollout.vllm.guard.Guard"
 TOKEN_VARIABLE = "LIT_GRPO_SERVER_TOKEN"
+KEY_VARIABLE = "VLLM_API_KEY"  # what vLLM reads --api-key from, without showing it on a command line
 HOST_VARIABLE = "LIT_GRPO_SERVER_HOST"  # the name of the address that it listens on
-RUN_HEADER, NAME_HEADER, STATE_HEADER = "lit-grpo-run", "lit-grpo-name", "lit-grpo-state"
+RUN_HEADER, NAME_HEADER, PROCESS_HEADER = "lit-grpo-run", "lit-grpo-name", "lit-grpo-process"
 OWNER_PATH = "/lit_grpo/owner"
-LEASE_S = 15.0  # after so long without a request of its owner, another run may take it
 
-_SAMPLING = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}  # these change nothing
-_UNCOUNTED = {"/pause", "/resume", "/abort_requests"}  # these change nothing of what tokens are sampled with
-_PATHS = ("path", "lora_path")
+_SAMPLING = {"/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}  # these change nothing
+_PATHS = ("source", "folder", "lora_path")
 _MAX_BODY = 2**26
 
 Message = dict[str, Any]
@@ -36,50 +35,34 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-def controls(method: str, path: str) -> bool:
-    """Whether a request may change anything: all do that neither look nor sample."""
-    return method not in ("GET", "HEAD") and path not in _SAMPLING
-
-
-def counts(method: str, path: str) -> bool:
-    """Whether a request may change what is sampled from then on."""
-    return controls(method, path) and path not in _UNCOUNTED
-
-
 class Refusal(Exception):
     """A request that goes no further: the HTTP status, and why in one sentence."""
 
-    def __init__(self, status: int, sentence: str, **more: Any) -> None:
+    def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
-        self.status, self.body = status, {"error": sentence, **more}
+        self.status, self.body = status, {"error": sentence}
 
 
 class Guard:
     """Lets through requests with the token of the environment, and changes only from the run that owns the server.
 
-    A request names its run in a header. The first run to take the server (``POST`` to ``OWNER_PATH``) owns it until it
-    gives it back (``DELETE``) or sends nothing for ``LEASE_S``. Requests that neither sample nor look are for the owner
-    only. Each answer carries the server's state, and streamed tokens carry it with every chunk: a name of this process,
-    and the number of requests so far that may change what is sampled.
+    A request names its run in a header. A run owns the server as long as its ``POST`` to ``OWNER_PATH`` is being
+    answered: until it closes that connection, as the end of its process does, or asks to (``DELETE``). Requests that
+    neither sample nor look are for the owner only. Each answer carries a name of this process.
 
     Args:
         app: vLLM's server, as an ASGI application.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
-        token = os.environ.get(TOKEN_VARIABLE, "")
+        token = os.environ.get(KEY_VARIABLE, "")
         if not token:
-            raise ValueError(f"{TOKEN_VARIABLE} is not set; the server would answer anybody.")
+            raise ValueError(f"{KEY_VARIABLE} is not set; the server would answer anybody.")
         self._app = app
         self._token = f"Bearer {token}".encode()
         self._names = {"localhost", socket.gethostname(), os.environ.get(HOST_VARIABLE, "localhost")}
-        self._process, self._num_changes = token_hex(8), 0
-        self._owner, self._owner_name, self._heard = "", "", 0.0
-
-    @property
-    def state(self) -> str:
-        """A name of this process, and how many changes it has seen."""
-        return f"{self._process}:{self._num_changes}"
+        self._process = (PROCESS_HEADER.encode(), token_hex(8).encode())
+        self._owner, self._owner_name, self._holder = "", "", object()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
@@ -92,15 +75,14 @@ class Guard:
         try:
             run, name = self._admit(scope)
             if scope["path"] == OWNER_PATH:
-                await _answer(send, 200, self._own(scope["method"], run, name), self.state)
+                await self._own(scope["method"], run, name, receive, send)
                 return
             receive = await _whole_body(receive)
-            if controls(scope["method"], scope["path"]):
+            if scope["method"] not in ("GET", "HEAD") and scope["path"] not in _SAMPLING:
                 self._check_owner(run)
                 _check_body(scope["path"], receive.body)
-                self._num_changes += counts(scope["method"], scope["path"])
         except Refusal as refusal:
-            await _answer(send, refusal.status, refusal.body, self.state)
+            await self._answer(send, refusal.status, refusal.body)
             return
         await self._hand_on(scope, receive, send)
 
@@ -123,11 +105,8 @@ class Guard:
         token = headers.get("authorization", [])
         if len(token) != 1 or not compare_digest(token[0], self._token):
             raise Refusal(401, f"The token is missing or wrong; give the server's in {TOKEN_VARIABLE}.")
-        run = headers.get(RUN_HEADER, [b""])[0].decode("latin-1")
-        if run and run == self._owner:
-            self._heard = time.monotonic()
         name = unquote(headers.get(NAME_HEADER, [b""])[0].decode("latin-1")[:300])
-        return run, "".join(filter(str.isprintable, name))
+        return headers.get(RUN_HEADER, [b""])[0].decode("latin-1"), "".join(filter(str.isprintable, name))
 
     def _is_own(self, host: str) -> bool:
         """Whether a Host header is an address, which no name server can redirect, or a name of this machine."""
@@ -140,30 +119,38 @@ class Guard:
 
     # ---- whose ------------------------------------------------------------------------------------
 
-    def _own(self, method: str, run: str, name: str) -> dict[str, Any]:
-        """Take the server for a run (``POST``), give it back (``DELETE``), or tell whether the run owns it.
+    async def _own(self, method: str, run: str, name: str, receive: Receive, send: Send) -> None:
+        """Give the server to a run as long as it listens (``POST``), take it back (``DELETE``), or tell whose it is.
 
         Raises:
             Refusal: It belongs to another run.
         """
-        if method == "POST":
-            self._check_owner(run, takes=True)
-            self._owner, self._owner_name, self._heard = run, name, time.monotonic()
-        elif method == "DELETE" and run == self._owner:
+        if method == "DELETE" and run == self._owner:
             self._owner = ""
-        return {"pid": os.getpid(), "owned": bool(run) and run == self._owner}
+        if method != "POST":
+            await self._answer(send, 200, {"pid": os.getpid(), "owned": bool(run) and run == self._owner})
+            return
+        self._check_owner(run, takes=True)
+        holder = object()
+        self._owner, self._owner_name, self._holder = run, name, holder
+        try:
+            await self._begin(send, 200)
+            await send({"type": "http.response.body", "body": b"{}\n", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                continue
+        finally:
+            if self._holder is holder:
+                self._owner = ""
 
     def _check_owner(self, run: str, takes: bool = False) -> None:
-        heard_s = time.monotonic() - self._heard
         if not run:
             raise Refusal(409, f"A request that changes the server must name its run in the header {RUN_HEADER}.")
-        named = f" ({self._owner_name})" if self._owner_name else ""
-        if self._owner not in ("", run) and not (takes and heard_s > LEASE_S):
+        if self._owner not in ("", run):
+            named = f" ({self._owner_name})" if self._owner_name else ""
             raise Refusal(
                 409,
-                f"The server belongs to another run{named}, heard of {heard_s:.0f} s ago; end that run, or start a "
-                "server of your own with python -m lit_grpo serve --port PORT.",
-                heard_s=heard_s,
+                f"The server belongs to another run{named}; end that run, or start a server of your own with python -m "
+                "lit_grpo serve --port PORT.",
             )
         if not takes and self._owner != run:
             raise Refusal(409, "The server belongs to no run yet; take it first.")
@@ -171,25 +158,32 @@ class Guard:
     # ---- what -------------------------------------------------------------------------------------
 
     async def _hand_on(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Let vLLM answer, with the state added, and before each chunk of an answer that is streamed."""
-        started = streams = False
+        """Let vLLM answer, with the name of this process added."""
+        started = False
 
-        async def stating(message: Message) -> None:
-            nonlocal started, streams
+        async def named(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
-                started, headers = True, list(message.get("headers", []))
-                streams = any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
-                message = message | {"headers": [*headers, (STATE_HEADER.encode(), self.state.encode())]}
-            elif streams and message.get("body"):
-                message = message | {"body": f": {self.state}\n\n".encode() + message["body"]}
+                started = True
+                message = message | {"headers": [*message.get("headers", []), self._process]}
             await send(message)
 
         try:
-            await self._app(scope, receive, stating)
+            await self._app(scope, receive, named)
         except Exception as error:
-            if not started:  # an answer by vLLM would not carry the state
-                await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"}, self.state)
+            if not started:  # an answer by vLLM would not carry the name
+                await self._answer(send, 500, {"error": f"{type(error).__name__}: {error}"})
             raise
+
+    async def _answer(self, send: Send, status: int, content: Mapping[str, Any]) -> None:
+        await self._begin(send, status)
+        await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+    async def _begin(self, send: Send, status: int) -> None:
+        headers = [(b"content-type", b"application/json"), self._process]
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 class _Body:
@@ -233,6 +227,8 @@ def _check_body(path: str, body: bytes) -> None:
         method = content.get("method") if isinstance(content, dict) else None
         if method not in {name for name in vars(WorkerExtension) if not name.startswith("_")}:
             raise Refusal(403, f"Workers are asked for methods of lit_grpo's extension alone, not for {method!r}.")
+        if content.get("args"):
+            raise Refusal(403, "Workers are asked with named arguments (kwargs) alone.")
     for name, text in _strings(content):
         if (name in _PATHS or text.startswith(("/", "~"))) and not _is_ours(Path(text)):
             raise Refusal(
@@ -240,7 +236,7 @@ def _check_body(path: str, body: bytes) -> None:
                 f"{text!r} is not in a private folder {WEIGHTS_PREFIX}* of the user that the server runs as; weights "
                 "come from there alone.",
             )
-        if path == "/update_weights" and name == "path" and not text.endswith(".safetensors"):
+        if name == "source" and not text.endswith(".safetensors"):
             raise Refusal(403, f"{text!r} is no .safetensors file; weights come in these alone.")
         if name == "lora_path" and not (Path(text) / "adapter_model.safetensors").is_file():
             raise Refusal(403, f"{text!r} holds no adapter_model.safetensors; adapters come in these alone.")
@@ -268,11 +264,3 @@ def _is_ours(path: Path) -> bool:
         and is_private(folder)
         and not path.is_symlink()
     )
-
-
-async def _answer(send: Send, status: int, content: Mapping[str, Any], state: str) -> None:
-    headers = [(b"content-type", b"application/json"), (STATE_HEADER.encode(), state.encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})

@@ -23,25 +23,17 @@ from urllib.parse import quote
 import httpx
 
 from lit_grpo.process.loops import EventLoop
-from lit_grpo.rollout.vllm.guard import (
-    LEASE_S,
-    NAME_HEADER,
-    OWNER_PATH,
-    RUN_HEADER,
-    STATE_HEADER,
-    TOKEN_VARIABLE,
-    counts,
-)
+from lit_grpo.rollout.vllm.guard import NAME_HEADER, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, TOKEN_VARIABLE
 
 _LOOK_S = 5.0  # in which a server that is well answers
-_BEAT_S = LEASE_S / 5
 _PATIENCE = 5  # time-outs without progress, of a server that says that it is well
 _TELL_S = 5.0  # of silence after which the user is told what is waited for
-_COMPLETIONS = "/v1/completions"
+_COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
 _ENGINE_PATH = "/is_paused"  # which the engine answers; /health is answered by the front end alone
 _MAX_ANSWER, _MAX_LINE = 2**28, 2**24  # bytes
 _MAX_LINES_AFTER = 16  # after the last token of a completion
 _SURE = 1e-3  # how far rounding may put a log-prob above 0
+_NONE = -9999.0  # what vLLM writes for a log-prob that is NaN or infinite
 _UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError)  # of answers that are not vLLM's
 _T = TypeVar("_T")
 
@@ -49,12 +41,13 @@ _T = TypeVar("_T")
 class ServerError(RuntimeError):
     """A server does not answer, or answers with an error.
 
-    ``hung`` says that it did nothing for too long, and ``nonsense`` that it answered what no vLLM server answers.
+    ``hung`` says that it did nothing for too long, ``nonsense`` that it answered what no vLLM server answers, and
+    ``foreign`` that other weights than this run's have sampled the tokens of a completion.
     """
 
-    def __init__(self, sentence: str, hung: bool = False, nonsense: bool = False) -> None:
+    def __init__(self, sentence: str, hung: bool = False, nonsense: bool = False, foreign: bool = False) -> None:
         super().__init__(sentence)
-        self.hung, self.nonsense = hung, nonsense
+        self.hung, self.nonsense, self.foreign = hung, nonsense, foreign
 
 
 @dataclass(frozen=True)
@@ -69,8 +62,9 @@ class Chunk:
 class ServerClient:
     """A server with a :class:`~lit_grpo.rollout.vllm.guard.Guard`, taken for one run.
 
-    Each answer tells the server's state, which is compared with the state after this client's last change. So tokens
-    that were sampled after a change by another run, or by a server that was restarted, are an error and not taken.
+    Each answer names the server's process, and each completion the weights that have sampled it (vLLM's
+    ``weight_versions``). So tokens of a server that was restarted, or of weights that this run has not sent, are an
+    error and not taken.
 
     Args:
         url: The address of the server.
@@ -80,19 +74,20 @@ class ServerClient:
         loop: What runs the requests.
 
     Attributes:
-        model: The server's name for the weights to sample with.
+        model: The server's name for the model to sample with.
+        weights: Its name for the weights that this run has sent.
         vocab_size: A number above the ids of all its tokens.
     """
 
     def __init__(self, url: str, token: str, run: str, timeout_s: float, loop: EventLoop) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self.model = ""
+        self.model = self.weights = ""
         self.vocab_size = 2**31
         self._loop = loop
-        self._state = ""
+        self._process = ""
         self._num_heard = 0  # answers and lines
-        self._beats: Future[None] | None = None
+        self._holding: httpx.Response | None = None  # by which the server is this run's
         own_name = quote(f"process {os.getpid()} on {socket.gethostname()}, in {Path.cwd()}", safe=" /,.-_")[:300]
         certificates = ssl.create_default_context(
             cafile=os.environ.get("SSL_CERT_FILE"), capath=os.environ.get("SSL_CERT_DIR")
@@ -121,7 +116,7 @@ class ServerClient:
                 raise self._redirected(response, OWNER_PATH)
         except ServerError as error:
             raise ValueError(f"{error} Start it with python -m lit_grpo serve, or correct urls.") from error
-        if STATE_HEADER not in response.headers:
+        if PROCESS_HEADER not in response.headers:
             raise ValueError(
                 f"The server at {self.url} does not ask for a token, so anybody who reaches it could exchange its "
                 "weights; start it with python -m lit_grpo serve, which puts a guard before it."
@@ -130,35 +125,37 @@ class ServerClient:
             raise ValueError(f"The vLLM server at {self.url} does not let us in: {_message(response)}")
 
     def take(self) -> None:
-        """Take the server for this run; where another run has it and is silent, wait until it may be taken.
+        """Take the server for this run, until it is released or this process ends.
 
         Raises:
-            ValueError: It belongs to a run that goes on.
+            ValueError: It belongs to another run.
             ServerError: It does not let this one in.
         """
-        deadline = time.monotonic() + LEASE_S + _BEAT_S
-        silent_s = 0.0  # of the run that has it
-        while True:
-            response = self._wait(self.patiently(self._request("POST", OWNER_PATH)), OWNER_PATH)
-            self._check_guard(response, OWNER_PATH)
-            if response.status_code != 409 or time.monotonic() > deadline:
-                break
-            before_s, silent_s = silent_s, self._read(response, OWNER_PATH, lambda answer: float(answer["heard_s"]))
-            if silent_s < before_s:  # that run goes on
-                break
-            time.sleep(0.5)
+        self.leave()
+        response = self._wait(self.patiently(self._hold()), OWNER_PATH)
+        self._check_guard(response, OWNER_PATH)
         if response.status_code == 409:
             raise ValueError(_said(response).replace("The server", f"The vLLM server at {self.url}", 1))
         self._check(response, OWNER_PATH)
-        self._state = response.headers[STATE_HEADER]
-        if self._beats is None:
-            self._beats = self._loop.begin(self._beat())
+        self._process = response.headers[PROCESS_HEADER]
+
+    async def _hold(self) -> httpx.Response:
+        """Ask for the server; an answer that grants it goes on as long as it is this run's."""
+        try:
+            response = await self._http.send(self._http.build_request("POST", OWNER_PATH), stream=True)
+            if response.is_success:
+                self._holding = response
+            else:
+                await response.aread()
+        except httpx.HTTPError as error:
+            raise self._silent(OWNER_PATH, error) from error
+        return response
 
     def is_ours(self) -> bool:
-        """Whether it still belongs to this run, and is as this run left it."""
+        """Whether it still belongs to this run, and is the process that this run has taken."""
         try:
             response = self._loop.run(self._request("GET", OWNER_PATH, timeout=_LOOK_S))
-            if not response.is_success or response.headers.get(STATE_HEADER) != self._state:
+            if not response.is_success or response.headers.get(PROCESS_HEADER) != self._process:
                 return False
             return self._read(response, OWNER_PATH, lambda answer: answer["owned"] is True)
         except ServerError:
@@ -166,23 +163,16 @@ class ServerClient:
 
     def release(self) -> None:
         """Let other runs have the server."""
-        if self.leave():
+        if self._holding is not None:
             with suppress(ServerError):
                 self._loop.run(self._request("DELETE", OWNER_PATH, timeout=_LOOK_S))
+        self.leave()
 
-    def leave(self) -> bool:
-        """Send nothing more to whatever is at its address now; return whether it was taken."""
-        beats, self._beats = self._beats, None
-        if beats is not None:
-            beats.cancel()
-        return beats is not None
-
-    async def _beat(self) -> None:
-        """Let the server hear of the run, also while it does something else."""
-        while True:
-            await asyncio.sleep(_BEAT_S)
-            with suppress(ServerError):
-                await self._request("GET", OWNER_PATH, timeout=_LOOK_S)
+    def leave(self) -> None:
+        """Send nothing more to whatever is at its address now."""
+        holding, self._holding = self._holding, None
+        if holding is not None:
+            self._loop.run(holding.aclose())
 
     # ---- control ----------------------------------------------------------------------------------
 
@@ -199,10 +189,14 @@ class ServerClient:
         return self._call("GET", path, read, params=query)
 
     def post(
-        self, path: str, body: Mapping[str, Any] | None = None, read: Callable[[Any], _T] = lambda answer: answer
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        read: Callable[[Any], _T] = lambda answer: answer,
+        engine_works: bool = False,
     ) -> _T:
-        """Tell or ask something; as :meth:`get`."""
-        return self._call("POST", path, read, json=body)
+        """Tell or ask something; as :meth:`get`. An engine that works on it answers nothing else meanwhile."""
+        return self._call("POST", path, read, engine_works, json=body)
 
     def score(self, sequences: Sequence[Sequence[int]], salt: str) -> list[list[float]]:
         """Return the log-probs of all tokens after the first of each sequence."""
@@ -218,26 +212,22 @@ class ServerClient:
 
         return self.post(_COMPLETIONS, body, read)
 
-    def ask_workers(self, method: str, *arguments: str) -> list[Any]:
+    def ask_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Return what each worker answers; numbers and truth values come as text."""
-        body = {"method": method, "args": list(arguments)}
-        return self.post("/collective_rpc", body, lambda answer: list(answer["results"]))
+        body = {"method": method, "kwargs": arguments}
+        return self.post("/collective_rpc", body, lambda answer: list(answer["results"]), engine_works=True)
 
-    def _call(self, method: str, path: str, read: Callable[[Any], _T], **options: Any) -> _T:
-        works = counts(method, path)  # the engine does, and answers nothing else meanwhile
+    def _call(
+        self, method: str, path: str, read: Callable[[Any], _T], engine_works: bool = False, **options: Any
+    ) -> _T:
         response = self._wait(
-            self.patiently(self._request(method, path, **options), asks_engine=not works),
+            self.patiently(self._request(method, path, **options), asks_engine=not engine_works),
             path,
             limit_s=_PATIENCE * self.timeout_s,
-            tell_s=max(_TELL_S, self.timeout_s) if works else _TELL_S,
+            tell_s=max(_TELL_S, self.timeout_s) if engine_works else _TELL_S,
         )
         self._num_heard += 1
         self._check_guard(response, path)
-        process, _, number = self._state.partition(":")
-        own_change = {f"{process}:{int(number) + 1}"} if works and number else set()
-        if response.headers.get(STATE_HEADER) not in {self._state} | own_change:
-            raise self._changed()
-        self._state = response.headers[STATE_HEADER]
         self._check(response, path)
         return self._read(response, path, read)
 
@@ -320,7 +310,7 @@ class ServerClient:
                     if len(content) > _MAX_ANSWER:
                         raise self._nonsense(f"answers {path} with more than {_MAX_ANSWER} bytes")
         except (httpx.HTTPError, TimeoutError) as error:
-            raise ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.") from error
+            raise self._silent(path, error) from error
         transfer = {"content-encoding", "content-length", "transfer-encoding"}  # which describe the bytes on the wire
         headers = [(name, value) for name, value in response.headers.multi_items() if name not in transfer]
         return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
@@ -331,11 +321,14 @@ class ServerClient:
         """Check that the guarded server has answered, and not another program at its address."""
         if response.is_redirect:
             raise self._redirected(response, path)
-        if STATE_HEADER not in response.headers:
+        process = response.headers.get(PROCESS_HEADER, "")
+        if not process:
             raise self._nonsense(
                 f"answers {path} with {_message(response)!r}, as no server of python -m lit_grpo serve does: another "
                 "program, or a proxy, is at its address"
             )
+        if path != OWNER_PATH and process != self._process:
+            raise ServerError(f"The vLLM server at {self.url} was restarted, and has no weights of this run.")
 
     def _check(self, response: httpx.Response, path: str) -> None:
         if response.status_code == 401:
@@ -352,34 +345,34 @@ class ServerClient:
             "would go there; name the address that answers itself"
         )
 
+    def _silent(self, path: str, error: Exception) -> ServerError:
+        return ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.")
+
     def _nonsense(self, what: str) -> ServerError:
         return ServerError(f"The vLLM server at {self.url} {what}.", nonsense=True)
 
-    def _changed(self) -> ServerError:
-        return ServerError(f"The vLLM server at {self.url} was restarted, or somebody else has changed its weights.")
-
     # ---- completions ------------------------------------------------------------------------------
 
-    async def stream(self, prompt: list[int], fields: Mapping[str, Any]) -> AsyncIterator[Chunk]:
+    async def stream(self, prompt: list[int], fields: Mapping[str, Any], salt: str) -> AsyncIterator[Chunk]:
         """Sample a completion of ``prompt``, chunk by chunk.
 
+        Args:
+            prompt: Its tokens.
+            fields: vLLM's sampling parameters.
+            salt: The engine may use keys and values of requests with the same salt.
+
         Raises:
-            ServerError: The server fails, or its weights are not those that this run has sent.
+            ServerError: The server fails, or has sampled with other weights than those that this run has sent.
             ValueError: The server refuses the request.
         """
-        body = {**fields, "model": self.model, "prompt": prompt, "stream": True, "return_token_ids": True}
-        state = ""
+        weights, num_left, num_lines_left = self.weights, int(fields.get("max_tokens") or 2**31), math.inf
+        body = {"token_ids": prompt, "sampling_params": fields, "model": self.model, "cache_salt": salt, "stream": True}
         try:
-            async with self._http.stream("POST", _COMPLETIONS, json=body) as response:
+            async with self._http.stream("POST", _GENERATE, json=body) as response:
                 await self._check_stream(response)
-                num_left, num_lines_left = int(fields.get("max_tokens") or 2**31), math.inf
                 async for line in self._lines(response):
-                    if line.startswith(": "):
-                        state = line.removeprefix(": ")
-                    elif line.startswith("data: {") and num_lines_left == math.inf:
-                        if state != self._state:
-                            raise self._changed()
-                        chunk = self._chunk(line[6:], num_left)
+                    if line.startswith("data: {") and num_lines_left == math.inf:
+                        chunk = self._chunk(line[6:], num_left, weights)
                         self._num_heard += bool(chunk.token_ids)
                         num_left -= len(chunk.token_ids)
                         if chunk.finish_reason is not None:
@@ -392,8 +385,8 @@ class ServerClient:
             raise ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.") from error
 
     async def _check_stream(self, response: httpx.Response) -> None:
-        """Check that a completion follows, sampled with the weights of this run."""
-        if response.is_success and response.headers.get(STATE_HEADER) == self._state:
+        """Check that a completion follows."""
+        if response.is_success and response.headers.get(PROCESS_HEADER, "") == self._process:
             return
         content = b""
         async for part in response.aiter_bytes():
@@ -401,12 +394,10 @@ class ServerClient:
             if len(content) > 500:
                 break
         answer = httpx.Response(response.status_code, headers=response.headers, text=content.decode(errors="replace"))
-        self._check_guard(answer, _COMPLETIONS)
-        if answer.headers[STATE_HEADER] != self._state:
-            raise self._changed()
+        self._check_guard(answer, _GENERATE)
         if answer.status_code in (400, 404, 422):  # every server would refuse the request
             raise ValueError(f"The vLLM server at {self.url} refuses a prompt: {_message(answer)}")
-        self._check(answer, _COMPLETIONS)
+        self._check(answer, _GENERATE)
 
     async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
         """Yield the lines of an answer; one that does not end is an error."""
@@ -419,15 +410,16 @@ class ServerClient:
                 raise self._nonsense(f"sends a line of more than {_MAX_LINE} bytes in a completion")
         yield begun.decode(errors="replace")
 
-    def _chunk(self, text: str, num_left: int) -> Chunk:
-        """Read an event of a completion that may have ``num_left`` more tokens."""
+    def _chunk(self, text: str, num_left: int, weights: str) -> Chunk:
+        """Read an event of a completion that may have ``num_left`` more tokens, all sampled by these ``weights``."""
         try:
             event = json.loads(text)
             if "choices" not in event:
                 raise ServerError(f"The vLLM server at {self.url} broke off: {json.dumps(event)[:300]}")
             choice = event["choices"][0]
             reason, token_ids = choice["finish_reason"], list(choice["token_ids"] or [])
-            logprobs = list((choice["logprobs"] or {}).get("token_logprobs") or [])
+            logprobs = [each["logprob"] for each in (choice["logprobs"] or {}).get("content") or []]
+            sampled_by = {span["version"] for span in choice.get("weight_versions") or []}
         except _UNREADABLE as error:
             raise self._nonsense(f"sends {text[:200]!r} as a part of a completion, in which {error!r}") from error
         if reason not in (None, "stop", "length"):
@@ -439,11 +431,17 @@ class ServerClient:
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise self._nonsense(f"sends the token {token_id!r}, which is not among the {self.vocab_size} known")
-            if type(logprob) not in (int, float) or not -math.inf < logprob < _SURE:
+            if type(logprob) not in (int, float) or not _NONE < logprob < _SURE:
                 raise self._nonsense(
                     f"sends the log-prob {logprob!r}, which none can be; look for NaN weights or a learning rate that "
                     "is too high where all servers do"
                 )
+        if reason is not None and sampled_by != {weights}:
+            raise ServerError(
+                f"The vLLM server at {self.url} has sampled with the weights {sorted(sampled_by)}, where this run has "
+                f"sent {weights!r}: somebody else has changed its weights.",
+                foreign=True,
+            )
         return Chunk(token_ids, logprobs, reason)
 
 
@@ -463,12 +461,12 @@ class StreamPump:
         self._tasks: dict[int, Future[None]] = {}
         self._loop = loop
 
-    def begin(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
+    def begin(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any], salt: str) -> None:
         """Ask a server for a completion."""
 
         async def read() -> None:
             finished = False
-            async for chunk in client.stream(prompt, fields):
+            async for chunk in client.stream(prompt, fields, salt):
                 self._arrivals.put(Arrival(ticket, chunk))
                 finished = chunk.finish_reason is not None
             if not finished:

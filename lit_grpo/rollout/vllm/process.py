@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, OWNER_PATH, TOKEN_VARIABLE
+from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, OWNER_PATH
 
 _PR_SET_PDEATHSIG = 1
 _STOP_S = 10.0
@@ -74,7 +74,7 @@ class ServerProcess:
             self.process = _from_a_lasting_thread(
                 lambda: subprocess.Popen(
                     command,
-                    env={**environment, TOKEN_VARIABLE: token, HOST_VARIABLE: host},
+                    env={**environment, KEY_VARIABLE: token, HOST_VARIABLE: host},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -90,10 +90,8 @@ class ServerProcess:
         """Whether it has not ended."""
         return self.process.poll() is None
 
-    def has_ended(self, within_s: float) -> bool:
-        """Whether it has ended, or does so soon."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(within_s)
+    def failed(self) -> bool:
+        """Whether it has ended before it answered."""
         return not self.runs
 
     def wait(self, deadline: float) -> None:

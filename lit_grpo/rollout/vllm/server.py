@@ -18,7 +18,6 @@ from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
 from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
 from lit_grpo.rollout.vllm.streams import Stream
-from lit_grpo.rollout.weights.network import MeetingPoint
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
 _NONE_LEFT = "No vLLM server is left; start them again and resume from the last checkpoint."
@@ -29,11 +28,11 @@ class VLLMServerGenerator(EngineGenerator):
     """Decode on one or more vLLM servers, started here on loopback or named by URL.
 
     A completion goes to the server with the fewest predicted tokens to decode. A server that dies or hangs is left out,
-    and its completions go on from their last tokens on the other servers. It comes back with a sync that reaches it,
-    also after it was restarted. Processes that this run has started, and that have ended, are started again.
+    and its completions go on from their last tokens on the other servers. Between two rollouts it is started again, if
+    this run has started it, and it comes back with a sync that finds it well.
 
     Servers answer only to requests with their token, and belong to one run at a time. Tokens of a server that was
-    restarted, or that another run has changed, are not taken.
+    restarted, or whose weights somebody else has changed, are not taken.
 
     Args:
         num_slots: How many completions each server decodes at a time (vLLM's ``max_num_seqs``).
@@ -49,10 +48,11 @@ class VLLMServerGenerator(EngineGenerator):
             ``alone``, but ``merged`` on a CPU, where vLLM then decodes three times as fast, with ``urls`` or
             ``transfer: changes``, where keys and values are kept over a sync, and where vLLM does not take the
             adapters.
-        transport: How weights get to servers: in ``files``, or over ``gloo`` or ``nccl``, a process group of torch
-            between each rank and the workers of its servers, which may be on other machines. gloo sends from host to
-            host, and NCCL from GPU to GPU, where each member needs a GPU of its own.
-        weights_folder: Where the files are put, readable by all servers; shared memory by default.
+        transport: How weights get to servers: in ``files``, or over ``nccl``, from GPU to GPU with vLLM's weight
+            transfer, where each rank and each worker needs a GPU of its own. A server that is lost while weights travel
+            over NCCL ends the run.
+        weights_folder: Where the files are put, readable by all servers; shared memory by default. Adapters travel in
+            files, whatever the transport.
         timeout_s: Seconds without an answer, or without a token of any completion, after which a server and its engine
             are asked whether they are well. The server counts as hung if one of them does not answer in the same time,
             or if nothing comes for five times as long. While the engine takes weights it is not asked.
@@ -64,8 +64,8 @@ class VLLMServerGenerator(EngineGenerator):
             and its completions go on there if the policy is still the one that was sent. A policy in shards cannot be
             sent within a rollout, so the run then ends.
         ray: Starts each server in an actor of Ray, wherever its cluster has room, with these options of actors, such as
-            ``{num_gpus: 1}``. An actor that dies is not started again. By default servers are processes on this
-            machine.
+            ``{num_gpus: 1}``. Ray starts an actor again that has died, as often as ``max_restarts`` among them says, or
+            else ``restarts``. By default servers are processes on this machine.
     """
 
     @checks_arguments()
@@ -77,7 +77,7 @@ class VLLMServerGenerator(EngineGenerator):
         urls: list[str] | None = None,
         transfer: Literal["full", "changes"] = "full",
         adapters: Travel = "auto",
-        transport: Literal["files", "gloo", "nccl"] = "files",
+        transport: Literal["files", "nccl"] = "files",
         weights_folder: str | None = None,
         timeout_s: Positive = 60.0,
         start_timeout_s: Positive = 300.0,
@@ -109,7 +109,7 @@ class VLLMServerGenerator(EngineGenerator):
                 Clash(
                     "weights_folder needs weights that travel in files",
                     f"transport {transport} sends them from process to process",
-                    found=weights_folder is not None and transport != "files",
+                    found=weights_folder is not None and transport != "files" and adapters == "merged",
                     remedy="take transport files",
                 ),
                 Clash(
@@ -138,7 +138,7 @@ class VLLMServerGenerator(EngineGenerator):
             devices=devices,
             urls=urls,
             sends_changes=transfer == "changes",
-            point=None if transport == "files" else MeetingPoint(transport),
+            over_nccl=transport == "nccl",
             weights_folder=weights_folder,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
@@ -154,7 +154,7 @@ class VLLMServerGenerator(EngineGenerator):
 
     def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
         if self.transport == "nccl" and policy.device.type != "cuda":
-            raise ValueError(f"transport nccl is for GPUs, and the policy is on {policy.device}; take gloo or files.")
+            raise ValueError(f"transport nccl is for GPUs, and the policy is on {policy.device}; take files.")
         self._fleet.start(policy, {**lora, **self.arguments})
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
@@ -209,8 +209,7 @@ class VLLMServerGenerator(EngineGenerator):
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
         assert stream.ticket is not None
         self._pump = self._pump or StreamPump(self._fleet.loop)
-        fields = self._fields(stream, server.keyed) | {"cache_salt": stream.salt}
-        self._pump.begin(stream.ticket, server.client, stream.prompt, fields)
+        self._pump.begin(stream.ticket, server.client, stream.prompt, self._fields(stream, server.keyed), stream.salt)
 
     def _withdraw(self, streams: Sequence[Stream]) -> None:
         for stream in streams:
@@ -246,16 +245,19 @@ class VLLMServerGenerator(EngineGenerator):
         It goes on there if only the connection broke. Otherwise the server is left out, and all its completions move.
         """
         server = self._at[stream]
-        if stream.num_failures < _RETRIES and not (error.hung or error.nonsense) and server.is_well():
+        if stream.num_failures < _RETRIES and not (error.hung or error.nonsense or error.foreign) and server.is_well():
             stream.num_failures += 1
             lost = [stream]
         else:
             server.lose()
             lost = [other for other, at in self._at.items() if at is server]
+            if error.foreign:
+                for each in lost:
+                    each.drop_new()  # of all of them, since nobody knows from which token on
             alive = len(self._fleet.alive)
             said = f"{error}{server.log} Its {len(lost)} completions go on from there "
             if alive:
-                said += f"on the {alive} servers that are left.{self._fleet.restart(server)}"
+                said += f"on the {alive} servers that are left."
             else:
                 self._resume_lost(lost, f"{error}{server.log}")
                 said += "on a server that was started again."

@@ -115,6 +115,11 @@ class Stream:
         places = [place for place in range(len(self.token_ids)) if place not in observed][:count]
         return [self.token_ids[place] for place in places], [self.logprobs[place] for place in places]
 
+    def drop_new(self) -> None:
+        """Forget the tokens that came since an engine was asked."""
+        for values in (self.token_ids, self.logprobs, self.versions):
+            del values[self.num_begun :]
+
     @property
     def so_far(self) -> Request:
         """The request, with its tokens so far as its prefix."""

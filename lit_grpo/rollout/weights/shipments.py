@@ -45,6 +45,19 @@ class Shipment:
                 self.num_bytes += part.nbytes
                 yield part_name, part
 
+    def patches(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield each tensor's name, the flat positions of its elements that travel, and these; first, all of them."""
+        index_k = None
+        for name, part in self:
+            if not self.changes:
+                dtype = torch.int32 if part.numel() < 2**31 else torch.int64
+                yield name, torch.arange(part.numel(), dtype=dtype), part.reshape(-1)
+            elif name.endswith(_INDEX):
+                index_k = part
+            else:
+                assert index_k is not None  # which came before
+                yield name.removesuffix(_VALUE), index_k, part
+
     def _whole(self, name: str, tensor: torch.Tensor) -> Iterator[Named]:
         if self._held is not None:
             self._held[name] = tensor.detach().cpu().clone()

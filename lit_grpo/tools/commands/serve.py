@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _serve(options: argparse.Namespace, others: list[str]) -> int:
     """Start a server and wait for its end; return its exit code."""
+    import torch
+
     from lit_grpo.policy import load_policy, load_tokenizer
     from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm, server_arguments, server_environment
@@ -59,6 +61,8 @@ def _serve(options: argparse.Namespace, others: list[str]) -> int:
     PolicySpec(policy, load_tokenizer(options.policy)).save_skeleton(folder.path)
     dtype = str(policy.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
     arguments = server_arguments(dtype, options.num_slots)
+    if torch.cuda.is_available():
+        arguments |= {"weight_transfer_config": {"backend": "nccl"}}
     if options.max_lora_rank is not None:
         arguments |= lora_arguments(options.max_lora_rank)
     server = ServerProcess(folder.path, arguments, server_environment(), token, options.host, options.port, others)

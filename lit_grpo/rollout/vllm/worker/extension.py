@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
 from lit_grpo.policy.weights import checkpoint_name, digest
-from lit_grpo.rollout.vllm.worker.transfer import Arrived
-from lit_grpo.rollout.weights.files import private_weights_folder
+from lit_grpo.rollout.vllm.worker.cpu_build import pack_tied_head, prepare_reload
+from lit_grpo.rollout.weights.files import read
+from lit_grpo.rollout.weights.shipments import rebuild
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -22,42 +23,140 @@ _KEPT_AS_IT_CAME = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbedding
 _REORDERED = "query_key_value"  # the layer whose rows vLLM's loaders put into another order (BLOOM, Falcon, GPT-NeoX)
 
 
+class Arrived(NamedTuple):
+    """A tensor as it was received."""
+
+    digest: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Receipt:
+    """Notes what a model of vLLM is given while its weights are replaced, and checks that nothing was left out.
+
+    Args:
+        model: Its ``load_weights`` notes what comes, until :meth:`close`.
+        ties_head: Whether its head is tied to the embeddings.
+        held: Copies of the tensors on the host, where patches come: tensors with NaN in the place of what stays.
+    """
+
+    def __init__(self, model: Any, ties_head: bool, held: dict[str, torch.Tensor] | None) -> None:
+        self._model, self._ties_head, self._held = model, ties_head, held
+        self._arrived: dict[str, Arrived] = {}
+        self._loaded = {"lm_head.weight"} if ties_head else set[str]()
+        prepare_reload(model)
+        model.load_weights = self._load
+
+    def _load(self, weights: Iterable[Named]) -> set[str]:
+        loaded = type(self._model).load_weights(self._model, self._noted(weights))
+        self._loaded |= loaded
+        return loaded
+
+    def _noted(self, weights: Iterable[Named]) -> Iterator[Named]:
+        for name, tensor in weights:
+            whole = tensor
+            if self._held is not None:
+                before = self._held.get(name, tensor.cpu())
+                whole = self._held[name] = torch.where(tensor.cpu().isnan(), before, tensor.cpu())
+            self._arrived[name] = Arrived(digest(whole), tensor.shape, tensor.dtype)
+            yield name, tensor
+
+    def close(self) -> None:
+        """Note nothing more."""
+        vars(self._model).pop("load_weights", None)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digests of the policy's tensors as the model holds them, by the policy's names.
+
+        Tensors that vLLM keeps in another form (packed for a CPU, quantized, in shards) are digested as they arrived.
+
+        Raises:
+            WeightSyncError: Parameters of the model were not among what arrived.
+        """
+        if self._held is not None:  # what was sent before, and has not changed since
+            kept = {name: Arrived(digest(each), each.shape, each.dtype) for name, each in self._held.items()}
+            self._arrived = kept
+        else:
+            self._check_whole()
+        if self._ties_head:
+            pack_tied_head(self._model)
+        held = {
+            name: digest(tensor)
+            for name, tensor in held_weights(self._model)
+            if name in self._arrived and (tensor.shape, tensor.dtype) == self._arrived[name][1:]
+        }
+        return {name: each.digest for name, each in self._arrived.items()} | held
+
+    def _check_whole(self) -> None:
+        expected: dict[int, set[str]] = {}  # a parameter that two modules share has two names, and is loaded by one
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            expected.setdefault(id(parameter), set()).add(checkpoint_name(name))  # of layers that take adapters
+        if missing := [min(names) for names in expected.values() if not names & self._loaded]:
+            raise WeightSyncError(
+                f"{len(missing)} of {len(expected)} parameters of vLLM's model got no weight, {min(missing)!r} among "
+                f"them: its {type(self._model).__name__} is not built as transformers builds the policy; take another "
+                "generator or policy."
+            )
+
+
 class WorkerExtension:
     """The methods that are called on workers; a guarded server lets its owner call these and no other."""
 
     get_model: Any
     model_runner: Any
-    weight_transfer_engine: Any
+    reload_weights: Any
+    vllm_config: Any
 
-    def settle(self, version: str) -> dict[str, str]:
-        """After an update, note its version; return the digests of the policy's tensors as the model holds them.
+    # ---- weights ----------------------------------------------------------------------------------
 
-        They go by the policy's names. Tensors that vLLM keeps in another form (packed for a CPU, quantized, in shards)
-        are digested as they arrived.
+    def check_model(self, fields: Mapping[str, Any]) -> None:
+        """Raise a ValueError if the text configuration of the model that is served has other values."""
+        config = self.vllm_config.model_config.hf_text_config
+        for name, expected in fields.items():
+            if (served := getattr(config, name, None)) != expected:
+                raise ValueError(f"another model is served: its {name} is {served!r}, the policy's is {expected!r}")
+
+    def reload(self, source: str | Iterable[Named], changes: bool = False, keeps: bool = False) -> dict[str, str]:
+        """Replace all weights, with vLLM's own ``reload_weights``; return the digests of what the model holds then.
+
+        Args:
+            source: The tensors of a :class:`~lit_grpo.rollout.weights.shipments.Shipment`, or the path of their file.
+            changes: Whether they are changes of weights that were kept.
+            keeps: Keep a copy of the weights on the host, which later changes are applied to.
         """
-        transfer = self.weight_transfer_engine
-        transfer.settle(version)
-        arrived: dict[str, Arrived] = transfer.arrived
-        held = {
-            name: digest(tensor)
-            for name, tensor in held_weights(self.get_model())
-            if name in arrived and (tensor.shape, tensor.dtype) == arrived[name][1:]
-        }
-        return {name: each.digest for name, each in arrived.items()} | held
+        held = self.__dict__.setdefault("held_copies", {})
+        tensors = rebuild(read(source) if isinstance(source, str) else source, held, changes)
+        self.begin_update()
+        try:
+            self.reload_weights(weights_iterator=_kept(tensors, held) if keeps else tensors)
+        except BaseException:
+            self.abandon_update()
+            raise
+        return self.end_update()
 
-    def held_version(self) -> str:
-        """Return the version of the last update that was settled; empty where there was none."""
-        return self.weight_transfer_engine.version
+    def begin_update(self, patches: bool = False) -> None:
+        """Note what arrives from now on, over vLLM's weight transfer too: all weights, or ``patches`` of them."""
+        if "receipt" in self.__dict__:
+            self.abandon_update()
+        model = self.get_model()
+        ties_head = self.vllm_config.model_config.hf_text_config.tie_word_embeddings and hasattr(model, "lm_head")
+        held = self.__dict__.setdefault("held_copies", {}) if patches else None
+        self.__dict__["receipt"] = Receipt(model, bool(ties_head), held)
 
-    def take_folder(self) -> str:
-        """Write the files that come over the link to a private folder; return its path from the worker that writes."""
-        link = self.weight_transfer_engine.link
-        folder = private_weights_folder() if link.rank == 1 else None
-        for name, content in link.receive():
-            if folder is not None:
-                (folder.path / Path(name).name).write_bytes(content.cpu().numpy().tobytes())
-        self.adapter_folder = folder  # which removes the folder of the adapters before
-        return "" if folder is None else str(folder.path)
+    def abandon_update(self) -> None:
+        """Put every layer in order after an update that broke off, so that a later one is whole."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self.__dict__.pop("receipt").close()
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.get_model(), self.vllm_config.model_config)
+
+    def end_update(self) -> dict[str, str]:
+        """Return the digests of what the model holds after an update."""
+        receipt: Receipt = self.__dict__.pop("receipt")
+        receipt.close()
+        return receipt.digests()
 
     def draw_by_position(self) -> bool:
         """Let a token's random numbers depend only on its request's seed and its position; return whether they do.
@@ -91,8 +190,8 @@ class WorkerExtension:
             if type(module).__name__ == "LogitsProcessorWithLoRA":
                 module._get_logits = _plain_logits(module.base_layer)
 
-    def settle_adapter(self, folder: str, version: str) -> dict[str, str]:
-        """Note the version; return the digests of the adapter's tensors that the layers decode with.
+    def adapter_digests(self, folder: str) -> dict[str, str]:
+        """Return the digests of the adapter's tensors that the layers decode with.
 
         They go by their names in the adapter's ``folder``.
 
@@ -108,9 +207,13 @@ class WorkerExtension:
         (adapter,) = held.values()
         with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
             tensors = held_adapter(model, manager, adapter, list(file.keys()))
-            digests = {name: digest(tensor) for name, tensor in tensors}
-        self.weight_transfer_engine.version = version
-        return digests
+            return {name: digest(tensor) for name, tensor in tensors}
+
+
+def _kept(tensors: Iterable[Named], held: dict[str, torch.Tensor]) -> Iterator[Named]:
+    for name, tensor in tensors:
+        held[name] = tensor if name in held else tensor.clone()
+        yield name, held[name]
 
 
 def _plain_logits(processor: Any) -> Callable[..., Any]:
