@@ -65,7 +65,7 @@ def test_everything_that_is_used_is_there(version: str, used: Any) -> None:
 def test_every_version_has_the_routes_that_are_asked(version: str) -> None:
     source = Path(fleet.__file__).read_text()
     asked = {f"{method.upper()} {path}" for method, path in ROUTES.findall(source)}
-    nccl = (VLLM.parent / "weights" / "gpus.py").read_text()
+    nccl = (VLLM / "gpus.py").read_text()
     asked |= {f"POST {path}" for path in re.findall(r'_post\("(/[^"]+)"', nccl)} | {f"POST {_GENERATE}"}
     assert len(re.findall(r'_post\("', nccl)) == 4
     assert {"POST /update_weight_version", "GET /server_info", "POST /pause", "GET /version"} <= asked
@@ -191,7 +191,7 @@ OUTLINE = {name: tensor.to("meta") for name, tensor in WEIGHTS.items()}
 
 
 def test_all_weights_reach_the_workers_of_all_servers_over_nccl(carried: Any) -> None:
-    from lit_grpo.rollout.weights.gpus import NCCLGroup
+    from lit_grpo.rollout.vllm.gpus import NCCLGroup
 
     workers, opened = carried
     group = NCCLGroup(workers, OUTLINE, False, torch.device("cpu"))
@@ -219,7 +219,7 @@ def test_changes_reach_a_worker_as_patches_that_vllm_applies_in_place(carried: A
         load_checkpoint_weight_patches,
     )
 
-    from lit_grpo.rollout.weights.gpus import NCCLGroup
+    from lit_grpo.rollout.vllm.gpus import NCCLGroup
 
     worker = carried[0][0]
     group = NCCLGroup([worker], OUTLINE, True, torch.device("cpu"))

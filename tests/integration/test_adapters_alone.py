@@ -144,7 +144,7 @@ def test_another_adapter_and_a_missing_matrix_are_found(generator: VLLMServerGen
 def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServerGenerator, policy: Any) -> None:
     (server,) = generator._fleet.alive
     assert not generator._fleet.lacks_base()
-    server.client.ask_workers("settle", "")  # as the worker of a restarted server has it
+    server.client.post("/update_weight_version", {"new_version": "default"})  # as a restarted server has it
     assert generator._fleet.lacks_base()
     with pytest.raises(WeightSyncError, match="No vLLM server took the policy's weights"):
         generator.load_weights(AdapterWeights(policy, with_base=False), 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -9,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -30,7 +31,6 @@ from lit_grpo.rollout.vllm.arguments import (
     require_vllm,
     start_failure,
 )
-from lit_grpo.rollout.vllm.classes import shared_classes
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
 from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.rollout.weights.files import PrivateFolder
@@ -38,11 +38,16 @@ from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.memory_amount import MemoryAmount
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _OVER_DEVICES = ("tensor", "pipeline", "data", "prefill_context")  # ways to spread an engine
 _FREE_SHARE = 0.01
 """Of a GPU's memory, that vLLM demands to be free at its start. Keys and values have their bytes, so vLLM uses
 ``gpu_memory_utilization`` for nothing else; its own 0.92 fails beside the policy, which is on the same GPU."""
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
+_BY_ENGINE = "do_not_compile"  # an attribute that vLLM gives to the models that it makes
+_engines_starting = 0
 _of_ranks: list[Any] = []  # the engine of this rank, if it is one of several: it ends with the ranks' process group
 
 
@@ -110,7 +115,7 @@ class VLLMGenerator(EngineGenerator):
         with (
             quiet_start(),
             _rank_told(policy.device),
-            shared_classes(policy.module),
+            _shared_classes(policy.module),
             torch.inference_mode(False),  # a sync writes to the engine's tensors
         ):
             import_vllm()
@@ -396,3 +401,35 @@ def _end_engines() -> None:
         generator._end_engine()
     _with_engine.clear()
     gc.collect()  # ends the engines of generators that are gone
+
+
+@contextmanager
+def _shared_classes(policy: PreTrainedModel) -> Iterator[None]:
+    """Start an engine, and let the policy's own classes go on as they were.
+
+    vLLM computes some families, such as GLM, with the model class of transformers, whose ``__init__`` and ``__call__``
+    it replaces to compile the model. From then on these are for the engine's models only.
+    """
+    global _engines_starting
+    own: dict[Any, Any] = {kind: kind.__init__ for kind in {type(module) for module in policy.modules()}}
+    _engines_starting += 1
+    try:
+        yield
+    finally:
+        _engines_starting -= 1
+        for kind, own_init in own.items():
+            if kind.__init__ is not own_init:
+                _divide(kind, own_init)
+
+
+def _divide(kind: Any, own_init: Any) -> None:
+    engine_init, engine_call = kind.__init__, kind.__call__
+
+    @functools.wraps(own_init)
+    def init(module: Any, *args: Any, **options: Any) -> None:
+        (engine_init if _engines_starting else own_init)(module, *args, **options)
+
+    def call(module: Any, *args: Any, **options: Any) -> Any:
+        return (engine_call if _BY_ENGINE in vars(module) else torch.nn.Module.__call__)(module, *args, **options)
+
+    kind.__init__, kind.__call__ = init, call

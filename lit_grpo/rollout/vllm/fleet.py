@@ -37,7 +37,7 @@ from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.vllm.actors import ActorServer
-    from lit_grpo.rollout.weights.gpus import NCCLGroup
+    from lit_grpo.rollout.vllm.gpus import NCCLGroup
     from lit_grpo.rollout.weights.tensors import Named
 
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -498,7 +498,7 @@ class Fleet:
 
     def _send_over_nccl(self, shipment: Shipment, version: int) -> dict[Server, dict[str, str]]:
         """Send weights from GPU to GPU, to all servers at once; one that fails fails the sync."""
-        from lit_grpo.rollout.weights.gpus import NCCLGroup
+        from lit_grpo.rollout.vllm.gpus import NCCLGroup
 
         servers = self.alive
         try:

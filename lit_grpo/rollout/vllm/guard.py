@@ -1,7 +1,7 @@
 """The guard of a vLLM server: who may talk to it, and which run owns it.
 
-vLLM's own ``--api-key`` guards ``/v1``, ``/v2``, ``/inference`` and ``/cohere`` alone; whoever reaches another route
-could exchange the weights. vLLM calls :class:`Guard` before all of its routes (``--middleware``).
+vLLM's own ``--api-key`` guards ``/v1``, ``/v2``, ``/inference`` and ``/cohere`` alone, and not the routes
+that exchange weights. vLLM calls :class:`Guard` before all of its routes (``--middleware``).
 """
 
 from __future__ import annotations
