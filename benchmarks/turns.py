@@ -169,7 +169,7 @@ class LockStep(EnvironmentWorker):
 
     def on_idle(self) -> Answer | None:
         """All together."""
-        return self._answer() if len(self._outcomes) == self._flight.num_away else None
+        return self._answer() if len(self._events) == self._flight.num_away else None
 
 
 def ours(work: Work, lock_step: bool) -> Row:

@@ -18,7 +18,7 @@ from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompt
 from conversations import play as play_with
 
 from lit_grpo.data.chat import UnusableRow
-from lit_grpo.environments.agent import Agent, AgentWorker
+from lit_grpo.environments.agent.plugin import Agent, AgentWorker
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.mt_grpo import MTGRPO
@@ -585,7 +585,7 @@ def dropped(worker: EnvironmentWorker, told: Sequence[Any], generator: Callable[
     """A rollout whose only trajectory is left out of its group."""
     loop = RolloutLoop(generator(chat_tokenizer(), numbered), listeners=[worker, Drops(told)])
     (group,), _ = loop.collect(prompts_of(worker, [{"prompt": "Guess."}]), 1, SAMPLING, seed=0)
-    assert group.rollouts == [] and not worker.sessions
+    assert group.rollouts == [] and not worker.drivers
 
 
 def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_closed() -> None:
@@ -645,7 +645,7 @@ def test_a_validation_does_not_wait_for_threads_of_agents_that_wait_for_the_poli
     generator = Scripted(chat_tokenizer(), numbered)
     (prompt,) = prompts_of(worker, [{"prompt": "Guess."}])
     buffer.open(group_requests([prompt], 2, SAMPLING, 0))
-    both_begun = lambda _: [bool(each.num_turns) for each in worker.sessions.values()] == [True] * 2  # noqa: E731
+    both_begun = lambda _: [bool(each.num_turns) for each in worker.drivers.values()] == [True] * 2  # noqa: E731
     RolloutLoop(generator, buffer, listeners=[worker]).run(both_begun)
     goes_on.set()
     buffer.learnt()
@@ -684,7 +684,7 @@ def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_to
         worker, buffer = worker_of(solve), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=1))
         generator = Scripted(chat_tokenizer(), numbered)
         buffer.open(group_requests(prompts_of(worker, [{"prompt": "Guess."}]), 1, SAMPLING, 0))
-        is_away = lambda _: bool(begun) and any(each.num_turns for each in worker.sessions.values())  # noqa: B023, E731
+        is_away = lambda _: bool(begun) and any(each.num_turns for each in worker.drivers.values())  # noqa: B023, E731
         RolloutLoop(generator, buffer, listeners=[worker]).run(is_away)
         buffer.learnt()
         ((key, places),) = worker.state_dict()["sessions"]
@@ -692,7 +692,7 @@ def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_to
         generator.version = version
         goes_on.set()
         until = time.monotonic() + 20
-        while asks_between and not worker._outcomes and time.monotonic() < until:  # as during an update
+        while asks_between and not worker._events and time.monotonic() < until:  # as during an update
             time.sleep(0.01)
         RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)  # noqa: B023
         completion = only(buffer.take())

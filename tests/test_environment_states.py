@@ -72,7 +72,7 @@ def cut_off(factory: Any, num_samples: int = 1) -> tuple[EnvironmentWorker, Roll
     buffer.open(group_requests(prompts_of(worker, [{"prompt": "?"}]), num_samples, SAMPLING, 0))
 
     def in_the_middle(_: int) -> bool:
-        return bool(worker.sessions) and all(each.num_turns and not each.waits for each in worker.sessions.values())
+        return bool(worker.drivers) and all(each.num_turns and not each.waits for each in worker.drivers.values())
 
     class OneTurn(Scripted):
         """Decodes nothing more of a trajectory that has its turn, so that all stop at the same place."""

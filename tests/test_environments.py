@@ -110,7 +110,7 @@ def test_an_environment_whose_trajectory_is_dropped_is_closed_after_its_call_and
     worker = worker_of(Slow)
     loop = RolloutLoop(Scripted(chat_tokenizer(), counting), listeners=[worker, DropsAway(calling)])
     (group,), _ = loop.collect(prompts_of(worker, [{"prompt": "?", "number": 3}]), 1, SAMPLING, seed=0)
-    assert group.rollouts == [] and not worker.sessions and happened == ["reset"]
+    assert group.rollouts == [] and not worker.drivers and happened == ["reset"]
     goes_on.set()
     worker.close()
     assert closed.is_set() and happened == ["reset", "guessed", "closed"]
@@ -551,7 +551,7 @@ def test_what_is_no_failure_of_an_environment_ends_the_run() -> None:
         def get_reward(self) -> Any:
             return "much"
 
-    with pytest.raises(ValueError, match=r"Wordy\.reset says so much for train/0 that \d+ tokens .*max_observed"):
+    with pytest.raises(ValueError, match=r"Wordy\.reset returned too much text .*train/0: \d+ tokens .*max_observed"):
         play(worker_of(Wordy))
     with pytest.raises(ValueError, match=r"Odd\.get_reward: it returned 'much', which is not a number"):
         play(worker_of(Odd))
@@ -663,7 +663,7 @@ def test_a_rollout_that_fails_leaves_no_session() -> None:
     worker = worker_of(Guess)
     with pytest.raises(KeyboardInterrupt):
         play(worker, says, num_generations=4)
-    assert not worker.sessions
+    assert not worker.drivers
 
 
 # ---- over several rollouts ----------------------------------------------------------------------------
@@ -701,11 +701,11 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
         buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 2, sampling, 0))
 
         def in_the_middle(_: int) -> bool:
-            turns = [session.num_turns for session in worker.sessions.values()]
+            turns = [session.num_turns for session in worker.drivers.values()]
             return (not buffer.away and len(turns) == 2 and all(turns)) or not buffer.asks
 
         RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(in_the_middle)
-        if len(worker.sessions) == 2:
+        if len(worker.drivers) == 2:
             return worker, buffer
         worker.close()
         return None
@@ -758,10 +758,10 @@ def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_i
 
     def run(num_turns: int, stops: bool = False) -> None:
         def until(_: int) -> bool:
-            there = all(each.num_turns >= num_turns and not each.waits for each in worker.sessions.values())
-            if stops and there and worker.sessions:
+            there = all(each.num_turns >= num_turns and not each.waits for each in worker.drivers.values())
+            if stops and there and worker.drivers:
                 raise Cut
-            return there and bool(worker.sessions) and not buffer.away
+            return there and bool(worker.drivers) and not buffer.away
 
         RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(until)
 
@@ -804,7 +804,7 @@ def test_a_state_that_cannot_be_said_does_not_keep_a_checkpoint_from_being_saved
     rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
     worker, buffer = worker_of(Unsaid), RolloutBuffer(rule)
     buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 1, SAMPLING, 0))
-    begun = lambda _: any(each.num_turns and not each.waits for each in worker.sessions.values())  # noqa: E731
+    begun = lambda _: any(each.num_turns and not each.waits for each in worker.drivers.values())  # noqa: E731
     RolloutLoop(Scripted(chat_tokenizer(), counting), buffer, listeners=[worker]).run(begun)
     ((_, places),) = worker.state_dict()["sessions"]
     assert {state for _, state in places} == {None}
@@ -834,7 +834,7 @@ def test_environments_are_there_until_their_groups_have_been_scored() -> None:
         RolloutLoop(Scripted(chat_tokenizer(), lambda *_: "no"), listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
     RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: not buffer.asks)
     assert seen == [[1, 6]]
-    kept = [session.environment for session, _ in worker._ended.values()]
+    kept: list[Any] = [driver.environment.object for driver, _ in worker._ended.values()]
     assert not any(each.closed for each in kept)
     runner.close()
     worker.close()
@@ -855,7 +855,7 @@ class Lazy(Guess):
 
 
 def _is_at_work(worker: EnvironmentWorker) -> Callable[[int], bool]:
-    return lambda _: any(session.waits and session.num_turns == 2 for session in worker.sessions.values())
+    return lambda _: any(session.waits and session.num_turns == 2 for session in worker.drivers.values())
 
 
 def test_answers_that_come_during_another_rollout_are_kept_for_their_own() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import logging
-import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -18,11 +16,12 @@ from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
-from lit_grpo.environments.session import Failure, Limits, Outcome, RewritingSession, Session
+from lit_grpo.environments.driver import Event, RerenderingDriver, Sample, TrajectoryDriver
+from lit_grpo.environments.live import Failure, Limits
+from lit_grpo.environments.log import EnvironmentLog
 from lit_grpo.findings.reward_curves import Finding
-from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.limits import Count, Limit, Number
-from lit_grpo.plugins import Answer, CannotGoOn, Plugin, RunFacts, Worker
+from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.process.calls import Calls
 from lit_grpo.process.streams import KeptStreams
 from lit_grpo.process.terminal import error_text
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.flight import Flight
 
-logger = logging.getLogger(__name__)
-MOST_BATCHES_GONE = 3
-"""After so many batches in a row whose trajectories were all dropped the run ends."""
 CLOSING_S = 10.0
 """How long the end of a run waits for environments that are closed."""
 Seconds = Annotated[float, Limit(above=0, finite=True)]
@@ -171,8 +167,8 @@ class Environments(Plugin):
             trajectory_timeout_s=self.trajectory_timeout_s,
             retries=self.retries,
         )
-        begin = RewritingSession if self._rewrites else Session
-        return EnvironmentWorker(self._kinds(), limits, self.num_threads, self.calls, begin, self.lock_step)
+        driver = RerenderingDriver if self._rewrites else TrajectoryDriver
+        return EnvironmentWorker(self._kinds(), limits, self.num_threads, self.calls, driver, self.lock_step)
 
     def _kinds(self) -> dict[str | None, Kind]:
         given = [self.tools] if isinstance(self.tools, str) or callable(self.tools) else self.tools
@@ -183,7 +179,7 @@ class Environments(Plugin):
 
 
 class Snapshot(NamedTuple):
-    """What a trajectory had come to when its environment had answered, and the state of its session then.
+    """What a trajectory had come to when its environment had answered, and its state then.
 
     The state is None where it cannot be gone on from: the environment was at work, or has no ``state``.
     """
@@ -236,7 +232,7 @@ def check_room(run: RunFacts, what_needs: str) -> None:
 
 
 class EnvironmentWorker(Worker):
-    """Leads conversations: each trajectory has a :class:`lit_grpo.environments.session.Session`.
+    """Leads conversations: each trajectory has a :class:`lit_grpo.environments.driver.TrajectoryDriver`.
 
     A trajectory is away while its environment is at work, and its slot free. Between two steps of the rollout what has
     come meanwhile is taken; nothing is waited for.
@@ -246,7 +242,7 @@ class EnvironmentWorker(Worker):
         limits: What a trajectory may take.
         num_threads: Calls at a time.
         form: How calls are written.
-        begin: Makes the session of a trajectory.
+        driver: Makes the driver of a trajectory.
         lock_step: Whether answers are waited for between two steps.
     """
 
@@ -259,31 +255,26 @@ class EnvironmentWorker(Worker):
         limits: Limits,
         num_threads: int,
         form: str | None,
-        begin: Callable[..., Session] = Session,
+        driver: Callable[..., TrajectoryDriver] = TrajectoryDriver,
         lock_step: bool = False,
     ) -> None:
-        self._begin, self.lock_step = begin, lock_step
+        self._make_driver, self.lock_step = driver, lock_step
         self.kinds, self._limits, self._num_threads, self._form = kinds, limits, num_threads, form
         self.chat: Chat | None = None
-        self.sessions: dict[Key, Session] = {}
-        self._ended: dict[Key, tuple[Session, Completion]] = {}  # until they have been scored
+        self.drivers: dict[Key, TrajectoryDriver] = {}
+        self._ended: dict[Key, tuple[TrajectoryDriver, Completion]] = {}  # until they have been scored
         self._scoring: set[Key] = set()  # of those, the ones whose groups became whole in this rollout
         self._scored: set[Key] = set()  # or in the last one
         self._closing: list[Future[None]] = []  # of trajectories that were dropped
         self._kept: dict[Key, list[Snapshot]] = {}  # of a checkpoint, or of a rollout that has failed
         self._carried: dict[Key, list[Snapshot]] = {}  # as this rollout began, until it has been learnt from
         self._snapshots: dict[GroupKey, list[Snapshot]] = {}  # of this rollout, where requests begin within others
-        self._outcomes: deque[tuple[Session, Outcome]] = deque()
+        self._events: deque[tuple[TrajectoryDriver, Event]] = deque()
         self._going_on: list[Request] = []  # from an earlier rollout, in lock-step
-        self._counts: Counter[str] = Counter()
+        self._log = EnvironmentLog(list(kinds.values()), self._more_counts)
         self._calls: Calls | None = None
         self._streams: KeptStreams | None = None
         self._apart: bool | None = None  # whether a rollout has none of the trajectories that there are
-        self._told: set[str] = set()
-        self._num_restarted = self._num_unkept = 0
-        self._tried: set[str] = set()  # kinds whose first state has been looked at
-        self._tool_calls = ToolCalls()
-        self._num_gone, self._failure = 0, ""  # batches in a row whose trajectories were all dropped, and why
         self._rewards = [
             RewardFunction.of(functools.partial(_reward_of, kind=name), name)
             for name in dict.fromkeys(kind.name for kind in kinds.values() if kind.gives_reward)
@@ -311,18 +302,18 @@ class EnvironmentWorker(Worker):
                 schemas=[schema for kind in kinds for schema in kind.schemas],
                 calls=any(kind.tools for kind in kinds),
                 responds=any(kind.responds for kind in kinds),
-                rewrites=self._begin is RewritingSession,
+                rewrites=self._make_driver is RerenderingDriver,
             )
         except ValueError as error:
             raise ValueError(f"rollout.plugins environments: {error}") from None
         for sentence in told:
-            self._tell(sentence)
+            self._log.tell(sentence)
 
     def start(self, eos_ids: Sequence[int]) -> None:
         """Tell the user if the policy does not stop after a call."""
         if self.chat is not None and any(kind.tools for kind in self.kinds.values()):
             for sentence in self.chat.check_ends(eos_ids):
-                self._tell(sentence)
+                self._log.tell(sentence)
 
     def tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the schemas of a row's tools.
@@ -359,106 +350,99 @@ class EnvironmentWorker(Worker):
         self._let_go(self._scored)
         self._closing = [future for future in self._closing if not future.done()]
         self._scored, self._scoring = self._scoring, set()
-        self._counts.clear()
+        self._log.counts.clear()
         self._snapshots.clear()
-        self._waited_s = self._lasted_s = 0.0
-        self._num_turns = self._num_rows = self._num_ended = self._num_restarted = 0
 
     def on_requests(self, requests: Sequence[Request]) -> list[Request]:
         """Let each request begin with an environment of its own, which is reset first."""
-        going_on = {request.key: self.sessions[request.key] for request in requests if request.key in self.sessions}
+        going_on = {request.key: self.drivers[request.key] for request in requests if request.key in self.drivers}
         if self._apart is None:  # trajectories of another rollout keep their threads until that goes on
-            self._apart = bool(self.sessions) and not going_on
+            self._apart = bool(self.drivers) and not going_on
         self._carried |= self._snapshots_of(going_on)
         held = [self._held(request) for request in requests]
         return [request for request in held if request is not None]
 
     def _held(self, request: Request) -> Request | None:
-        key, session = request.key, self.sessions.get(request.key)
-        num_known = len(session.token_ids) if session is not None else 0
-        if session is not None and num_known == request.prefix.num_tokens and session.waits:
+        key, driver = request.key, self.drivers.get(request.key)
+        num_known = len(driver.token_ids) if driver is not None else 0
+        if driver is not None and num_known == request.prefix.num_tokens and driver.waits:
             return request
-        if session is not None and num_known <= request.prefix.num_tokens > 0:
+        if driver is not None and num_known <= request.prefix.num_tokens > 0:
             # It goes on, whether it was stopped in the middle of a turn or before one; in lock-step with all others.
             self._going_on += [request] if self.lock_step else []
             return request if self.lock_step else None
-        if session is not None:
-            session.close()
+        if driver is not None:
+            driver.close()
         self._let_go({key})  # it has ended and begins again: it was too old
-        session = self.sessions[key] = self._session(request)
+        driver = self.drivers[key] = self._driver(request)
         kept = self._kept.pop(key, [])
         if kept:
             self._carried[key] = kept
         state = best_state(kept or self._snapshots.get(request.group, []), request)
         if request.prefix.num_tokens and state is not None:
-            session.restore(state, request)
+            driver.start(request, state)
             return request
-        self._num_restarted += bool(kept) or request.prefix.num_tokens > 0
-        session.open()
+        self._log.counts["restarted"] += bool(kept) or request.prefix.num_tokens > 0
+        driver.start()
         return request.after(EMPTY)
 
-    def _snapshots_of(self, sessions: Mapping[Key, Session]) -> dict[Key, list[Snapshot]]:
+    def _snapshots_of(self, drivers: Mapping[Key, TrajectoryDriver]) -> dict[Key, list[Snapshot]]:
         """Return where each of these can go on; environments are asked together, and it is told where one cannot say.
 
         Those whose environments are at work cannot go on from here either, without a word: these are not asked.
         """
-        asked = {key: session.ask_state() for key, session in sessions.items()}
+        asked = {key: driver.ask_state() for key, driver in drivers.items()}
         wait([future for future in asked.values() if future is not None], timeout=self._limits.tool_timeout_s + 1)
         states = {key: _result(future) for key, future in asked.items()}
         failed = {key: state for key, state in states.items() if isinstance(state, Failure)}
-        self._num_unkept = len(failed)
-        for key, failure in failed.items():
-            name = sessions[key].kind.name
-            if (once := f"unkept {name}") not in self._told:  # places and values in the sentence are many
-                self._told.add(once)
-                logger.warning(
-                    "%d of %d unfinished trajectories cannot be kept in a checkpoint, and begin again where the run "
-                    "is resumed from it: the environment %s %s. Further ones are only counted.",
-                    *(len(failed), len(sessions), name, failure),
-                )
+        self._log.counts["unkept"] = len(failed)
+        for key, failure in failed.items():  # places and values in the sentence are many: once for each kind
+            name = drivers[key].kind.name
+            self._log.tell_once(
+                f"unkept {name}",
+                "%d of %d unfinished trajectories cannot be kept in a checkpoint, and begin again where the run is "
+                "resumed from it: the environment %s %s. Further ones are only counted.",
+                *(len(failed), len(drivers), name, failure),
+            )
         kept = {key: None if isinstance(state, Failure) else state for key, state in states.items()}
-        return {key: [Snapshot(key[2], session.token_ids, kept[key])] for key, session in sessions.items()}
+        return {key: [Snapshot(key[2], driver.token_ids, kept[key])] for key, driver in drivers.items()}
 
     def on_group(self, group: RolloutGroup) -> None:
         """No more requests begin within those of a group, and it is to be scored."""
         self._snapshots.pop(group.key, None)
         self._scoring |= {rollout.completion.request.key for rollout in group.rollouts}
 
-    def _session(self, request: Request) -> Session:
+    def _driver(self, request: Request) -> TrajectoryDriver:
         assert self.chat is not None, "prepare comes first"
         if self._calls is None:
             self._calls, self._streams = Calls(self._num_threads), KeptStreams()
-        return self._begin(
+        return self._make_driver(
             request=request.after(EMPTY),
             kind=self._kind(request.prompt.columns),
             chat=self.chat,
             limits=self._limits,
             calls=self._calls,
-            outcomes=self._outcomes,
-            counts=self._counts,
-            told=self._tell,
-            told_failure=self._tell_failure,
-            called=self._called,
+            log=self._log,
+            events=self._events,
             keeps_states=self._flight.forks,
             apart=bool(self._apart),
-            tried=self._tried,
         )
 
     def on_turn(self, completion: Completion) -> Answer:
-        """Have the environment answer, while others decode."""
-        self.sessions[completion.request.key].take_turn(completion)
+        """Bring a turn to its trajectory, whose environment answers while others decode."""
+        self.drivers[completion.request.key].take_turn(completion)
         return Answer(hold=[completion.request.key])
 
     def on_step(self, events: StepEvents) -> Answer | None:
-        """Take what environments have come to; in lock-step that is done between two steps."""
-        return None if self.lock_step or not self._outcomes else self._answer()
+        """Take what trajectories ask for; in lock-step that is done between two steps."""
+        return None if self.lock_step or not self._events else self._answer()
 
     def on_idle(self) -> Answer | None:
-        """Do the same, in lock-step once all that are at work have come to something."""
+        """Do the same, in lock-step once all environments at work have answered."""
         if self.lock_step:
-            away = [self.sessions[request.key] for request in self._flight.away if request.key in self.sessions]
-            wait([session.work for session in away if session.work is not None])
-        return self._answer() if self._outcomes or self._going_on else None
+            away = [self.drivers[request.key] for request in self._flight.away if request.key in self.drivers]
+            wait([driver.work for driver in away if driver.waits])
+        return self._answer() if self._events or self._going_on else None
 
     @property
     def waits_in_time(self) -> bool:
@@ -466,99 +450,83 @@ class EnvironmentWorker(Worker):
         return self._calls is not None and self._calls.is_in_time
 
     def _answer(self) -> Answer:
-        """Take what has come of trajectories of this rollout, and leave what is of another one to that.
+        """Take what trajectories of this rollout ask for, and leave to another rollout what is of that.
 
         What has come together is taken in the order of keys, whichever came first.
         """
         go_on, self._going_on = self._going_on, []
-        rewritten: list[Request] = []
-        again: list[Request] = []
-        finish: list[Completion] = []
-        drop: list[Key] = []
-        of_others: list[tuple[Session, Outcome]] = []
-        come = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
-        for session, outcome in sorted(come, key=lambda each: each[0].request.key):
-            key = session.request.key
-            if self.sessions.get(key) is not session:
+        asked: dict[str, list[Request]] = {"go_on": go_on, "again": [], "rewritten": []}
+        ended: list[Completion] = []
+        dropped: list[Key] = []
+        of_others: list[tuple[TrajectoryDriver, Event]] = []
+        come = [self._events.popleft() for _ in range(len(self._events))]
+        for driver, event in sorted(come, key=lambda each: each[0].request.key):
+            key = driver.request.key
+            if self.drivers.get(key) is not driver:
                 continue  # the trajectory was discarded meanwhile
             if not self._flight.is_away(key):
-                of_others.append((session, outcome))
+                of_others.append((driver, event))
                 continue
-            if outcome.error is not None:
-                raise outcome.error
-            session.took()
-            following = outcome.goes_on or outcome.begins or outcome.rewritten
-            if following is not None:
-                session.token_ids = following.prefix.token_ids_T.tolist()
-                self._keep_snapshot(session, outcome)
-            if outcome.goes_on is not None:
-                go_on.append(outcome.goes_on)
-            elif outcome.rewritten is not None:
-                rewritten.append(outcome.rewritten)
-            elif outcome.begins is not None:
-                again.append(outcome.begins)
-            elif outcome.finished is not None:
-                finish.append(outcome.finished)
+            if isinstance(event, Exception):
+                raise event
+            driver.took(event)
+            if event is None:
+                dropped.append(key)
+            elif isinstance(event, Completion):
+                ended.append(event)
             else:
-                drop.append(key)
-        self._outcomes.extend(of_others)
+                self._keep_snapshot(driver, event)
+                asked[event.how].append(event.request)
+        self._events.extend(of_others)
         go_on.sort(key=lambda request: request.key)
-        return Answer(go_on=go_on, rewritten=rewritten, again=again, finish=finish, drop=drop)
+        again, rewritten = asked["again"], asked["rewritten"]
+        return Answer(go_on=go_on, again=again, rewritten=rewritten, finish=ended, drop=dropped)
 
-    def _keep_snapshot(self, session: Session, outcome: Outcome) -> None:
+    def _keep_snapshot(self, driver: TrajectoryDriver, sample: Sample) -> None:
         """Keep what others may begin with; what a failed attempt has left is no part of the trajectory any more."""
-        request = session.request
-        if outcome.begins is not None and request.group in self._snapshots:
+        request = driver.request
+        if sample.how == "again" and request.group in self._snapshots:
             kept = [each for each in self._snapshots[request.group] if each.path != request.path]
             self._snapshots[request.group] = kept
-        if outcome.state is not None:
-            snapshot = Snapshot(request.path, session.token_ids, outcome.state)
+        if sample.state is not None:
+            snapshot = Snapshot(request.path, driver.token_ids, sample.state)
             self._snapshots.setdefault(request.group, []).append(snapshot)
 
     def on_completion(self, completion: Completion) -> None:
         """A trajectory has ended, perhaps in the middle; its environment is kept until it has been scored."""
-        session = self.sessions.pop(completion.request.key, None)
-        if session is None:
+        driver = self.drivers.pop(completion.request.key, None)
+        if driver is None:
             return
-        session.stop()
+        driver.stop()
         if completion.episode is None:  # another has ended it
-            whole = session.whole(completion)
+            whole = driver.whole(completion)
             completion.take(whole)
             completion.request, completion.text = whole.request, whole.text
-            completion.episode = session.episode()._replace(turn_rewards=())
-        self._ended[completion.request.key] = (session, completion)
-        self._num_ended += 1
-        self._num_turns += session.num_turns
-        self._num_rows += max(len(completion.contexts), 1)
-        self._waited_s += session.waited_s
-        self._lasted_s += time.monotonic() - session.began
+            completion.episode = driver.episode()._replace(turn_rewards=())
+        self._ended[completion.request.key] = (driver, completion)
+        num_rows, lasted_s = max(len(completion.contexts), 1), time.monotonic() - driver.began
+        self._log.end(driver.num_turns, num_rows, driver.waited_s, lasted_s)
 
     def on_drop(self, request: Request) -> None:
         """A trajectory has been left out of its group, by whatever: its environment is let go."""
-        session = self.sessions.pop(request.key, None)
-        if session is not None and (closing := session.close()) is not None:
-            self._closing.append(closing)
+        driver = self.drivers.pop(request.key, None)
+        if driver is not None:
+            self._closing.append(driver.close())
 
     def on_rollout_end(self, failed: bool) -> None:
         """Let go of all environments where the rollout has failed: what they were told of it is void.
 
         Where trajectories can go on, from before the rollout or from now, stays known.
         """
-        if self._num_ended and self._counts["cut_short"] >= self._num_ended:
-            self._tell(
-                f"All {self._num_ended} trajectories of a rollout were cut short by max_turns, max_tokens or "
-                "max_observed, and none came to its end; have the environment say so with done, or raise the limits."
-            )
         if self._streams is not None and (mended := self._streams.mend()):
-            self._tell(f"A tool or environment closed {' and '.join(mended)}; the run has opened it again.")
-        for finding in self._tool_calls.news():
-            self._tell(finding.sentence)
+            self._log.tell(f"A tool or environment closed {' and '.join(mended)}; the run has opened it again.")
+        self._log.tell_news()
         if failed:
             self._kept, self._carried = self._places(), {}
-            for session in self.sessions.values():
-                session.close()
-            self.sessions.clear()
-            self._outcomes.clear()
+            for driver in self.drivers.values():
+                driver.close()
+            self.drivers.clear()
+            self._events.clear()
             self._going_on.clear()
 
     def learnt(
@@ -566,94 +534,33 @@ class EnvironmentWorker(Worker):
     ) -> dict[str, float]:
         """Nothing goes back to before the rollout any more."""
         self._kept, self._carried = {}, {}
-        numbers = gather((self._num_ended, self._counts["dropped"]))
-        is_gone = not any(ended for ended, _ in numbers) and any(dropped for _, dropped in numbers)
-        self._num_gone = self._num_gone + 1 if is_gone else 0
-        if self._num_gone:
-            self._failure = next((each for each in gather(self._failure) if each), "")
+        self._log.note_batch(gather)
         return {}
-
-    def check_goes_on(self) -> None:
-        """Refuse to go on after several batches whose trajectories were all dropped."""
-        if self._num_gone >= MOST_BATCHES_GONE:
-            raise CannotGoOn(
-                f"{self._gone()} Mend the environment, or what it connects to, and resume the run from its last "
-                "checkpoint."
-            )
-
-    def _gone(self) -> str:
-        return (
-            f"All trajectories of the last {self._num_gone} batches were dropped after their retries, because the "
-            f"environment failed: {self._failure}."
-        )
 
     def _let_go(self, keys: Iterable[Key]) -> None:
         """Close environments whose completions have been scored."""
-        for session, completion in [self._ended.pop(key) for key in keys if key in self._ended]:
-            session.close()
+        for driver, completion in [self._ended.pop(key) for key in keys if key in self._ended]:
+            driver.close()
             if completion.episode is not None:
                 completion.episode = completion.episode._replace(environment=None)
 
     # ---- what is told -------------------------------------------------------------------------------
 
+    def check_goes_on(self) -> None:
+        """Refuse to go on after several batches whose trajectories were all dropped."""
+        self._log.check_goes_on()
+
     def metrics(self) -> dict[str, float]:
         """Return what happened in the last rollout on this rank."""
-        return self._described(self._totals())
+        return self._log.metrics()
 
     def metrics_of_ranks(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
         """Return what happened in the last rollout on all ranks: sums of counts, and means over all trajectories."""
-        totals: Counter[str] = Counter()
-        for own in gather(dict(self._totals())):
-            totals.update(own)
-        return self._described(totals)
-
-    def _totals(self) -> Counter[str]:
-        """Return what may be added up over ranks."""
-        own = {"ended": self._num_ended, "turns": self._num_turns, "rows": self._num_rows, "waited_s": self._waited_s}
-        own |= {"lasted_s": self._lasted_s, "restarted": self._num_restarted, "unkept": self._num_unkept}
-        return Counter({**self._counts, **own})
-
-    def _described(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of totals."""
-        names = ("tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "shortened_answers", "cut_short")
-        names += ("failures", "retries", "dropped", "timeouts", "restarted", "unkept", *self._more_counts)
-        by_tool = [f"{of}/{tool}" for of in ("calls", "failed_calls") for tool in self._tools]
-        ended, lasted_s = totals["ended"] or math.nan, totals["lasted_s"] or math.nan
-        return {
-            "environments/turns": totals["turns"] / ended,
-            "environments/rows": totals["rows"] / ended,
-            "environments/waiting_share": totals["waited_s"] / lasted_s,
-            **{f"environments/{name}": float(totals[name]) for name in (*names, *by_tool)},
-        }
-
-    @property
-    def _tools(self) -> dict[str, None]:
-        """The names of the tools of all kinds."""
-        return dict.fromkeys(tool for kind in self.kinds.values() for tool in kind.tools)
+        return self._log.metrics(gather)
 
     def findings(self) -> list[Finding]:
-        """Return the tools whose calls have all failed, and batches that were all dropped."""
-        gone = [Finding("environment", "failed", self._gone())] if self._num_gone else []
-        return [*self._tool_calls.findings(), *gone]
-
-    def _called(self, name: str, error: str | None) -> None:
-        """Count a call of a tool, which succeeded if ``error`` is None."""
-        self._tool_calls.add(name, error)
-        self._counts[f"calls/{name}"] += 1
-        self._counts[f"failed_calls/{name}"] += error is not None
-
-    def _tell(self, sentence: str) -> None:
-        if sentence not in self._told:
-            self._told.add(sentence)
-            logger.warning("%s", sentence)
-
-    def _tell_failure(self, sentence: str) -> None:
-        """Tell of the first failure of each kind; the others are counted."""
-        self._failure = sentence
-        self._tell(
-            f"The environment {sentence}. The trajectory begins again with a fresh one, or is left out of its group; "
-            "further failures are only counted."
-        )
+        """Return the tools whose calls have all failed and batches that were all dropped."""
+        return self._log.findings()
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
@@ -666,14 +573,14 @@ class EnvironmentWorker(Worker):
         Raises:
             ValueError: One cannot.
         """
-        sessions = [session for session, _ in self._ended.values() if "state" in session.kind.methods]
-        tried = [(session, session.calls.start(session.try_restore())) for session in sessions]
-        for session, future in tried:
+        drivers = [driver for driver, _ in self._ended.values() if "state" in driver.kind.methods]
+        tried = [(driver, driver.calls.start(driver.environment.try_restore())) for driver in drivers]
+        for driver, future in tried:
             try:
                 future.result()
             except Failure as failure:
                 raise ValueError(
-                    f"the environment {session.kind.name} {failure}; mend its state and restore, or a resumed run "
+                    f"the environment {driver.kind.name} {failure}; mend its state and restore, or a resumed run "
                     "begins its trajectories again."
                 ) from None
         return len(tried)
@@ -686,11 +593,11 @@ class EnvironmentWorker(Worker):
         """
         places = self._places()
         sessions = [[list(key), [[each.token_ids, each.state] for each in places[key]]] for key in places]
-        return {"sessions": sessions, "tool_calls": self._tool_calls.state_dict()}
+        return {"sessions": sessions, "tool_calls": self._log.tool_calls.state_dict()}
 
     def _places(self) -> dict[Key, list[Snapshot]]:
         """Return where each trajectory can go on, the latest place last."""
-        now = self._snapshots_of(self.sessions)
+        now = self._snapshots_of(self.drivers)
         known = (self._kept, self._carried, now)
         keys = dict.fromkeys(key for places in known for key in places)
         return {key: [each for places in known for each in places.get(key, [])] for key in keys}
@@ -702,14 +609,13 @@ class EnvironmentWorker(Worker):
             for (name, visit, path), places in state["sessions"]
         }
         if "tool_calls" in state:  # an earlier version has kept none
-            self._tool_calls.load_state_dict(state["tool_calls"])
+            self._log.tool_calls.load_state_dict(state["tool_calls"])
 
     def close(self) -> None:
         """End all environments, and what calls them."""
-        sessions = [*self.sessions.values(), *(session for session, _ in self._ended.values())]
-        closing = [future for session in sessions if (future := session.close()) is not None]
-        wait([*closing, *self._closing], timeout=CLOSING_S)
-        self.sessions.clear()
+        drivers = [*self.drivers.values(), *(driver for driver, _ in self._ended.values())]
+        wait([*(driver.close() for driver in drivers), *self._closing], timeout=CLOSING_S)
+        self.drivers.clear()
         self._ended.clear()
         if self._calls is not None:
             self._calls.stop()

@@ -23,7 +23,7 @@ SETTING = "rollout.plugins"
 def shipped() -> dict[str, Plugin]:
     """Return all plug-ins that ship, by name."""
     names = [f"{__name__}.{module.name}" for module in iter_modules(__path__)]
-    names += ["lit_grpo.environments.plugin", "lit_grpo.environments.agent"]
+    names += ["lit_grpo.environments.plugin", "lit_grpo.environments.agent.plugin"]
     modules = [import_module(name) for name in names]
     return {name: plugin for module in modules for name, plugin in getattr(module, "PLUGINS", {}).items()}
 

@@ -6,9 +6,7 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.data.chat import EndlessTemplate, Message, UnusableRow, read_message
@@ -56,44 +54,46 @@ class Reply(NamedTuple):
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A request, its messages, None where it has token ids alone, and its answer."""
-
-    body: Mapping[str, Any]
-    messages: list[Message] | None
-    reply: asyncio.Future[Reply]
-
-
 class Dialogue:
     """One trajectory, as the endpoint knows it. All of its methods are called on one event loop.
 
+    A request of the agent is answered by ``await sample(...)``, as a turn of any trajectory is.
+
     Args:
-        request: As it was asked for.
-        chat: Makes tokens of messages, and reads turns.
+        request: The request of the whole trajectory.
+        chat: Encodes messages and reads turns.
         counts: What has happened in this rollout, by name.
-        tell: Tells the user something, once.
+        tell: Warns the user of something, once.
+        sample: Samples a turn after a request's prefix, as a trajectory's driver does
+            (:meth:`lit_grpo.environments.driver.TrajectoryDriver.sample`).
 
     Attributes:
         id: By which requests say which trajectory they belong to.
-        asked: Set where the trajectory is to go on with ``goes_on``.
-        completion: What it has come to with the last turn; None before the first.
+        asked: Set while the policy samples a turn.
+        reply: The answer to the last request, once the turn is there; None before the first request.
+        completion: The trajectory with the last turn; None before the first.
         messages: The conversation after the prompt.
         is_full: Whether a request was refused because the trajectory has no room left.
     """
 
-    def __init__(self, request: Request, chat: Chat, counts: Counter[str], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        chat: Chat,
+        counts: MutableMapping[str, float],
+        tell: Callable[[str], None],
+        sample: Callable[[Request], Awaitable[Completion]],
+    ) -> None:
         self.id = secrets.token_urlsafe(16)
-        self.request, self.chat, self.counts, self.tell = request, chat, counts, tell
+        self.request, self.chat, self.counts, self.tell, self._sample = request, chat, counts, tell, sample
         self.asked = asyncio.Event()
-        self.goes_on = request
+        self.reply: asyncio.Task[Reply] | None = None
         self.completion: Completion | None = None
         self.messages: list[Message] = []
         self.is_full = False
         self._known: list[Message] | None = []  # of the last request, and the turn after it; None with token ids
         self._tools: dict[str, Tool] = {}
-        self._asked: _Asked | None = None  # the last request
-        self._is_free = True
+        self._body: Mapping[str, Any] = {}  # of the last request
         self._is_over = False
 
     # ---- the agent's side ---------------------------------------------------------------------------
@@ -145,9 +145,7 @@ class Dialogue:
 
     async def again(self, body: Mapping[str, Any]) -> Reply | None:
         """Return the answer to the last request, which a client sends again; None where it is another one."""
-        if self._asked is None or self._asked.body != body:
-            return None
-        return await asyncio.shield(self._asked.reply)
+        return None if self.reply is None or self._body != body else await asyncio.shield(self.reply)
 
     def refuse(self, refused: Refused) -> None:
         """Count a request that was refused, unless it came when there was nothing left to go on with."""
@@ -156,7 +154,7 @@ class Dialogue:
     def _check_free(self) -> None:
         if self._is_over:
             raise Refused(OVER, "over", 410)
-        if not self._is_free:
+        if self.asked.is_set():
             raise Refused(
                 "This trajectory has a request that is not answered yet, and its turns come one after another; send "
                 "the next one after the answer.",
@@ -204,7 +202,7 @@ class Dialogue:
     async def _turn(
         self, observed: list[int], body: Mapping[str, Any], messages: list[Message] | None, new: Sequence[Message]
     ) -> Reply:
-        """Let the trajectory go on after more tokens, and wait for the turn."""
+        """Have the policy sample a turn after more tokens, if there is room for both."""
         so_far, sampling = self._so_far, self.request.sampling
         for kind, most, needed in (
             ("max_tokens", sampling.max_tokens, so_far.num_sampled + 1),
@@ -218,13 +216,29 @@ class Dialogue:
                     f"model.sampling.{kind} allows {most}.",
                     FULL,
                 )
-        self.goes_on = self.request.after(so_far.followed_by(observed) if observed else so_far)
-        self._asked, self._is_free = _Asked(body, messages, asyncio.get_running_loop().create_future()), False
         begins = self.request.prompt.messages or []
         is_prompt = self.completion is None and list(map(_sense, new[: len(begins)])) == list(map(_sense, begins))
         self.messages += new[len(begins) if is_prompt else 0 :]
         self.asked.set()
-        return await asyncio.shield(self._asked.reply)
+        request = self.request.after(so_far.followed_by(observed) if observed else so_far)
+        self._body, self.reply = body, asyncio.ensure_future(self._replied(request, messages))
+        return await asyncio.shield(self.reply)  # the turn is sampled even if its client has gone
+
+    async def _replied(self, request: Request, messages: list[Message] | None) -> Reply:
+        """Wait for a turn, and read it."""
+        try:
+            completion = self.completion = await self._sample(request)
+        except asyncio.CancelledError:
+            raise Refused(OVER, "over", 410) from None
+        finally:
+            self.asked.clear()
+        num_sampled, tokens = len(completion.turns[-1]), self._tokens()
+        before, sampled = tokens[:-num_sampled], tokens[-num_sampled:]
+        message = self._message(sampled, before)
+        self._known = None if messages is None else [*messages, message]
+        self.messages.append(message)
+        logprobs: list[float] = completion.logprobs_T[-num_sampled:].tolist()
+        return Reply(before, sampled, logprobs, message, completion.finish_reason)
 
     @property
     def _so_far(self) -> Trajectory:
@@ -232,24 +246,6 @@ class Dialogue:
 
     def _tokens(self) -> list[int]:
         return [*self.request.prompt.token_ids, *self._so_far.token_ids_T.tolist()]
-
-    # ---- the trajectory's side ----------------------------------------------------------------------
-
-    def answer(self, completion: Completion) -> None:
-        """Give a turn to the request that waits for it."""
-        asked = self._asked
-        assert asked is not None, "a turn follows a request"
-        self.asked.clear()
-        self._is_free = True
-        self.completion = completion
-        num_sampled, tokens = len(completion.turns[-1]), self._tokens()
-        before, sampled = tokens[:-num_sampled], tokens[-num_sampled:]
-        message = self._message(sampled, before)
-        self._known = None if asked.messages is None else [*asked.messages, message]
-        self.messages.append(message)
-        logprobs: list[float] = completion.logprobs_T[-num_sampled:].tolist()
-        if not asked.reply.done():
-            asked.reply.set_result(Reply(before, sampled, logprobs, message, completion.finish_reason))
 
     def _message(self, sampled: list[int], before: list[int]) -> Message:
         """Return what a turn says: all of it where no tools are shown, else its calls apart."""
@@ -267,9 +263,9 @@ class Dialogue:
     def close(self) -> None:
         """Answer nothing any more."""
         self._is_over = True
-        if self._asked is not None and not self._asked.reply.done():
-            self._asked.reply.set_exception(Refused(OVER, "over", 410))
-            self._asked.reply.exception()  # so that it counts as seen, where its client has gone
+        if self.reply is not None:
+            self.reply.cancel()
+            self.reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # counts as seen
 
 
 def _read_messages(given: Any) -> list[Message]:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from lit_grpo.environments.dialogue import OVER, Dialogue, Refused
+from lit_grpo.environments.agent.dialogue import OVER, Dialogue, Refused
 
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
-    from lit_grpo.environments.dialogue import Reply
+    from lit_grpo.environments.agent.dialogue import Reply
 
 HOST = "127.0.0.1"
 MAX_BYTES = 16 * 2**20

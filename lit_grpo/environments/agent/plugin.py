@@ -7,17 +7,17 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lit_grpo.data.rendering import with_added
+from lit_grpo.environments.agent.dialogue import Dialogue
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.contract import Kind, columns_of
-from lit_grpo.environments.dialogue import Dialogue
+from lit_grpo.environments.driver import TrajectoryDriver
+from lit_grpo.environments.live import FAILURES, Failure, Limits
 from lit_grpo.environments.plugin import ADDED, EnvironmentWorker, Seconds, check_room
-from lit_grpo.environments.session import FAILURES, Failure, Limits, Outcome, Session
 from lit_grpo.limits import Count, Number
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.process.calls import TooManyHang
@@ -26,12 +26,12 @@ from lit_grpo.process.signals import check_signals
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import load_object
-from lit_grpo.types import Completion
+from lit_grpo.types import Completion, Request
 
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
     from lit_grpo.data.sources import Row
-    from lit_grpo.environments.endpoint import Endpoint
+    from lit_grpo.environments.agent.endpoint import Endpoint
 
 GIVEN = ("base_url", "api_key", "session_id")
 """What an agent is given beside a row's columns."""
@@ -196,11 +196,11 @@ class AgentWorker(EnvironmentWorker):
     _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
 
     def __init__(self, kind: AgentKind, limits: Limits, num_threads: int, form: str | None) -> None:
-        from lit_grpo.environments.endpoint import Endpoint
+        from lit_grpo.environments.agent.endpoint import Endpoint
 
         self._endpoint = Endpoint()
-        begin = functools.partial(AgentSession, endpoint=self._endpoint, tell=self._tell)
-        super().__init__({None: kind}, limits, num_threads, form, begin)
+        driver = functools.partial(AgentDriver, endpoint=self._endpoint)
+        super().__init__({None: kind}, limits, num_threads, form, driver)
 
     def start(self, eos_ids: Sequence[int]) -> None:
         """Learn at which tokens turns end."""
@@ -224,75 +224,52 @@ class AgentWorker(EnvironmentWorker):
         ]
 
 
-@dataclass
-class _Attempt:
-    """An agent at work: what it says, when it has begun, and what comes of it, a value or an error."""
-
-    dialogue: Dialogue
-    begun: asyncio.Event
-    work: asyncio.Task[tuple[Any, BaseException | None]]
-
-
-@dataclass(eq=False, kw_only=True)
-class AgentSession(Session):
-    """A trajectory and its agent.
+class AgentDriver(TrajectoryDriver):
+    """A trajectory and its agent: each HTTP request of the agent is answered by :meth:`sample`.
 
     Args:
-        endpoint: Which the agent asks.
-        tell: Tells the user something, once.
+        args: As for a trajectory.
+        endpoint: Where the agent sends its requests.
+        kwargs: As for a trajectory.
     """
 
-    endpoint: Endpoint
-    tell: Callable[[str], None]
-    _attempt: _Attempt | None = None
+    def __init__(self, *args: Any, endpoint: Endpoint, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._endpoint = endpoint
 
-    def stop(self) -> None:
-        """The trajectory has ended: its agent is cancelled where it is async, and answered nothing any more."""
-        super().stop()
-        self._end_attempt()
-
-    def _let_go(self) -> Future[None] | None:
-        self._end_attempt()
-        return super()._let_go()
-
-    def _end_attempt(self) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            self.calls.start(self._ended(attempt))
-
-    async def _ended(self, attempt: _Attempt) -> None:
-        self.endpoint.forget(attempt.dialogue)
-        attempt.work.cancel()
-
-    # ---- beside decoding ------------------------------------------------------------------------------
-
-    async def _reset(self) -> Outcome:
-        """Let an agent begin; the trajectory goes on with its first request."""
-        self._spent_s, self.num_turns = 0.0, 0
-        if self.kind.type is not None:
-            self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
-        attempt = await self._begin()
-        outcome = await self._next(attempt)
-        begins, self._has_sampled = self._has_sampled, False
-        return Outcome(begins=outcome.goes_on) if begins and outcome.goes_on else outcome
-
-    async def _begin(self) -> _Attempt:
-        dialogue = Dialogue(self.request, self.chat, self.counts, self.tell)
+    async def _attempt(self, request: Request, state: Mapping[str, Any] | None) -> Completion:
+        """Let an agent begin, and wait for its end; between two of its requests it has so many seconds."""
+        self.num_turns, self.turn_rewards = 0, []
+        await self.environment.make()
+        dialogue = Dialogue(self.request, self.chat, self.log.counts, self.log.tell, self.sample)
         self.messages = dialogue.messages
-        base_url = await self.endpoint.serve(dialogue, self.calls.at_end)
-        given = {"base_url": base_url, "api_key": self.endpoint.api_key, "session_id": dialogue.id}
+        base_url = await self._endpoint.serve(dialogue, self.calls.at_end)
+        given = {"base_url": base_url, "api_key": self._endpoint.api_key, "session_id": dialogue.id}
         begun = asyncio.Event()
-        attempt = _Attempt(dialogue, begun, asyncio.create_task(self._run(given, begun)))
-        self._attempt = attempt
-        if self._is_over:  # meanwhile
-            self._end_attempt()
-            raise asyncio.CancelledError
-        return attempt
+        agent = asyncio.create_task(self._run(given, begun))
+        try:
+            await _first(agent, begun, None)
+            while dialogue.asked.is_set() or not agent.done():
+                if dialogue.asked.is_set() and dialogue.reply is not None:
+                    await asyncio.wait([dialogue.reply])  # however long the policy takes
+                else:
+                    await self._wait_for_request(agent, dialogue.asked)
+            return await self._end_with(dialogue, *agent.result())
+        finally:
+            self._endpoint.forget(dialogue)
+            agent.cancel()
+
+    async def sample(self, request: Request, state: Mapping[str, Any] | None = None) -> Completion:
+        """Have the policy sample a turn, and count it."""
+        completion = await super().sample(request, state)
+        self.num_turns += 1
+        return completion
 
     async def _run(self, given: Mapping[str, str], begun: asyncio.Event) -> tuple[Any, BaseException | None]:
         """Call the agent; return what it returns, or what it raises."""
-        kind, loop = self._agent, asyncio.get_running_loop()
-        own = () if self.environment is None else (self.environment,)
+        assert isinstance(self.kind, AgentKind)
+        kind, loop = self.kind, asyncio.get_running_loop()
+        own = () if self.environment.object is None else (self.environment.object,)
         arguments = kind.arguments(self.request.prompt) | {name: given[name] for name in kind.given}
 
         def call() -> Any:
@@ -302,43 +279,28 @@ class AgentSession(Session):
         if kind.is_async:
             begun.set()
         try:
-            return await self.calls.call(call, kind.is_async, None, lambda _: None, self.apart), None
+            return await self.calls.call(call, kind.is_async, None, lambda _: None, self._apart), None
         except (Exception, *FAILURES) as error:  # a user's function runs here: it must not end the loop
             return None, error
 
-    @property
-    def _agent(self) -> AgentKind:
-        assert isinstance(self.kind, AgentKind)
-        return self.kind
+    async def _wait_for_request(self, agent: asyncio.Task[Any], asked: asyncio.Event) -> None:
+        """Wait for the agent's next request, or its end.
 
-    async def _turn(self, completion: Completion) -> Outcome:
-        """Give the agent a turn, and wait for what it does next."""
-        attempt = self._attempt
-        if attempt is None:
-            raise asyncio.CancelledError  # the trajectory was ended meanwhile
-        self.num_turns += 1
-        attempt.dialogue.answer(completion)
-        return await self._next(attempt)
-
-    async def _next(self, attempt: _Attempt) -> Outcome:
-        """Wait for the agent's next request, or its end."""
-        await _first(attempt.work, attempt.begun, None)
+        Raises:
+            Failure: The agent takes too long.
+        """
         began = time.monotonic()
-        left_s = self.limits.trajectory_timeout_s - self._spent_s
+        left_s = self.limits.trajectory_timeout_s - self.environment.spent_s
         limit_s = max(min(self.limits.tool_timeout_s, left_s), 0.0)
         with self.calls.within(limit_s):
-            await _first(attempt.work, attempt.dialogue.asked, limit_s)
-        self._spend(time.monotonic() - began)
-        if attempt.work.done():
-            told, error = attempt.work.result()
-            return await self._over_with(attempt.dialogue, told, error)
-        if not attempt.dialogue.asked.is_set():
-            self.counts["timeouts"] += 1
+            await _first(agent, asked, limit_s)
+        self.environment.spend(time.monotonic() - began)
+        if not agent.done() and not asked.is_set():
+            self.log.counts["timeouts"] += 1
             await USERS_LOOP.replace_if_blocked()
             raise Failure("takes too long until its next request")
-        return Outcome(goes_on=attempt.dialogue.goes_on)
 
-    async def _over_with(self, dialogue: Dialogue, told: Any, error: BaseException | None) -> Outcome:
+    async def _end_with(self, dialogue: Dialogue, told: Any, error: BaseException | None) -> Completion:
         """End the trajectory with what the agent has returned or raised."""
         if isinstance(error, TooManyHang | BrokenLoop):
             raise error
@@ -349,7 +311,7 @@ class AgentSession(Session):
         if completion is None:
             raise Failure("ends without a request that the policy could answer")
         if "get_reward" in self.kind.methods:
-            told = await self._ask("get_reward")
+            told = await self.environment.ask("get_reward")
         try:
             reward, self.turn_rewards = _earned(told, self.num_turns)
         except ValueError as wrong:
@@ -357,7 +319,13 @@ class AgentSession(Session):
         reason = "length" if ran_out else completion.finish_reason
         ended = self.request.after(completion).ended(reason, completion.text)
         ended.episode = self.episode(reward)
-        return Outcome(finished=ended)
+        return ended
+
+    def stop(self) -> None:
+        """End the trajectory: its agent is cancelled if it is async, and its requests are refused."""
+        self._is_over = True
+        if self._played is not None:
+            self._played.cancel()
 
 
 EARNED = ("reward", "turn_rewards")

@@ -1,0 +1,354 @@
+"""The environment of one trajectory: its methods and tools, each call within limits, counted, and read as text."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lit_grpo.environments.calls import BrokenCall, Call, Turn
+from lit_grpo.environments.contract import EnvironmentFailed, Kind
+from lit_grpo.process.calls import Calls, CallTimeout, TooManyHang
+from lit_grpo.process.loops import BrokenLoop
+from lit_grpo.process.terminal import error_text
+from lit_grpo.process.values import PLAIN, find_foreign, from_written, to_written
+from lit_grpo.rewards.function import read_value
+
+if TYPE_CHECKING:
+    from lit_grpo.data.chat import Message
+    from lit_grpo.environments.chat import Chat
+    from lit_grpo.environments.log import EnvironmentLog
+    from lit_grpo.types import Prompt
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a trajectory.
+
+    Args:
+        tool_timeout_s: Max seconds per call.
+        trajectory_timeout_s: Max seconds of all calls of a trajectory together.
+        retries: How often a trajectory restarts with a fresh environment after its environment has failed.
+        reset_timeout_s: Max seconds for constructing an environment, and for its reset.
+        max_turns: Max turns of the policy; None for as many as the trajectory's tokens allow.
+        max_answer_tokens: Max tokens of one answer of a tool or the user.
+    """
+
+    tool_timeout_s: float
+    trajectory_timeout_s: float
+    retries: int
+    reset_timeout_s: float
+    max_turns: int | None = None
+    max_answer_tokens: int = 512
+
+
+class Failure(Exception):
+    """The environment of a trajectory has failed; the message continues a sentence that begins with its name."""
+
+
+class ForeignState(Failure):
+    """An environment's state holds a value that no checkpoint can hold."""
+
+
+class NotText(ValueError):
+    """A tool or environment returns something that is not text. The run ends."""
+
+
+FAILURES = (EnvironmentFailed, ConnectionError, SystemExit, KeyboardInterrupt, GeneratorExit)
+"""Exceptions of a tool that are the environment's fault, not the policy's."""
+
+
+class LiveEnvironment:
+    """The environment of one attempt at a trajectory.
+
+    Whatever a method of the environment raises, and a method that takes too long, is a :class:`Failure`. An error of a
+    tool is an answer to the policy.
+
+    Args:
+        kind: Class, tools and optional methods of the environment.
+        limits: Time limits and the max length of an answer.
+        calls: Makes the calls, in threads or on the event loop of users' coroutines.
+        log: Counts calls and failures.
+        apart: Whether the calls have threads of their own.
+        is_over: Whether the trajectory has ended: then no further call is made, and the next one raises
+            ``asyncio.CancelledError``.
+
+    Attributes:
+        object: The user's object; None before :meth:`make`, and for tools without an environment.
+        spent_s: Seconds of all calls so far.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        limits: Limits,
+        calls: Calls,
+        log: EnvironmentLog,
+        apart: bool,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.kind, self.limits = kind, limits
+        self.object: Any = None
+        self.spent_s = 0.0
+        self._calls, self._log, self._apart, self._is_over = calls, log, apart, is_over
+
+    # ---- beginning and end --------------------------------------------------------------------------------
+
+    async def make(self) -> None:
+        """Construct the environment; tools without an environment have none."""
+        if self.kind.type is not None:
+            self.object = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
+
+    async def reset(self, prompt: Prompt) -> str:
+        """Construct and reset the environment; return what it adds to the prompt."""
+        await self.make()
+        if self.kind.type is None:
+            return ""
+        reset, arguments = self.object.reset, self.kind.arguments(prompt)
+        said = await self._guarded(
+            "is reset", lambda: reset(**arguments), self._is_async("reset"), self.limits.reset_timeout_s
+        )
+        text = "" if said is None else await self._text(said, "reset")
+        await self._try_state()
+        return text
+
+    async def restore(self, state: Any) -> None:
+        """Construct an environment and give it the state of an earlier one."""
+        await self.make()
+        if self.kind.type is not None:
+            restore = self.object.restore
+            await self._guarded("is restored", lambda: restore(state), self._is_async("restore"))
+
+    async def state(self) -> Any:
+        """Return the environment's state; None for tools without an environment.
+
+        Raises:
+            Failure: ``state`` fails.
+            ForeignState: No checkpoint can hold what ``state`` returned.
+        """
+        if self.kind.type is None:
+            return None
+        state = await self._guarded("is asked for its state", self.object.state, self._is_async("state"), at_once=True)
+        if (found := find_foreign(state)) is not None:
+            raise ForeignState(f"returns a state that no checkpoint can hold: state(){found.place} {found}")
+        return state
+
+    async def _try_state(self) -> None:
+        """Look at the first state of each kind of environment.
+
+        Raises:
+            ValueError: No checkpoint can hold it.
+        """
+        name = self.kind.name
+        if "state" not in self.kind.methods or name in self._log.tried_states:
+            return
+        self._log.tried_states.add(name)
+        try:
+            copied(await self.state())
+        except ForeignState as failure:
+            raise ValueError(f"The environment {name} {failure}; have it return {PLAIN}.") from None
+        except Failure as failure:
+            self._log.tell(
+                f"The environment {name} {failure}; where that is so as a checkpoint is saved, a resumed run begins "
+                "the trajectory again."
+            )
+
+    async def try_restore(self) -> None:
+        """Have a fresh environment take the state as it is read from a checkpoint.
+
+        Raises:
+            Failure: ``state`` or ``restore`` fails.
+        """
+        state = from_written(to_written(copied(await self.state())))
+        fresh = LiveEnvironment(self.kind, self.limits, self._calls, self._log, self._apart)
+        fresh.object = await self._guarded("is made", self.kind.make, False, at_once=True)
+        restore = fresh.object.restore
+        try:
+            await self._guarded("is restored", lambda: restore(state), self._is_async("restore"), at_once=True)
+        finally:
+            await fresh.close()
+
+    async def close(self) -> None:
+        """Let go of the user's object, and call its ``close`` if it has one. No error is raised."""
+        given, self.object = self.object, None
+        if given is None or "close" not in self.kind.methods:
+            return
+        limit_s = self.limits.reset_timeout_s
+        try:
+            await self._calls.call(given.close, self._is_async("close"), limit_s, lambda _: None, self._apart)
+        except (Exception, *FAILURES) as error:  # nothing depends on it
+            self._log.tell_failure(f"{self.kind.name} fails when it is closed ({error_text(error)})")
+
+    # ---- answers to a turn of the policy ---------------------------------------------------------------------
+
+    async def answer(self, turn: Turn, chat: Chat) -> list[Message]:
+        """Return the tools' results, or the user's answer to a turn without a call; no message ends the episode."""
+        if turn.calls:
+            return await self._call_all(turn.calls, chat)
+        if "respond" not in self.kind.methods or await self.is_done():
+            return []
+        respond, content = self.object.respond, turn.content
+        said = await self._guarded("is asked to respond", lambda: respond(content), self._is_async("respond"))
+        if said is None:
+            return []
+        return [{"role": "user", "content": self._shortened(await self._text(said, "respond"), chat)}]
+
+    async def _call_all(self, calls: Sequence[Call | BrokenCall], chat: Chat) -> list[Message]:
+        """Make the calls of a turn in their order; return an answer to each, up to the end of the episode."""
+        answers: list[Message] = []
+        for call in calls:
+            if isinstance(call, BrokenCall):
+                self._log.counts["broken_calls"] += 1
+                name, result = "unknown", {"error": f"the call cannot be read: {call.why}"}
+            else:
+                name, result = call.name, await self._call(call)
+            content = self._shortened(text_of(result, name), chat)
+            answers.append({"role": "tool", "name": name, "content": content})
+            if await self.is_done():
+                break
+        return answers
+
+    async def _call(self, call: Call) -> Any:
+        """Call one tool; return its result, or the error that the policy reads."""
+        counts, called = self._log.counts, self._log.called
+        counts["tool_calls"] += 1
+        tool = self.kind.tools.get(call.name)
+        if tool is None:
+            counts["tool_failures"] += 1
+            return {"error": f"there is no tool {call.name!r}; the tools are {', '.join(self.kind.tools)}"}
+        own = (self.object,) if tool.is_method else ()
+        try:
+            arguments = copy.deepcopy(call.arguments)  # the conversation keeps those that the policy wrote
+            result = await self._within(lambda: tool.function(*own, **arguments), tool.is_async)
+            if not isinstance(result, str):  # printing it is a call of the user's code too
+                result = await self._within(lambda: text_of(result, f"the tool {call.name}"), False)
+        except CallTimeout:
+            counts["tool_timeouts"] += 1
+            limit = f"the call took longer than {self.limits.tool_timeout_s:g} s"
+            called(call.name, limit)
+            if tool.is_method:  # the call goes on, and holds the environment
+                raise Failure(f"hangs in {call.name}") from None
+            counts["tool_failures"] += 1
+            return {"error": limit}
+        except (TooManyHang, NotText, BrokenLoop):
+            raise
+        except FAILURES as error:
+            called(call.name, error_text(error))
+            raise Failure(f"fails in {call.name} ({error_text(error)})") from error
+        except Exception as error:  # a tool's error is an answer
+            counts["tool_failures"] += 1
+            called(call.name, error_text(error))
+            return {"error": str(error)}
+        called(call.name, None)
+        return result
+
+    async def is_done(self) -> bool:
+        """Whether the environment says that the episode is over."""
+        if not hasattr(self.kind.type, "done") and "done" not in getattr(self.object, "__dict__", {}):
+            return False
+        done = await self._guarded("is asked for done", lambda: self.object.done, False)
+        return done if isinstance(done, bool) else await self._guarded("is asked for done", lambda: bool(done), False)
+
+    async def reward(self, name: str = "get_reward") -> float | None:
+        """Return what a method (``get_reward`` or ``turn_reward``) gives; None if there is no such method.
+
+        Raises:
+            ValueError: The method returns something else than a number or None.
+        """
+        if name not in self.kind.methods:
+            return None
+        value = await self.ask(name)
+        try:
+            return read_value(value)
+        except ValueError as error:
+            raise ValueError(f"{self.kind.name}.{name}: {error}.") from None
+
+    async def ask(self, name: str) -> Any:
+        """Return what a method without arguments returns."""
+        return await self._guarded(f"is asked for {name}", getattr(self.object, name), self._is_async(name))
+
+    async def _text(self, said: Any, method: str) -> str:
+        """Return what a method has returned as text."""
+        who = f"{self.kind.name}.{method}"
+        if isinstance(said, str):
+            return text_of(said, who)
+        return await self._guarded(f"has what {method} returned printed", lambda: text_of(said, who), False)
+
+    def _shortened(self, text: str, chat: Chat) -> str:
+        text, is_cut = chat.shorten(text, self.limits.max_answer_tokens)
+        self._log.counts["shortened_answers"] += is_cut
+        return text
+
+    # ---- calls ------------------------------------------------------------------------------------------------
+
+    async def _guarded(
+        self,
+        what: str,
+        function: Callable[[], Any],
+        is_async: bool,
+        timeout_s: float | None = None,
+        at_once: bool = False,
+    ) -> Any:
+        """Make a call that may not fail: whatever it raises, and its hanging, is a failure of the environment."""
+        try:
+            if at_once:
+                return await self._calls.at_once(function, is_async, self.limits.tool_timeout_s)
+            return await self._within(function, is_async, timeout_s)
+        except CallTimeout:
+            self._log.counts["timeouts"] += 1
+            raise Failure(f"takes too long when it {what}") from None
+        except (TooManyHang, NotText, BrokenLoop):
+            raise
+        except (Exception, *FAILURES) as error:  # a user's function runs here, and may fail in any way
+            raise Failure(f"fails when it {what} ({error_text(error)})") from error
+
+    async def _within(self, function: Callable[[], Any], is_async: bool, timeout_s: float | None = None) -> Any:
+        """Make a call within its limit and that of the trajectory."""
+        if self._is_over():
+            raise asyncio.CancelledError
+        limit_s = self.limits.tool_timeout_s if timeout_s is None else timeout_s
+        left_s = self.limits.trajectory_timeout_s - self.spent_s
+        return await self._calls.call(function, is_async, max(min(limit_s, left_s), 0.0), self.spend, self._apart)
+
+    def spend(self, seconds: float) -> None:
+        """Count seconds to ``trajectory_timeout_s``."""
+        self.spent_s += seconds
+
+    def _is_async(self, name: str) -> bool:
+        return inspect.iscoroutinefunction(getattr(self.kind.type, name, None))
+
+
+def copied(state: Any) -> Any:
+    """Return a deep copy of a state.
+
+    Raises:
+        Failure: The state cannot be copied.
+    """
+    try:
+        return copy.deepcopy(state)
+    except Exception as error:  # such as a tensor with a gradient
+        raise Failure(f"returns a state that cannot be copied ({error_text(error)})") from error
+
+
+def text_of(said: Any, who: str) -> str:
+    r"""Return what a tool or environment says as text: content blocks joined, and anything else as Python prints it.
+
+    A lone surrogate, which no tokenizer takes, is written as ``\ud800``.
+
+    Raises:
+        NotText: A content block is no text.
+        Exception: Whatever printing it raises.
+    """
+    is_blocks = isinstance(said, list) and said and all(isinstance(block, dict) and "type" in block for block in said)
+    for block in said if is_blocks else ():
+        if block["type"] != "text":
+            raise NotText(f"{who} returns content that is not text, and conversations are text alone; return text.")
+        if not isinstance(block.get("text"), str):
+            raise NotText(f"{who} returns a content block without a text; write it as {{'type': 'text', 'text': ...}}.")
+    if is_blocks:
+        said = "".join(block["text"] for block in said)
+    text = str.__str__(said) if isinstance(said, str) else str(said)  # of no class of its own, for checkpoints
+    return text.encode("utf-8", "backslashreplace").decode()
