@@ -60,6 +60,18 @@ def test_mistakes_and_help_are_told_before_torch_is_imported(arguments: list[str
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
 
 
+def test_all_names_that_no_field_has_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text("model:\n  nun_generations: 4\n  sampling: {max_token: 4}\ndata: {tain: x}\n")
+    (tmp_path / "b.yaml").write_text("model: [\n")
+    with pytest.raises(SystemExit):
+        configs = ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}"]
+        check_early(["doctor", *configs, "--data.batchsize", "4", "--rollout.plam=x"])
+    errors = capsys.readouterr().err.splitlines()
+    wrong = ["model.nun_generations", "model.sampling.max_token", "data.tain", "b.yaml is no YAML", "--data.batchsize"]
+    assert len(errors) == 6
+    assert all(line.startswith("error: ") and name in line for line, name in zip(errors, [*wrong, "plam"], strict=True))
+
+
 WRONG = {
     "a field": ("model:\n  policy: tiny\n  nun_generations: 4\n", "field model.nun_generations (c.yaml, line 3); did"),
     "a field of a group": ("model: {sampling: {max_token: 4}}\n", "model.sampling.max_token (c.yaml, line 1); did"),

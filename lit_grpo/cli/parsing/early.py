@@ -46,7 +46,7 @@ OF_A_CLASS = ("class_path", "init_args", "dict_kwargs", "<<")
 
 
 def check_early(arguments: Sequence[str]) -> None:
-    """Show the help, also without arguments; end with a sentence on an unknown field, or a config that is no YAML."""
+    """Show the help, also without arguments; end with a sentence on each unknown field, or on what is no YAML."""
     if list(arguments) in ([], ["--help"], ["-h"]):
         print(OVERVIEW.format(of_a_run=_tools(True), around=_tools(False)), end="")
         sys.exit()
@@ -61,13 +61,17 @@ def check_early(arguments: Sequence[str]) -> None:
             print(
                 f"{', '.join(ignored)} has no effect; give settings as --FIELD VALUE or by --config.", file=sys.stderr
             )
-        given = list(with_paths(arguments[1:]))
-        for before, argument in zip(["", *given], given, strict=False):
-            name = argument.split("=")[0]
-            if before in CONFIG or argument.startswith("--config="):
-                _check_file(Path(argument.removeprefix("--config=")))
-            elif name.startswith("--") and " " not in name and not _exists(name.removeprefix("--")):
-                exit_with(f"unrecognized arguments: {argument}{nearest(argument, _options())}")
+        if mistakes := list(_mistakes(list(with_paths(arguments[1:])))):
+            exit_with("\nerror: ".join(mistakes))
+
+
+def _mistakes(given: Sequence[str]) -> Iterator[str]:
+    for before, argument in zip(["", *given], given, strict=False):
+        name = argument.split("=")[0]
+        if before in CONFIG or argument.startswith("--config="):
+            yield from _mistakes_of_file(Path(argument.removeprefix("--config=")))
+        elif name.startswith("--") and " " not in name and not _exists(name.removeprefix("--")):
+            yield f"unrecognized arguments: {argument}{nearest(argument, _options())}"
 
 
 def _tools(has_settings_of_a_run: bool) -> str:
@@ -97,7 +101,7 @@ def _exists(name: str) -> bool:
     return paths[-1] in groups or any(path in fields for path in paths) or parts[-1] in OF_A_CLASS
 
 
-def _check_file(path: Path) -> None:
+def _mistakes_of_file(path: Path) -> Iterator[str]:
     if not path.is_file():
         return
     try:
@@ -105,16 +109,18 @@ def _check_file(path: Path) -> None:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f" in line {mark.line + 1}"
-        exit_with(f"{path} is no YAML{line}: {getattr(error, 'problem', None) or 'it is not text'}.")
+        yield f"{path} is no YAML{line}: {getattr(error, 'problem', None) or 'it is not text'}."
+        return
     if root is None:
         return
     if _num_nodes(root, {}, set()) > MOST_NODES:
-        exit_with(f"{path} has over {MOST_NODES:,} values after its aliases are replaced; write it without aliases.")
+        yield f"{path} has over {MOST_NODES:,} values after its aliases are replaced; write it without aliases."
+        return
     for name, node in _fields(path, root, ""):
         if not _exists(name):
             options = [option.removeprefix("--") for option in _options()]
             hint = did_you_mean(near(name, options), "fit --help lists all fields.")
-            exit_with(f"There is no field {name} ({path}, line {node.start_mark.line + 1}){hint}")
+            yield f"There is no field {name} ({path}, line {node.start_mark.line + 1}){hint}"
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
