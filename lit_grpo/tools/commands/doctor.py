@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
 from lit_grpo.cli.parsing.errors import one_sentence, own_frames
+from lit_grpo.cli.parsing.mistakes import parse_or_exit
 from lit_grpo.cli.parsing.refusals import SETTINGS, check_values, find_last
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.tools.doctor import CheckUp, Examined, Finding, Report
@@ -45,6 +47,11 @@ class DoctorCLI(LikeFitCLI):
         self._disk: Path | None = None
         self._disk_error = ""
         super().__init__(RunFolder(), **kwargs)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse; name all mistakes that this finds."""
+        command, *given = args
+        parse_or_exit(lambda those: super(DoctorCLI, self).parse_arguments(parser, [command, *those]), given)
 
     def before_instantiate_classes(self) -> None:
         """Check the settings, and make a temporary folder on the run's disk the folder of everything."""
