@@ -89,7 +89,7 @@ class OneRound(Rounds):
 class Lists(Queue):
     """A list for each slot, to which jobs are dealt in turn; those of a later group go on where the last ended.
 
-    No slot takes from another's list, and lengths play no part. What was set aside goes back to the front of its slot's
+    No slot takes from another's list, and lengths play no part. What is put first goes back to the front of its slot's
     list, and slots that wait for it are filled first.
 
     Args:
@@ -132,20 +132,18 @@ class Lists(Queue):
             admitted.append(job)
         return admitted
 
-    def set_aside(self, job: Job) -> None:
-        """Let a job wait again, before all others of its slot."""
-        slot = self._slot_of.pop(job.key)
+    def put_first(self, job: Job) -> None:
+        """Let a job wait again, before all others of its slot, which is filled before others if it is free."""
+        slot = self._slot_of[job.key]
         self._lists[slot].appendleft(job)
-        self._idle.insert(0, slot)
+        if slot in self._idle:
+            self._idle.remove(slot)
+            self._idle.insert(0, slot)
 
     def drop(self, job: Job) -> None:
         """Forget a job that waits, since it is wanted no more."""
         next(each for each in self._lists if job in each).remove(job)
 
-    def come_back(self, job: Job) -> None:
-        """Let a job that has given up its slot wait again, before all others of the shortest list."""
-        min(self._lists, key=len).appendleft(job)
-
-    def finish(self, job: Job, num_tokens: int) -> None:
+    def left(self, job: Job) -> None:
         """Free the slot that the job was decoded in."""
-        self._idle.append(self._slot_of.pop(job.key))
+        self._idle.append(self._slot_of[job.key])

@@ -166,12 +166,12 @@ def _rollout(model: Any, num_prompts: int, num_tokens: int, between: int) -> tup
 
         forks = True
 
-        def on_rollout_start(self, flight: Any) -> None:
-            self.flight, self.depths = flight, dict[Any, int]()
+        def on_rollout_start(self, ledger: Any) -> None:
+            self.ledger, self.depths = ledger, dict[Any, int]()
 
         def on_step(self, events: Any) -> Answer:
             forks: dict[Any, list[tuple[int, ...]]] = {}
-            for key, tokens in self.flight.progress().items():
+            for key, tokens in self.ledger.progress().items():
                 depth = self.depths.get(key, 0)
                 if between and depth < 3 and tokens == (depth + 1) * between:
                     path = (*key[2], depth)

@@ -30,7 +30,7 @@ from lit_grpo.display.screen import Screen
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Listener
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.types import Completion
 
 PLAIN_EVERY_S = 60.0
@@ -100,9 +100,9 @@ class GRPOProgressBar(ProgressBar, Listener):
 
     # ---- rollouts ---------------------------------------------------------------------------------
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         if self.is_enabled and self._trainer is not None:
-            self._rollout = RolloutCount(flight, self._mean_tokens.get(self._kind, math.nan))
+            self._rollout = RolloutCount(ledger, self._mean_tokens.get(self._kind, math.nan))
             self._next_line = time.monotonic() + PLAIN_EVERY_S
 
     def on_step(self, events: StepEvents) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lit_grpo.findings.reward_curves import Finding
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import StepEvents
-    from lit_grpo.scheduling.flight import Flight
+    from lit_grpo.scheduling.ledger import RequestLedger
     from lit_grpo.types import Completion, Key, PassRule, Request, RolloutGroup, SamplePath
 
 
@@ -65,10 +65,10 @@ class Listener:
     forks: bool = False
     lock_step: bool = False
 
-    def on_rollout_start(self, flight: Flight) -> None:
-        """A rollout begins; ``flight`` tells what is in work for as long as it lasts.
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
+        """A rollout begins; ``ledger`` tells what is in work for as long as it lasts.
 
-        ``flight.away`` are the requests that were away when the last rollout ended: a listener that held them answers
+        ``ledger.away`` are the requests that were away when the last rollout ended: a listener that held them answers
         for them in this one.
         """
 

@@ -295,8 +295,8 @@ class Environment(Listener):
         self.most_away = 0
         self._rng, self._step = random.Random(0), 0
 
-    def on_rollout_start(self, flight: Any) -> None:
-        self.flight = flight
+    def on_rollout_start(self, ledger: Any) -> None:
+        self.ledger = ledger
 
     def on_turn(self, completion: Completion) -> Answer | None:
         tokens = observed(completion)
@@ -316,7 +316,7 @@ class Environment(Listener):
 
     def on_step(self, events: Any) -> Answer:
         self._step += 1
-        self.most_away = max(self.most_away, self.flight.num_away)
+        self.most_away = max(self.most_away, self.ledger.num_away)
         return self._answer()
 
     def on_idle(self) -> Answer:

@@ -571,14 +571,14 @@ class Drops(Listener):
     def __init__(self, told: Sequence[Any]) -> None:
         self.told = told
 
-    def on_rollout_start(self, flight: Any) -> None:
-        self.flight = flight
+    def on_rollout_start(self, ledger: Any) -> None:
+        self.ledger = ledger
 
     def on_step(self, events: StepEvents) -> Answer | None:
-        return Answer(drop=self.flight.active) if not events.finished else None
+        return Answer(drop=self.ledger.decoding) if not events.finished else None
 
     def on_idle(self) -> Answer | None:
-        return Answer(drop=[request.key for request in self.flight.away]) if self.told else None
+        return Answer(drop=[request.key for request in self.ledger.away]) if self.told else None
 
 
 def dropped(worker: EnvironmentWorker, told: Sequence[Any], generator: Callable[..., Scripted] = Scripted) -> None:

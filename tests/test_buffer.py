@@ -10,7 +10,7 @@ import torch
 
 from lit_grpo.rollout.buffer import Renewal, RolloutBuffer, group_requests
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
-from lit_grpo.types import Prompt, Request, SamplingParams, Trajectory
+from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams, Trajectory
 
 SAMPLING = SamplingParams(max_tokens=9, stop=("#",))
 A, B = Prompt("a", (2, 3), "a?", {"answer": "4", "level": 2}), Prompt("b", (5,), "b?", visit=1)
@@ -27,13 +27,26 @@ def tokens(*ids: int, version: int = 3) -> Trajectory:
     return Trajectory(ids, [-0.5] * len(ids), [version] * len(ids), entropy=0.25)
 
 
+def ended(buffer: RolloutBuffer, completion: Completion) -> RolloutGroup | None:
+    """End a completion as a rollout does; return its group if it is whole now."""
+    buffer.ledger.remove(completion.request.key)
+    buffer.finish(completion)
+    return buffer.make_due(completion.request.group)
+
+
+def dropped(buffer: RolloutBuffer, request: Request) -> RolloutGroup | None:
+    """Leave a request out of its group; return that if it is whole now."""
+    buffer.ledger.remove(request.key)
+    return buffer.make_due(request.group)
+
+
 def test_a_group_comes_out_once_its_last_member_has_ended_and_in_the_order_of_arrival() -> None:
     buffer, (a0, a1, b0, b1) = open_buffer()
     for request in (b1, b0, a1):
-        group = buffer.finish(request.after(tokens(4, 1)).ended("stop"))
+        group = ended(buffer, request.after(tokens(4, 1)).ended("stop"))
         assert (group is not None) == (request is b0)
     assert not buffer.ready() and buffer.unfinished == [a0] and buffer.take()[0].key == ("b", 1)
-    buffer.finish(a0.after(tokens(1)).ended("stop"))
+    ended(buffer, a0.after(tokens(1)).ended("stop"))
     assert buffer.ready()
     (group,) = buffer.take()
     assert [rollout.completion.request.path for rollout in group.rollouts] == [(0,), (1,)]
@@ -42,10 +55,10 @@ def test_a_group_comes_out_once_its_last_member_has_ended_and_in_the_order_of_ar
 
 def test_a_group_may_lose_members_and_all_of_them() -> None:
     buffer, (a0, a1, b0, b1) = open_buffer()
-    assert buffer.drop(a0.key) is None
-    buffer.finish(a1.after(tokens(1)).ended("stop"))
-    assert buffer.drop(b0.key) is None
-    empty = buffer.drop(b1.key)
+    assert dropped(buffer, a0) is None
+    ended(buffer, a1.after(tokens(1)).ended("stop"))
+    assert dropped(buffer, b0) is None
+    empty = dropped(buffer, b1)
     assert empty is not None and empty.rollouts == []
     assert [len(group.rollouts) for group in buffer.take()] == [1, 0]
 
@@ -53,7 +66,7 @@ def test_a_group_may_lose_members_and_all_of_them() -> None:
 def test_a_group_that_has_lost_all_members_is_released_after_a_resume_too() -> None:
     buffer, requests = open_buffer(KEEP)
     for request in requests[:2]:
-        buffer.drop(request.key)
+        dropped(buffer, request)
     resumed = RolloutBuffer(KEEP)
     resumed.load_state_dict(buffer.state_dict())
     assert resumed.ready() and resumed.num_waiting == 1
@@ -63,7 +76,7 @@ def test_a_group_that_has_lost_all_members_is_released_after_a_resume_too() -> N
 def test_a_rule_says_how_many_groups_are_released() -> None:
     buffer, requests = open_buffer(KEEP)
     for request in requests[2:]:
-        buffer.finish(request.after(tokens(1)).ended("stop"))
+        ended(buffer, request.after(tokens(1)).ended("stop"))
     assert buffer.ready()
     assert [group.key for group in buffer.take()] == [("b", 1)] and len(buffer) == 2
     buffer.learnt()
@@ -89,10 +102,10 @@ def test_a_prefix_of_a_version_that_is_yet_to_come_is_refused() -> None:
 
 def test_a_checkpoint_keeps_what_has_ended_and_what_has_begun() -> None:
     buffer, (a0, a1, b0, b1) = open_buffer(KEEP)
-    buffer.finish(a0.after(tokens(4, 1)).ended("stop", "4"))
+    ended(buffer, a0.after(tokens(4, 1)).ended("stop", "4"))
     buffer.ask(a1.after(tokens(4, 5).followed_by([6])))
     for request in (b0, b1):
-        group = buffer.finish(request.after(tokens(1)).ended("length"))
+        group = ended(buffer, request.after(tokens(1)).ended("length"))
     assert group is not None
     group.rollouts[1].rewards, group.rollouts[1].reward, group.rollouts[1].kept = {"right": 1.0, "x": None}, 0.5, False
     file = io.BytesIO()
@@ -106,7 +119,7 @@ def test_a_checkpoint_keeps_what_has_ended_and_what_has_begun() -> None:
     assert math.isnan(group.rollouts[0].reward) and not group.rollouts[1].kept
     (rest,) = other.unfinished
     assert rest == a1 and rest.prefix.segments == ((2, 3, True), (1, None, False)) and rest.prefix.entropy == 0.25
-    whole = other.finish(rest.after(rest.prefix.followed_by([1], [-0.1], 3)).ended("stop"))
+    whole = ended(other, rest.after(rest.prefix.followed_by([1], [-0.1], 3)).ended("stop"))
     assert whole is not None and whole.prompt == A
     assert [r.completion.token_ids_T.tolist() for r in whole.rollouts] == [[4, 1], [4, 5, 6, 1]]
 

@@ -68,11 +68,11 @@ class DropsAway(Listener):
     def __init__(self, told: threading.Event) -> None:
         self.told = told
 
-    def on_rollout_start(self, flight: Any) -> None:
-        self.flight = flight
+    def on_rollout_start(self, ledger: Any) -> None:
+        self.ledger = ledger
 
     def on_idle(self) -> Answer | None:
-        return Answer(drop=[request.key for request in self.flight.away]) if self.told.is_set() else None
+        return Answer(drop=[request.key for request in self.ledger.away]) if self.told.is_set() else None
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -254,7 +254,7 @@ def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang(monkeypatch: p
             return Stingy(lengths, num_slots)
 
     monkeypatch.setitem(PLANS, "stingy", StingyPlan())
-    with pytest.raises(RuntimeError, match="Stingy hands out nothing while 3 jobs wait and no slot decodes"):
+    with pytest.raises(RuntimeError, match="The plan stingy admits none, while 3 requests wait and no slot decodes"):
         RolloutLoop(FakeGenerator(2, LENGTHS), plan="stingy").collect(prompts("a"), 3, SAMPLING, seed=0)
 
 

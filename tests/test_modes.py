@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from hand_made import plugin
-from test_buffer import SAMPLING, A, B, tokens
+from test_buffer import SAMPLING, A, B, ended, tokens
 
 from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.buffer import Renewal, RolloutBuffer, group_requests
@@ -145,11 +145,11 @@ def test_a_release_waits_for_what_would_be_too_old_after_it_and_gives_it_out_fir
     assert PACED.max_restarts == 0
     buffer.ask(c.after(tokens(4, version=1)))  # the last of them has been begun first
     assert buffer.renew(2) == Renewal(0, 1)
-    buffer.finish(b.after(tokens(5, version=2)).ended("stop"))
+    ended(buffer, b.after(tokens(5, version=2)).ended("stop"))
     assert buffer.ready()
     buffer.renew(3)
     assert not buffer.ready()  # at version 4 its oldest token would be 3 updates old
-    buffer.finish(c.after(tokens(4, version=1)).ended("stop"))
+    ended(buffer, c.after(tokens(4, version=1)).ended("stop"))
     assert buffer.ready()
     assert [group.prompt.prompt_id for group in buffer.take()] == ["c"]
 
@@ -158,10 +158,10 @@ def test_what_a_checkpoint_has_unscored_is_whole_again() -> None:
     rule = ReleaseRule(1, leftovers="keep", max_staleness=1)
     buffer, (a0, b0) = RolloutBuffer(rule), group_requests([A, B], 1, SAMPLING, 7)
     buffer.open([a0, b0])
-    scored = buffer.finish(a0.after(tokens(4)).ended("stop"))
+    scored = ended(buffer, a0.after(tokens(4)).ended("stop"))
     assert scored is not None
     scored.rollouts[0].rewards = {"right": 1.0}
-    buffer.finish(b0.after(tokens(5)).ended("stop"))
+    ended(buffer, b0.after(tokens(5)).ended("stop"))
     other = RolloutBuffer(rule)
     other.load_state_dict(buffer.state_dict())
     assert [group.prompt.prompt_id for group in other.whole()] == ["b"] and other.whole() == []
@@ -175,9 +175,9 @@ def test_a_group_leaves_in_parts_and_what_has_left_counts_in_its_statistics() ->
     buffer, (a0, a1, a2, b0, b1, b2) = RolloutBuffer(PARTS), group_requests([A, B], 3, SAMPLING, seed=7)
     buffer.open([a0, a1, a2, b0, b1, b2])
     for request in (b1, a2):
-        assert buffer.finish(request.after(tokens(1)).ended("stop")) is None
+        assert ended(buffer, request.after(tokens(1)).ended("stop")) is None
     assert not buffer.ready()
-    buffer.finish(b0.after(tokens(1)).ended("stop"))
+    ended(buffer, b0.after(tokens(1)).ended("stop"))
     assert buffer.ready()
     parts = buffer.close()
     assert [[r.completion.request.path for r in part.rollouts] for part in parts] == [[(2,)], [(0,), (1,)]]
@@ -188,7 +188,7 @@ def test_a_group_leaves_in_parts_and_what_has_left_counts_in_its_statistics() ->
     buffer.learnt()
     assert buffer.unfinished == [a0, a1, b2] and not buffer.ready()
     for request in (a0, a1, b2):
-        buffer.finish(request.after(tokens(4)).ended("stop"))
+        ended(buffer, request.after(tokens(4)).ended("stop"))
     assert [len(part.rollouts) for part in buffer.close()] == [2, 1]
     a, b = buffer.take()
     assert buffer.num_left == 0
@@ -206,7 +206,7 @@ def test_a_rollout_of_a_fixed_length_goes_on_until_it_has_something_to_give_out(
         buffer.open(requests)
         for number in range(num_needed):
             assert not buffer.ready(5)
-            buffer.finish(requests[number].after(tokens(1)).ended("stop"))
+            ended(buffer, requests[number].after(tokens(1)).ended("stop"))
         assert buffer.ready(5) and not buffer.ready(4)
         buffer.close()
         assert len(buffer.take()) == 1
@@ -218,7 +218,7 @@ def test_what_has_ended_and_waits_begins_anew_when_it_is_too_old() -> None:
         group_requests([A], 2, SAMPLING, 7),
     )
     buffer.open([a0, a1])
-    buffer.finish(a0.after(tokens(4, 5, version=3)).ended("stop"))
+    ended(buffer, a0.after(tokens(4, 5, version=3)).ended("stop"))
     buffer.ask(a1.after(tokens(6, version=4)))
     assert buffer.renew(4) == Renewal(0, 1)
     assert buffer.renew(5) == Renewal(2, 1)
@@ -233,9 +233,9 @@ def test_a_release_waits_for_a_group_that_has_begun_anew_too_often() -> None:
         assert not buffer.ready()
         buffer.ask(a1.after(tokens(6, 7, version=version - 1)))
         assert buffer.renew(version) == Renewal(2, 0)
-    buffer.finish(a0.after(tokens(4, version=2)).ended("stop"))
+    ended(buffer, a0.after(tokens(4, version=2)).ended("stop"))
     assert not buffer.ready()
-    buffer.finish(a1.after(tokens(4, version=2)).ended("stop"))
+    ended(buffer, a1.after(tokens(4, version=2)).ended("stop"))
     assert buffer.ready()
 
 
@@ -244,7 +244,7 @@ def test_a_chunk_ends_after_its_steps_if_anything_has_ended() -> None:
     buffer, (a0, a1) = RolloutBuffer(rule), group_requests([A], 2, SAMPLING, 7)
     buffer.open([a0, a1])
     assert not buffer.ready(7)
-    buffer.finish(a0.after(tokens(4)).ended("stop"))
+    ended(buffer, a0.after(tokens(4)).ended("stop"))
     assert not buffer.ready(4) and buffer.ready(5)
 
 
@@ -255,13 +255,13 @@ def test_an_interrupted_rollout_leaves_the_buffer_as_it_was() -> None:
     before = repr(buffer.state_dict())
     buffer.begin()
     buffer.renew(9)
-    buffer.finish(a0.after(tokens(4)).ended("stop"))
+    ended(buffer, a0.after(tokens(4)).ended("stop"))
     buffer.close()
     assert buffer.take() and repr(buffer.state_dict()) == before  # what a checkpoint has until it is learnt from
     buffer.undo()
     assert repr(buffer.state_dict()) == before
     buffer.begin()
-    buffer.finish(a0.after(tokens(4)).ended("stop"))
+    ended(buffer, a0.after(tokens(4)).ended("stop"))
     buffer.close()
     buffer.take()
     buffer.learnt()

@@ -47,7 +47,7 @@ def test_first_come_does_not_reorder_by_what_has_finished() -> None:
     first, second, third = jobs("a", 3)
     plan.add([first, second, third])
     assert plan.admit(1) == [first]
-    plan.finish(first, 99)
+    plan.left(first)
     assert len(plan) == 2
     assert plan.admit(2) == [second, third]
 
@@ -73,6 +73,11 @@ def known(lengths: Sequence[float], informative: bool = True) -> tuple[list[Job]
 
 def samples(admitted: list[Job]) -> list[int]:
     return [job.key[2][0] for job in admitted]
+
+
+def preempt(plan: Queue, job: Job) -> None:
+    plan.left(job)
+    plan.put_first(job)
 
 
 def made(name: str, lengths: Sequence[float], num_slots: int, informative: bool = True) -> tuple[Queue, list[Job]]:
@@ -143,8 +148,8 @@ def test_later_jobs_are_sorted_in() -> None:
 def test_what_was_set_aside_comes_before_all_others(name: str) -> None:
     plan, _ = made(name, [5, 9, 2, 9, 7], 5)
     admitted = plan.admit(2)
-    plan.set_aside(admitted[1])
-    plan.set_aside(admitted[0])
+    for job in admitted[::-1]:
+        preempt(plan, job)
     assert plan.admit(2) == admitted
     assert len(plan) == 3
 
@@ -152,12 +157,12 @@ def test_what_was_set_aside_comes_before_all_others(name: str) -> None:
 def test_micro_rounds_wait_until_the_last_of_a_round_has_finished() -> None:
     plan, waiting = made(MICRO_ROUNDS, [1] * 5, 2)
     assert samples(plan.admit(2)) == [0, 1]
-    plan.finish(waiting[0], 3)
+    plan.left(waiting[0])
     assert plan.admit(1) == []
-    plan.finish(waiting[1], 9)
+    plan.left(waiting[1])
     assert samples(plan.admit(2)) == [2, 3]
-    plan.set_aside(waiting[2])
-    plan.finish(waiting[3], 1)
+    preempt(plan, waiting[2])
+    plan.left(waiting[3])
     assert samples(plan.admit(2)) == [2, 4]
 
 
@@ -177,9 +182,9 @@ def test_a_full_group_needs_memory_for_all_of_it() -> None:
 def test_a_lane_keeps_to_its_own_list_until_that_is_empty() -> None:
     plan, waiting = made("balanced", [6, 5, 4, 3], 2)  # lanes 6 + 3 and 5 + 4
     assert samples(plan.admit(2)) == [0, 1]
-    plan.finish(waiting[0], 1)
+    plan.left(waiting[0])
     assert samples(plan.admit(1)) == [3]  # longest first alone would take 2
-    plan.finish(waiting[3], 1)
+    plan.left(waiting[3])
     assert samples(plan.admit(1)) == [2]  # from the other lane, which has work left
     assert plan.admit(1) == []
 
@@ -187,15 +192,15 @@ def test_a_lane_keeps_to_its_own_list_until_that_is_empty() -> None:
 def test_the_two_stage_plan_balances_groups_and_decodes_each_shortest_first() -> None:
     plan, waiting = made("infinite_sampling", [6, 5, 4, 3], 2)
     assert samples(plan.admit(2)) == [3, 2]
-    plan.finish(waiting[3], 3)
+    plan.left(waiting[3])
     assert samples(plan.admit(1)) == [0]  # of lane 6 + 3; shortest first alone would take 1
 
 
 def test_a_set_aside_job_frees_its_lane() -> None:
     plan, waiting = made("balanced", [6, 5, 4, 3], 2)
     plan.admit(2)
-    plan.set_aside(waiting[1])
-    plan.finish(waiting[0], 6)
+    preempt(plan, waiting[1])
+    plan.left(waiting[0])
     assert samples(plan.admit(2)) == [1, 2]
 
 
@@ -219,7 +224,7 @@ def test_the_first_that_does_not_fit_ends_the_admission_and_stays_next(name: str
         return
     admitted = plan.admit(4, only_one)
     assert admitted == asked[:1] and len(asked) == 2 and len(plan) == 3
-    plan.finish(admitted[0], 3)
+    plan.left(admitted[0])
     rest = plan.admit(4)
     assert {job.key for job in rest} == {job.key for job in waiting} - {admitted[0].key}
     assert name in ("balanced", "infinite_sampling") or rest[0] == asked[1]
@@ -244,7 +249,7 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
                 plan.drop(dropped := waiting.pop(rng.randrange(len(waiting))))
                 finished.append(dropped)
             if away and rng.random() < 0.5:
-                plan.come_back(back := away.pop())
+                plan.put_first(back := away.pop())
                 waiting.append(back)
             assert len(plan) == len(waiting)
             free = num_slots - len(active)
@@ -260,13 +265,13 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
                 lengths.revision += rng.randint(0, 1)
                 chance = rng.random()
                 if chance < 0.2:
-                    plan.set_aside(job)
+                    preempt(plan, job)
                     waiting.append(job)
                 elif chance < 0.4:
-                    plan.finish(job, rng.randint(1, 99))
+                    plan.left(job)
                     away.append(job)
                 else:
-                    plan.finish(job, rng.randint(1, 99))
+                    plan.left(job)
                     finished.append(job)
         assert len(plan) == 0 and plan.admit(num_slots) == []
 
@@ -274,11 +279,11 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
 def test_a_fixed_slot_keeps_to_the_list_that_was_dealt_to_it_and_then_idles() -> None:
     plan, waiting = made(FIXED_SLOT, [9, 1, 9, 1, 9], 2)  # lists 0, 2, 4 and 1, 3
     assert samples(plan.admit(2)) == [0, 1]
-    plan.finish(waiting[1], 1)
+    plan.left(waiting[1])
     assert samples(plan.admit(1)) == [3]
-    plan.finish(waiting[3], 1)
+    plan.left(waiting[3])
     assert plan.admit(1) == [] and len(plan) == 2  # first come would take 2
-    plan.finish(waiting[0], 9)
+    plan.left(waiting[0])
     assert samples(plan.admit(2)) == [2]
 
 
@@ -288,17 +293,17 @@ def test_fixed_slots_deal_a_later_group_onto_the_slots_whose_turn_it_is() -> Non
     plan.add(first)
     assert plan.admit(2) == first[:2]
     plan.add(second)  # onto the second slot, then the first
-    plan.finish(first[1], 1)
+    plan.left(first[1])
     assert plan.admit(1) == [second[0]]
-    plan.finish(first[0], 1)
+    plan.left(first[0])
     assert plan.admit(1) == [first[2]]
 
 
 def test_what_a_fixed_slot_set_aside_comes_back_in_its_own_slot_before_all_others() -> None:
     plan, waiting = made(FIXED_SLOT, [1] * 6, 3)  # lists 0, 3 and 1, 4 and 2, 5
     plan.admit(3)
-    plan.set_aside(waiting[2])
-    plan.finish(waiting[0], 1)
+    preempt(plan, waiting[2])
+    plan.left(waiting[0])
     assert len(plan) == 4
     assert samples(plan.admit(1)) == [2]
     assert samples(plan.admit(1)) == [3]

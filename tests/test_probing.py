@@ -16,14 +16,15 @@ from hand_made import make_module
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths, PredictedRollout
-from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.scheduling.jobs import Job, NoLengths, PredictedRollout
+from lit_grpo.scheduling.layouts import Blocks
+from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
+from lit_grpo.scheduling.plans.plan import PLANS, make_queues
 from lit_grpo.scheduling.plans.probe_choice import ProbeChoice, RolloutCount, count_steps, time_slices
-from lit_grpo.scheduling.plans.probing import Probing
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate
 from lit_grpo.tools.simulation.traces import load_trace
-from lit_grpo.types import Key, SamplingParams
+from lit_grpo.types import Key, Prompt, Request, SamplingParams
 
 FOLLOWING = sorted(name for name, plan in PLANS.items() if plan.follows_lengths)
 
@@ -38,57 +39,71 @@ class Told(NoLengths):
         return np.array([self.lengths[job.key] for job in jobs])
 
 
-def jobs_of(lengths: Sequence[int]) -> tuple[list[Job], Lengths]:
+def jobs_of(lengths: Sequence[int]) -> tuple[list[Job], Told]:
     jobs = [Job(("p", 0, (number,)), 4, 100) for number in range(len(lengths))]
     return jobs, Told({job.key: float(length) for job, length in zip(jobs, lengths, strict=True)})
 
 
-def numbers(jobs: Sequence[Job]) -> list[int]:
-    return [job.key[2][0] for job in jobs]
+def ledger_of(lengths: Sequence[int], num_slots: int, kv_tokens: int | None = None) -> RequestLedger:
+    """A ledger with a probe after 8 tokens, in which requests of one prompt are queued."""
+    jobs, told = jobs_of(lengths)
+    requests = [Request(Prompt("p", (1,) * 4, ""), job.key[2], SamplingParams(max_tokens=100)) for job in jobs]
+    ledger = RequestLedger()
+    ledger.begin(num_slots, told, Blocks(), kv_tokens, make_queues("lpt", told, num_slots, [8]), [8])
+    for request in requests:
+        ledger.ask(request)
+    ledger.enter(requests, {})
+    return ledger
+
+
+def admitted(ledger: RequestLedger, free_slots: int) -> list[int]:
+    return [request.path[0] for request in ledger.admit(free_slots)]
+
+
+def park(ledger: RequestLedger, *samples: int) -> None:
+    ledger.park([(ledger.request(("p", 0, (sample,))), 8) for sample in samples])
 
 
 def test_all_are_begun_before_any_goes_on_and_then_the_plan_decides() -> None:
-    jobs, lengths = jobs_of([30, 90, 20, 60, 50])
-    probing = Probing("lpt", lengths, 2, [8])
-    probing.add(jobs)
-    begun = probing.admit(2)
-    assert numbers(begun) == [0, 1] and probing.parks(("p", 0)) and not probing.all_begun
-    for job in begun:
-        probing.park(job, 8)
-    assert numbers(probing.admit(2)) == [2, 3]  # though 1 waits and is known to be the longest
-    probing.park(jobs[2], 8)
-    assert numbers(probing.admit(1)) == [4] and probing.all_begun
-    probing.finish(jobs[3], 7)  # ended before it could be probed
-    assert numbers(probing.admit(1)) == [1]
-    probing.park(jobs[4], 8)
-    assert not probing.parks(("p", 0))
-    assert numbers(probing.admit(5)) == [4, 0, 2] and len(probing) == 0
+    ledger = ledger_of([30, 90, 20, 60, 50], 2)
+    assert admitted(ledger, 2) == [0, 1] and ledger.stops_at(8) and not ledger.stops_at(9)
+    park(ledger, 0, 1)
+    assert admitted(ledger, 2) == [2, 3]  # though 1 waits and is known to be the longest
+    park(ledger, 2)
+    assert admitted(ledger, 1) == [4]
+    ledger.remove(("p", 0, (3,)))  # ended before it could be probed
+    assert admitted(ledger, 1) == [1]
+    park(ledger, 4)
+    assert ledger.may_admit(("p", 0))
+    assert admitted(ledger, 1) == [4] and ledger.num_queued == 2
+    for sample in (1, 4):
+        ledger.remove(("p", 0, (sample,)))
+    assert admitted(ledger, 2) == [0, 2] and ledger.num_queued == 0
+    assert not ledger.stops_at(8) and not ledger.may_admit(("p", 0))
 
 
-def test_what_memory_sets_aside_goes_on_first_among_its_like() -> None:
-    jobs, lengths = jobs_of([30, 90, 20])
-    probing = Probing("lpt", lengths, 2, [8])
-    probing.add(jobs)
-    begun = probing.admit(2)
-    probing.set_aside(begun[1])
-    assert numbers(probing.admit(1)) == [1]
-    for job in begun:
-        probing.park(job, 8)
-    assert numbers(probing.admit(2)) == [2, 1]
-    probing.set_aside(jobs[1])
-    assert numbers(probing.admit(1)) == [1]
-    probing.finish(jobs[1], 90)
-    probing.park(jobs[2], 8)
-    assert numbers(probing.admit(2)) == [0, 2]
+def test_what_memory_preempts_goes_on_first_among_its_like() -> None:
+    ledger = ledger_of([30, 90, 20], 2)
+    assert admitted(ledger, 2) == [0, 1]
+    ledger.preempt(ledger.request(("p", 0, (1,))))
+    assert admitted(ledger, 1) == [1]
+    park(ledger, 0, 1)
+    assert admitted(ledger, 2) == [2, 1]
+    ledger.preempt(ledger.request(("p", 0, (1,))))
+    assert admitted(ledger, 1) == [1]
+    ledger.remove(("p", 0, (1,)))
+    park(ledger, 2)
+    assert admitted(ledger, 2) == [0, 2]
 
 
 def test_one_that_memory_refuses_keeps_the_plan_waiting() -> None:
-    jobs, lengths = jobs_of([30, 90, 20])
-    probing = Probing("lpt", lengths, 3, [8])
-    probing.add(jobs)
-    probing.admit(2)
-    probing.park(jobs[0], 8)
-    assert probing.admit(2, lambda job: False) == [] and numbers(probing.admit(2)) == [2, 0]
+    ledger = ledger_of([30, 90, 20], 3)
+    assert admitted(ledger, 2) == [0, 1]
+    park(ledger, 0)
+    ledger.kv_tokens = 1
+    assert admitted(ledger, 2) == []
+    ledger.kv_tokens, ledger.step = None, RETRY_STEPS
+    assert admitted(ledger, 2) == [2, 0]
 
 
 @pytest.mark.parametrize("plan", FOLLOWING)

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
-from lit_grpo.scheduling.flight import RETRY_STEPS
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
+from lit_grpo.scheduling.ledger import RETRY_STEPS
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
 from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
@@ -86,7 +86,8 @@ class StepByStep:
             if free_slots and len(self.plan) and (not self.refused or len(self.rows) % RETRY_STEPS == 0):
                 self.plan.admit(free_slots, self.fits)
             while self.engine.kv_tokens is not None and self.held() > self.engine.kv_tokens:
-                self.plan.set_aside(self.jobs[self.active[-1]])
+                self.plan.left(youngest := self.jobs[self.active[-1]])
+                self.plan.put_first(youngest)
                 self.leave(self.active[-1])
                 self.set_asides += 1
             self.rows.append(len(self.active))
@@ -96,7 +97,7 @@ class StepByStep:
                 if self.done[n] == self.trace.lengths[n]:
                     self.leave(n)
                     self.ends[n] = len(self.rows)
-                    self.plan.finish(self.jobs[n], self.done[n])
+                    self.plan.left(self.jobs[n])
 
 
 @pytest.mark.parametrize("name", REFILLING)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import random_policy
 from hand_made import relative_error
+from test_buffer import ended
 from test_learner import make_learner, member
 from test_off_policy import clipped, formula
 
@@ -195,5 +196,5 @@ def test_a_buffer_tells_the_versions_that_may_yet_be_learnt_from(leftovers: Any,
     buffer.open(requests)
     buffer.ask(requests[1].after(trajectory(2, 5)))
     buffer.ask(requests[2].after(trajectory(1)))
-    buffer.finish(Completion(requests[0], [5], [-1.0], [4], "stop"))
+    ended(buffer, Completion(requests[0], [5], [-1.0], [4], "stop"))
     assert buffer.versions(5) == expected

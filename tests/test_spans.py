@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lit_grpo.scheduling.flight import SpanLog
+from lit_grpo.scheduling.ledger import SpanLog
 from lit_grpo.types import Span
 
 

@@ -11,7 +11,7 @@ from lit_grpo.display.lines import Field, count, duration
 from lit_grpo.process.terminal import visible
 
 if TYPE_CHECKING:
-    from lit_grpo.scheduling.flight import Flight
+    from lit_grpo.scheduling.ledger import RequestLedger
 
 UNDER_WAY = {
     "reward": "waiting for rewards",
@@ -63,12 +63,12 @@ class RolloutCount:
     """Counts tokens and completions of a rollout; it costs two additions a decoding step.
 
     Args:
-        flight: The completions in work.
+        ledger: The completions in work.
         mean_tokens: The mean length of completions in the last rollout; NaN if there was none.
     """
 
-    def __init__(self, flight: Flight, mean_tokens: float) -> None:
-        self._flight, self._expected = flight, mean_tokens
+    def __init__(self, ledger: RequestLedger, mean_tokens: float) -> None:
+        self._ledger, self._expected = ledger, mean_tokens
         self._began = time.monotonic()
         self.tokens = self.done = self._done_tokens = 0
 
@@ -80,7 +80,7 @@ class RolloutCount:
     @property
     def total(self) -> int:
         """All completions of this rollout."""
-        return self.done + self._flight.num_active + self._flight.num_waiting + self._flight.num_away
+        return self.done + self._ledger.num_decoding + self._ledger.num_queued + self._ledger.num_away
 
     @property
     def mean_tokens(self) -> float:
@@ -105,10 +105,10 @@ class RolloutCount:
     @property
     def _waiting(self) -> str:
         """How many completions wait for their environment, and for how long."""
-        away = self._flight.num_away
+        away = self._ledger.num_away
         if not away:
             return ""
-        return f"{away} of {self.total} wait for their environment, longest {duration(self._flight.longest_away_s)}"
+        return f"{away} of {self.total} wait for their environment, longest {duration(self._ledger.longest_away_s)}"
 
     def fields(self, name: str, memory: str = "") -> list[Field]:
         """Return the fields of a line.
@@ -118,7 +118,7 @@ class RolloutCount:
         return [
             Field(f"{name} {self.done}/{self.total} completions", 0, "cyan"),
             Field("", 5, "cyan", share=self.done / max(self.total, 1)),
-            Field(f"{self._flight.num_active}/{self._flight.num_slots} slots", 3),
+            Field(f"{self._ledger.num_decoding}/{self._ledger.num_slots} slots", 3),
             Field(self._waiting, 2),
             Field(f"{count(self.tokens_per_s)} tokens/s", 2),
             Field(_time(self.seconds_left, "to go"), 1),

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
     from lit_grpo.data.sources import Row
     from lit_grpo.rollout.generator import StepEvents
-    from lit_grpo.scheduling.flight import Flight
+    from lit_grpo.scheduling.ledger import RequestLedger
 
 CLOSING_S = 10.0
 """How long the end of a run waits for environments that are closed."""
@@ -344,9 +344,9 @@ class EnvironmentWorker(Worker):
 
     # ---- rollouts -----------------------------------------------------------------------------------
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         """A rollout begins; what became whole in the one before the last has been scored."""
-        self._flight, self._apart = flight, None
+        self._flight, self._apart = ledger, None
         self._let_go(self._scored)
         self._closing = [future for future in self._closing if not future.done()]
         self._scored, self._scoring = self._scoring, set()

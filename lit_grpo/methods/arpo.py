@@ -33,7 +33,7 @@ from lit_grpo.limits import Count, NotNegative, Share
 from lit_grpo.methods.branches import Branching, Forking, check_width
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED
 from lit_grpo.types import Completion, GroupKey, Key, Request
 
@@ -114,9 +114,9 @@ class TurnBrancher(Branching):
         super().__init__()
         self.settings = settings
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no group."""
-        super().on_rollout_start(flight)
+        super().on_rollout_start(ledger)
         self._members: dict[GroupKey, set[Key]] = {}
         self._begun_with: dict[Key, int] = {}
         self._in_a_row: Counter[Key] = Counter()  # turns that have branched one after another
@@ -164,7 +164,7 @@ class TurnBrancher(Branching):
         """Fill the width of a group with fresh paths, once none of it is left."""
         group = completion.request.group
         asked = any(request.group == group for request in self._pending)
-        if not asked and not self._flight.num_of(group):
+        if not asked and not self._ledger.num_of(group):
             members = self._members.setdefault(group, {completion.request.key})
             first = replace(completion.request, path=min(members)[2])  # whichever has ended last
             self._pending += [self.branch(first) for _ in range(self.settings.width - len(members))]

@@ -16,7 +16,7 @@ from lit_grpo.methods.arrol_head import WINDOW, QualityHead
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.listeners import Arrivals
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.types import GroupKey, Key, PassRule, RolloutGroup
 
 LEFT_WHOLE = 8  # one group in so many loses nobody, so that the head can be judged and the bias be measured
@@ -88,11 +88,11 @@ class Pruner(Worker):
         self._shifts: list[list[float]] = []  # of groups left whole: mean reward, and of those that would have stayed
         self._clear()
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Forget the last rollout."""
         self._clear()
-        self._flight = flight
-        self._arrivals.begin(flight)
+        self._ledger = ledger
+        self._arrivals.begin(ledger)
 
     def on_step(self, events: StepEvents) -> Answer | None:
         """Note who has come to the point or ended, and drop members of groups of which now all have."""
@@ -114,7 +114,7 @@ class Pruner(Worker):
         if not self.head.proven or is_left_whole(group):
             self._would_leave[group] = leaving
             return []
-        had = {request.key: request.prefix.num_sampled for request in self._flight.requests} | self._flight.progress()
+        had = {request.key: request.prefix.num_sampled for request in self._ledger.requests} | self._ledger.progress()
         self._dropped |= {key: had[key] for key in leaving}
         return leaving
 

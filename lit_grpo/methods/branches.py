@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lit_grpo.plugins import Plugin, RunFacts, Worker
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.types import EMPTY, Key, Request, RolloutGroup, SamplePath, Trajectory
 
 
@@ -50,10 +50,10 @@ class Branching(Worker):
     def __init__(self) -> None:
         self._count_from_zero()
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no group."""
         self._count_from_zero()
-        self._flight = flight
+        self._ledger = ledger
 
     def _count_from_zero(self) -> None:
         self._numbers: Counter[Key] = Counter()

@@ -28,7 +28,7 @@ import torch
 from lit_grpo.limits import Count, Number
 from lit_grpo.methods.branches import Branching, Forking
 from lit_grpo.plugins import Answer
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Completion, Key, Request, RolloutGroup
 from lit_grpo.update.credit import GroupCredit
@@ -120,9 +120,9 @@ class TreeGrower(Branching):
         super().__init__()
         self.settings = settings
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no tree."""
-        super().on_rollout_start(flight)
+        super().on_rollout_start(ledger)
         self._trees: dict[Key, _Tree] = {}
         self._begun_with: dict[Key, int] = {}
 

@@ -29,7 +29,7 @@ import numpy as np
 from lit_grpo.limits import Count
 from lit_grpo.plugins import RunFacts, Worker
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
 from lit_grpo.types import GroupKey, Key, PassRule, Rollout, RolloutGroup
 from lit_grpo.update.advantages.shaping import Gather, Shaping
@@ -122,7 +122,7 @@ class PromptValues(Worker):
         self._early = [0.0, 0.0]  # rollouts that were not looked at, and what others earned beside them; forgetting
         self._features: dict[Key, np.ndarray] = {}
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Forget the last rollout."""
         self._features = {}
 

@@ -31,7 +31,7 @@ import numpy as np
 from lit_grpo.limits import Count
 from lit_grpo.methods.branches import Branching, Forking, check_width
 from lit_grpo.plugins import Answer, RunFacts
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths.ridge import Ridge
 from lit_grpo.types import EMPTY, Completion, GroupKey, Key, PassRule, Rollout, RolloutGroup, Trajectory
 
@@ -130,9 +130,9 @@ class TreeExpander(Branching):
         super().__init__()
         self.settings, self._ridge = settings, Ridge(BETWEEN)
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no group."""
-        super().on_rollout_start(flight)
+        super().on_rollout_start(ledger)
         self._first: dict[GroupKey, list[Completion]] = {}
         self._expanded: set[GroupKey] = set()
         self._continued: set[Key] = set()
@@ -142,7 +142,7 @@ class TreeExpander(Branching):
         group, prompt = completion.request.group, completion.request.prompt.token_ids
         first = self._first.setdefault(group, [])
         first.append(completion)
-        if group in self._expanded or self._flight.num_of(group):
+        if group in self._expanded or self._ledger.num_of(group):
             return None
         self._expanded.add(group)
         first.sort(key=lambda path: path.request.path)  # however they were decoded

@@ -31,7 +31,7 @@ from lit_grpo.limits import Count
 from lit_grpo.methods.branches import Branching, Forking, check_width
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED
 from lit_grpo.types import Completion, GroupKey, Key, Request, RolloutGroup, SamplePath
 from lit_grpo.update.credit import GroupCredit
@@ -131,9 +131,9 @@ class PathDivider(Branching):
         super().__init__()
         self.width, self.segment = width, segment
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no path."""
-        super().on_rollout_start(flight)
+        super().on_rollout_start(ledger)
         self._shares: dict[Key, int] = {}  # of the width, its own place among it
         self._depths: dict[Key, int] = {}  # segments after which a path has had its chance to divide
 
@@ -152,7 +152,7 @@ class PathDivider(Branching):
         """Divide the paths that have come to the end of a segment, and have a share to give away."""
         ended = {completion.request.key for completion in events.finished}
         forks: dict[Key, list[SamplePath]] = {}
-        for key, num_tokens in self._flight.progress().items():
+        for key, num_tokens in self._ledger.progress().items():
             depth = num_tokens // self.segment
             if key in ended or self._shares[key] < 2 or depth <= self._depths.get(key, 0):
                 continue

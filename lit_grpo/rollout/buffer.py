@@ -1,4 +1,4 @@
-"""Groups between their prompts and the update: the one owner of what has been sampled and not yet learnt from."""
+"""Groups between their prompts and the update: the one owner of what has ended and has not yet been learnt from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from lit_grpo.process.values import find_foreign
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
+from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.types import (
     EMPTY,
     Completion,
@@ -26,14 +27,9 @@ from lit_grpo.types import (
 
 @dataclass
 class _Open:
-    """A group in the making: what is still asked for, with what it has come to, and what has ended.
-
-    Of what is unfinished, those that are ``away`` wait for what they are to observe, and are not decoded meanwhile.
-    """
+    """What has ended of a group; what is unfinished of it is in the ledger."""
 
     prompt: Prompt
-    unfinished: dict[SamplePath, Request] = field(default_factory=dict)
-    away: set[SamplePath] = field(default_factory=set)
     completions: dict[SamplePath, Completion] = field(default_factory=dict)
     due: RolloutGroup | None = None  # whole, or the part of it that has ended, and waiting for its release
     is_out: bool = False  # what was due has been given out, and not been learnt from yet
@@ -58,19 +54,23 @@ class Renewal:
 class RolloutBuffer:
     """Groups of a run, from their opening to their release.
 
-    It lives as long as the run and goes into its checkpoints: completions that have ended, and the prefixes of those
-    that have not. A group is whole when nothing is asked for any more; whole groups, or the parts of groups that have
-    ended, leave in the order of arrival, as the rule says. Where groups stay open between releases, what is given out
-    stays in the buffer until it has been :meth:`learnt` from.
+    It lives as long as the run and goes into its checkpoints, with its ledger: completions that have ended, and the
+    prefixes of those that have not. A group is whole when none of its requests is unfinished; whole groups, or the
+    parts of groups that have ended, leave in the order of arrival, as the rule says. Where groups stay open between
+    releases, what is given out stays in the buffer until it has been :meth:`learnt` from.
 
     Args:
         rule: When groups are released.
+
+    Attributes:
+        ledger: The unfinished requests of all groups.
     """
 
     def __init__(self, rule: ReleaseRule = SYNCHRONOUS) -> None:
         self.rule = rule
+        self.ledger = RequestLedger()
         self._groups: dict[GroupKey, _Open] = {}  # in the order of arrival
-        self._before: dict[GroupKey, _Open] | None = None
+        self._before: tuple[dict[GroupKey, _Open], RequestLedger] | None = None
         self._version = 0  # of the policy that samples
 
     def __len__(self) -> int:
@@ -89,68 +89,60 @@ class RolloutBuffer:
             ValueError: A group is open already, or a request comes twice.
         """
         groups: dict[GroupKey, _Open] = {}
+        keys: set[Key] = set()
         for request in requests:
-            group = groups.setdefault(request.group, _Open(request.prompt))
-            if request.path in group.unfinished or request.group in self._groups:
+            if request.key in keys or request.group in self._groups:
                 raise ValueError("A batch holds the same visit of a prompt twice; give its rows distinct prompt ids.")
-            group.unfinished[request.path] = request
+            keys.add(request.key)
+            groups.setdefault(request.group, _Open(request.prompt))
         self._groups |= groups
+        for request in requests:
+            self.ledger.ask(request)
 
     def ask(self, request: Request) -> None:
         """Ask for a further sample of an open group, or for one that goes on from another prefix.
 
         Raises:
-            ValueError: Its group is not open, or has a completion of this path.
+            ValueError: Its group is not open, has a completion of this path, or has it in work.
         """
         if request.group not in self._groups:
             raise ValueError(f"No group of {request.group} is open; open it with its prompt first.")
-        group = self._groups[request.group]
-        if request.path in group.completions:
+        if request.path in self._groups[request.group].completions:
             raise ValueError(f"Sample {request.path} of {request.group} has ended; give each sample a path of its own.")
-        group.unfinished[request.path] = request
-        group.away.discard(request.path)
+        self.ledger.ask(request)
 
     # ---- what happens to requests -------------------------------------------------------------------
 
     @property
     def unfinished(self) -> list[Request]:
-        """What is to be decoded, in the order of arrival."""
-        groups = self._groups.values()
-        return [request for group in groups for path, request in group.unfinished.items() if path not in group.away]
+        """What is to be decoded, in the order of arrival; what waits for its environment is not among it."""
+        return [request for group in self._groups for request in self.ledger.of(group, away=False)]
 
     @property
     def away(self) -> list[Request]:
-        """What waits for what it is to observe, in the order of arrival."""
-        groups = self._groups.values()
-        return [request for group in groups for path, request in group.unfinished.items() if path in group.away]
+        """What waits for its environment, in the order of arrival."""
+        return [request for group in self._groups for request in self.ledger.of(group, away=True)]
 
     @property
     def asks(self) -> bool:
-        """Whether anything is asked for, to be decoded or away."""
-        return any(group.unfinished for group in self._groups.values())
+        """Whether anything is unfinished, to be decoded or away."""
+        return bool(self.ledger)
 
-    def hold(self, request: Request) -> None:
-        """A request has sampled a turn, and is away until it is asked for again."""
-        self.ask(request)
-        self._groups[request.group].away.add(request.path)
+    @property
+    def prompts(self) -> dict[GroupKey, Prompt]:
+        """The prompts of open groups."""
+        return {key: group.prompt for key, group in self._groups.items()}
 
-    def finish(self, completion: Completion) -> RolloutGroup | None:
-        """Take a completion; return its group if it is whole now."""
-        group = self._groups[completion.request.group]
-        del group.unfinished[completion.request.path]
-        group.away.discard(completion.request.path)
-        group.completions[completion.request.path] = completion
-        return self._whole(group)
+    def finish(self, completion: Completion) -> None:
+        """Take a completion, whose request has left the ledger."""
+        self._groups[completion.request.group].completions[completion.request.path] = completion
 
-    def drop(self, key: Key) -> RolloutGroup | None:
-        """A request is wanted no more, and its group does without; return the group if it is whole now."""
-        group = self._groups[key[:2]]
-        del group.unfinished[key[2]]
-        group.away.discard(key[2])
-        return self._whole(group)
+    def make_due(self, key: GroupKey) -> RolloutGroup | None:
+        """Let a group be due where it is whole; return it, which is to be scored. None while it is not whole.
 
-    def _whole(self, group: _Open) -> RolloutGroup | None:
-        return None if group.unfinished or self.rule.releases_parts else _close(group)
+        What is released in parts is never whole.
+        """
+        return None if key in self.ledger or self.rule.releases_parts else _close(self._groups[key])
 
     def renew(self, version: int) -> Renewal:
         """Let open groups go on as the rule says, before the policy of ``version`` samples.
@@ -162,8 +154,8 @@ class RolloutBuffer:
         """
         num_discarded = num_continued = 0
         self._version = version
-        for group in self._groups.values():
-            lost = [request for request in group.unfinished.values() if self._is_lost(request.prefix, version)]
+        for key, group in self._groups.items():
+            lost = [request for request in self.ledger.of(key) if self._is_lost(request.prefix, version)]
             stale = [each for each in group.completions.values() if self._is_stale(each, version)]
             if group.due is not None:
                 ended = [rollout.completion for rollout in group.due.rollouts]
@@ -173,13 +165,15 @@ class RolloutBuffer:
             for each in stale:
                 del group.completions[each.request.path]
             for request in (*lost, *(each.request for each in stale)):
-                group.unfinished[request.path] = request.after(EMPTY)
-                group.away.discard(request.path)
+                self.ledger.restart(request.after(EMPTY))
             num_lost = sum(each.num_tokens for each in (*(request.prefix for request in lost), *stale))
             group.num_restarts += num_lost > 0
             num_discarded += num_lost
-            num_continued += sum(request.prefix.num_tokens for request in group.unfinished.values())
-            group.oldest = _oldest(group)
+            num_continued += sum(request.prefix.num_tokens for request in self.ledger.of(key))
+            due = [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
+            having = (*(request.prefix for request in self.ledger.of(key)), *group.completions.values(), *due)
+            versions = [each.oldest_version for each in having if each.oldest_version is not None]
+            group.oldest = min(versions, default=None)
         return Renewal(num_discarded, num_continued)
 
     def _is_lost(self, prefix: Trajectory, version: int) -> bool:
@@ -202,11 +196,11 @@ class RolloutBuffer:
         Of what has been given out and not been learnt from, too.
         """
         having: list[Trajectory] = []
-        for group in self._groups.values():
+        for key, group in self._groups.items():
             having += group.completions.values()
             having += [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
             if self.rule.leftovers == "keep":
-                having += [request.prefix for request in group.unfinished.values()]
+                having += [request.prefix for request in self.ledger.of(key)]
         segments = [segment for each in having for segment in each.segments if segment.trained]
         versions = {segment.version for segment in segments if segment.version is not None}
         return {each for each in versions if version - each <= self.rule.max_staleness}
@@ -226,7 +220,7 @@ class RolloutBuffer:
             enough = sum(group.due is not None for group in groups) >= rule.num_groups
         else:
             return False  # it waits for all
-        return enough and not any(group.unfinished and self._is_due_now(group) for group in groups)
+        return enough and not any(self._is_due_now(group) for key, group in self._groups.items() if key in self.ledger)
 
     def _gives(self, group: _Open) -> bool:
         return group.due is not None or (self.rule.releases_parts and bool(group.completions))
@@ -244,7 +238,7 @@ class RolloutBuffer:
         """Make groups of what a checkpoint had of groups that are whole and were not scored; return them."""
         if self.rule.releases_parts:
             return []
-        waiting = [group for group in self._groups.values() if group.completions and not group.unfinished]
+        waiting = [group for key, group in self._groups.items() if group.completions and key not in self.ledger]
         return [_close(group) for group in waiting if group.due is None]
 
     @property
@@ -255,7 +249,8 @@ class RolloutBuffer:
     @property
     def num_left(self) -> int:
         """Groups that stay open once all that is out has been learnt from, those among them that leave in parts."""
-        return sum(not group.is_out or bool(group.unfinished or group.completions) for group in self._groups.values())
+        items = self._groups.items()
+        return sum(not group.is_out or key in self.ledger or bool(group.completions) for key, group in items)
 
     def close(self) -> list[RolloutGroup]:
         """Make groups of what has ended, where groups leave in parts; return them, to be scored."""
@@ -291,7 +286,7 @@ class RolloutBuffer:
             if group.is_out and group.due is not None:
                 group.learnt += [replace(rollout, kept=False, learnt=True) for rollout in group.due.rollouts]
                 group.due, group.is_out = None, False
-                if not group.unfinished and not group.completions:
+                if key not in self.ledger and not group.completions:
                     del self._groups[key]
 
     # ---- rollouts that come to nothing ----------------------------------------------------------------
@@ -303,33 +298,28 @@ class RolloutBuffer:
         for all, there is nothing before it: the prompts are drawn again.
         """
         if self.rule.leftovers != "finish":
-            self._before = {
-                key: replace(
-                    group,
-                    unfinished=dict(group.unfinished),
-                    away=set(group.away),
-                    completions=dict(group.completions),
-                )
-                for key, group in self._groups.items()
-            }
+            groups = {key: replace(group, completions=dict(group.completions)) for key, group in self._groups.items()}
+            self._before = groups, self.ledger.copy()
 
     def undo(self) -> None:
         """Be as before the rollout."""
-        self._groups, self._before = self._before or {}, None
+        (self._groups, self.ledger), self._before = self._before or ({}, RequestLedger()), None
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All open groups, as plain values and tensors."""
-        groups = self._groups if self._before is None else self._before
-        return {"groups": [_group_state(group) for group in groups.values()]}
+        groups, ledger = self._before or (self._groups, self.ledger)
+        return {"groups": [_group_state(group, ledger.of(key), ledger.of(key, True)) for key, group in groups.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what had been kept."""
-        self._groups, self._before = {}, None
+        self._groups, self.ledger, self._before = {}, RequestLedger(), None
         for saved in state["groups"]:
             group = _group(saved)
             self._groups[group.prompt.prompt_id, group.prompt.visit] = group
+            for each in saved["unfinished"]:
+                self.ledger.restart(_request(group.prompt, each), away=each["path"] in saved["away"])
 
     def give_columns(self, prompts: Iterable[Prompt]) -> None:
         """Give the groups of a checkpoint the columns of their rows, which are those of ``prompts`` by their ids."""
@@ -368,14 +358,7 @@ def _rewarded_by_turn(prompt: Prompt, completion: Completion) -> Rollout:
     return Rollout(prompt, completion, turn_rewards=turn_rewards)
 
 
-def _oldest(group: _Open) -> int | None:
-    """The version of the oldest token that it has, and has not been learnt from."""
-    due = [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
-    having = (*(request.prefix for request in group.unfinished.values()), *group.completions.values(), *due)
-    return min((each.oldest_version for each in having if each.oldest_version is not None), default=None)
-
-
-def _group_state(group: _Open) -> dict[str, Any]:
+def _group_state(group: _Open, unfinished: Sequence[Request], away: Sequence[Request]) -> dict[str, Any]:
     """As plain values; what has not been scored yet is whole again when it is loaded.
 
     Columns that no checkpoint can hold, such as times, are left out: :meth:`RolloutBuffer.give_columns` brings them.
@@ -386,8 +369,8 @@ def _group_state(group: _Open) -> dict[str, Any]:
     columns = {name: value for name, value in group.prompt.columns.items() if find_foreign({name: value}) is None}
     return {
         "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids), "columns": columns},
-        "unfinished": [_request_state(request) for request in group.unfinished.values()],
-        "away": [list(path) for path in sorted(group.away)],
+        "unfinished": [_request_state(request) for request in unfinished],
+        "away": sorted(list(request.path) for request in away),
         "completions": [_completion_state(completion) for completion in group.completions.values()],
         "due": None if group.due is None else [_rollout_state(rollout) for rollout in group.due.rollouts],
         "learnt": [_rollout_state(rollout) for rollout in group.learnt],
@@ -397,13 +380,10 @@ def _group_state(group: _Open) -> dict[str, Any]:
 
 def _group(state: dict[str, Any]) -> _Open:
     prompt = Prompt(**(state["prompt"] | {"token_ids": tuple(state["prompt"]["token_ids"])}))
-    requests = [_request(prompt, each) for each in state["unfinished"]]
     completions = [_completion(prompt, each) for each in state["completions"]]
     due = None if state["due"] is None else RolloutGroup(prompt, [_rollout(prompt, each) for each in state["due"]])
     return _Open(
         prompt,
-        {request.path: request for request in requests},
-        {tuple(path) for path in state["away"]},
         {completion.request.path: completion for completion in completions},
         due,
         learnt=[_rollout(prompt, each) for each in state["learnt"]],

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lit_grpo.faults import Phases
     from lit_grpo.rewards import RewardRunner
     from lit_grpo.rollout.generator import StepEvents
-    from lit_grpo.scheduling.flight import Flight
+    from lit_grpo.scheduling.ledger import RequestLedger
     from lit_grpo.types import GroupKey, Key, RolloutGroup
 
 
@@ -78,14 +78,14 @@ class Arrivals:
         self.ended: dict[Key, int] = {}
         self._awaited: dict[GroupKey, set[Key]] = {}
 
-    def begin(self, flight: Flight) -> None:
-        """A rollout begins, of which ``flight`` tells what is in work."""
-        self._flight = flight
+    def begin(self, ledger: RequestLedger) -> None:
+        """A rollout begins, of which ``ledger`` tells what is in work."""
+        self._ledger = ledger
 
     def arrived(self, events: StepEvents) -> list[GroupKey]:
         """Take a step of the rollout; return the groups of which all members have arrived with it."""
         if not self.members:  # all requests of the rollout are in flight at its first step
-            for request in self._flight.requests:
+            for request in self._ledger.requests:
                 self.members.setdefault(request.group, []).append(request.key)
             self._awaited = {group: set(keys) for group, keys in self.members.items()}
         new: list[Key] = []

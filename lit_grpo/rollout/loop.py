@@ -5,21 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from lit_grpo.plugins import Answer, Listener
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.length_reports import LengthReports
 from lit_grpo.rollout.stats import RolloutStats
-from lit_grpo.scheduling.flight import Flight, job_of
-from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
-from lit_grpo.scheduling.plans.plan import make_plan
-from lit_grpo.scheduling.plans.probing import Probing
-from lit_grpo.scheduling.plans.queue import Queue
+from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
+from lit_grpo.scheduling.plans.plan import make_queues
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Decoder, Observation, StepEvents
-    from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, RolloutGroup, SamplePath, SamplingParams
+    from lit_grpo.scheduling.ledger import Entry
+    from lit_grpo.types import (
+        Completion,
+        GroupKey,
+        Key,
+        Prompt,
+        Request,
+        RolloutGroup,
+        SamplePath,
+        SamplingParams,
+        Trajectory,
+    )
 
 
 AWAY_S = 0.001
@@ -37,7 +44,7 @@ class RolloutLoop:
             ``end(commit=True)`` is called.
         listeners: Hear what happens, in this order.
         points: Where there are more completions than slots, all are decoded to so many tokens before any goes on
-            (:class:`Probing`): numbers of tokens, ascending, or none to do without.
+            (:func:`lit_grpo.scheduling.plans.plan.make_queues`): numbers of tokens, ascending, or none to do without.
     """
 
     def __init__(
@@ -92,62 +99,67 @@ class RolloutLoop:
             closes: Whether groups that leave in parts are to be scored at the end.
         """
         renewal = self.buffer.renew(self.generator.version)
-        rollout = _Rollout(self, admits)
-        rollout.stats.num_discarded, rollout.stats.num_continued = renewal.num_discarded, renewal.num_continued
+        run = LoopRun(self, admits)
+        run.stats.num_discarded, run.stats.num_continued = renewal.num_discarded, renewal.num_continued
         try:
-            rollout.run(until)
-            rollout.end(closes)
+            run.decode(until)
+            run.end(closes)
         except BaseException:
-            rollout.abandon()
+            run.abandon()
             raise
-        return rollout.stats
+        return run.stats
 
 
-class _Rollout:
-    """One run of the loop; where it ``goes_back`` to what has ended, prompts are kept until their groups are whole."""
+class LoopRun:
+    """One run of the loop: at each event it changes one entry of the ledger, and tells the listeners.
+
+    Args:
+        loop: Whose generator, buffer and listeners take part.
+        admits: Whether requests that wait may begin.
+
+    Attributes:
+        stats: What the run has cost so far.
+    """
 
     def __init__(self, loop: RolloutLoop, admits: Callable[[], bool]) -> None:
         self._start = time.perf_counter()
         self._admits = admits
-        self._generator, self._buffer = loop.generator, loop.buffer
-        self._lengths, self._listeners = loop.lengths, loop.listeners
+        self._generator, self._buffer, self._ledger = loop.generator, loop.buffer, loop.buffer.ledger
+        self._plan, self._lengths, self._listeners = loop.plan, loop.lengths, loop.listeners
         self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points}))
         capacity = self._capacity = self._generator.capacity()
         forks = any(listener.forks for listener in self._listeners)
-        self._prompts: dict[GroupKey, Prompt] = {}  # of open groups that may be gone back to
-        self._goes_back = self._generator.keeps_ended = forks  # or once there are requests of several turns
-        self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens, forks)
-        self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
-        self._probe: Probing | None = None
-        requests, away = self._buffer.unfinished, self._buffer.away
-        if loop.points and len(requests) > capacity.slots:
-            self._plan = self._probe = Probing(loop.plan, self._lengths, capacity.slots, loop.points)
-        self._requests, self._away = requests, away
-        self._unplanned: set[Key] = set()  # of those away, the ones that the plan has not had
-        self._begun_with: dict[Key, int] = {}  # tokens that were sampled before, or of another request
-        self._reports = LengthReports(self._lengths)
-        self.stats = RolloutStats(spans=self._flight.spans)
+        # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
+        self._keeps_prompts = self._generator.keeps_ended = forks
+        points = loop.points if len(self._buffer.unfinished) > capacity.slots else ()
+        queues = make_queues(loop.plan, self._lengths, capacity.slots, points)
+        layout, kv_tokens = capacity.layout, capacity.kv_tokens
+        self._ledger.begin(capacity.slots, self._lengths, layout, kv_tokens, queues, points, forks)
+        self.stats = RolloutStats(spans=self._ledger.spans, predicted=self._ledger.expected)
 
-    def run(self, until: Callable[[int], bool]) -> None:
+    def decode(self, until: Callable[[int], bool]) -> None:
         """Decode until that is so."""
+        ledger = self._ledger
+        asked = [*self._buffer.unfinished, *self._buffer.away]
+        away = {request.key: request for request in self._buffer.away}
         for listener in self._listeners:
-            listener.on_rollout_start(self._flight)
+            listener.on_rollout_start(ledger)
         self._tell(self._buffer.whole())
-        self._submit(self._requests, self._away)
-        asked = [*self._requests, *self._away]
+        self._enter(asked, away)
         self._generator.expect({request.group: request.prompt for request in asked}.values())
         self.stats.scheduling_s = time.perf_counter() - self._start
         while self._goes_on(until):
             began = time.perf_counter()
             self._admit()
-            if not self._flight.num_active:
+            if not ledger.num_decoding:
                 raise ValueError("All requests have ended, and the rollout waits for more: open more groups.")
-            self._make_room()
+            if not self._capacity.evicts:
+                self._preempt(ledger.overflow())
             admitted = time.perf_counter()
             events = self._generator.step()
             stepped = time.perf_counter()
             if not events.num_active and not events.set_aside:
-                raise RuntimeError(f"The generator lost {self._flight.num_active} requests that were in flight.")
+                raise RuntimeError(f"The generator lost {ledger.num_decoding} requests that were in flight.")
             self._capacity = self._generator.capacity()
             self._take(events)
             self.stats.add_step(events, self._capacity, admitted - self._start, stepped - self._start)
@@ -155,179 +167,133 @@ class _Rollout:
 
     def _goes_on(self, until: Callable[[int], bool]) -> bool:
         """Whether there is more to decode, once listeners have asked for what they want."""
+        ledger = self._ledger
         while True:
-            is_idle = not self._decodes
+            is_idle = not (ledger.num_decoding or ledger.num_queued)
             for listener in self._listeners:
                 if is_idle or listener.lock_step:
                     self._follow(listener.on_idle())
             if until(self.stats.num_steps):
                 return False
-            if self._decodes or not self._flight.num_away:
+            if ledger.num_decoding or ledger.num_queued or not ledger.num_away:
                 return True
             time.sleep(AWAY_S)
 
-    @property
-    def _decodes(self) -> bool:
-        """Whether anything is decoded, or could be."""
-        return self._flight.num_active + self._flight.num_waiting > 0
-
-    def _tell(self, groups: Iterable[RolloutGroup]) -> None:
+    def _tell(self, groups: Iterable[RolloutGroup]) -> list[Answer | None]:
         """Let listeners know of groups that are to be scored."""
-        for group in groups:
-            for listener in self._listeners:
-                listener.on_group(group)
-
-    def abandon(self) -> None:
-        """Leave the generator as if nothing had been asked of it."""
-        self._lengths.end(commit=False)
-        self._put_back()
-        for listener in self._listeners:
-            listener.on_rollout_end(failed=True)
+        return [listener.on_group(group) for group in groups for listener in self._listeners]
 
     # ---- what goes in -------------------------------------------------------------------------------
 
-    def _submit(self, requests: Sequence[Request], away: Sequence[Request] = ()) -> None:
-        """Let requests wait for their turn, or be away first; those ``away`` stay so."""
-        asked = [*requests, *away]
-        if any(request.sampling.max_observed for request in asked):
-            self._goes_back = self._generator.keeps_ended = True
-        if self._goes_back:
-            self._prompts |= {request.group: request.prompt for request in asked}
-        if not asked:
+    def _enter(self, requests: Sequence[Request], away: Mapping[Key, Request]) -> None:
+        """Let requests that have been asked wait for their turn, or for their environments first."""
+        if not requests:
             return
-        self._begun_with |= {each.key: each.prefix.num_sampled for each in asked if each.prefix.num_sampled}
-        held = {request.key: request for listener in self._listeners for request in listener.on_requests(asked)}
-        leaving = {request.key: request for request in away} | held
-        for request in held.values():
-            self._buffer.hold(request)
-            self._forget_lost(request)
-        self._flight.add_away(leaving.values())
-        self._unplanned |= leaving.keys()
-        self._expect([job_of(request) for request in leaving.values()])
-        if jobs := self._flight.add([request for request in requests if request.key not in leaving]):
-            self._expect(jobs)
-            self._plan.add(jobs)
-
-    def _expect(self, jobs: Sequence[Job]) -> None:
-        """Note how long new jobs of the rollout are expected to be."""
-        if not jobs:
-            return
-        self._lengths.begin(jobs)
-        self._reports.add(jobs)
-        self.stats.predicted |= zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True)
+        if any(request.sampling.max_observed for request in requests):
+            self._keeps_prompts = self._generator.keeps_ended = True
+        held = {request.key: request for listener in self._listeners for request in listener.on_requests(requests)}
+        self._ledger.enter(requests, {**away, **held})
 
     def _admit(self) -> None:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
-        flight = self._flight
-        if not self._capacity.free_slots or not len(self._plan) or not flight.asks_memory_again():
+        ledger = self._ledger
+        if not self._capacity.free_slots or not ledger.num_queued or not self._admits():
             return
-        if not self._admits():
-            return
-        jobs = self._plan.admit(self._capacity.free_slots, flight.take)
-        if jobs:
-            requests = [flight.request(job.key) for job in jobs]
-            self._generator.submit(requests, [self.stats.predicted[job.key] for job in jobs])
+        requests = ledger.admit(self._capacity.free_slots)
+        if requests:
+            self._generator.submit(requests, [ledger.expected[request.key] for request in requests])
             self._release(requests)
-        elif not flight.num_active:
-            plan = type(self._plan).__name__
-            raise RuntimeError(
-                f"The plan {plan} hands out nothing while {len(self._plan)} jobs wait and no slot decodes."
-            )
+        elif not ledger.num_decoding:
+            waiting = f"{ledger.num_queued} requests wait and no slot decodes"
+            raise RuntimeError(f"The plan {self._plan} admits none, while {waiting}.")
 
     def _release(self, requests: Iterable[Request]) -> None:
         """Let go of the prompts of these requests that no other needs."""
-        if self._goes_back:
-            return
-        prompts = {request.group: request.prompt for request in requests}
-        for group in list(prompts):
-            if self._flight.waits(group) or (self._probe is not None and self._probe.parks(group)):
-                del prompts[group]
-        self._generator.release(prompts.values())
+        if not self._keeps_prompts:
+            prompts = {request.group: request.prompt for request in requests}
+            may_admit = self._ledger.may_admit
+            self._generator.release([prompt for group, prompt in prompts.items() if not may_admit(group)])
 
-    def _make_room(self) -> None:
-        """Take the youngest away from a generator whose next step would not fit, and let them wait."""
-        if not self._capacity.evicts:
-            youngest = self._flight.overflow()
-            stopped = {request.key: request for request in self._generator.abort(youngest)}
-            self._set_aside(stopped[key] for key in youngest)
+    def _stop(self, keys: Iterable[Key]) -> list[Request]:
+        """Take requests that decode out of the generator; return them in this order, with what they have come to."""
+        keys = list(keys)
+        if not keys:
+            return []
+        stopped = {request.key: request for request in self._generator.abort(keys)}
+        self._capacity = self._generator.capacity()
+        return [stopped[key] for key in keys]
 
-    def _set_aside(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self._plan.set_aside(self._flight.wait(request))
-            self._buffer.ask(request)
+    def _preempt(self, keys: Iterable[Key]) -> None:
+        """Take the youngest out of a generator whose next step would not fit, and let them wait."""
+        for request in self._stop(keys):
+            self._ledger.preempt(request)
             self.stats.num_set_aside += 1
 
     # ---- what comes out -----------------------------------------------------------------------------
 
     def _take(self, events: StepEvents) -> None:
         """Learn what a step brought, and tell the listeners."""
-        self._flight.step += events.num_steps
-        self._flight.kv_tokens = self._capacity.kv_tokens
-        self._set_aside(events.set_aside)
+        ledger = self._ledger
+        ledger.step += events.num_steps
+        ledger.kv_tokens = self._capacity.kv_tokens
+        for request in events.set_aside:
+            ledger.preempt(request)
+            self.stats.num_set_aside += 1
         for observation in events.observations:
-            self._reports.observe(observation)
+            ledger.observe(observation)
         answers = [listener.on_step(events) for listener in self._listeners]
-        for completion in self._flight.in_order(events.finished):
+        for completion in ledger.in_order(events.finished):
             answers += self._end_turn(completion)
         for answer in answers:
             self._follow(answer)
-        if self._probe is not None:
-            self._park(self._probe, events.observations)
+        if ledger.points and events.observations:
+            self._park(events.observations)
 
-    def _park(self, probe: Probing, observations: Iterable[Observation]) -> None:
+    def _park(self, observations: Iterable[Observation]) -> None:
         """Take out of their slots those that have come to a point, so that the plan can say which of all goes on."""
-        there = {each.num_tokens: each for each in observations if each.num_tokens in probe.points}
-        stopping = [each for point, each in there.items() if probe.stops(point)]
-        reached = {cast("Key", key): each.num_tokens for each in stopping for key in each.keys}
-        keys = [key for key in self._flight.active if key in reached] if reached else []
-        stopped = {request.key: request for request in self._generator.abort(keys)}
-        for key in keys:
-            probe.park(self._flight.wait(stopped[key]), reached[key])
-            self._buffer.ask(stopped[key])
-        if not keys:
-            return
-        self.stats.num_parked += len(keys)
-        self._capacity = self._generator.capacity()
-        if probe.all_begun:
-            self._reports.pass_on()
+        ledger = self._ledger
+        stopping = {each.num_tokens: each for each in observations if ledger.stops_at(each.num_tokens)}
+        reached = {key: point for point, each in stopping.items() for key in each.keys}
+        parked = self._stop(key for key in ledger.decoding if key in reached) if reached else []
+        ledger.park([(request, reached[request.key]) for request in parked])
+        self.stats.num_parked += len(parked)
 
     def _end_turn(self, completion: Completion) -> list[Answer | None]:
-        """Take an active request out of its slot: it is over, unless a listener lets it go on or holds it."""
+        """Take a request out of its slot: it is over, unless a listener lets it go on or holds it."""
         key = completion.request.key
         heard = (listener.on_turn(completion) for listener in self._listeners)
         answer = next((each for each in heard if each is not None), None)
-        going_on = [] if answer is None else [request for request in answer.go_on if request.key == key]
-        if answer is None or not (going_on or key in answer.hold):
-            job = self._flight.leave(key)
-            self._plan.finish(job, completion.num_sampled)
-            return [answer, *self._finish(job, completion)]
-        so_far = completion.request.after(completion)
-        self._plan.finish(self._flight.send_away(so_far), completion.num_sampled)
-        self._buffer.hold(so_far)
+        if answer is None or not (key in answer.hold or any(request.key == key for request in answer.go_on)):
+            return [answer, *self._end(completion)]
+        self._ledger.await_env(completion.request.after(completion))
         return [replace(answer, hold=[other for other in answer.hold if other != key])]
 
-    def _finish(self, job: Job, completion: Completion) -> list[Answer | None]:
-        """Take a completion that has ended, and its group unless a listener asks for more of it."""
-        self._reports.finish(job, completion.num_sampled, len(self._plan) > 0)
-        if self._probe is not None:
+    def _end(self, completion: Completion) -> list[Answer | None]:
+        """Let listeners know that a completion has ended, and of its group, unless they ask for more of that."""
+        entry = self._ledger.remove(completion.request.key)
+        self._ledger.finish(entry.job, completion.num_sampled)
+        if self._ledger.points or entry.state == "awaiting_env":
             self._release([completion.request])
-        self._count(completion.request.key, completion.num_sampled)
+        self._count(entry, completion)
+        self._buffer.finish(completion)
         answers = [listener.on_completion(completion) for listener in self._listeners]
         for request in (each for answer in answers if answer is not None for each in answer.submit):
             self._buffer.ask(request)
-        return answers + self._whole(self._buffer.finish(completion))
+        return answers + self._close(completion.request.group)
 
-    def _count(self, key: Key, num_tokens: int) -> None:
+    def _count(self, entry: Entry, trajectory: Trajectory) -> None:
         """Note how many tokens of a completion this rollout has sampled."""
-        if new := num_tokens - self._begun_with.get(key, 0):
+        if new := trajectory.num_sampled - entry.sampled_before:
             self.stats.lengths.append(new)
 
-    def _whole(self, group: RolloutGroup | None) -> list[Answer | None]:
+    def _close(self, key: GroupKey) -> list[Answer | None]:
+        """Let listeners know of a group where it is whole."""
+        group = self._buffer.make_due(key)
         if group is None:
             return []
-        if self._prompts.pop(group.key, None) is not None:
+        if self._keeps_prompts:
             self._generator.release([group.prompt])
-        return [listener.on_group(group) for listener in self._listeners]
+        return self._tell([group])
 
     def _follow(self, answer: Answer | None) -> None:
         """Do what a listener has asked for.
@@ -340,118 +306,77 @@ class _Rollout:
         if answer.hold:
             raise ValueError(f"A listener holds {answer.hold[0]}, which has not just come to the end of a turn.")
         answers: list[Answer | None] = []
-        for request in answer.go_on:
-            self._come_back(request)
-        for request in answer.again:
-            self._begin_again(request)
-        for request in answer.rewritten:
-            self._away_request(request.key, "rewrites")
-            self._wait_again(request)
+        ledger, buffer = self._ledger, self._buffer
+        self._resume(answer)
         for completion in answer.finish:
-            job = job_of(self._away_request(completion.request.key, "finishes"))
-            self._flight.drop(job.key)
-            self._release([completion.request])
-            answers += self._finish(job, completion)
+            self._away(completion.request.key, "finishes")
+            answers += self._end(completion)
         further = [*answer.submit, *self._divide(answer.fork)]
         for request in further:
             request.check_prefix()
-            self._buffer.ask(request)
+            buffer.ask(request)
         if answer.open:
-            self._buffer.open(answer.open)
+            buffer.open(answer.open)
             self._generator.expect({request.group: request.prompt for request in answer.open}.values())
-        self._submit([*further, *answer.open])
+        self._enter([*further, *answer.open], {})
         for key in answer.drop:
-            request = self._stop(key)
+            request = self._stop([key])[0] if ledger.is_decoding(key) else ledger.request(key)
+            entry = ledger.remove(key)
+            if entry.state != "decoding":
+                self._release([request])
+            self._count(entry, request.prefix)
             for listener in self._listeners:
                 listener.on_drop(request)
-            answers += self._whole(self._buffer.drop(key))
+            answers += self._close(request.group)
         for each in answers:
             self._follow(each)
 
+    def _resume(self, answer: Answer) -> None:
+        """Let requests that wait for their environments wait for a slot, to go on from their prefixes."""
+        for request in answer.go_on:
+            prefix, before = request.prefix, self._away(request.key, "lets go on").prefix
+            if prefix.num_sampled != before.num_sampled or prefix.num_tokens < before.num_tokens:
+                raise ValueError(
+                    f"A listener lets {request.key} go on from {prefix.num_tokens} tokens, of which "
+                    f"{prefix.num_sampled} were sampled, but the request has {before.num_tokens}, of which "
+                    f"{before.num_sampled} were: put what is observed after them, with prefix.followed_by(token_ids)."
+                )
+        for request in answer.again:
+            before = self._away(request.key, "begins again with").prefix
+            self.stats.num_discarded += before.num_sampled - request.prefix.num_sampled
+        for request in answer.rewritten:
+            self._away(request.key, "rewrites")
+        for request in (*answer.go_on, *answer.again, *answer.rewritten):
+            request.check_prefix()
+            self._ledger.resume(request)
+
+    def _away(self, key: Key, does: str) -> Request:
+        """Return a request that waits for its environment; ``does`` is what a listener does with it."""
+        if not self._ledger.is_away(key):
+            raise ValueError(f"A listener {does} {key}, which is not away; hold it first, at the end of a turn.")
+        return self._ledger.away_request(key)
+
     def _divide(self, forks: Mapping[Key, Sequence[SamplePath]]) -> list[Request]:
-        """Let active requests wait again, before all others; return those that begin with what each has come to."""
+        """Let requests that decode wait before all others; return those that begin with what each has come to."""
         for key in forks:
-            if not self._flight.is_active(key):
+            if not self._ledger.is_decoding(key):
                 raise ValueError(
                     f"A listener forks {key}, which is not being decoded; submit requests that begin with a part of "
                     "it, with prefix=trajectory.until(num_tokens)."
                 )
-        stopped = {request.key: request for request in self._generator.abort(forks)}
-        for key in forks:
-            self._plan.set_aside(self._flight.wait(stopped[key]))
-            self._buffer.ask(stopped[key])
-        if forks:
-            self._capacity = self._generator.capacity()
-        return [replace(stopped[key], path=path) for key, paths in forks.items() for path in paths]
-
-    def _come_back(self, request: Request) -> None:
-        """Let a request that is away wait for a slot."""
-        key, prefix = request.key, request.prefix
-        before = self._away_request(key, "lets go on").prefix
-        if prefix.num_sampled != before.num_sampled or prefix.num_tokens < before.num_tokens:
-            raise ValueError(
-                f"A listener lets {key} go on from {prefix.num_tokens} tokens, of which {prefix.num_sampled} were "
-                f"sampled, but the request has {before.num_tokens}, of which {before.num_sampled} were: put what is "
-                "observed after them, with prefix.followed_by(token_ids)."
-            )
-        self._wait_again(request)
-
-    def _begin_again(self, request: Request) -> None:
-        """Let a request that is away lose what it has sampled after its prefix, and wait for a slot."""
-        before = self._away_request(request.key, "begins again with").prefix
-        self.stats.num_discarded += before.num_sampled - request.prefix.num_sampled
-        self._forget_lost(request)
-        self._wait_again(request)
-
-    def _forget_lost(self, request: Request) -> None:
-        """Count all that a request samples to this rollout, where it has lost what it had before."""
-        if request.prefix.num_sampled < self._begun_with.get(request.key, 0):
-            self._begun_with[request.key] = request.prefix.num_sampled
-
-    def _wait_again(self, request: Request) -> None:
-        """Let a request that was away wait for a slot, to go on from its prefix."""
-        request.check_prefix()
-        job = self._flight.come_back(request)
-        if request.key in self._unplanned:
-            self._unplanned.remove(request.key)
-            self._plan.add([job])
-        else:
-            self._plan.come_back(job)
-        self._buffer.ask(request)
-
-    def _away_request(self, key: Key, does: str) -> Request:
-        """Return a request that is away, with what it has come to; ``does`` is what a listener does with it."""
-        if not self._flight.is_away(key):
-            raise ValueError(f"A listener {does} {key}, which is not away; hold it first, at the end of a turn.")
-        return self._flight.away_request(key)
-
-    def _stop(self, key: Key) -> Request:
-        """Take a request out of work, and return it with what it has come to."""
-        if self._flight.is_active(key):
-            (request,) = self._generator.abort([key])
-            self._plan.finish(self._flight.leave(key), request.prefix.num_sampled)
-            self._capacity = self._generator.capacity()
-        else:
-            is_away = self._flight.is_away(key)
-            request = self._flight.drop(key)
-            if not is_away:
-                self._plan.drop(job_of(request))
-            self._release([request])
-        self._count(key, request.prefix.num_sampled)
-        return request
+        stopped = self._stop(forks)
+        for request in stopped:
+            self._ledger.preempt(request)
+        return [replace(request, path=path) for request in stopped for path in forks[request.key]]
 
     # ---- the end ------------------------------------------------------------------------------------
 
-    def _put_back(self) -> None:
-        """Take out of the generator what is unfinished; the buffer has its prefixes."""
-        prompts = self._prompts | {request.group: request.prompt for request in self._flight.requests}
-        for request in self._generator.abort(self._flight.active):
-            self._flight.wait(request)
-            self._buffer.ask(request)
-        for request in self._flight.requests:
-            self._count(request.key, request.prefix.num_sampled)
-        if prompts:
-            self._generator.release(prompts.values())
+    def abandon(self) -> None:
+        """Leave the generator as if nothing had been asked of it."""
+        self._lengths.end(commit=False)
+        self._put_back()
+        for listener in self._listeners:
+            listener.on_rollout_end(failed=True)
 
     def end(self, closes: bool) -> None:
         """Wait for the rewards, tell the last lengths, and add up."""
@@ -462,8 +387,19 @@ class _Rollout:
         for listener in self._listeners:
             listener.on_rollout_end(failed=False)
         gathered = time.perf_counter()
-        self._reports.pass_on()
+        self._ledger.tell_lengths()
         self.stats.finish(self._capacity.slots)
         self.stats.reward_wait_s = gathered - decoded
         self.stats.rollout_s = gathered - self._start
         self.stats.scheduling_s += time.perf_counter() - gathered
+
+    def _put_back(self) -> None:
+        """Take out of the generator what is unfinished; the ledger has its prefixes."""
+        entries = self._ledger.end(self._generator.abort(self._ledger.decoding))
+        for entry in entries:
+            self._count(entry, entry.request.prefix)
+        prompts = {entry.job.group: entry.request.prompt for entry in entries}
+        if self._keeps_prompts:
+            prompts |= self._buffer.prompts
+        if prompts:
+            self._generator.release(prompts.values())

@@ -16,7 +16,7 @@ from lit_grpo.types import EMPTY, Completion, GroupKey, PassRule, Prompt, Reques
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
     from lit_grpo.rollout.generator import StepEvents
-    from lit_grpo.scheduling.flight import Flight
+    from lit_grpo.scheduling.ledger import RequestLedger
 
 
 PATIENCE = 8
@@ -140,7 +140,7 @@ class Rounds(Listener):
         """The groups that are to be replaced, once they have had all their rounds."""
         return {key for key in self._rounds if self._is_flat(key)}
 
-    def on_rollout_start(self, flight: Flight) -> None:
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
         self._clear()
 
     def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:

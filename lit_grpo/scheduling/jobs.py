@@ -81,8 +81,11 @@ class LearntLengths(Lengths, Protocol):
         """A rollout of these jobs begins."""
         ...
 
-    def observe(self, keys: Sequence[Key], num_tokens: int, features: np.ndarray) -> None:
-        """The policy shows ``features`` (float32, a row a key) of jobs that have come to ``num_tokens``."""
+    def observe(self, keys: Sequence[Key] | Sequence[GroupKey], num_tokens: int, features: np.ndarray) -> None:
+        """The policy shows ``features`` (float32, a row a key) of jobs that have come to ``num_tokens``.
+
+        With 0 tokens they are of prompts, and the keys those of groups.
+        """
         ...
 
     def progress(self, num_tokens: Mapping[Key, int]) -> None:
@@ -138,7 +141,7 @@ class NoLengths:
     def begin(self, jobs: Sequence[Job]) -> None:
         """Nothing is learnt."""
 
-    def observe(self, keys: Sequence[Key], num_tokens: int, features: np.ndarray) -> None:
+    def observe(self, keys: Sequence[Key] | Sequence[GroupKey], num_tokens: int, features: np.ndarray) -> None:
         """Nothing is learnt."""
 
     def progress(self, num_tokens: Mapping[Key, int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 
@@ -105,23 +105,28 @@ class LengthPredictor:
         self._say(0, np.arange(first, len(self._jobs)))
         self.revision += 1
 
-    def observe(self, keys: Sequence[Key], num_tokens: int, features: np.ndarray) -> None:
-        """Take the features of completions that have come to ``num_tokens`` tokens.
+    def observe(self, keys: Sequence[Key] | Sequence[GroupKey], num_tokens: int, features: np.ndarray) -> None:
+        """Take the features of completions that have come to ``num_tokens`` tokens, or of prompts (0 tokens).
 
         A row with a feature that is not finite is ignored and counted, and the job keeps the estimate that it had. The
         same holds, uncounted, for a job that has finished or has been observed at this or a later point.
 
         Args:
-            keys: The jobs.
+            keys: The jobs; with 0 tokens also groups, a row of ``features`` for all of a group's jobs.
             num_tokens: One of ``points``.
-            features: The policy's last hidden state and some scalars, shape (jobs, D), of any floating type.
+            features: The policy's last hidden state and some scalars, shape (keys, D), of any floating type.
         """
         if num_tokens not in self.points:
             raise ValueError(f"num_tokens is {num_tokens}, but features are observed at {self.points} tokens.")
         features = np.asarray(features)
         if features.ndim != 2 or len(features) != len(keys):
             raise ValueError(f"features must have one row for each of {len(keys)} jobs, not shape {features.shape}.")
-        stage, rows = self._stages.index(num_tokens), self._rows_of(keys)
+        if len(keys) and len(keys[0]) == 2:
+            of_groups = [np.flatnonzero(self._jobs["group"] == self._groups[cast(GroupKey, key)]) for key in keys]
+            rows, features = np.concatenate(of_groups), np.repeat(features, [len(each) for each in of_groups], axis=0)
+        else:
+            rows = self._rows_of(cast("Sequence[Key]", keys))
+        stage = self._stages.index(num_tokens)
         jobs, finite = self._jobs[rows], np.isfinite(features).all(1)
         self._ignored += int((~finite).sum())
         fresh = finite & (jobs["total"] == 0) & (jobs["seen"] <= stage) & (jobs["limit"] > num_tokens)

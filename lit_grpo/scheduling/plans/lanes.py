@@ -14,7 +14,7 @@ class Lanes(Queue):
     """Jobs are dealt onto one lane per slot, as even as :func:`balanced_lanes` can; a slot takes from its own lane.
 
     A plan is not told which slot is free: it is the one whose job has finished. When a lane runs dry, its slot takes
-    the next job of the lane with the most tokens left, so that no slot idles while work waits. What was set aside
+    the next job of the lane with the most tokens left, so that no slot idles while work waits. What is put first
     comes first, in any free slot. Lanes are dealt out again, over all slots alike, when jobs are added or estimates
     change.
 
@@ -43,15 +43,8 @@ class Lanes(Queue):
         self._idle = list(range(num_slots))[::-1]  # lanes whose slot is free; the next one last
         self._lane_of: dict[Key, int] = {}  # of jobs that were handed out
 
-    def set_aside(self, job: Job) -> None:
-        super().set_aside(job)
-        self._release(job)
-
-    def finish(self, job: Job, num_tokens: int) -> None:
-        super().finish(job, num_tokens)
-        self._release(job)
-
-    def _release(self, job: Job) -> None:
+    def left(self, job: Job) -> None:
+        super().left(job)
         lane = self._lane_of.pop(job.key, None)
         if lane is not None:
             self._idle.append(lane)

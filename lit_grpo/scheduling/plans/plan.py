@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, Limit, check_fields, check_value
-from lit_grpo.scheduling.jobs import Lengths
+from lit_grpo.scheduling.jobs import Followed, Lengths, NoLengths
 from lit_grpo.scheduling.plans.lanes import Lanes
 from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.settings import by_name
@@ -152,6 +153,28 @@ def make_plan(spec: str, lengths: Lengths, num_slots: int) -> Queue:
     """Return what the jobs of one rollout wait in, by the plan of a spec; see :func:`find_plan` and :class:`Plan`."""
     check_value("num_slots", num_slots, Count)
     return find_plan(spec).queue(lengths, num_slots)
+
+
+def make_queues(spec: str, lengths: Lengths, num_slots: int, points: Sequence[int]) -> list[Queue]:
+    """Return what the jobs of one rollout wait in where all decode to the first of ``points`` before any decodes on.
+
+    They are a queue for those that have not begun, in the order of arrival, and for each point one for those that have
+    come to it, among which the plan of ``spec`` chooses. With one point this is the probe of Infinite Sampling (arXiv
+    2506.22950), which tells the completions of one prompt apart: nothing else is known of them but what they have begun
+    with. With many it shares the slots evenly, as an operating system does among processes whose times nobody knows
+    ("least attained service": Nuyens and Wierman 2008, "The foreground-background queue"): whatever is known of
+    lengths, no completion is begun when the others are nearly done, so that less is left to wait for at the end. The
+    tokens are needed anyway; what it costs is taking jobs out of their slots and back.
+
+    Args:
+        spec: See :func:`find_plan`.
+        lengths: What is thought of the lengths; the plan follows it.
+        num_slots: Slots there are.
+        points: Numbers of tokens, ascending; none for the plan's queue alone.
+    """
+    if not points:
+        return [make_plan(spec, lengths, num_slots)]
+    return [Queue(NoLengths(), num_slots), *(make_plan(spec, Followed(lengths), num_slots) for _ in points)]
 
 
 def check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool) -> tuple[int, ...]:

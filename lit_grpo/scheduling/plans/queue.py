@@ -26,6 +26,8 @@ class Queue:
 
     A plan only orders: it never drops, splits or repeats a job.
 
+    It holds what waits alone: a job that gives up its slot and is to wait again is put first, or added.
+
     Jobs are put in order when there are new ones, and again when ``lengths.revision`` changes: that costs one estimate
     of all that wait and a sort; handing out costs the same however many wait. Where memory refuses a job while a
     quarter of the slots or more are idle, only as many slots count for the order from then on as are in use, until
@@ -40,7 +42,7 @@ class Queue:
     def __init__(self, lengths: Lengths, num_slots: int, order: Order | None = None) -> None:
         self._lengths, self._num_slots, self._order = lengths, num_slots, order
         self._waiting: dict[Key, Job] = {}  # in the order of arrival
-        self._first: list[Job] = []  # were set aside; the last one comes next
+        self._first: list[Job] = []  # before all others; the last one comes next
         self._queue: list[Job] = []  # the next one last
         self._arranged_for: tuple[int, bool] | None = None
         self._width = num_slots  # slots that memory allows to be used
@@ -56,7 +58,7 @@ class Queue:
         self._arranged_for, self._width = None, self._num_slots
 
     def admit(self, free_slots: int, fits: Callable[[Job], bool] = anything_fits) -> list[Job]:
-        """Hand out at most ``free_slots`` jobs: what was set aside, then the next ones in order.
+        """Hand out at most ``free_slots`` jobs: what was put first, then the next ones in order.
 
         Each is offered to ``fits`` first, which answers whether there is memory for it beside those before it. The
         first that does not fit ends the admission, so that a large one is not passed over for ever.
@@ -79,10 +81,9 @@ class Queue:
             admitted.append(job)
         return admitted
 
-    def set_aside(self, job: Job) -> None:
-        """Let a job wait again, before all others."""
+    def put_first(self, job: Job) -> None:
+        """Let a job wait before all others: it was preempted, or it comes back from its environment."""
         self._first.append(job)
-        self._num_active -= 1
 
     def drop(self, job: Job) -> None:
         """Forget a job that waits, since it is wanted no more."""
@@ -91,12 +92,8 @@ class Queue:
         else:
             self._first.remove(job)
 
-    def come_back(self, job: Job) -> None:
-        """Let a job that has given up its slot wait again, before all others."""
-        self._first.append(job)
-
-    def finish(self, job: Job, num_tokens: int) -> None:
-        """Count a slot as free, since a job has ended or is away; the lengths learn by themselves."""
+    def left(self, job: Job) -> None:
+        """A job that was handed out has given up its slot, for whatever reason."""
         self._num_active -= 1
 
     def _narrow(self) -> None:

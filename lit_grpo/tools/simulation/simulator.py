@@ -12,9 +12,9 @@ from lit_grpo.plugins import Listener
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.scheduling.flight import RETRY_STEPS, Flight
 from lit_grpo.scheduling.jobs import LearntLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout
+from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
 from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import Trace
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams, Span, Trajectory
@@ -213,16 +213,16 @@ class _Recorder(Listener):
         self.ends: dict[Key, int] = {}
         self.segments: list[tuple[int, int, int, int, int]] = []
 
-    def on_rollout_start(self, flight: Flight) -> None:
-        self._flight = flight
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
+        self._ledger = ledger
 
     def on_step(self, events: StepEvents) -> None:
-        flight, steps = self._flight, events.num_steps
-        held = flight.kv_tokens_held(1 - steps), flight.kv_tokens_held(0)
-        self.segments.append((flight.step - steps, flight.step, events.num_active, *held))
+        ledger, steps = self._ledger, events.num_steps
+        held = ledger.kv_tokens_held(1 - steps), ledger.kv_tokens_held(0)
+        self.segments.append((ledger.step - steps, ledger.step, events.num_active, *held))
 
     def on_completion(self, completion: Completion) -> None:
-        self.ends[completion.request.key] = self._flight.step
+        self.ends[completion.request.key] = self._ledger.step
 
 
 def simulate(

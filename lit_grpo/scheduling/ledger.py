@@ -1,0 +1,554 @@
+"""Every unfinished request of a run: its state, what it has come to, and the memory of those that decode."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
+
+import numpy as np
+
+from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
+from lit_grpo.scheduling.layouts import Blocks, KVLayout, smallest_budget
+from lit_grpo.scheduling.plans.queue import Queue
+from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath, Span
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.generator import Observation
+
+State = Literal["queued", "decoding", "awaiting_env", "at_probe"]
+RETRY_STEPS = 8
+"""Where memory has refused a job, it is asked for again every so many steps, and once something has left."""
+_MOMENTS = 16  # of the future at which memory is added up
+_PORTIONS = 4  # of a rollout, in which lengths learn what has come; each costs a millisecond or so, whatever it holds
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An unfinished request in a ledger.
+
+    Attributes:
+        request: The request, with the tokens that it had when it was admitted or left its slot last.
+        job: What plans and lengths know of it.
+        state: Whether it waits for a slot, decodes, waits for its environment, or waits at a probe for the others.
+        stage: Number of the queue that it waits or decodes in, which is above 0 after a probe; None before it is queued
+            for the first time in a rollout.
+        sampled_before: Sampled tokens of it that another rollout or another request has counted.
+        since: When it began to wait for its environment, in seconds of a clock.
+        slot: The slot that decodes it.
+        begin: The step at which it was admitted.
+        had: Tokens that it had then, of which it had observed ``observed``.
+    """
+
+    request: Request
+    job: Job
+    state: State = "queued"
+    stage: int | None = None
+    sampled_before: int = 0
+    since: float = 0.0
+    slot: int = 0
+    begin: int = 0
+    had: int = 0
+    observed: int = 0
+
+
+class _Table(NamedTuple):
+    """Columns of the requests that decode, int64.
+
+    They are the tokens of each less the step, those of its prompt, the most that it can have, and those it observed.
+    """
+
+    offsets: np.ndarray
+    prompt_tokens: np.ndarray
+    limits: np.ndarray
+    observed: np.ndarray
+
+
+class RequestLedger:
+    """All unfinished requests of a run by their groups, each in one state, from being asked for to their end.
+
+    ``queued``
+        Waits for a slot, in the order of the plan. Between two rollouts all requests are, but for the next kind.
+    ``decoding``
+        Has a slot of the generator.
+    ``awaiting_env``
+        Has sampled a turn, and waits for what it is to observe, such as a tool's answer. It has no slot.
+    ``at_probe``
+        Has come to a point where completions wait until all have come as far. It has no slot, and is admitted again in
+        the order of the plan.
+
+    A request is admitted where the KV tokens that all decoding ones are expected to hold stay within ``kv_tokens`` at
+    every moment to come: each grows by a token a step until it reaches its expected length, and prompts are held once a
+    group.
+
+    Attributes:
+        num_slots: Requests that decode at a time.
+        kv_tokens: The KV tokens there is memory for; None for no limit.
+        forks: Whether further requests may begin within unfinished ones.
+        step: Decode steps of this rollout so far.
+        spans: Which slot decoded which completion of this rollout when.
+        expected: Tokens that were expected of each completion of this rollout before anything of it was decoded.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupKey, dict[SamplePath, Entry]] = {}
+        self.begin(1, NoLengths(), Blocks(), None)
+
+    def begin(
+        self,
+        num_slots: int,
+        lengths: LearntLengths,
+        layout: KVLayout,
+        kv_tokens: int | None,
+        queues: Sequence[Queue] = (),
+        points: Sequence[int] = (),
+        forks: bool = False,
+    ) -> None:
+        """Begin a rollout, in which requests decode that :meth:`enter` it.
+
+        Args:
+            num_slots: Requests that decode at a time.
+            lengths: Says how long they will be, and is told each thing that happens once.
+            layout: How keys and values lie in memory.
+            kv_tokens: The KV tokens there is memory for; None for no limit.
+            queues: What requests wait in: one queue, and one more for each of ``points``. By default first come.
+            points: Numbers of tokens, ascending, to each of which all requests decode before any decodes on.
+            forks: Whether further requests may begin within unfinished ones.
+        """
+        self.num_slots, self.kv_tokens, self.forks = num_slots, kv_tokens, forks
+        self.points = tuple(points)
+        self.step = 0
+        self.spans = SpanLog()
+        self.expected: dict[Key, float] = {}
+        self._lengths, self._layout = lengths, layout
+        self._queues = list(queues) or [Queue(lengths, num_slots)]
+        self._free = list(range(num_slots))[::-1]
+        self._decoding: dict[Key, Entry] = {}  # in the order of admission
+        self._awaiting: dict[Key, Entry] = {}  # in the order in which they began to wait
+        self._decoding_of: Counter[GroupKey] = Counter()
+        self._table: _Table | None = None  # of those that decode; None where they have changed
+        self._prompt_tokens = 0  # KV tokens of the prompts of those that decode
+        self._most_tokens = 0  # that those that decode can come to hold
+        self._refused = False
+        self._observations: dict[int, list[Observation]] = {}  # by number of tokens, that lengths are still to be told
+        self._ended: list[tuple[Job, int]] = []  # likewise, with the tokens that were sampled
+
+    # ---- what is unfinished -------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._groups)
+
+    def __contains__(self, group: GroupKey) -> bool:
+        """Whether any request of a group is unfinished."""
+        return group in self._groups
+
+    def of(self, group: GroupKey, away: bool | None = None) -> list[Request]:
+        """Return the unfinished requests of a group, in the order in which they were asked.
+
+        Args:
+            group: Its key.
+            away: Whether those that wait for their environments, or the others; None for both.
+        """
+        entries = self._groups.get(group, {}).values()
+        return [each.request for each in entries if away is None or away == (each.state == "awaiting_env")]
+
+    def num_of(self, group: GroupKey) -> int:
+        """Return how many requests of a group are unfinished."""
+        return len(self._groups.get(group, ()))
+
+    def request(self, key: Key) -> Request:
+        """Return an unfinished request with what it has come to; what decodes, as it was admitted."""
+        return self._entry(key).request
+
+    @property
+    def requests(self) -> list[Request]:
+        """All unfinished requests: those that decode in the order of admission, then what waits, then what is away."""
+        entries = [entry for group in self._groups.values() for entry in group.values()]
+        waiting = (entry for entry in entries if entry.state in ("queued", "at_probe"))
+        return [entry.request for entry in (*self._decoding.values(), *waiting, *self._awaiting.values())]
+
+    @property
+    def decoding(self) -> list[Key]:
+        """The keys of the requests that decode, in the order of admission."""
+        return list(self._decoding)
+
+    @property
+    def num_decoding(self) -> int:
+        """How many requests decode."""
+        return len(self._decoding)
+
+    @property
+    def num_queued(self) -> int:
+        """How many requests wait for a slot, those at a probe among them."""
+        return sum(map(len, self._queues))
+
+    @property
+    def num_away(self) -> int:
+        """How many requests wait for their environments."""
+        return len(self._awaiting)
+
+    @property
+    def away(self) -> list[Request]:
+        """The requests that wait for their environments, with what they have come to."""
+        return [entry.request for entry in self._awaiting.values()]
+
+    @property
+    def longest_away_s(self) -> float:
+        """Seconds for which a request has waited for its environment in this rollout, the longest of all that do."""
+        since = [entry.since for entry in self._awaiting.values()]
+        return time.monotonic() - min(since) if since else 0.0
+
+    def is_decoding(self, key: Key) -> bool:
+        """Whether a request decodes."""
+        return key in self._decoding
+
+    def is_away(self, key: Key) -> bool:
+        """Whether a request waits for its environment."""
+        return key in self._awaiting
+
+    def away_request(self, key: Key) -> Request:
+        """Return a request that waits for its environment."""
+        return self._awaiting[key].request
+
+    def in_order(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """Sort completions of requests that decode in the order of their admission."""
+        if len(completions) < 2:
+            return completions
+        ranks = {key: rank for rank, key in enumerate(self._decoding)}
+        return sorted(completions, key=lambda completion: ranks[completion.request.key])
+
+    def progress(self) -> dict[Key, int]:
+        """Return the tokens that have been sampled of each request that decodes."""
+        return {key: self.step - each.begin + each.had - each.observed for key, each in self._decoding.items()}
+
+    def may_admit(self, group: GroupKey) -> bool:
+        """Whether a request of a group may be admitted: one that waits now, or will at a probe or for its turn."""
+        last = len(self.points)
+        entries = self._groups.get(group, {}).values()
+        return any(entry.state != "decoding" or (entry.stage or 0) < last for entry in entries)
+
+    def stops_at(self, num_tokens: int) -> bool:
+        """Whether requests with so many tokens wait at a probe now: where there is one, and others are not beyond."""
+        if num_tokens not in self.points:
+            return False
+        return any(map(len, self._queues[: self.points.index(num_tokens) + 2]))
+
+    def copy(self) -> RequestLedger:
+        """Return the unfinished requests as they are, in a ledger of their own without a rollout."""
+        copied = RequestLedger()
+        copied._groups = {
+            group: {path: Entry(each.request, each.job, each.state) for path, each in entries.items()}
+            for group, entries in self._groups.items()
+        }
+        return copied
+
+    # ---- changes of state ---------------------------------------------------------------------------
+
+    def ask(self, request: Request) -> None:
+        """Note a request that is to decode, or its other prefix where it is no part of the rollout yet.
+
+        Raises:
+            ValueError: It is in work already.
+        """
+        entry = self._groups.get(request.group, {}).get(request.path)
+        if entry is not None and (entry.stage is not None or request.key in self._awaiting):
+            raise ValueError(_twice(request.key))
+        self.restart(request)
+
+    def restart(self, request: Request, away: bool = False) -> None:
+        """Let a request be queued, or ``away``, when the next rollout begins, whatever its state was in the last."""
+        entries = self._groups.setdefault(request.group, {})
+        if request.path not in entries:
+            entries[request.path] = Entry(request, job_of(request))
+        entry = entries[request.path]
+        entry.request, entry.state = request, "awaiting_env" if away else "queued"
+
+    def enter(self, requests: Sequence[Request], away: Mapping[Key, Request]) -> None:
+        """Let requests that have been asked take part in the rollout.
+
+        Args:
+            requests: Those asked; they are queued in this order, but for those away.
+            away: Those that wait for their environments first, with what they begin with.
+        """
+        entries = [self._entry(request.key) for request in requests]
+        for entry in entries:
+            entry.sampled_before = entry.request.prefix.num_sampled
+        for request in away.values():
+            self.await_env(request)
+            self.spans.group(request.group)
+        queued = [entry for entry in entries if entry.job.key not in away]
+        for entry in queued:
+            if entry.stage is not None:
+                raise ValueError(_twice(entry.job.key))
+            entry.stage = 0
+            self.spans.group(entry.job.group)
+        for jobs in ([self._awaiting[key].job for key in away], [entry.job for entry in queued]):
+            if jobs:
+                self._lengths.begin(jobs)
+                estimates = self._lengths.estimate(jobs).tolist()
+                self.expected |= zip((job.key for job in jobs), estimates, strict=True)
+        if queued:
+            self._queues[0].add([entry.job for entry in queued])
+
+    def admit(self, free_slots: int) -> list[Request]:
+        """Let queued requests decode, at most so many, in the order of the plan; return them.
+
+        What memory has refused is offered to it again every ``RETRY_STEPS`` steps, and once something has left. Those
+        that have passed fewer probes come first.
+        """
+        jobs: list[Job] = []
+        if not free_slots or (self._refused and self.step % RETRY_STEPS):
+            return []
+        for queue in self._queues:
+            jobs += queue.admit(free_slots - len(jobs), self._admits)
+            if len(queue):
+                break
+        return [self._decoding[job.key].request for job in jobs]
+
+    def _admits(self, job: Job) -> bool:
+        """Let a queued request decode where it fits, else say ``False``. Where nothing decodes, any request fits."""
+        smallest = smallest_budget(self._layout, job.prompt_tokens, job.room)
+        entry = self._entry(job.key)
+        prefix = entry.request.prefix
+        had, observed = prefix.num_tokens, prefix.num_observed
+        scarce = self.kv_tokens is not None and self._decoding and self._most_tokens + smallest > self.kv_tokens
+        if scarce and self._forecast(job, had, observed) > (self.kv_tokens or 0):
+            self._refused = True
+            return False
+        entry.state, entry.slot, entry.begin = "decoding", self._free.pop(), self.step
+        entry.had, entry.observed = had, observed
+        self._decoding[job.key] = entry
+        self._most_tokens += smallest
+        self._count(job, 1)
+        return True
+
+    def _leave(self, key: Key) -> Entry:
+        """Take a request out of its slot."""
+        entry = self._decoding.pop(key)
+        job = entry.job
+        self._free.append(entry.slot)
+        self._most_tokens -= smallest_budget(self._layout, job.prompt_tokens, job.room)
+        self._refused = False
+        self._count(job, -1)
+        if entry.begin < self.step:
+            self.spans.add(key, entry.slot, entry.begin, self.step)
+        self._queues[entry.stage or 0].left(job)
+        return entry
+
+    def preempt(self, request: Request) -> None:
+        """Queue a request that decodes before all others that have come as far; it goes on later from its prefix."""
+        entry = self._leave(request.key)
+        entry.request, entry.state = request, "queued"
+        self._queues[entry.stage or 0].put_first(entry.job)
+
+    def park(self, reached: Sequence[tuple[Request, int]]) -> None:
+        """Let requests that decode wait at the points to which they have come; lengths then say which goes on."""
+        for request, point in reached:
+            entry = self._leave(request.key)
+            entry.request, entry.state, entry.stage = request, "at_probe", self.points.index(point) + 1
+            self._queues[entry.stage].add([entry.job])
+        if reached and not len(self._queues[0]):
+            self.tell_lengths()
+
+    def await_env(self, request: Request) -> None:
+        """Let a request wait for its environment: one that has sampled a turn, or that enters the rollout so."""
+        entry = self._entry(request.key)
+        if entry.state == "decoding":
+            self._leave(request.key)
+        entry.state, entry.since = "awaiting_env", time.monotonic()
+        self._awaiting[request.key] = entry
+        self._replace(entry, request)
+
+    def resume(self, request: Request) -> None:
+        """Queue a request that waited for its environment before all others, to go on from its prefix.
+
+        One that is queued for the first time in the rollout comes in the order of arrival.
+        """
+        entry = self._awaiting.pop(request.key)
+        entry.state = "queued"
+        self._replace(entry, request)
+        if entry.stage is None:
+            entry.stage = 0
+            self._queues[0].add([entry.job])
+        else:
+            self._queues[entry.stage].put_first(entry.job)
+
+    def remove(self, key: Key) -> Entry:
+        """Take a request out of the ledger, in whatever state it is; return its entry."""
+        entries = self._groups[key[:2]]
+        entry = entries.pop(key[2])
+        if not entries:
+            del self._groups[key[:2]]
+        if entry.state == "decoding":
+            self._leave(key)
+        elif entry.state == "awaiting_env":
+            self._awaiting.pop(key, None)
+        elif entry.stage is not None:
+            self._queues[entry.stage].drop(entry.job)
+        return entry
+
+    def end(self, stopped: Iterable[Request]) -> list[Entry]:
+        """End a rollout: what decoded waits with the prefixes of ``stopped``. Return all entries."""
+        for request in stopped:
+            self._leave(request.key).request = request
+        entries = [entry for group in self._groups.values() for entry in group.values()]
+        for entry in entries:
+            entry.stage = None
+            entry.state = "awaiting_env" if entry.state == "awaiting_env" else "queued"
+        return entries
+
+    def _entry(self, key: Key) -> Entry:
+        return self._groups[key[:2]][key[2]]
+
+    def _replace(self, entry: Entry, request: Request) -> None:
+        """Give an entry another prefix; what a shorter one has lost is sampled again, and counts again."""
+        entry.request = request
+        entry.sampled_before = min(entry.sampled_before, request.prefix.num_sampled)
+
+    # ---- lengths ------------------------------------------------------------------------------------
+
+    def observe(self, observation: Observation) -> None:
+        """Note what the policy shows of some completions; what it shows of prompts, lengths are told at once.
+
+        What it shows at other numbers of tokens than the lengths want to see is left out.
+        """
+        if observation.num_tokens not in self._lengths.points:
+            return
+        if not observation.num_tokens:
+            self._lengths.observe(observation.keys, 0, observation.features)
+            return
+        self._observations.setdefault(observation.num_tokens, []).append(observation)
+
+    def finish(self, job: Job, num_tokens: int) -> None:
+        """Note that a completion has ended; as long as others are queued, lengths will be asked how long they take."""
+        self._ended.append((job, num_tokens))
+        if len(self._ended) >= max(len(self.expected) // _PORTIONS, 1) and self.num_queued:
+            self.tell_lengths()
+
+    def tell_lengths(self) -> None:
+        """Tell lengths what has come since the last time: what was observed, then what has ended, each once."""
+        for num_tokens, observations in sorted(self._observations.items()):
+            keys = [cast(Key, key) for observation in observations for key in observation.keys]
+            self._lengths.observe(keys, num_tokens, np.concatenate([each.features for each in observations]))
+        for job, num_tokens in self._ended:
+            self._lengths.finish(job, num_tokens)
+        self._observations.clear()
+        self._ended.clear()
+
+    # ---- memory -------------------------------------------------------------------------------------
+
+    def _count(self, job: Job, change: int) -> None:
+        """Note that a request has begun to decode, or does no longer."""
+        self._table = None
+        self._decoding_of[job.group] += change
+        if self._decoding_of[job.group] == max(change, 0):  # the first of its group, or none is left
+            self._prompt_tokens += change * self._layout.prompt(job.prompt_tokens)
+
+    @property
+    def _rows(self) -> _Table:
+        if self._table is None:
+            columns = [
+                (each.had - each.begin, each.job.prompt_tokens, each.job.room, each.observed)
+                for each in self._decoding.values()
+            ]
+            self._table = _Table(*np.array(columns, dtype=np.int64).reshape(-1, 4).T)
+        return self._table
+
+    def kv_tokens_held(self, ahead: int = 1) -> int:
+        """Return the KV tokens that the requests that decode hold in the next step, or in one ``ahead`` of the last."""
+        return int(self._held(ahead).sum()) + self._prompt_tokens
+
+    def overflow(self) -> list[Key]:
+        """Return those that have to leave for the next step to fit: the youngest; one is always left."""
+        if self.kv_tokens is None or self._most_tokens <= self.kv_tokens:
+            return []
+        held, staying, leaving = self._held(), list(self._decoding.values()), []
+        members, prompts = self._decoding_of.copy(), self._prompt_tokens
+        total = int(held.sum())
+        while total + prompts > self.kv_tokens and len(staying) > 1:
+            job = staying.pop().job
+            leaving.append(job.key)
+            total -= int(held[len(staying)])
+            members[job.group] -= 1
+            prompts -= 0 if members[job.group] else self._layout.prompt(job.prompt_tokens)
+        return leaving
+
+    def _held(self, ahead: int = 1) -> np.ndarray:
+        """What each active completion holds in a step, which gives it a token more; shape (active,)."""
+        rows = self._rows
+        if not len(rows.limits):
+            return rows.limits
+        tokens = np.minimum(self.step + rows.offsets + ahead, rows.limits)
+        return self._layout.completion(rows.prompt_tokens, tokens, rows.limits)
+
+    def _forecast(self, job: Job, has: int, observed: int) -> int:
+        """Return the most KV tokens that the requests that decode and ``job`` are expected to hold at a time.
+
+        What may yet be observed is not foreseen: jobs are taken out of their slots where it does not fit.
+        """
+        self._lengths.progress(self.progress())
+        jobs, rows = [*(each.job for each in self._decoding.values()), job], self._rows
+        had, limits = np.append(self.step + rows.offsets, has), np.append(rows.limits, job.room)
+        totals = np.ceil(self._lengths.estimate(jobs)) + np.append(rows.observed, observed)
+        remaining = np.clip(totals, had + 1, limits) - had
+        moments = np.unique(np.quantile(remaining, np.linspace(0, 1, _MOMENTS), method="nearest"))
+        tokens = np.minimum(had + moments[:, None], limits).astype(np.int64)  # moments x jobs
+        prompt_tokens = np.append(rows.prompt_tokens, job.prompt_tokens)
+        rooms = self._layout.completion(prompt_tokens, np.maximum(tokens, 1), limits)
+        held = np.where(remaining >= moments[:, None], rooms, 0).sum(1).max()
+        own = 0 if self._decoding_of[job.group] else self._layout.prompt(job.prompt_tokens)
+        return int(held) + self._prompt_tokens + own
+
+
+def _twice(key: Key) -> str:
+    return f"The request {key} is in work already; give each sample a path of its own."
+
+
+def job_of(request: Request) -> Job:
+    """Return what plans and lengths know of a request."""
+    sampling = request.sampling
+    return Job(request.key, len(request.prompt.token_ids), sampling.max_tokens, sampling.max_observed)
+
+
+class SpanLog(Sequence[tuple[Key, Span]]):
+    """The spans of a rollout, in steps, with the completions that they are of; 20 bytes each."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupKey, int] = {}  # numbered in the order in which they came
+        self._paths: dict[SamplePath, int] = {}
+        self._columns = [array("i") for _ in range(5)]
+
+    def group(self, group: GroupKey) -> int:
+        """Return the number of a group; a new one gets the next."""
+        return self._groups.setdefault(group, len(self._groups))
+
+    def add(self, key: Key, slot: int, start: int, end: int) -> None:
+        """Note that a slot decoded a completion from step ``start`` to step ``end``."""
+        row = (slot, start, end, self.group(key[:2]), self._paths.setdefault(key[2], len(self._paths)))
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Key, Span]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[Key, Span]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[Key, Span] | list[tuple[Key, Span]]:
+        """Return a span and the key of its completion."""
+        if isinstance(index, slice):
+            return self._spans(range(len(self))[index])
+        return self._spans([index])[0]
+
+    def _spans(self, rows: Sequence[int]) -> list[tuple[Key, Span]]:
+        groups, paths = list(self._groups), list(self._paths)
+        spans = []
+        for row in rows:
+            slot, start, end, group, path = (column[row] for column in self._columns)
+            spans.append(((*groups[group], paths[path]), Span(slot, start, end, group)))
+        return spans

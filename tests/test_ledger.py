@@ -1,0 +1,184 @@
+"""Unfinished requests, and whether another fits beside those that decode, against a count of every step to come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lit_grpo.scheduling.jobs import Job, NoLengths
+from lit_grpo.scheduling.layouts import Blocks, Pieces, piece_sizes, prompt_room
+from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger, job_of
+from lit_grpo.types import Key, Prompt, Request, SamplingParams, Span, Trajectory
+
+
+class Told(NoLengths):
+    """Lengths that are told beforehand."""
+
+    def __init__(self, lengths: dict[Key, int]) -> None:
+        self.lengths = lengths
+
+    def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
+        return np.array([self.lengths[job.key] for job in jobs], dtype=np.float64)
+
+
+def request(sample: int, prompt: str = "a", prompt_tokens: int = 20, max_tokens: int = 400) -> Request:
+    return Request(Prompt(prompt, (1,) * prompt_tokens, ""), (sample,), SamplingParams(max_tokens=max_tokens))
+
+
+def make(num_slots: int, lengths: NoLengths, kv_tokens: int | None, *requests: Request) -> RequestLedger:
+    """A ledger in which requests are queued."""
+    ledger = RequestLedger()
+    ledger.begin(num_slots, lengths, Pieces(), kv_tokens)
+    enter(ledger, *requests)
+    return ledger
+
+
+def enter(ledger: RequestLedger, *requests: Request, away: Sequence[Request] = ()) -> None:
+    for each in (*requests, *away):
+        ledger.ask(each)
+    ledger.enter([*requests, *away], {each.key: each for each in away})
+
+
+def tokens(count: int) -> Trajectory:
+    return Trajectory([5] * count, [-0.5] * count, [3] * count)
+
+
+def room(num_tokens: int, max_tokens: int) -> int:
+    """The KV tokens that a completion's pieces take."""
+    total = 0
+    for size in piece_sizes(max_tokens):
+        if total >= num_tokens:
+            break
+        total += size
+    return total
+
+
+def most_held(jobs: list[Job], has: list[int], lengths: dict[Key, int]) -> int:
+    """Count every step to come: each job grows by a token a step until it has its length."""
+    prompts = sum({each.group: prompt_room(each.prompt_tokens) for each in jobs}.values())
+    peak = 0
+    for step in range(1, 401):
+        tokens = [
+            had + step for each, had in zip(jobs, has, strict=True) if had + step <= max(lengths[each.key], had + 1)
+        ]
+        peak = max(peak, sum(room(count, 400) for count in tokens))
+    return peak + prompts
+
+
+def test_a_request_is_admitted_exactly_where_every_step_to_come_fits() -> None:
+    rng, decided = random.Random(0), {1: 0, 0: 0}
+    for _ in range(200):
+        number = rng.randint(1, 6)
+        lengths = {("a", 0, (sample,)): rng.randint(1, 400) for sample in range(number + 1)}
+        asked = [request(sample) for sample in range(number + 1)]
+        ledger = make(10, Told(lengths), None, *asked)
+        assert ledger.admit(number) == asked[:-1]
+        ledger.step = rng.randint(0, 30)
+        expected = most_held([job_of(each) for each in asked], [ledger.step] * number + [0], lengths)
+        ledger.kv_tokens = rng.choice([expected - 1, expected, expected + 50])
+        fits = expected <= ledger.kv_tokens
+        assert len(ledger.admit(1)) == fits
+        decided[fits] += 1
+    assert min(decided.values()) > 40
+
+
+def test_anything_fits_where_nothing_decodes() -> None:
+    assert len(make(2, Told({("a", 0, (0,)): 400}), 10, request(0)).admit(1)) == 1
+
+
+def test_what_was_refused_is_asked_for_again_once_something_has_left_or_some_steps_later() -> None:
+    first, second = request(0), request(1)
+    ledger = make(2, NoLengths(), 500, first, second)
+    ledger.step = 1
+    assert ledger.admit(2) == [first]
+    ledger.kv_tokens = 5000  # there is room from here on
+    ledger.step = RETRY_STEPS - 1
+    assert ledger.admit(1) == []
+    ledger.step = RETRY_STEPS
+    assert ledger.admit(1) == [second]
+    ledger = make(2, NoLengths(), 500, first, second)
+    ledger.step = 1
+    assert ledger.admit(2) == [first]
+    ledger.remove(first.key)
+    assert ledger.admit(1) == [second]
+
+
+def test_a_request_that_was_preempted_goes_on_with_its_tokens_before_all_others() -> None:
+    first, second, third = request(0), request(1, "b"), request(2, "b")
+    ledger = make(2, NoLengths(), None, first, second, third)
+    assert ledger.admit(2) == [first, second]
+    ledger.step = 7
+    ledger.preempt(second.after(tokens(7)))
+    assert ledger.progress() == {first.key: 7} and ledger.may_admit(("b", 0)) and not ledger.may_admit(("a", 0))
+    ledger.step = 9
+    assert [each.prefix.num_tokens for each in ledger.admit(1)] == [7]
+    ledger.step = 12
+    assert ledger.progress() == {first.key: 12, second.key: 10}
+    for each in (second, first, third):
+        ledger.remove(each.key)
+    assert not ledger and ledger.requests == [] and ledger.num_queued == 0
+    assert list(ledger.spans) == [
+        (second.key, Span(1, 0, 7, 1)),
+        (second.key, Span(1, 9, 12, 1)),
+        (first.key, Span(0, 0, 12, 0)),
+    ]
+
+
+def test_the_youngest_have_to_leave_where_the_next_step_would_not_fit_and_one_stays() -> None:
+    asked = [request(0, "a", 10), request(1, "a", 10), request(0, "b", 20)]
+    ledger = RequestLedger()
+    ledger.begin(3, NoLengths(), Blocks(), None)
+    enter(ledger, *asked)
+    assert ledger.admit(3) == asked
+    ledger.step = 4
+    assert ledger.kv_tokens_held() == 3 * 5 + 10 + 20
+    _, second, third = (each.key for each in asked)
+    for kv_tokens, leaving in [(45, []), (44, [third]), (20, [third]), (19, [third, second]), (1, [third, second])]:
+        ledger.kv_tokens = kv_tokens
+        assert ledger.overflow() == leaving
+
+
+def test_a_request_is_in_work_once() -> None:
+    ledger = make(2, NoLengths(), None, request(0))
+    with pytest.raises(ValueError, match=r"\('a', 0, \(0,\)\) is in work already; give each sample a path of its own"):
+        ledger.ask(request(0))
+    ledger.ask(request(1))
+    with pytest.raises(ValueError, match=r"\('a', 0, \(1,\)\) is in work already"):
+        ledger.enter([request(1), request(1)], {})
+
+
+def test_what_comes_back_from_its_environment_is_first_and_what_has_never_been_queued_is_last() -> None:
+    first, second, third = request(0), request(1), request(2)
+    ledger = RequestLedger()
+    ledger.begin(3, NoLengths(), Blocks(), None)
+    enter(ledger, first, second, away=[third])
+    assert ledger.admit(1) == [first] and ledger.away == [third] and (ledger.num_queued, ledger.num_away) == (1, 1)
+    ledger.await_env(first.after(tokens(5)))
+    assert ledger.num_decoding == 0 and ledger.away == [third, first]
+    ledger.resume(third)
+    ledger.resume(first.after(tokens(6)))
+    assert [ledger.admit(1)[0].path for _ in range(3)] == [(0,), (1,), (2,)] and ledger.away == []
+
+
+def test_a_rollout_leaves_all_that_is_unfinished_for_the_next_one() -> None:
+    first, second, third = request(0), request(1), request(2)
+    ledger = make(1, NoLengths(), None, first, second, third)
+    ledger.admit(1)
+    ledger.await_env(first.after(tokens(3)))
+    ledger.admit(1)
+    entries = ledger.end([second.after(tokens(4))])
+    assert [(each.state, each.request.prefix.num_tokens) for each in entries] == [
+        ("awaiting_env", 3),
+        ("queued", 4),
+        ("queued", 0),
+    ]
+    before = ledger.copy()
+    ledger.begin(1, NoLengths(), Blocks(), None)
+    ledger.enter(ledger.of(("a", 0)), {each.key: each for each in ledger.of(("a", 0), away=True)})
+    assert [each.prefix.num_tokens for each in ledger.admit(1)] == [4] and ledger.num_away == 1
+    ledger.remove(second.key)
+    assert [each.prefix.num_tokens for each in before.of(("a", 0))] == [3, 4, 0]
+    assert [each.path for each in before.of(("a", 0), away=True)] == [(0,)]
