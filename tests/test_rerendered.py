@@ -12,6 +12,7 @@ import torch
 from conftest import random_policy, table_rows
 from conversations import Scripted, call
 from hand_made import full_logprobs, relative_error
+from test_buffer import ended
 from test_learner import make_learner, ragged_groups
 
 from benchmarks.conversation_tokens import check, wrong
@@ -204,7 +205,7 @@ def test_checkpoints_keep_what_turns_were_sampled_after() -> None:
     groups, _ = talk()
     buffer, other = RolloutBuffer(), RolloutBuffer()
     buffer.open([only(groups).request])
-    buffer.finish(only(groups))
+    ended(buffer, only(groups))
     other.load_state_dict(copy.deepcopy(buffer.state_dict()))
     (group,) = other.whole()
     assert group.rollouts[0].completion.contexts == only(groups).contexts

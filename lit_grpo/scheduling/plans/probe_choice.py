@@ -32,7 +32,7 @@ def time_slices(max_tokens: int) -> Points:
 
 
 class ProbeChoice:
-    """Chooses the points at which completions wait for the others (:class:`Probing`): none, a probe, or time slices.
+    """Chooses the points at which completions wait for the others: none, a probe, or time slices.
 
     Completions pass every point at which lengths are predicted, probe or not. So it is known after each rollout what
     would have been said of them at a probe, and the steps that they would have taken are counted: in the order
@@ -125,7 +125,7 @@ def count_steps(
         totals: Tokens of each job, in the order of arrival, shape (jobs,).
         said: Tokens that are predicted after the first point, or without points before decoding, shape (jobs,); jobs of
             which nothing is, NaN, come last, as they have arrived.
-        points: Numbers of tokens, ascending, as for :class:`Probing`.
+        points: Numbers of tokens, ascending, as for :func:`lit_grpo.scheduling.plans.plan.make_queues`.
         num_slots: Slots that decode.
         kept_tokens: Tokens of parked jobs that are kept; a job that finds no more room loses its own.
     """
