@@ -14,7 +14,7 @@ from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.ledger import RETRY_STEPS
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
-from lit_grpo.scheduling.plans.queue import Queue
+from lit_grpo.scheduling.queue import Queue
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.tools.simulation.step_cost import StepCost

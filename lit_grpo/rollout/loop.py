@@ -239,8 +239,8 @@ class LoopRun:
         for request in events.set_aside:
             ledger.preempt(request)
             self.stats.num_set_aside += 1
-        for observation in events.observations:
-            ledger.observe(observation)
+        for each in events.observations:
+            ledger.observe(each.keys, each.num_tokens, each.features)
         answers = [listener.on_step(events) for listener in self._listeners]
         for completion in ledger.in_order(events.finished):
             answers += self._end_turn(completion)

@@ -7,17 +7,14 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
+from typing import Literal, NamedTuple, cast, overload
 
 import numpy as np
 
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout, smallest_budget
-from lit_grpo.scheduling.plans.queue import Queue
+from lit_grpo.scheduling.queue import Queue
 from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath, Span
-
-if TYPE_CHECKING:
-    from lit_grpo.rollout.generator import Observation
 
 State = Literal["queued", "decoding", "awaiting_env", "at_probe"]
 RETRY_STEPS = 8
@@ -133,7 +130,9 @@ class RequestLedger:
         self._prompt_tokens = 0  # KV tokens of the prompts of those that decode
         self._most_tokens = 0  # that those that decode can come to hold
         self._refused = False
-        self._observations: dict[int, list[Observation]] = {}  # by number of tokens, that lengths are still to be told
+        self._observed: dict[
+            int, tuple[list[Key], list[np.ndarray]]
+        ] = {}  # by number of tokens, not told to lengths yet
         self._ended: list[tuple[Job, int]] = []  # likewise, with the tokens that were sampled
 
     # ---- what is unfinished -------------------------------------------------------------------------
@@ -411,17 +410,20 @@ class RequestLedger:
 
     # ---- lengths ------------------------------------------------------------------------------------
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, keys: Sequence[Key] | Sequence[GroupKey], num_tokens: int, features: np.ndarray) -> None:
         """Note what the policy shows of some completions; what it shows of prompts, lengths are told at once.
 
-        What it shows at other numbers of tokens than the lengths want to see is left out.
+        What it shows at other numbers of tokens than the lengths want to see is left out. The arguments are those of
+        :meth:`lit_grpo.scheduling.jobs.LearntLengths.observe`.
         """
-        if observation.num_tokens not in self._lengths.points:
+        if num_tokens not in self._lengths.points:
             return
-        if not observation.num_tokens:
-            self._lengths.observe(observation.keys, 0, observation.features)
+        if not num_tokens:
+            self._lengths.observe(keys, 0, features)
             return
-        self._observations.setdefault(observation.num_tokens, []).append(observation)
+        all_keys, rows = self._observed.setdefault(num_tokens, ([], []))
+        all_keys += cast("Sequence[Key]", keys)
+        rows.append(features)
 
     def finish(self, job: Job, num_tokens: int) -> None:
         """Note that a completion has ended; as long as others are queued, lengths will be asked how long they take."""
@@ -431,12 +433,11 @@ class RequestLedger:
 
     def tell_lengths(self) -> None:
         """Tell lengths what has come since the last time: what was observed, then what has ended, each once."""
-        for num_tokens, observations in sorted(self._observations.items()):
-            keys = [cast(Key, key) for observation in observations for key in observation.keys]
-            self._lengths.observe(keys, num_tokens, np.concatenate([each.features for each in observations]))
+        for num_tokens, (keys, rows) in sorted(self._observed.items()):
+            self._lengths.observe(keys, num_tokens, np.concatenate(rows))
         for job, num_tokens in self._ended:
             self._lengths.finish(job, num_tokens)
-        self._observations.clear()
+        self._observed.clear()
         self._ended.clear()
 
     # ---- memory -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 
 from lit_grpo.scheduling.jobs import Job, Lengths
 from lit_grpo.scheduling.plans.grouping import balanced_lanes
-from lit_grpo.scheduling.plans.queue import Queue
+from lit_grpo.scheduling.queue import Queue
 from lit_grpo.types import Key
 
 

@@ -12,7 +12,7 @@ from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, Limit, check_fields, check_value
 from lit_grpo.scheduling.jobs import Followed, Lengths, NoLengths
 from lit_grpo.scheduling.plans.lanes import Lanes
-from lit_grpo.scheduling.plans.queue import Queue
+from lit_grpo.scheduling.queue import Queue
 from lit_grpo.settings import by_name
 
 HELD_BACK = 0.75
