@@ -130,8 +130,9 @@ class RolloutBuffer:
 
     @property
     def prompts(self) -> dict[GroupKey, Prompt]:
-        """The prompts of open groups."""
-        return {key: group.prompt for key, group in self._groups.items()}
+        """The prompts of groups that are not whole."""
+        items = self._groups.items()
+        return {key: each.prompt for key, each in items if each.due is None or each.completions or key in self.ledger}
 
     def finish(self, completion: Completion) -> None:
         """Take a completion, whose request has left the ledger."""

@@ -130,9 +130,7 @@ class RequestLedger:
         self._prompt_tokens = 0  # KV tokens of the prompts of those that decode
         self._most_tokens = 0  # that those that decode can come to hold
         self._refused = False
-        self._observed: dict[
-            int, tuple[list[Key], list[np.ndarray]]
-        ] = {}  # by number of tokens, not told to lengths yet
+        self._observed: dict[int, tuple[list[Key], list[np.ndarray]]] = {}  # by number of tokens, not told yet
         self._ended: list[tuple[Job, int]] = []  # likewise, with the tokens that were sampled
 
     # ---- what is unfinished -------------------------------------------------------------------------
