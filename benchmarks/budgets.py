@@ -45,7 +45,7 @@ UNIFORM, TWO_ROUNDS = "uniform", "uniform in two rounds"
 TOGETHER = "greso, balanced and PODS (configs/budget.yaml)"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Working(Reference):
     """The beginning of an exercise's working."""
 

@@ -152,7 +152,7 @@ def run_lit_grpo(case: Case, folder: str) -> None:
 
 def teach(settings: LearnerSettings, plugin: str | None) -> None:
     """Let a plug-in say which tokens are learnt from, or how they go through the policy; None for plain GRPO."""
-    settings.learn_from(*make_plugins([plugin] if plugin else []).values())
+    settings.set_plugins(*make_plugins([plugin] if plugin else []).values())
 
 
 def run_trl(case: Case, folder: str) -> None:

@@ -9,12 +9,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.checks import total_updates
-from lit_grpo.compatibility import ONE_TURN, SHARDS, Part, clashing
+from lit_grpo.compatibility import ONE_TURN, SHARDS, Requirement, clashing
 from lit_grpo.data.module import PromptDataModule, asked_prompts, loaded_prompts, own_loader
 from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Listener, RunFacts
+from lit_grpo.plugins import Listener, RunFacts, overriding
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
@@ -73,7 +73,7 @@ class RolloutScheduler(pl.Callback):
         """Check that data, rewards and plug-ins go together."""
         if not isinstance(pl_module, GRPOModule):
             raise ValueError(f"RolloutScheduler needs a GRPOModule, not a {type(pl_module).__name__}.")
-        pl_module.join_rewards([reward for worker in self.session.workers.values() for reward in worker.rewards])
+        pl_module.join_rewards([reward for plugin in self.session.acting.values() for reward in plugin.rewards])
         for split, rows in loaded_prompts(trainer).items():
             if split == "predict":
                 continue
@@ -87,28 +87,29 @@ class RolloutScheduler(pl.Callback):
             updates_per_batch=pl_module.settings.updates_per_batch,
             max_observed=min(pl_module.sampling.max_observed, pl_module.eval_sampling.max_observed),
             divided_advantages=pl_module.settings.advantages.divides_groups,
+            generator=type(pl_module.generator).__name__,
+            abilities=pl_module.generator.abilities,
         )
         if stage == "fit":
             has_shards = hasattr(trainer.strategy, "shard")
             callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
-            listeners = [*self.session.workers.values(), *callbacks]
-            answers = any(type(each).on_turn is not Listener.on_turn for each in listeners)
+            answers = bool(overriding([*self.session.acting.values(), *callbacks], "on_turn"))
             others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answers)]
             self.session.check(facts, [*self._other_parts(data, pl_module), *others])
             for sentence in self._unvisited(trainer, pl_module):
                 rank_zero_warn(sentence)
             if self.session.mode.overlap == "within":
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
-            pl_module.learn_from(*self.session.plugins.values())
+            pl_module.set_plugins(*self.session.plugins.values())
             pl_module.settings.sizer = self.session.sizer
             if isinstance(data, PromptDataModule):
-                data.plug_in(self.session.prompt_rule, self.session.rewriter, on_demand=self.session.mode.carries)
+                data.plug_in(self.session.prompt_rule, self.session.rewriting, on_demand=self.session.mode.carries)
         self.session.prepare(facts)
 
     @property
     def conversing(self) -> Conversing | None:
         """The plug-in that goes on with conversations after their prompts, where there is one."""
-        return next((worker for worker in self.session.workers.values() if isinstance(worker, Conversing)), None)
+        return next((each for each in self.session.acting.values() if isinstance(each, Conversing)), None)
 
     def _unvisited(self, trainer: pl.Trainer, module: GRPOModule) -> list[str]:
         """Return what is to be said of plug-ins that go by earlier visits in a run that asks no prompt twice."""
@@ -122,21 +123,15 @@ class RolloutScheduler(pl.Callback):
         batches = -(-updates // module.settings.updates_per_batch)
         asked = batches * data.batch_size * trainer.world_size * (1 if rule is None else rule.num_candidates)
         said = f"asks for {asked} of {number} training prompts, each once"
-        once = Part("this run", changes={"revisits": said}, remedy="raise trainer.max_steps", fixed=True)
+        once = Requirement("this run", changes={"revisits": said}, remedy="raise trainer.max_steps", fixed=True)
         return list(clashing([*self.session.parts(), replace(once, chosen=asked <= number)]))
 
-    def _other_parts(self, data: object, module: GRPOModule) -> list[Part]:
-        """Return what plug-ins have to go with: the data, the generator and what is learnt."""
-        name, parts = type(module.generator).__name__, module.settings.parts()
+    def _other_parts(self, data: object, module: GRPOModule) -> list[Requirement]:
+        """Return what plug-ins have to go with: the data and what is learnt."""
+        parts = module.settings.parts()
         if not isinstance(data, PromptDataModule):
-            parts.append(Part("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"}))
-        if "own_devices" not in module.generator.abilities:
-            said = "decodes on the policy's device"
-            parts.append(Part(f"model.generator {name}", changes={"own_devices": said}, remedy="take vllm_servers"))
-        if "keeps_kv" not in module.generator.abilities:
-            parts.append(
-                Part(f"model.generator {name}", changes={"keeps_kv": "drops them"}, remedy="take at_sync=recompute")
-            )
+            changes = {"prompt_stream": "is asked for its batches alone"}
+            parts.append(Requirement("a dataloader of your own", changes=changes))
         return parts
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,8 +151,8 @@ class RolloutScheduler(pl.Callback):
         if self._started:
             return
         policy = replace(pl_module.spec, keeps_kv=self.session.mode.at_sync == "keep")
-        for worker in self.session.workers.values():
-            worker.start(policy.eos_ids)
+        for plugin in overriding(self.session.acting.values(), "on_policy_start"):
+            plugin.on_policy_start(policy.eos_ids)
         pl_module.generator.start(policy)
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if pl_module.rewards and all(can_score(pl_module.rewards, row) for row in rows):

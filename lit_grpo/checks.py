@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lit_grpo.compatibility import SHARDS, Part, check_together
+from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, check_value
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
@@ -60,7 +60,7 @@ REFUSED: dict[type[pl.Callback], str] = {
     ModelPruning: "replaces weights outside of an update; leave it out, and prune the exported policy",
 }
 """Lightning's callbacks that cannot do here what they do elsewhere, each with the reason and the remedy."""
-FORMAT = 13
+FORMAT = 14
 """Of checkpoints; it changes whenever what they hold does."""
 
 
@@ -261,9 +261,9 @@ def check_ranks(
         whole = frozenset({"unsharded_weights"})
         parts += [
             SHARDS,
-            Part("model.reference.mixup_alpha", whole, chosen=reference.mixup_alpha is not None),
-            Part("model.lora.base nf4", whole, chosen=lora is not None and lora.base == "nf4"),
-            Part("model.policy, a loaded model and no name,", whole, chosen=not isinstance(policy, str)),
+            Requirement("model.reference.mixup_alpha", whole, chosen=reference.mixup_alpha is not None),
+            Requirement("model.lora.base nf4", whole, chosen=lora is not None and lora.base == "nf4"),
+            Requirement("model.policy, a loaded model and no name,", whole, chosen=not isinstance(policy, str)),
         ]
     check_together(parts)
 

@@ -4,8 +4,8 @@ For example, ``replay`` needs ``whole_groups``, since it lets members join a gro
 it lets a group leave the buffer in parts. Neither knows the other::
 
     check_together([
-        Part("rollout.plugins rlep", needs=frozenset({"whole_groups"})),
-        Part("rollout.plugins sortedrl", changes={"whole_groups": "lets groups leave in parts"}),
+        Requirement("rollout.plugins rlep", needs=frozenset({"whole_groups"})),
+        Requirement("rollout.plugins sortedrl", changes={"whole_groups": "lets groups leave in parts"}),
     ])
     ValueError: rollout.plugins rlep needs all members of a group to be in one update, and rollout.plugins sortedrl lets
     groups leave in parts; leave one of the two out.
@@ -22,39 +22,25 @@ REQUIREMENTS: dict[str, str] = {
     "fresh_members": "every member of a group to be sampled at this visit of its prompt",
     "separate_completions": "every completion to be sampled by itself, from its prompt on",
     "restorable_environments": "environments that can be restored in the middle",
-    "kept_versions": "the weights of every policy that sampled a token to be kept",
-    "ratios_to_sampler": "probability ratios to the policy that sampled each token",
-    "hidden_states": "the policy's hidden states while completions are decoded",
-    "own_devices": "a generator with devices of its own",
-    "keeps_kv": "a generator that can keep keys and values over a sync of weights",
-    "prompt_stream": "prompts from lit_grpo.data.PromptDataModule",
-    "one_row": "each completion to be learnt from in one row",
-    "one_step_per_batch": "one optimizer step on each batch",
-    "packed_rows": "packed rows",
-    "own_rows": "whole rows of tokens on each rank",
-    "whole_completions": "all tokens of a completion to go through the policy together",
-    "all_tokens": "all tokens of a step to choose from",
-    "all_ranks": "the whole batch, of all ranks, before its first gradient",
-    "sampled_log_probs": "the log-probability that each token was sampled with",
-    "entropies": "the entropy of the distribution of each token",
-    "token_scores": "the squared norm of the gradient of each token's log-probability",
-    "history": "what earlier visits of each prompt showed",
-    "unsharded_weights": "whole weights on each rank",
-    "own_prompts": "prompts of its own on each rank",
-    "fixed_token_budget": "micro-batches of a fixed number of tokens",
-    "kl_term": "a KL term",
-    "own_reference": "a reference whose weights are its own",
-    "plain_rewards": "rewards without a KL term",
-    "revisits": "prompts that come again",
     "turns": "completions of several turns",
     "turn_rewards": "what each turn earned by itself",
-    "only_look": "the one look at hidden states that a rollout takes midway",
+    "prompt_stream": "prompts from lit_grpo.data.PromptDataModule",
+    "revisits": "prompts that come again",
+    "plain_rewards": "rewards without a KL term",
+    "ratios_to_sampler": "probability ratios to the policy that sampled each token",
+    "one_row": "each completion to be learnt from in one row",
+    "whole_completions": "all tokens of a completion to go through the policy together",
+    "own_rows": "whole packed rows of tokens, and prompts, of its own on each rank",
+    "all_tokens": "all tokens of a step to choose from",
+    "all_ranks": "the whole batch, of all ranks, before its first gradient",
+    "unsharded_weights": "whole weights on each rank",
+    "fixed_token_budget": "micro-batches of a fixed number of tokens",
 }
 """What a part of a run may need, by the word that stands for it; the text goes on after ``needs``."""
 
 
 @dataclass(frozen=True)
-class Part:
+class Requirement:
     """A part of a run that has been chosen: a plug-in, an estimator, a generator.
 
     Args:
@@ -75,14 +61,14 @@ class Part:
     fixed: bool = False
 
 
-SHARDS = Part(
+SHARDS = Requirement(
     "trainer.strategy fsdp2",
     needs=frozenset({"fixed_token_budget"}),  # a rank whose memory runs out cannot leave the others' layers waiting
     changes={"unsharded_weights": "leaves a shard of them there"},
     remedy="take ddp",
 )
 """Ranks that have a part of the weights each."""
-ONE_TURN = Part(
+ONE_TURN = Requirement(
     "this run",
     changes={"turns": "has one turn per completion", "turn_rewards": "has no environment that tells it"},
     remedy="add environments or agent to rollout.plugins",
@@ -91,7 +77,7 @@ ONE_TURN = Part(
 """A run in which nothing answers what the policy says."""
 
 
-def check_together(parts: Iterable[Part]) -> None:
+def check_together(parts: Iterable[Requirement]) -> None:
     """Refuse parts of a run that do not go together.
 
     Raises:
@@ -101,7 +87,7 @@ def check_together(parts: Iterable[Part]) -> None:
         raise ValueError(sentence)
 
 
-def clashing(parts: Iterable[Part]) -> Iterator[str]:
+def clashing(parts: Iterable[Requirement]) -> Iterator[str]:
     """Yield a sentence for each two parts of a run of which one needs what the other changes."""
     parts = [part for part in parts if part.chosen]
     for part in parts:

@@ -193,7 +193,7 @@ class GRPOModule(EvaluationModule):
         self._base: str | None = None  # of adapters, the fingerprint
         check_generations(num_generations, eval_num_generations, pass_at_k)
         advantages.check(num_generations)
-        reference.check(objective.kl.parts, lora is not None)
+        reference.check(objective.kl.without_term, lora is not None)
         self.policy_version = 0
         self._rewarded, self._collapse = RewardWatch(self.rewards, on_reward_error), CollapseWatch()
         self._lessons = LessonWatch()
@@ -205,7 +205,7 @@ class GRPOModule(EvaluationModule):
 
     # ---- set-up -----------------------------------------------------------------------------------
 
-    def learn_from(self, *plugins: Plugin) -> None:
+    def set_plugins(self, *plugins: Plugin) -> None:
         """Learn as plug-ins of :data:`lit_grpo.update.learner_settings.ROLES` say; others are passed over.
 
         A selection chooses rollouts and tokens, a shaping gives each rollout its advantage, a credit each turn or token
@@ -222,7 +222,7 @@ class GRPOModule(EvaluationModule):
         facts = RunFacts(None, self.num_generations, self.sampling.max_tokens, self.settings.updates_per_batch)
         for plugin in learners:
             plugin.check(facts)
-        self.settings.learn_from(*learners)
+        self.settings.set_plugins(*learners)
 
     def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
         """Score with further functions too, which plug-ins bring; those that have joined already stay as they are.
@@ -270,7 +270,7 @@ class GRPOModule(EvaluationModule):
         if self.trainer.max_epochs == -1:  # else it is known once training starts
             self.settings.progress(self.policy_version)
         selection, abilities = self.settings.selection, self.generator.abilities
-        if "entropies" in selection.needs and "entropies" not in abilities:
+        if selection.by_entropies and "entropies" not in abilities:
             self.ranks.warn(
                 f"rollout.plugins: {type(selection).__name__} goes by entropies, and {type(self.generator).__name__} "
                 "tells none: they are measured, for which every completion goes through the policy once more."
@@ -324,7 +324,7 @@ class GRPOModule(EvaluationModule):
             self.ranks.warn(f"Each completion goes through {name} padded, with a prompt of its own: {refusal}.")
         if self.settings.objective.kl.beta > 0:
             source, device = self.policy_name, self.trainer.strategy.root_device
-            self.reference.check(self.settings.objective.kl.parts, not self.strict_loading)
+            self.reference.check(self.settings.objective.kl.without_term, not self.strict_loading)
             began = "full" if self.strict_loading else "adapter" if self._continues else "bare"
             reference = make_reference(self.policy, source, self.policy_dtype, device, self.reference, began)
         return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import check_fields
 
 if TYPE_CHECKING:
@@ -14,9 +16,13 @@ if TYPE_CHECKING:
 
     from lit_grpo.findings.reward_curves import Finding
     from lit_grpo.rewards.function import RewardFunction
-    from lit_grpo.rollout.generator import StepEvents
+    from lit_grpo.rollout.generator import Observation, StepEvents
     from lit_grpo.scheduling.ledger import RequestLedger
     from lit_grpo.types import Completion, Key, PassRule, Request, RolloutGroup, SamplePath
+
+AllGather = Callable[[Any], list[Any]]
+"""Brings a value of each rank together, in the order of the ranks; all ranks call it together."""
+Kind = TypeVar("Kind", bound="Listener")
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,18 @@ class Answer:
     rewritten: Sequence[Request] = ()
 
 
+class ObservationPoint(NamedTuple):
+    """Where the policy's hidden states are looked at.
+
+    Args:
+        num_tokens: After how many sampled tokens of a completion.
+        barrier: Whether all completions are to come to the point before any goes on.
+    """
+
+    num_tokens: int
+    barrier: bool = False
+
+
 class Listener:
     """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden.
 
@@ -64,6 +82,14 @@ class Listener:
 
     forks: bool = False
     lock_step: bool = False
+
+    @property
+    def observes(self) -> ObservationPoint | None:
+        """Where it looks at the policy's hidden state of each completion; None where it does not."""
+        return None
+
+    def observe(self, observation: Observation) -> None:
+        """The policy shows its hidden states of completions that have come to the point of :attr:`observes`."""
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """A rollout begins; ``ledger`` tells what is in work for as long as it lasts.
@@ -122,12 +148,47 @@ class Listener:
         """The rollout is over, or has ``failed``: what was told of it is void."""
 
 
-class Plugin:
+@dataclass(frozen=True)
+class GroupBatch:
+    """The groups of a batch on this rank, and what a plug-in may go by beside them.
+
+    Args:
+        groups: With their rewards.
+        version: Of the policy: how many updates it has had.
+        pass_rule: When a completion passes.
+        all_gather: See :data:`AllGather`.
+    """
+
+    groups: Sequence[RolloutGroup]
+    version: int
+    pass_rule: PassRule
+    all_gather: AllGather
+
+
+@dataclass
+class Plugin(Listener):
     """An optional method of a run, given by name or class path in ``rollout.plugins``.
 
-    A plug-in is a dataclass: its fields are what the user can set, as in ``{knapsack: {budget: 256}}``, and their
-    annotations say which values they take (:mod:`lit_grpo.limits`). What it decides is said by the class that it
-    derives from, one of:
+    A plug-in is one class, as a Lightning ``Callback`` is, and a dataclass: its fields are what the user can set, as in
+    ``{knapsack: {budget: 256}}``, and their annotations say which values they take (:mod:`lit_grpo.limits`). It
+    overrides the hooks that it wants, those of :class:`Listener` among them, and only these are called. What it
+    remembers is made in :meth:`setup`. For example, a metric of one's own::
+
+        @dataclass
+        class Longest(Plugin):
+            above: int = 0
+
+            def setup(self):
+                self.longest = self.above
+
+            def on_completion(self, completion):
+                self.longest = max(self.longest, completion.num_tokens)
+
+            def metrics(self, all_gather):
+                return {"mine/longest": float(max(all_gather(self.longest)))}
+
+    A plug-in that decides something derives from the class whose :attr:`role` that is, and at most one plug-in of a run
+    has each role:
 
     ==================================================  ==========================================================
     :class:`lit_grpo.budgets.prompts.PromptRule`        which prompts are asked when they are due
@@ -141,36 +202,41 @@ class Plugin:
     :class:`lit_grpo.update.chunking.Chunking`          which completions go through the policy in chunks
     :class:`lit_grpo.update.auxiliary.Auxiliary`        what is added to the objective's loss
     :class:`lit_grpo.rollout.rules.RolloutMode`         when groups leave the buffer, and what becomes of the others
-    :class:`Plugin` itself                              what its :class:`Worker` does during and after a rollout
     ==================================================  ==========================================================
 
-    There is at most one plug-in of each of these classes, and any number of others.
+    Attributes:
+        role: What it decides, such as ``how many completions each prompt gets``; empty where it shares that with any.
+        needs: What it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`.
+        changes: What it takes away from others, by the same words: what to say of it after its name, such as ``lets
+            groups leave in parts``.
+        remedy: What to do, other than leaving it out, where it does not go with another part.
+        common: Whether all ranks remember the same, which checkpoints then keep once.
+        evaluates: Whether it hears of rollouts of validation, test and predict too.
     """
 
     role: ClassVar[str] = ""
-    """What a class of plug-ins decides, such as ``how many completions each prompt gets``; one of a role is enough."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    changes: ClassVar[Mapping[str, str]] = {}
+    remedy: ClassVar[str] = ""
+    common: ClassVar[bool] = False
+    evaluates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the fields against their annotations; a plug-in that checks more calls it first."""
         check_fields(self)
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
-        return frozenset()
+    # ---- before a run ---------------------------------------------------------------------------------
 
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """What it takes away from others, by the same words; see :class:`lit_grpo.compatibility.Part`."""
-        return {}
+    def requirement(self, name: str) -> Requirement:
+        """Return what it needs of a run and takes away from others; overridden where that depends on a field's value.
 
-    @property
-    def remedy(self) -> str:
-        """What to do, other than leaving it out, where it does not go with another part."""
-        return ""
+        Args:
+            name: What messages call it, such as ``rollout.plugins april``.
+        """
+        return Requirement(name, self.needs, self.changes, self.remedy)
 
     def check(self, run: RunFacts) -> None:
-        """Check its fields against a run's numbers.
+        """Check its fields against a run's numbers, and note what they settle.
 
         Raises:
             ValueError: They do not fit.
@@ -185,110 +251,46 @@ class Plugin:
             ValueError: It cannot act on them.
         """
 
-    def worker(self) -> Worker | None:
-        """Return what acts for it during a run, where it does more than to decide."""
-        return None
+    def setup(self) -> None:
+        """Make what is remembered during a run: each run has a copy of the plug-in, on which this is called first.
 
-
-class RunFacts:
-    """The numbers of a run that a plug-in may depend on.
-
-    Args:
-        num_prompts: Prompts of a batch on each rank; None where the user's own dataloader says.
-        num_generations: ``model.num_generations``.
-        max_tokens: The most tokens of a completion.
-        updates_per_batch: Optimizer steps on one batch.
-        max_observed: The most tokens of a completion that are observed, in training or in validation: the smaller.
-        divided_advantages: Whether the advantage estimator divides by a deviation of each group.
-    """
-
-    def __init__(
-        self,
-        num_prompts: int | None,
-        num_generations: int,
-        max_tokens: int,
-        updates_per_batch: int,
-        max_observed: int = 0,
-        divided_advantages: bool = True,
-    ) -> None:
-        self.num_prompts, self.num_generations = num_prompts, num_generations
-        self.max_tokens, self.updates_per_batch = max_tokens, updates_per_batch
-        self.max_observed, self.divided_advantages = max_observed, divided_advantages
-
-
-class CannotGoOn(RuntimeError):
-    """A run cannot go on, as a plug-in finds between two batches, on all ranks together: the run is saved and ends."""
-
-
-class Worker(Listener):
-    """What acts for a plug-in during a run; it owns what the plug-in remembers.
-
-    It hears of every training rollout, as any :class:`Listener`, and may answer.
-
-    Attributes:
-        point: The number of tokens at which it looks at the policy's hidden state of each completion; None for none.
-        common: Whether all ranks have the same state, which checkpoints then keep once.
-        evaluates: Whether it hears of rollouts of validation, test and predict too.
-    """
-
-    point: int | None = None
-    common: bool = False
-    evaluates: bool = False
+        Raises:
+            ValueError: What a field names cannot be loaded.
+        """
 
     @property
     def rewards(self) -> Sequence[RewardFunction]:
         """Reward functions that it brings, beside those of ``model.rewards``."""
         return ()
 
-    def start(self, eos_ids: Sequence[int]) -> None:
+    def on_policy_start(self, eos_ids: Sequence[int]) -> None:
         """The policy has been loaded, before the first rollout; a completion ends at any of ``eos_ids``."""
 
-    @property
-    def gathers(self) -> bool:
-        """Whether all completions are to reach ``point`` before any goes on."""
-        return False
+    # ---- a batch; what happens in its rollout is told by the hooks of a listener ----------------------
 
-    def check_goes_on(self) -> None:
+    def on_batch_start(self) -> None:
         """A training batch is about to be sampled.
 
         Raises:
             CannotGoOn: The run cannot go on; all ranks raise it.
         """
 
-    def join(self, groups: Sequence[RolloutGroup], version: int) -> None:
-        """Let members join whole groups before the policy of ``version`` learns from them, or leave members out."""
+    def add_members(self, batch: GroupBatch) -> None:
+        """Add members to whole groups before the policy learns from them, or leave members out."""
 
-    def learnt(
-        self,
-        groups: Sequence[RolloutGroup],
-        pass_rule: PassRule,
-        version: int,
-        gather: Callable[[Any], list[Any]],
-    ) -> dict[str, float]:
-        """Learn from a batch that the policy has learnt from.
+    def metrics(self, all_gather: AllGather) -> Mapping[str, float]:
+        """Return what to log of the last rollout; the first rank logs it. All ranks call it together."""
+        return {}
 
-        Args:
-            groups: Of this rank.
-            pass_rule: When a completion passes.
-            version: Of the policy now.
-            gather: Brings values of all ranks together in their order; all of them call it.
+    def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:
+        """Learn from a batch that the policy has learnt from, whose version counts that update.
 
         Returns:
             What to log; a figure that was logged before and is left out now is logged as NaN.
         """
         return {}
 
-    def metrics(self) -> dict[str, float]:
-        """Return what to log of the last rollout, on this rank."""
-        return {}
-
-    def metrics_of_ranks(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
-        """Return what to log of the last rollout over all ranks; by default :meth:`metrics`, which the first rank logs.
-
-        Args:
-            gather: Brings values of all ranks together in their order; all of them call it.
-        """
-        return self.metrics()
+    # ---- checkpoints, and the end ---------------------------------------------------------------------
 
     def findings(self) -> Sequence[Finding]:
         """Return what has gone wrong so far, for the card at the end of a run and for ``doctor``."""
@@ -305,7 +307,63 @@ class Worker(Listener):
         """The run is over."""
 
 
-def join_all(workers: Iterable[Worker], groups: Sequence[RolloutGroup], version: int) -> None:
-    """Let every worker in turn have its members join."""
-    for worker in workers:
-        worker.join(groups, version)
+Copied = TypeVar("Copied", bound=Plugin)
+
+
+def fresh(plugin: Copied) -> Copied:
+    """Return a copy of a plug-in that remembers nothing yet, for one run."""
+    begun = copy.copy(plugin)
+    begun.setup()
+    return begun
+
+
+def overriding(listeners: Iterable[Kind], *hooks: str) -> list[Kind]:
+    """Return those that override any of these hooks; the others need not be called."""
+    return [each for each in listeners if any(getattr(type(each), hook) is not getattr(Plugin, hook) for hook in hooks)]
+
+
+class RunFacts:
+    """The numbers of a run that a plug-in may depend on.
+
+    Args:
+        num_prompts: Prompts of a batch on each rank; None where the user's own dataloader says.
+        num_generations: ``model.num_generations``.
+        max_tokens: The most tokens of a completion.
+        updates_per_batch: Optimizer steps on one batch.
+        max_observed: The most tokens of a completion that are observed, in training or in validation: the smaller.
+        divided_advantages: Whether the advantage estimator divides by a deviation of each group.
+        generator: The name of its class.
+        abilities: Of the generator; None where it is not known.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int | None,
+        num_generations: int,
+        max_tokens: int,
+        updates_per_batch: int,
+        max_observed: int = 0,
+        divided_advantages: bool = True,
+        generator: str = "",
+        abilities: Collection[str] | None = None,
+    ) -> None:
+        self.num_prompts, self.num_generations = num_prompts, num_generations
+        self.max_tokens, self.updates_per_batch = max_tokens, updates_per_batch
+        self.max_observed, self.divided_advantages = max_observed, divided_advantages
+        self.generator, self.abilities = generator, abilities
+
+    def check_one_step(self) -> None:
+        """Refuse several optimizer steps on a batch.
+
+        Raises:
+            ValueError: There are.
+        """
+        if self.updates_per_batch > 1:
+            raise ValueError(
+                "it needs one optimizer step on each batch, and model.num_iterations x num_minibatches takes "
+                f"{self.updates_per_batch}; set both to 1, or leave it out."
+            )
+
+
+class CannotGoOn(RuntimeError):
+    """A run cannot go on, as a plug-in finds between two batches, on all ranks together: the run is saved and ends."""

@@ -226,7 +226,7 @@ def make_module(
         "optimizer": sgd(0.0),
     }
     module = GRPOModule(policy=str(policy), **(defaults | options))
-    module.learn_from(*(plugin for plugin in (selection, shaping) if plugin is not None))
+    module.set_plugins(*(plugin for plugin in (selection, shaping) if plugin is not None))
     return module
 
 

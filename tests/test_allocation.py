@@ -239,7 +239,7 @@ def test_dars_gives_what_its_code_gives(divided: bool, schedule: str) -> None:
 )
 def test_the_schedule_of_dars_goes_by_what_the_run_divides_advantages_by(advantages: Advantages, more: int) -> None:
     session = RolloutSession({"dars_equal": HardMore(most=32)})
-    session.prepare(RunFacts(4, 12, 16, 1, divided_advantages=advantages.divides_groups))
+    session.check(RunFacts(4, 12, 16, 1, divided_advantages=advantages.divides_groups), [])
     assert session.allocation.more(12, 1, 1, 12) == more
 
 
@@ -251,7 +251,7 @@ def test_a_balanced_prompt_ends_once_both_kinds_are_there_or_rounds_are_over() -
     assert positive.more(8, 0, 1, 8) == 8 and positive.more(8, 1, 1, 8) == positive.more(8, 8, 1, 8) == 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mine(Allocation):
     """A user's own."""
 

@@ -153,7 +153,7 @@ def test_a_plug_in_refuses_a_policy_or_an_optimizer_before_the_first_rollout(
     plugin: Plugin, options: dict[str, Any], message: str, policy_folder: Path
 ) -> None:
     module = make_module(policy_folder, **({"optimizer": sgd(1e-3)} | options))
-    module.learn_from(plugin)
+    module.set_plugins(plugin)
     with pytest.raises(ValueError, match=message):
         make_trainer(max_steps=1).fit(module, train_dataloaders=Batches([[]]))
 

@@ -106,7 +106,7 @@ def one_long_and_one_short() -> list[RolloutGroup]:
     return [RolloutGroup(prompt, [of_length(prompt, sample, length) for sample, length in enumerate((14, 3))])]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drawn(SpaCO):
     """The chunks of one draw, by their numbers, each of which counts ``factor``."""
 

@@ -13,8 +13,8 @@ import torch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.copo import Blended, Blending
-from lit_grpo.plugins import RunFacts
+from lit_grpo.methods.copo import Blended
+from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.types import Completion, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.functions import group_advantages
 from lit_grpo.update.advantages.shaping import Shaping
@@ -41,7 +41,10 @@ def shape(rule: Shaping, groups: Sequence[RolloutGroup], others: Sequence[float]
         ).tolist()
         for members in groups
     ]
-    return [list(its) for its in rule.shape(groups, advantages, PassRule(), lambda value: [value, list(others)])]
+    return [
+        list(its)
+        for its in rule.shape(GroupBatch(groups, 0, PassRule(), lambda value: [value, list(others)]), advantages)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -84,13 +87,13 @@ def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() ->
     assert shape(Blended(), [group("a", ["1"] * 4, [1.0] * 4)]) == [[0.0] * 4]
     nothing = group("b", ["1"] * 2, [math.nan] * 2)
     first, second = Blended().shape(
-        [group("a", ["1"] * 2, [1.0] * 2), nothing],
+        GroupBatch([group("a", ["1"] * 2, [1.0] * 2), nothing], 0, PassRule(), lambda value: [value]),
         [[0.0, 0.0], [math.nan, math.nan]],
-        PassRule(),
-        lambda value: [value],
     )
     assert first == [0.0, 0.0] and all(map(math.isnan, second))
-    assert Blended().shape([RolloutGroup(nothing.prompt, [])], [[]], PassRule(), lambda value: [value]) == [[]]
+    assert Blended().shape(
+        GroupBatch([RolloutGroup(nothing.prompt, [])], 0, PassRule(), lambda value: [value]), [[]]
+    ) == [[]]
 
 
 def test_groups_of_all_ranks_are_compared() -> None:
@@ -121,10 +124,11 @@ def test_flat_groups_are_learnt_from() -> None:
 
 
 def test_how_much_is_local_is_logged() -> None:
-    worker: Any = Blended(rho=1.0).worker()
-    assert isinstance(worker, Blending) and math.isnan(worker.metrics()["copo/local"])
-    worker.join([group("a", ["1", "2"], [0.0] * 2), group("b", ["1"] * 2, [0.0] * 2)], 0)
-    assert worker.metrics()["copo/local"] == pytest.approx(0.25, abs=1e-5)
+    worker: Any = fresh(Blended(rho=1.0))
+    assert math.isnan(worker.metrics(list)["copo/local"])
+    groups = [group("a", ["1", "2"], [0.0] * 2), group("b", ["1"] * 2, [0.0] * 2)]
+    worker.add_members(GroupBatch(groups, 0, PassRule(), list))
+    assert worker.metrics(list)["copo/local"] == pytest.approx(0.25, abs=1e-5)
 
 
 def test_fields_that_cannot_be_are_refused() -> None:

@@ -18,7 +18,7 @@ from lit_grpo.update.credit import Credit, give_credit
 from lit_grpo.update.objective.objective import Objective
 
 
-@dataclass(frozen=True)
+@dataclass
 class Alternating(Credit):
     """The first turn has twice its rollout's advantage, the second ``other``, and so on."""
 

@@ -495,7 +495,7 @@ def test_what_a_rule_remembers_goes_on_with_the_stream() -> None:
     by_another.load_state_dict(loader.state_dict())  # which has no rule
 
 
-@dataclass(frozen=True)
+@dataclass
 class Nobody(PromptRule):
     def chance(self, prompt: object, record: object, state: object) -> float:
         return 0.0

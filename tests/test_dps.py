@@ -106,7 +106,7 @@ def test_as_many_visits_are_remembered_as_count(decay: float, remembered: int | 
     assert chance == pytest.approx(predicted(outcomes, 60, decay)[1], abs=0.005)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Table(PromptRule):
     """Asks by numbers of the prompts."""
 

@@ -15,6 +15,7 @@ from test_learner import make_learner
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.drpo import DecoupledLength
+from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup
 from lit_grpo.update.advantages import Advantages
 from lit_grpo.update.advantages.functions import group_advantages
@@ -42,7 +43,7 @@ def group(*members: Rollout) -> RolloutGroup:
 def shape(rule: Shaping, members: RolloutGroup, advantages: Sequence[float] | None = None) -> list[float]:
     """What a rule makes of one group; of advantages 0 where none are given."""
     given = [0.0] * len(members.rollouts) if advantages is None else advantages
-    return list(rule.shape([members], [given], RULE, lambda value: [value])[0])
+    return list(rule.shape(GroupBatch([members], 0, RULE, lambda value: [value]), [given])[0])
 
 
 def objective(groups: Sequence[RolloutGroup], length_temperature: float, temperature: float) -> torch.Tensor:

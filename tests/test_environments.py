@@ -22,7 +22,7 @@ from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments import EnvironmentFailed, Environments
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
-from lit_grpo.plugins import Answer, CannotGoOn, Listener, RunFacts
+from lit_grpo.plugins import Answer, CannotGoOn, GroupBatch, Listener, RunFacts
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import Surroundings, group_inputs, rollout_inputs
@@ -168,7 +168,8 @@ def test_the_command_line_names_an_environment_in_one_word(tmp_path: Path) -> No
     page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
     (tmp_path / "my_env.py").write_text(page.split("```python\n")[1].split("```")[0])
     plugins = make_plugins([f"environments:factory={tmp_path / 'my_env.py'}:Guess,max_turns=2"])
-    worker: Any = plugins["environments"].worker()
+    environments: Any = plugins["environments"]
+    worker = environments.worker()
     worker.prepare(chat_tokenizer(), {})
     assert len(only(play(worker)).turns) == 2 and worker.kinds[None].name == "Guess"
 
@@ -775,7 +776,7 @@ def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_i
 
     run(2)
     buffer.learnt()
-    worker.learnt([], PassRule("Counts"), 1, lambda own: [own])
+    worker.on_update_end(GroupBatch([], 1, PassRule("Counts"), lambda own: [own]))
     if cut == "within":
         with pytest.raises(Cut):
             run(5, stops=True)
@@ -1125,16 +1126,16 @@ def test_batches_of_which_all_trajectories_are_dropped_end_the_run_with_the_caus
     others = [(0, 0)]  # another rank, which has nothing to do
     gather = lambda own: [own, *(others if isinstance(own, tuple) else [""])]  # noqa: E731
     for _ in range(3):
-        worker.check_goes_on()
+        worker.on_batch_start()
         assert play(worker, num_generations=2)[0].rollouts == []
-        worker.learnt([], PassRule("Guess"), 1, gather)
+        worker.on_update_end(GroupBatch([], 1, PassRule("Guess"), gather))
     sentence = f"All trajectories of the last 3 batches were dropped after their retries, because the .*: {why}\\."
     assert re.search(sentence, worker.findings()[0].sentence)
     with pytest.raises(CannotGoOn, match=sentence + " Mend the environment, or what it connects to, and resume"):
-        worker.check_goes_on()
+        worker.on_batch_start()
     others[:] = [(1, 0)]  # one trajectory of any rank is enough
-    worker.learnt([], PassRule("Guess"), 1, gather)
-    worker.check_goes_on()
+    worker.on_update_end(GroupBatch([], 1, PassRule("Guess"), gather))
+    worker.on_batch_start()
     assert worker.findings() == []
 
 
@@ -1159,6 +1160,6 @@ def test_counts_of_environments_are_added_up_over_ranks() -> None:
     worker = worker_of(Guess)
     play(worker)
     one = worker.metrics()
-    both = worker.metrics_of_ranks(lambda own: [own, {**own, "turns": 4 * own["turns"], "dropped": 3}])
+    both = worker.metrics(lambda own: [own, {**own, "turns": 4 * own["turns"], "dropped": 3}])
     assert one["environments/tool_calls"] > 0 and both["environments/tool_calls"] == 2 * one["environments/tool_calls"]
     assert both["environments/dropped"] == 3 and both["environments/turns"] == 2.5 * one["environments/turns"]

@@ -14,7 +14,7 @@ from lit_grpo.environments import EnvironmentFailed
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.arpo import ARPO
 from lit_grpo.methods.eptree import EPTree
-from lit_grpo.plugins import Answer, Listener, RunFacts
+from lit_grpo.plugins import Answer, Listener, RunFacts, fresh
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Completion, Request, RolloutGroup, SamplePath
 
@@ -163,7 +163,7 @@ def test_states_are_kept_only_where_something_forks_and_as_long_as_a_group_is_op
 
 
 def test_arpo_branches_with_an_environment(kind: type[Counting]) -> None:
-    brancher = ARPO(width=7, threshold=1.0).worker()
+    brancher = fresh(ARPO(width=7, threshold=1.0))
     (group,) = play(worker_of(kind), says, ROWS, num_generations=2, listeners=[brancher])
     assert len(group.rollouts) == 7 and kind.num_reset == 2
     for rollout in group.rollouts:
@@ -171,7 +171,7 @@ def test_arpo_branches_with_an_environment(kind: type[Counting]) -> None:
         guesses = [int(message["tool_calls"][0]["function"]["arguments"]["number"]) for message in _calls(completion)]
         assert completion.episode is not None and completion.episode.reward is not None
         assert completion.episode.reward % 100 == sum(guesses) and len(guesses) == 3
-    assert brancher.metrics()["rollout/branched_share"] == 5 / 7
+    assert brancher.metrics(list)["rollout/branched_share"] == 5 / 7
 
 
 def _calls(completion: Completion) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ def _calls(completion: Completion) -> list[dict[str, Any]]:
 
 
 def test_eptree_forks_within_turns_with_an_environment(kind: type[Counting]) -> None:
-    grower = EPTree(tokens=3, rounds=2, branches=1).worker()
+    grower = fresh(EPTree(tokens=3, rounds=2, branches=1))
     (group,) = play(worker_of(kind), says, ROWS, num_generations=2, listeners=[grower])
     assert len(group.rollouts) == 2 * 7 and kind.num_reset == 2
 

@@ -19,7 +19,8 @@ from lit_grpo.budgets.history import PromptHistory, Record, Visit
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.hints import Hint, Hinter, HintRecord, HintVisit, Reference, Strategy
+from lit_grpo.methods.hints import Hint, HintRecord, HintVisit, Reference, Strategy
+from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
 from lit_grpo.rollout.session import RolloutSession
@@ -51,7 +52,7 @@ def group_of(rewards: list[float], hint: float = 0.0, name: str = "train/0") -> 
 
 
 def hint_visit(rewards: list[float], hint: float = 0.0) -> HintVisit:
-    return Hint().worker().visit_of(group_of(rewards, hint), PassRule("one"))
+    return fresh(Hint()).visit_of(group_of(rewards, hint), PassRule("one"))
 
 
 def hint_record(*visits: HintVisit) -> HintRecord:
@@ -105,7 +106,7 @@ def test_a_visit_without_a_reward_moves_nothing() -> None:
 def test_what_is_replayed_counts_at_its_own_visit_alone() -> None:
     group = group_of([0.0, 1.0])
     group.rollouts[1].replayed = True
-    assert Hint().worker().visit_of(group, PassRule("one")) == HintVisit("train/0", 0.0, [0.0], 0)
+    assert fresh(Hint()).visit_of(group, PassRule("one")) == HintVisit("train/0", 0.0, [0.0], 0)
 
 
 def test_visits_with_a_hint_leave_all_else_that_is_known_of_a_prompt() -> None:
@@ -117,10 +118,12 @@ def test_visits_with_a_hint_leave_all_else_that_is_known_of_a_prompt() -> None:
 
 
 def test_hints_go_on_from_a_checkpoint_and_go_by_the_visits_of_all_ranks() -> None:
-    hinter, again = Hint().worker(), Hint().worker()
+    hinter, again = fresh(Hint()), fresh(Hint())
     other, passes = hint_visit([1.0])._replace(prompt_id="b"), PassRule("one")
-    hinter.learnt([group_of([0.0, 0.0], name="a")], passes, 1, lambda own: [own])
-    logged = hinter.learnt([group_of([1.0, 0.0], 0.5, name="a")], passes, 2, lambda own: [own, [other]])
+    hinter.on_update_end(GroupBatch([group_of([0.0, 0.0], name="a")], 1, passes, lambda own: [own]))
+    logged = hinter.on_update_end(
+        GroupBatch([group_of([1.0, 0.0], 0.5, name="a")], 2, passes, lambda own: [own, [other]])
+    )
     assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 1.0
     assert hinter.known == {"a": HintRecord(0, 0.5, 0.5), "b": HintRecord()}
     again.load_state_dict(copy.deepcopy(hinter.state_dict()))
@@ -129,15 +132,15 @@ def test_hints_go_on_from_a_checkpoint_and_go_by_the_visits_of_all_ranks() -> No
 
 
 def test_ranks_come_to_the_same_shares_and_log_the_same_whoever_asked_the_prompts() -> None:
-    alone, ranks, passes = Hint().worker(), [Hint().worker(), Hint().worker()], PassRule("one")
+    alone, ranks, passes = fresh(Hint()), [fresh(Hint()), fresh(Hint())], PassRule("one")
     for version in range(4):
         share = 0.5 if version else 0.0
         groups = [group_of([float(version == number), 0.0], share, name) for number, name in enumerate("abcd")]
         parts = [groups[:1], groups[1:]]
-        visits = [[Hint().worker().visit_of(group, passes) for group in part] for part in parts]
-        logged = alone.learnt(groups, passes, version, lambda own: [own])
+        visits = [[fresh(Hint()).visit_of(group, passes) for group in part] for part in parts]
+        logged = alone.on_update_end(GroupBatch(groups, version, passes, lambda own: [own]))
         for rank, part in zip(ranks, parts, strict=True):
-            assert rank.learnt(part, passes, version, lambda own, visits=visits: visits) == logged
+            assert rank.on_update_end(GroupBatch(part, version, passes, lambda own, visits=visits: visits)) == logged
             assert rank.known == alone.known
     assert set(alone.known) == {*"abcd"} and len({record.pass_rate for record in alone.known.values()}) == 2
 
@@ -177,18 +180,18 @@ def test_metrics_tell_rewards_with_and_without_a_hint_apart() -> None:
         hint_visit([0.25, 0.75]),
         hint_visit([0.0]),
     ]
-    assert Hint().worker().metrics_of(visits) == {
+    assert fresh(Hint()).metrics_of(visits) == {
         "hints/share_of_prompts": 0.5,
         "hints/mean_share": 0.375,
         "hints/pass_rate": 0.8,
         "hints/reward_hinted": 0.8,
         "hints/reward_unhinted": pytest.approx(1 / 3),
     }
-    assert Hint().worker().metrics_of(visits[2:]) == {
+    assert fresh(Hint()).metrics_of(visits[2:]) == {
         "hints/share_of_prompts": 0.0,
         "hints/reward_unhinted": pytest.approx(1 / 3),
     }
-    assert math.isnan(Hint().worker().metrics_of(visits[:2])["hints/reward_unhinted"])
+    assert math.isnan(fresh(Hint()).metrics_of(visits[:2])["hints/reward_unhinted"])
 
 
 # ---- what becomes of a prompt --------------------------------------------------------------------------
@@ -224,13 +227,13 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:
     data = PromptDataModule(tokenizer, train=rows, **{"batch_size": 5, "shuffle": False, **options})
     data.setup("fit")
-    data.plug_in(None, None if hint == "none" else plugin(hint).worker(), on_demand=False)
+    data.plug_in(None, None if hint == "none" else fresh(plugin(hint)), on_demand=False)
     return data
 
 
-def hinter_of(data: PromptDataModule) -> Hinter:
-    hinter = data.train_dataloader()._rewriter  # pyright: ignore[reportPrivateUsage]
-    assert isinstance(hinter, Hinter)
+def hinter_of(data: PromptDataModule) -> Hint:
+    hinter = data.train_dataloader()._rewriting  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(hinter, Hint)
     return hinter
 
 
@@ -282,7 +285,7 @@ def test_a_strategy_stands_in_front_of_the_question(tokenizer: str, chat_tokeniz
     assert drawn(goes_on, failed, 1)[0].text == "b a#a b#b c#a go"
 
 
-@dataclass(frozen=True)
+@dataclass
 class InTiers(Hint):
     """A user's own: says more, the larger the share."""
 
@@ -321,12 +324,14 @@ def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> 
     assert [prompt.text for prompt in asked_prompts(trainer)["train"][10:]] == ["9+9=abcdefghi"] * 2
     assert asked_prompts(SimpleNamespace(datamodule=data_of(tokenizer, "none")))["train"] == data.prompts["train"]  # pyright: ignore[reportArgumentType]
 
-    @dataclass(frozen=True)
+    @dataclass
     class LongAtFirst(Hint):
         def text(self, prompt: Prompt, share: float) -> str:
             return "a" if share == self.most else "abcdefghijklmnop"
 
-    hinter_of(data).rule = LongAtFirst()
+    longer = fresh(LongAtFirst())
+    longer.writer = hinter_of(data).writer
+    data.train_dataloader()._rewriting = longer  # pyright: ignore[reportPrivateUsage]
     assert {len(prompt.token_ids) for prompt in drawn(data, dict.fromkeys(["train/0"], FAILED))} == {13, 4}
 
 
@@ -336,7 +341,7 @@ def test_ranks_get_the_same_hints_and_so_do_prompts_that_are_asked_instead(token
     prompts = data_of(tokenizer, "none").prompts["train"]
 
     def loader(size: int, rank: int = 0, ranks: int = 1) -> PromptLoader:
-        return PromptLoader(prompts, size, rank, ranks, 3, rewriter=hinter)
+        return PromptLoader(prompts, size, rank, ranks, 3, rewriting=hinter)
 
     whole = loader(4)
     one = next(iter(whole)).prompts
@@ -369,7 +374,7 @@ def test_users_are_shown_all_of_a_prompt_that_has_a_hint() -> None:
 def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> None:
     history, data = PromptHistory(), data_of(tokenizer, "reference_hint")
     session = RolloutSession(make_plugins(["greso", "reference_hint"]))
-    data.plug_in(session.prompt_rule, session.rewriter, on_demand=False)
+    data.plug_in(session.prompt_rule, session.rewriting, on_demand=False)
     chooser = data.train_dataloader().chooser
     assert chooser is not None
     session.open(history, data.train_dataloader())
@@ -390,7 +395,7 @@ def run_of() -> Any:
     return SimpleNamespace(ranks=Ranks(), pass_rule=PassRule("one"), policy_version=1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Numbers(Hint):
     def text(self, prompt: Prompt, share: float) -> Any:
         return 7

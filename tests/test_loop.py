@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.rollouts import Stepped
-from lit_grpo.plugins import Answer, Listener
+from lit_grpo.plugins import Answer, Listener, ObservationPoint, Plugin, fresh
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.buffer import RolloutBuffer
-from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
+from lit_grpo.rollout.generator import Capacity, Generator, Observation, StepEvents
 from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import Leftovers, ReleaseRule
@@ -358,3 +359,38 @@ def test_what_is_unfinished_at_a_release_goes_on_from_its_prefix_or_begins_anew(
     stats = rollouts.run(rollouts.buffer.ready)
     assert stats.num_steps == (6 if leftovers == "keep" else 9)
     assert [r.completion.num_tokens for r in rollouts.buffer.take()[0].rollouts] == [9, 9]
+
+
+@dataclass
+class Looking(Plugin):
+    """Looks at hidden states."""
+
+    at: int = 2
+
+    def setup(self) -> None:
+        self.seen: list[Any] = []
+
+    @property
+    def observes(self) -> ObservationPoint:
+        return ObservationPoint(self.at)
+
+    def observe(self, observation: Observation) -> None:
+        self.seen += [(observation.num_tokens, key) for key in observation.keys]
+
+
+class Showing(FakeGenerator):
+    def step(self) -> StepEvents:
+        has = {key: self.lengths[key[0]][key[2][0]] - left for key, left in self.remaining.items()}
+        events = super().step()
+        at = {point: [key for key, count in has.items() if count == point] for point in self.feature_points}
+        shown = {point: np.zeros((len(keys), 1), np.float32) for point, keys in at.items() if keys}
+        events.observations = [Observation(at[point], point, features) for point, features in shown.items()]
+        return events
+
+
+def test_several_look_at_hidden_states_each_at_its_own_point() -> None:
+    first, second = fresh(Looking(1)), fresh(Looking(3))
+    generator = Showing(2, {"a": [2, 5], "b": [4, 4]})
+    RolloutLoop(generator, listeners=[first, second]).collect(prompts("a", "b"), 2, SAMPLING, 0)
+    keys = [("a", 0, (0,)), ("a", 0, (1,)), ("b", 0, (0,)), ("b", 0, (1,))]
+    assert sorted(first.seen) == [(1, key) for key in keys] and sorted(second.seen) == [(3, key) for key in keys[1:]]

@@ -14,6 +14,7 @@ from hand_made import make_module
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.majority_vote import Majority, MajorityVote, majority
+from lit_grpo.plugins import fresh
 from lit_grpo.rewards import exact_match
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.inputs import Surroundings, TrainerState
@@ -34,7 +35,7 @@ class Scored:
         ]
         logged: list[tuple[str, float]] = []
         surroundings = Surroundings(TrainerState(), lambda name, value: logged.append((name, value)))
-        (function,) = MajorityVote(**fields).worker().rewards
+        (function,) = fresh(MajorityVote(**fields)).rewards
         (arguments,) = function.arguments(RolloutGroup(prompt, rollouts), surroundings)
         self.values: list[Any] = function.score(arguments, len(texts))
         self.metrics, self.extra = dict(logged), [rollout.extra for rollout in rollouts]
@@ -123,7 +124,7 @@ def test_a_module_is_scored_by_it_too() -> None:
     """Beside rewards of its own, or alone."""
     for rewards, names in (([], ["majority_vote"]), (["exact_match"], ["exact_match", "majority_vote"])):
         module = make_module("tiny", rewards=rewards)
-        functions: Sequence[RewardFunction] = MajorityVote(weight=0.5).worker().rewards
+        functions: Sequence[RewardFunction] = fresh(MajorityVote(weight=0.5)).rewards
         for _ in range(2):  # each run joins them
             module.join_rewards(functions)
         assert [function.name for function in module.rewards] == names

@@ -8,13 +8,14 @@ import pytest
 from hand_made import plugin
 from test_buffer import SAMPLING, A, B, ended, tokens
 
+from lit_grpo.compatibility import Requirement
 from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.buffer import Renewal, RolloutBuffer, group_requests
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule, RolloutMode
 from lit_grpo.types import Prompt
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mine(RolloutMode):
     """A mode of a user's own."""
 
@@ -30,7 +31,7 @@ OWN = "lit_grpo.rollout.rules.RolloutMode"
 
 def test_synchronous_is_the_default_and_carries_nothing() -> None:
     mode = RolloutMode()
-    assert not mode.carries and not mode.needs and not mode.changes
+    assert not mode.carries and mode.requirement("mode") == Requirement("mode")
     assert mode.rule(8, 4) == SYNCHRONOUS
 
 
@@ -127,13 +128,13 @@ def test_what_may_be_open_follows_from_how_old_it_may_be() -> None:
 
 
 def test_a_mode_says_what_it_needs_and_what_it_changes() -> None:
-    assert plugin("periodic").needs == {"own_devices", "one_step_per_batch"}
-    assert plugin("asynchronous").needs == {"own_devices", "prompt_stream"}
-    assert plugin("april:at_sync=keep").needs == {"prompt_stream", "keeps_kv"}
-    assert plugin("april").changes.keys() == {"whole_rollouts"} and not plugin("april").remedy
-    assert plugin("sortedrl").changes.keys() == {"whole_rollouts", "whole_groups"}
-    assert "unit=group" in plugin("sortedrl").remedy and not plugin("sortedrl:unit=group").remedy
-    assert plugin("periodic").changes.keys() == {"whole_rollouts", "hidden_states"}
+    periodic, asynchronous, april, sortedrl = (
+        plugin(name).requirement(name) for name in ("periodic", "asynchronous", "april", "sortedrl")
+    )
+    assert not periodic.needs and asynchronous.needs == april.needs == {"prompt_stream"}
+    assert april.changes.keys() == periodic.changes.keys() == {"whole_rollouts"} and not april.remedy
+    assert sortedrl.changes.keys() == {"whole_rollouts", "whole_groups"} and "unit=group" in sortedrl.remedy
+    assert not plugin("sortedrl:unit=group").requirement("sortedrl").remedy
 
 
 PACED = plugin("asynchronous:max_staleness=2").rule(1, 1)

@@ -74,7 +74,7 @@ def test_a_kl_term_is_of_the_tokens_that_go_through_with_their_weights() -> None
     assert error_in_deviations(steps, steps_of_whole.gradients[0]) < 3.5
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unweighted(Prefix):
     """The bias that Horvitz and Thompson's weights take away."""
 

@@ -14,13 +14,13 @@ from hand_made import plugin, random_groups
 from test_data import drawn, numbered
 from test_learner import make_learner
 
-from lit_grpo.budgets.batch_size import BatchSizer, SquaredNorm
+from lit_grpo.budgets.batch_size import BatchSize, SquaredNorm
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.compatibility import SHARDS, Part
+from lit_grpo.compatibility import SHARDS, Requirement
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.noise_scale import Goodput, NoiseScale, NormTest, Sizer, estimate
-from lit_grpo.plugins import RunFacts
+from lit_grpo.methods.noise_scale import Goodput, NoiseScale, NormTest, estimate
+from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
@@ -86,12 +86,16 @@ def test_what_cannot_be_told_apart_is_left_out() -> None:
 # ---- of a learner --------------------------------------------------------------------------------------
 
 
-class Hearing(BatchSizer):
+class Hearing(BatchSize):
     """Keeps what it hears."""
 
     def __init__(self, num_parts: int, scale: float = 1.0) -> None:
-        self.num_parts, self.scale = num_parts, scale
+        self.parts, self.scale = num_parts, scale
         self.heard: list[list[SquaredNorm]] = []
+
+    @property
+    def num_parts(self) -> int:
+        return self.parts
 
     @property
     def step_scale(self) -> float:
@@ -109,7 +113,7 @@ def groups() -> list[RolloutGroup]:
     return random_groups(random_policy(), REWARDS, noise=0.05)
 
 
-def gradient(of: list[RolloutGroup], sizer: BatchSizer | None = None, **options: Any) -> torch.Tensor:
+def gradient(of: list[RolloutGroup], sizer: BatchSize | None = None, **options: Any) -> torch.Tensor:
     learner, steps = make_learner(**options)
     learner.settings.sizer = sizer
     learner.learn(of)
@@ -151,31 +155,31 @@ def test_the_learning_rate_is_scaled() -> None:
 # ---- sizes ---------------------------------------------------------------------------------------------
 
 
-def fed(rule: NoiseScale, signal: float, noise: float, prompts: int = 8, steps: int = 1, ranks: int = 1) -> Sizer:
+def fed(rule: NoiseScale, signal: float, noise: float, prompts: int = 8, steps: int = 1, ranks: int = 1) -> NoiseScale:
     """Its worker, which has heard of steps that are exactly as expected."""
-    sizer = rule.worker()
+    sizer = fresh(rule)
     sizer.start_with(prompts)
     for _ in range(steps):
         half, whole = (SquaredNorm(a * signal + c * noise, a, c) for a, c in ((0.25, 1 / 16), (1.0, 1 / 8)))
         sizer.measured([half, whole])
-        sizer.learnt([], PassRule(), 1, lambda own: [own] * ranks)
+        sizer.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own] * ranks))
     return sizer
 
 
 def test_what_is_known_is_logged_and_a_mere_measure_changes_no_size() -> None:
     sizer = fed(NoiseScale(), 0.25, 5.0, steps=3)
-    logs = sizer.learnt([], PassRule(), 4, lambda own: [own])
+    logs = sizer.on_update_end(GroupBatch([], 4, PassRule(), lambda own: [own]))
     expected = {"noise/signal": 0.25, "noise/trace": 5.0, "noise/scale": 20.0, "noise/prompts": 8.0}
     assert logs == pytest.approx(expected | {"noise/step_scale": 1.0}) and sizer.num_prompts == 8
-    unknown = NoiseScale().worker()
+    unknown = fresh(NoiseScale())
     unknown.start_with(8)
-    assert math.isnan(unknown.learnt([], PassRule(), 1, lambda own: [own])["noise/scale"])
+    assert math.isnan(unknown.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own]))["noise/scale"])
     below = fed(NoiseScale(), -0.1, 5.0)
-    assert math.isnan(below.learnt([], PassRule(), 1, lambda own: [own])["noise/scale"])
+    assert math.isnan(below.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own]))["noise/scale"])
 
 
 def test_means_are_smoothed_and_each_step_weighs_as_it_should() -> None:
-    sizer = NoiseScale(smoothing=0.25).worker()
+    sizer = fresh(NoiseScale(smoothing=0.25))
     sizer.start_with(8)
     values = [1.0, 2.0, 5.0]
     for value in values:
@@ -183,7 +187,7 @@ def test_means_are_smoothed_and_each_step_weighs_as_it_should() -> None:
         sizer.measured([half, whole])
     weights = [0.75**2, 0.75, 1.0]
     mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    logs = sizer.learnt([], PassRule(), 1, lambda own: [own])
+    logs = sizer.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own]))
     assert (logs["noise/signal"], logs["noise/trace"]) == pytest.approx((mean, 3 * mean))
 
 
@@ -216,11 +220,11 @@ def test_goodput_is_best_at_the_noise_scale_where_steps_cost_nothing_by_themselv
 
 
 def test_sizes_and_means_go_on_from_a_checkpoint() -> None:
-    one, again = fed(Goodput(warm_up=1), 1.0, 16.0, steps=5), Goodput(warm_up=1).worker()
+    one, again = fed(Goodput(warm_up=1), 1.0, 16.0, steps=5), fresh(Goodput(warm_up=1))
     again.load_state_dict(one.state_dict())
     again.start_with(8)
     assert again.num_prompts == one.num_prompts == 32 and again.step_scale == one.step_scale == 2.0
-    logs = [each.learnt([], PassRule(), 9, lambda own: [own]) for each in (one, again)]
+    logs = [each.on_update_end(GroupBatch([], 9, PassRule(), lambda own: [own])) for each in (one, again)]
     assert logs[0] == logs[1]
 
 
@@ -240,10 +244,10 @@ def test_the_next_batch_of_the_stream_has_that_size() -> None:
     ("part", "sentence"),
     [
         (SHARDS, "whole weights on each rank, and trainer.strategy fsdp2 leaves a shard of them there; take ddp"),
-        (LearnerSettings(**SETTINGS, num_iterations=2).parts()[-1], "one optimizer step on each batch, and .* takes 2"),
         (
             LearnerSettings(**SETTINGS, sequence_parallel_size=2).parts()[-1],
-            "prompts of its own on each rank, and model.sequence_parallel_size 2 lets ranks share the tokens of each",
+            "whole packed rows of tokens, and prompts, of its own on each rank, and model.sequence_parallel_size 2 "
+            "lets ranks share the tokens of each",
         ),
         (
             LearnerSettings(**SETTINGS, max_tokens_per_micro_batch="auto").parts()[-1],
@@ -251,11 +255,14 @@ def test_the_next_batch_of_the_stream_has_that_size() -> None:
         ),
     ],
 )
-def test_what_it_needs_of_a_run_is_told(part: Part, sentence: str) -> None:
+def test_what_it_needs_of_a_run_is_told(part: Requirement, sentence: str) -> None:
     facts = RunFacts(num_prompts=4, num_generations=8, max_tokens=20, updates_per_batch=1)
     RolloutSession(make_plugins(["noise_scale"])).check(facts, [])
     with pytest.raises(ValueError, match=rf"^rollout\.plugins noise_scale needs {sentence}"):
         RolloutSession(make_plugins(["noise_scale"])).check(facts, [part])
+    facts.updates_per_batch = 2
+    with pytest.raises(ValueError, match=r"noise_scale: it needs one optimizer step on each batch, and .* takes 2"):
+        RolloutSession(make_plugins(["noise_scale"])).check(facts, [])
     with pytest.raises(ValueError, match="norm_test and goodput, which both decide how many prompts a batch has"):
         make_plugins(["norm_test", "goodput"])
 

@@ -15,10 +15,10 @@ from hand_made import make_module
 
 from lit_grpo import methods
 from lit_grpo.callbacks import RolloutScheduler
-from lit_grpo.compatibility import REQUIREMENTS, Part, check_together
+from lit_grpo.compatibility import REQUIREMENTS, Requirement, check_together
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods import make_plugins, shipped
-from lit_grpo.plugins import Plugin, RunFacts, Worker
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -64,22 +64,17 @@ METHODS = (
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counting(Plugin):
     """A method of a user's own, with something to remember."""
 
     step: int = 1
 
-    def worker(self) -> Worker:
-        return Counter(self.step)
+    def setup(self) -> None:
+        self.count = 0
 
-
-class Counter(Worker):
-    def __init__(self, step: int) -> None:
-        self.amount, self.count = step, 0
-
-    def learnt(self, groups: Any, pass_rule: Any, version: int, gather: Any) -> dict[str, float]:
-        self.count += self.amount
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
+        self.count += self.step
         return {"mine/count": float(self.count)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,28 +113,31 @@ def test_a_list_that_means_nothing_is_refused(specs: list[Any], sentence: str) -
 
 
 def test_parts_that_do_not_go_together_are_named_with_what_each_needs() -> None:
-    needy = Part("first", needs=frozenset({"whole_groups"}))
-    breaking = Part("second", changes={"whole_groups": "cuts groups"}, remedy="set cut to false")
+    needy = Requirement("first", needs=frozenset({"whole_groups"}))
+    breaking = Requirement("second", changes={"whole_groups": "cuts groups"}, remedy="set cut to false")
     with pytest.raises(ValueError) as caught:
         check_together([needy, breaking])
     assert str(caught.value) == (
         "first needs all members of a group to be in one update, and second cuts groups; set cut to false, or leave "
         "one of the two out."
     )
-    check_together([needy, Part("third", changes={"keeps_kv": "drops them"})])
-    check_together([Part("alone", needs=frozenset({"whole_groups"}), changes={"whole_groups": "cuts them"})])
+    check_together([needy, Requirement("third", changes={"all_ranks": "lacks some"})])
+    check_together([Requirement("alone", needs=frozenset({"whole_groups"}), changes={"whole_groups": "cuts them"})])
 
 
 def test_every_plug_in_speaks_of_what_there_is() -> None:
-    for plugin in shipped().values():
-        assert plugin.needs <= REQUIREMENTS.keys() and plugin.changes.keys() <= REQUIREMENTS.keys()
+    assert len(REQUIREMENTS) == 18
+    for name, plugin in shipped().items():
+        part = plugin.requirement(name)
+        assert part.needs <= REQUIREMENTS.keys() and part.changes.keys() <= REQUIREMENTS.keys()
 
 
 def refusal(*specs: str, data: object = None, **options: Any) -> str:
     """What a run with these plug-ins is refused with, nothing where it is not."""
     scheduler, module = RolloutScheduler(plugins=[*specs]), make_module("tiny", **options)
+    facts = RunFacts(4, 8, 2000, 1, generator=type(module.generator).__name__, abilities=module.generator.abilities)
     try:
-        scheduler.session.check(FACTS, scheduler._other_parts(data, module))
+        scheduler.session.check(facts, scheduler._other_parts(data, module))
     except ValueError as error:
         return str(error)
     return ""
@@ -159,39 +157,28 @@ def test_replay_needs_ratios_to_the_sampler_and_members_that_nobody_else_counts(
         assert refusal("rlep", objective=Objective(proximal=proximal)) == ""
     assert "estimator dcpo needs every member" in refusal("rlep", advantages=Advantages("dcpo"))
     kept = Objective(proximal="snapshots", correction=CORRECTED)
-    assert "proximal snapshots needs the weights of every policy" in refusal("repo", objective=kept)
+    assert "proximal snapshots takes them to policies whose weights it has to keep" in refusal("repo", objective=kept)
     assert refusal("rlep") == refusal(advantages=Advantages("dcpo")) == ""
 
 
 def test_what_decodes_beside_an_update_needs_devices_of_its_own() -> None:
-    assert "needs a generator with devices of its own, and model.generator SlotGenerator dec" in refusal("periodic")
+    said = "periodic: it needs a generator with devices of its own, and model.generator SlotGenerator decodes on"
+    assert said in refusal("periodic")
     assert refusal("periodic", generator=VLLMServerGenerator()) == ""
     said = refusal("april:at_sync=keep")
     assert "SlotGenerator drops them; take at_sync=recompute" in said or "prompts from" in said
 
 
-def test_hidden_states_are_looked_at_where_lengths_are_predicted() -> None:
-    session = RolloutSession(make_plugins(["arrol"]), predict_lengths=False)
-    with pytest.raises(ValueError, match=r"arrol needs the policy's hidden .* rollout\.predict_lengths false"):
-        session.check(FACTS, [])
+def test_a_plug_in_that_is_given_to_two_runs_begins_anew_in_each() -> None:
+    given = {"mine": Counting(2)}
+    ranks = SimpleNamespace(gather=lambda own: [own], size=1, own=0)
+    run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
+    batch: Any = SimpleNamespace(groups=[])
+    for _ in range(2):
+        assert RolloutSession(given).learnt(run, batch)["plugins"] == {"mine/count": 2.0}
 
 
-class Looking(Counting):
-    def worker(self) -> Worker:
-        worker = Counter(self.step)
-        worker.point = 8
-        return worker
-
-
-def test_two_that_look_at_hidden_states_are_refused() -> None:
-    session = RolloutSession(make_plugins(["arrol", f"{__name__}.Looking"]))
-    with pytest.raises(
-        ValueError, match=r"plugins arrol needs the one look at .*, and rollout\.plugins test_plugins\.Looking takes it"
-    ):
-        session.check(FACTS, [])
-
-
-def test_a_worker_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() -> None:
+def test_a_plug_in_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() -> None:
     session = RolloutSession(make_plugins([f"{__name__}.Counting:step=2"]))
     ranks = SimpleNamespace(gather=lambda own: [own], size=1, own=0)
     run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
@@ -202,15 +189,16 @@ def test_a_worker_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() -
     assert again.learnt(run, batch)["plugins"] == {"mine/count": 4.0}
 
 
-class Alternating(Counter):
-    def learnt(self, groups: Any, pass_rule: Any, version: int, gather: Any) -> dict[str, float]:
-        logged = super().learnt(groups, pass_rule, version, gather)
+@dataclass
+class Alternating(Counting):
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
+        logged = super().on_update_end(batch)
         return logged if self.count % 2 else {"mine/even": 1.0}
 
 
-def test_a_figure_that_a_worker_leaves_out_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_a_plug_in_leaves_out_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, module = RolloutScheduler(), make_module("tiny")
-    scheduler.session.workers["mine"] = Alternating(1)
+    scheduler.session = RolloutSession({"mine": Alternating(1)})
     logs: list[dict[str, float]] = []
     monkeypatch.setattr(module, "log_dict", lambda values: logs.append(dict(values)))
     module.learner = cast(Any, SimpleNamespace(snapshots=None))

@@ -12,9 +12,9 @@ import torch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline, PromptValues, explained
-from lit_grpo.plugins import RunFacts
-from lit_grpo.rollout.generator import Observation, StepEvents
+from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline, explained
+from lit_grpo.plugins import GroupBatch, RunFacts, fresh
+from lit_grpo.rollout.generator import Observation
 from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.shaping import Shaping
 
@@ -48,13 +48,13 @@ def features(answers: np.ndarray) -> np.ndarray:
     return np.column_stack([np.eye(4)[answers], np.zeros((len(answers), 2))]).astype(np.float32)
 
 
-def show(worker: PromptValues, groups: Sequence[RolloutGroup], shown: np.ndarray) -> None:
+def show(worker: CrossRolloutBaseline, groups: Sequence[RolloutGroup], shown: np.ndarray) -> None:
     """Let a worker hear of a rollout in which each completion showed a row of ``shown``; NaN of one that ended."""
     keys: list[Key] = [each.completion.request.key for members in groups for each in members.rollouts]
     worker.on_rollout_start(None)  # pyright: ignore[reportArgumentType]
     here = [not math.isnan(row.sum()) for row in shown]
     chosen = [key for key, is_here in zip(keys, here, strict=True) if is_here]
-    worker.on_step(StepEvents(observations=[Observation(chosen, AT, shown[here]), Observation(chosen, 1, shown[here])]))
+    worker.observe(Observation(chosen, AT, shown[here]))
 
 
 def draw(rng: np.random.Generator, prompts: np.ndarray, members: int = 2) -> tuple[list[RolloutGroup], np.ndarray]:
@@ -63,20 +63,22 @@ def draw(rng: np.random.Generator, prompts: np.ndarray, members: int = 2) -> tup
     return [group(str(n), REWARDS[its].tolist()) for n, its in enumerate(answers)], answers
 
 
-def learnt_from(seed: int, batches: int = 20) -> PromptValues:
+def learnt_from(seed: int, batches: int = 20) -> CrossRolloutBaseline:
     """A worker that has learnt from batches of both prompts."""
-    rng, worker = np.random.default_rng(seed), PromptValues(AT)
+    rng, worker = np.random.default_rng(seed), fresh(CrossRolloutBaseline(AT))
     for _ in range(batches):
         groups, answers = draw(rng, rng.integers(0, 2, 64))
         show(worker, groups, features(answers.reshape(-1)))
-        worker.learnt(groups, RULE, 0, alone)
+        worker.on_update_end(GroupBatch(groups, 0, RULE, alone))
     return worker
 
 
 def shape(groups: Sequence[RolloutGroup]) -> np.ndarray:
     """What the rule makes of groups of one size."""
     return np.array(
-        CrossRolloutBaseline(AT).shape(groups, [[0.0] * len(each.rollouts) for each in groups], RULE, alone)
+        CrossRolloutBaseline(AT).shape(
+            GroupBatch(groups, 0, RULE, alone), [[0.0] * len(each.rollouts) for each in groups]
+        )
     )
 
 
@@ -89,7 +91,7 @@ def test_the_gradient_is_unbiased_and_with_a_baseline_from_the_rollout_itself_it
     worker = learnt_from(seed=0)
     groups, answers = draw(np.random.default_rng(1), np.full(10_000, prompt))
     show(worker, groups, features(answers.reshape(-1)))
-    worker.join(groups, 1)
+    worker.add_members(GroupBatch(groups, 1, RULE, alone))
     own = np.array([[each.extra[VALUE] for each in members.rollouts] for members in groups])
     assert own.std() > 0.05  # what is predicted depends on the answer
 
@@ -111,12 +113,12 @@ def test_the_gradient_is_unbiased_and_with_a_baseline_from_the_rollout_itself_it
 
 def test_it_predicts_what_another_rollout_earns_and_not_the_luck_of_the_one_that_is_seen() -> None:
     """Features that tell the answer, of one prompt: the answer says nothing of what others earn."""
-    rng, worker, groups = np.random.default_rng(0), PromptValues(AT), list[RolloutGroup]()
+    rng, worker, groups = np.random.default_rng(0), fresh(CrossRolloutBaseline(AT)), list[RolloutGroup]()
     for _ in range(30):
         groups, answers = draw(rng, np.zeros(64, dtype=np.int64), members=4)
         show(worker, groups, features(answers.reshape(-1)))
-        worker.join(groups, 0)
-        worker.learnt(groups, RULE, 0, alone)
+        worker.add_members(GroupBatch(groups, 0, RULE, alone))
+        worker.on_update_end(GroupBatch(groups, 0, RULE, alone))
     predicted = np.array([each.extra[VALUE] for members in groups for each in members.rollouts])
     expected = float(CHANCES[0] @ REWARDS)
     assert np.abs(predicted - expected).max() < 0.05
@@ -145,62 +147,62 @@ def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
     gradients = []
     for rule in (CrossRolloutBaseline(AT), Shaping()):
         groups = ragged_groups()
-        PromptValues(AT).join(groups, 0)
+        fresh(CrossRolloutBaseline(AT)).add_members(GroupBatch(groups, 0, RULE, alone))
         learner, steps = make_learner(shaping=rule)
         learner.learn(groups)
         gradients.append(steps.gradients[0])
     assert torch.equal(*gradients) and gradients[0].norm() > 0
     single = group("a", [1.0])
     single.rollouts[0].extra[VALUE] = 0.5
-    assert CrossRolloutBaseline(AT).shape([single], [[0.125]], RULE, alone) == [[0.125]]
+    assert CrossRolloutBaseline(AT).shape(GroupBatch([single], 0, RULE, alone), [[0.125]]) == [[0.125]]
 
 
 def test_a_rollout_that_is_not_learnt_from_stays_so() -> None:
     members = group("a", [1.0, math.nan])
     for rollout in members.rollouts:
         rollout.extra[VALUE] = 0.5
-    first, second = CrossRolloutBaseline(AT).shape([members], [[0.0, math.nan]], RULE, alone)[0]
+    first, second = CrossRolloutBaseline(AT).shape(GroupBatch([members], 0, RULE, alone), [[0.0, math.nan]])[0]
     assert first == 0.5 and math.isnan(second)
 
 
 def test_rollouts_that_ended_before_are_predicted_by_what_such_ones_had_beside_them() -> None:
-    worker = PromptValues(AT)
+    worker = fresh(CrossRolloutBaseline(AT))
     groups = [group("a", [1.0, 0.0, 1.0, 1.0]), group("b", [0.0, 0.0, 0.0, 1.0])]
     shown = features(np.array([0, 1, 2, 3, 0, 1, 2, 3]))
     shown[0] = shown[4] = np.nan  # beside them, others earned 2/3 and 1/3
     show(worker, groups, shown)
-    worker.learnt(groups, RULE, 0, alone)
+    worker.on_update_end(GroupBatch(groups, 0, RULE, alone))
     show(worker, groups, np.full_like(shown, np.nan))
-    worker.join(groups, 0)
+    worker.add_members(GroupBatch(groups, 0, RULE, alone))
     assert [each.extra[VALUE] for each in groups[0].rollouts] == pytest.approx([0.5] * 4)
 
 
 def test_two_ranks_learn_what_one_would_have_learnt() -> None:
     rng = np.random.default_rng(0)
     groups, answers = draw(rng, rng.integers(0, 2, 16))
-    one, ranks = PromptValues(AT), [PromptValues(AT), PromptValues(AT)]
+    one, ranks = fresh(CrossRolloutBaseline(AT)), [fresh(CrossRolloutBaseline(AT)), fresh(CrossRolloutBaseline(AT))]
     show(one, groups, features(answers.reshape(-1)))
-    expected = one.learnt(groups, RULE, 0, alone)
+    expected = one.on_update_end(GroupBatch(groups, 0, RULE, alone))
     parts: list[Any] = []
     for worker, own in zip(ranks, (groups[:8], groups[8:]), strict=True):
         mine = answers[:8] if own[0] is groups[0] else answers[8:]
         show(worker, own, features(mine.reshape(-1)))
-        worker.learnt(own, RULE, 0, lambda value: parts.append(value) or [])
+        worker.on_update_end(GroupBatch(own, 0, RULE, lambda value: parts.append(value) or []))
     for worker in ranks:
         show(worker, [], np.empty((0, 6)))
-        figures = worker.learnt([], RULE, 0, lambda value: parts)
+        figures = worker.on_update_end(GroupBatch([], 0, RULE, lambda value: parts))
         assert figures == pytest.approx(expected, nan_ok=True)
         assert worker.state_dict()["ridge"] == one.state_dict()["ridge"]
 
 
 def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
-    worker, other = learnt_from(seed=3), PromptValues(AT)
+    worker, other = learnt_from(seed=3), fresh(CrossRolloutBaseline(AT))
     other.load_state_dict(worker.state_dict())
     groups, answers = draw(np.random.default_rng(5), np.array([0, 1, 1]))
     values = []
     for each in (worker, other):
         show(each, groups, features(answers.reshape(-1)))
-        each.join(groups, 0)
+        each.add_members(GroupBatch(groups, 0, RULE, alone))
         values.append([rollout.extra[VALUE] for members in groups for rollout in members.rollouts])
     assert values[0] == values[1] and len(set(values[0])) > 1
 

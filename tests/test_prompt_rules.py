@@ -269,7 +269,7 @@ def test_draws_follow_the_chances_and_depend_on_seed_prompt_and_visit_alone() ->
     assert asked[::2] != asked[1::2]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mine(PromptRule):
     """A user's own."""
 

@@ -13,9 +13,9 @@ from hand_made import plugin
 from test_loop import SAMPLING, FakeGenerator, prompts
 
 from lit_grpo.budgets.subsets import nearest_subset
-from lit_grpo.methods.arrol import Arrol, Pruner, is_left_whole
+from lit_grpo.methods.arrol import Arrol, is_left_whole
 from lit_grpo.methods.arrol_head import QualityHead, calibration_error, rising, within_auc
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import Completion, Key, PassRule, RolloutGroup
@@ -45,9 +45,9 @@ def shown(good: float) -> np.ndarray:
     return np.array([2.0 * good - 1, 0.5, 0.1, -1.0], dtype=np.float32)
 
 
-def make_pruner(*, proven: bool, keep: float = 0.5) -> Pruner:
+def make_pruner(*, proven: bool, keep: float = 0.5) -> Arrol:
     """A pruner whose head has seen that the first feature tells all, or that it tells nothing."""
-    pruner = Pruner(AT, keep, 0.5)
+    pruner = fresh(Arrol(AT, keep, 0.5))
     for _ in range(6):
         good = np.tile([0, 1, 0, 1, 1, 0, 0, 1], 4)
         success = good if proven else np.repeat([0, 1], 16)
@@ -61,7 +61,7 @@ def teach(head: QualityHead, features: np.ndarray, success: np.ndarray, groups: 
     head.learn(features, success, groups, np.ones(len(success)), np.zeros(0))
 
 
-def collect(pruner: Pruner, slots: int, lengths: dict[str, list[int]], good: dict[str, list[int]]) -> Any:
+def collect(pruner: Arrol, slots: int, lengths: dict[str, list[int]], good: dict[str, list[int]]) -> Any:
     loop = RolloutLoop(ShowingGenerator(slots, lengths, good), listeners=[pruner], points=(AT,))
     size = len(next(iter(lengths.values())))
     groups, stats = loop.collect(prompts(*lengths), size, SAMPLING, seed=0)
@@ -117,7 +117,7 @@ def test_survivors_are_balanced_and_one_group_in_eight_is_left_whole(slots: int)
     successes = [sum(good[name][path] for path in groups[name]) for name in names]
     assert [len(groups[name]) for name in names] == [4, 4, 4, 8]
     assert successes == [2, 1, 4, 4]
-    figures = pruner.metrics()
+    figures = pruner.metrics(alone)
     assert figures["rollout/pruned_completions"] == 12
     assert figures["rollout/discarded_tokens"] == 12 * (AT + 1)
     assert 0 < figures["rollout/pruned_tokens_saved"] <= 12 * (9 - AT - 1)
@@ -125,10 +125,10 @@ def test_survivors_are_balanced_and_one_group_in_eight_is_left_whole(slots: int)
 
 def test_nobody_is_dropped_before_the_head_is_proven() -> None:
     good = {name: [1, 0] * 4 for name in NAMES}
-    for pruner in (make_pruner(proven=False), Pruner(AT, 0.5, 0.5)):
+    for pruner in (make_pruner(proven=False), fresh(Arrol(AT, 0.5, 0.5))):
         groups = collect(pruner, 8, {name: [6] * 8 for name in NAMES}, good)
         assert all(len(group) == 8 for group in groups.values())
-        assert pruner.metrics()["rollout/pruned_completions"] == 0
+        assert pruner.metrics(alone)["rollout/pruned_completions"] == 0
 
 
 @pytest.mark.parametrize("ended", [0, 1, 2, 5])
@@ -158,7 +158,9 @@ def test_what_pruning_does_to_the_mean_reward_is_measured_where_it_is_not_done()
     loop = RolloutLoop(ShowingGenerator(64, {WHOLE: [8] * 8}, good), listeners=[pruner], points=(AT,))
     groups, _ = loop.collect(prompts(WHOLE), 8, SAMPLING, seed=0)
     reward(groups, good)
-    assert pruner.learnt(groups, PassRule("good"), 1, alone)["pruning/reward_shift"] == pytest.approx(0.5 - 0.75)
+    assert pruner.on_update_end(GroupBatch(groups, 1, PassRule("good"), alone))[
+        "pruning/reward_shift"
+    ] == pytest.approx(0.5 - 0.75)
 
 
 def test_nothing_is_learnt_from_what_is_replayed() -> None:
@@ -173,7 +175,7 @@ def test_nothing_is_learnt_from_what_is_replayed() -> None:
             request = replace(old.completion.request, path=(-1,))
             completion = Completion.of(request, old.completion, "stop")
             groups[0].rollouts.append(replace(old, completion=completion, reward=5.0, replayed=True))
-        quality = pruner.learnt(groups, PassRule("good"), 1, alone)
+        quality = pruner.on_update_end(GroupBatch(groups, 1, PassRule("good"), alone))
         states.append(repr(pruner.state_dict()) + repr(quality))
     assert states[0] == states[1]
 
@@ -260,7 +262,7 @@ def test_a_rollout_that_is_not_learnt_from_leaves_nothing() -> None:
 
 def test_the_plug_in_says_when_completions_are_dropped() -> None:
     arrol = plugin("arrol")
-    assert arrol == Arrol(512, 0.5, 0.5) and arrol.needs == {"whole_rollouts", "hidden_states", "separate_completions"}
+    assert arrol == Arrol(512, 0.5, 0.5) and arrol.needs == {"whole_rollouts", "separate_completions"}
     plugin("arrol:at=24,keep=0.25").check(RunFacts(2, 3, 26, 1))
     for max_tokens, num_generations, sentence in (
         (513, 8, r"at is 512, and sampling\.max_tokens is 513: 511 is the largest"),

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,9 +18,9 @@ from test_learner import make_learner, member
 
 from lit_grpo.budgets.memory import Remembered
 from lit_grpo.methods import make_plugins, shipped
-from lit_grpo.methods.replay import Replay, ReplayMemory
+from lit_grpo.methods.replay import Replay
 from lit_grpo.metrics import rollout_metrics
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import (
@@ -55,10 +56,10 @@ def group(prompt: Prompt, rewards: Sequence[float], version: int = 0, visit: int
     return RolloutGroup(prompt, members)
 
 
-def remembering(spec: str, *groups: RolloutGroup, version: int = 1) -> ReplayMemory:
-    memory = ReplayMemory(plugin(spec))
+def remembering(spec: str, *groups: RolloutGroup, version: int = 1) -> Replay:
+    memory = fresh(plugin(spec))
     for each in groups:
-        memory.learnt([each], EXACT, version, alone)
+        memory.on_update_end(GroupBatch([each], version, EXACT, alone))
     return memory
 
 
@@ -67,8 +68,8 @@ def alone(own: Any) -> list[Any]:
     return [own]
 
 
-def joined(memory: ReplayMemory, group: RolloutGroup, version: int) -> list[Rollout]:
-    memory.join([group], version)
+def joined(memory: Replay, group: RolloutGroup, version: int) -> list[Rollout]:
+    memory.add_members(GroupBatch([group], version, EXACT, alone))
     return [rollout for rollout in group.rollouts if rollout.replayed]
 
 
@@ -90,7 +91,7 @@ def test_the_most_recent_join_with_all_that_they_were_sampled_with() -> None:
     assert replayed[0].completion.versions_T.tolist() == [2, 2, 2] and replayed[0].completion.text == "text of 2"
     assert replayed[0].completion.logprobs_T.tolist() == group(FIRST, [1]).rollouts[0].completion.logprobs_T.tolist()
     assert failed.fresh == failed.rollouts[:4]
-    assert memory.metrics() == {
+    assert memory.metrics(alone) == {
         "replay/members": 2 / 6,
         "replay/age": 5.0,
         "replay/frac_revived": 1.0,
@@ -117,9 +118,9 @@ def test_random_ones_are_drawn_by_a_hash_of_the_visit_and_each_as_often() -> Non
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.25, 1 / 3, 0.5, 0.9])
 def test_no_more_join_than_the_share_allows(share: float) -> None:
     rule = Replay(members=50, share=share)
-    for fresh in range(1, 30):
-        most = max(count for count in range(51) if count <= share * (fresh + count) + 1e-9)
-        assert rule.most(fresh) == most
+    for number in range(1, 30):
+        most = max(count for count in range(51) if count <= share * (number + count) + 1e-9)
+        assert rule.most(number) == most
     assert Replay(members=3, share=0.5).most(10) == 3
     memory = remembering("rlep:members=5,share=0.25", group(FIRST, [1] * 6))
     assert len(joined(memory, group(FIRST, [0] * 8, 1, 1), 1)) == 2
@@ -141,7 +142,7 @@ def test_nothing_is_replayed_that_is_too_old_or_too_long_or_of_another_prompt() 
 def test_the_age_is_of_the_oldest_token() -> None:
     old = member(FIRST, 0, [1, 1, OBSERVED, 4, 4], [True] * 5, 1.0)
     memory = remembering("rlep:max_age=4", RolloutGroup(FIRST, [old]), version=5)
-    assert len(joined(memory, group(FIRST, [0, 0], 5, 1), 5)) == 1 and memory.metrics()["replay/age"] == 4
+    assert len(joined(memory, group(FIRST, [0, 0], 5, 1), 5)) == 1 and memory.metrics(alone)["replay/age"] == 4
     assert not joined(memory, group(FIRST, [0, 0], 6, 2), 6)
 
 
@@ -151,37 +152,43 @@ def test_groups_that_would_show_no_difference_or_are_not_learnt_from_get_none() 
     left_out, differs = group(FIRST, [0, 0, 0], 1, 3), group(FIRST, [0, 1, 1], 1, 4)
     for rollout in left_out.rollouts:
         rollout.kept = False
-    memory.join([passed, nothing, left_out, differs, RolloutGroup(replace(FIRST, visit=5), [])], 1)
+    memory.add_members(
+        GroupBatch([passed, nothing, left_out, differs, RolloutGroup(replace(FIRST, visit=5), [])], 1, EXACT, alone)
+    )
     assert [len(each.rollouts) for each in (passed, nothing, left_out, differs)] == [3, 3, 3, 5]
-    assert memory.metrics()["replay/members"] == 2 / (3 + 3 + 2) and memory.metrics()["replay/frac_revived"] == 0
+    assert (
+        memory.metrics(alone)["replay/members"] == 2 / (3 + 3 + 2) and memory.metrics(alone)["replay/frac_revived"] == 0
+    )
 
 
 def test_groups_that_arrive_one_after_another_are_joined_as_they_come() -> None:
     session = RolloutSession(make_plugins(["rlep"]))
-    memory = cast(ReplayMemory, session.workers["rlep"])
-    memory.learnt([group(FIRST, [1, 0])], EXACT, 1, alone)
+    memory = cast(Replay, session.acting["rlep"])
+    memory.on_update_end(GroupBatch([group(FIRST, [1, 0])], 1, EXACT, alone))
     groups = [group(SECOND, [0, 0], 1, 1), group(FIRST, [0, 0], 1, 1)]
-    arrived = [[len(each.rollouts) for each in some] for some in session._joined(iter([each] for each in groups), 1)]
-    assert arrived == [[2], [3]] and memory.metrics()["replay/members"] == 1 / 5
+    run: Any = SimpleNamespace(policy_version=1, pass_rule=EXACT, ranks=SimpleNamespace(gather=alone))
+    arriving = session._with_members(run, iter([each] for each in groups))
+    arrived = [[len(each.rollouts) for each in some] for some in arriving]
+    assert arrived == [[2], [3]] and memory.metrics(alone)["replay/members"] == 1 / 5
 
 
 # ---- what is remembered --------------------------------------------------------------------------------
 
 
 def test_successes_alone_are_remembered_and_each_once() -> None:
-    memory = ReplayMemory(plugin("rlep:members=9,share=0.9,choice=recent"))
+    memory = fresh(plugin("rlep:members=9,share=0.9,choice=recent"))
     batch = group(FIRST, [1, 0.9, math.nan, 1, 1, 2, 1])
     batch.rollouts[3].completion.finish_reason = "abort"
     batch.rollouts[4].learnt = True  # in an earlier part
     batch.rollouts[5].kept = False  # by a selection: it has passed all the same
     batch.rollouts[6] = member(FIRST, 6, [OBSERVED] * 3, [True] * 3, 1.0)  # nothing to learn from
-    memory.learnt([batch], EXACT, 1, alone)
+    memory.on_update_end(GroupBatch([batch], 1, EXACT, alone))
     again = group(FIRST, [0, 0], 1, 1)
     assert sources(joined(memory, again, 1)) == [(0, 5), (0, 0)]
-    memory.learnt([again], EXACT, 2, alone)  # what was replayed is not remembered as of this visit
-    assert memory.metrics()["replay/members"] == 0  # of the next batch, so far
+    memory.on_update_end(GroupBatch([again], 2, EXACT, alone))  # what was replayed is not remembered as of this visit
+    assert memory.metrics(alone)["replay/members"] == 0  # of the next batch, so far
     third = joined(memory, group(FIRST, [0, 0], 2, 2), 2)
-    assert sources(third) == [(0, 5), (0, 0)] and memory.metrics()["replay/age"] == 2
+    assert sources(third) == [(0, 5), (0, 0)] and memory.metrics(alone)["replay/age"] == 2
 
 
 def test_of_equal_completions_the_last_is_remembered() -> None:
@@ -192,17 +199,19 @@ def test_of_equal_completions_the_last_is_remembered() -> None:
 
 
 def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
-    memory = ReplayMemory(plugin("rlep:kept=3,max_age=5,members=9,share=0.9,choice=recent"))
+    memory = fresh(plugin("rlep:kept=3,max_age=5,members=9,share=0.9,choice=recent"))
     for visit in range(4):
-        memory.learnt(
-            [group(FIRST, [1, 1], visit, visit), group(SECOND, [0, 0], visit, visit)], EXACT, visit + 1, alone
+        memory.on_update_end(
+            GroupBatch(
+                [group(FIRST, [1, 1], visit, visit), group(SECOND, [0, 0], visit, visit)], visit + 1, EXACT, alone
+            )
         )
     assert len(memory.state_dict()["path"]) == 3
     assert sources(joined(memory, group(FIRST, [0] * 4, 4, 4), 4)) == [(3, 1), (3, 0), (2, 1)]
-    memory.learnt([], EXACT, 8, alone)
-    assert len(memory.state_dict()["path"]) == 2 and memory.metrics()["replay/prompts"] == 1
-    memory.learnt([], EXACT, 9, alone)
-    assert not memory.state_dict()["path"] and memory.metrics()["replay/prompts"] == 0
+    memory.on_update_end(GroupBatch([], 8, EXACT, alone))
+    assert len(memory.state_dict()["path"]) == 2 and memory.metrics(alone)["replay/prompts"] == 1
+    memory.on_update_end(GroupBatch([], 9, EXACT, alone))
+    assert not memory.state_dict()["path"] and memory.metrics(alone)["replay/prompts"] == 0
 
 
 def test_of_a_group_with_many_successes_the_last_that_differ_are_remembered() -> None:
@@ -216,7 +225,7 @@ def test_of_a_group_with_many_successes_the_last_that_differ_are_remembered() ->
     ]
 
 
-def rows(memory: ReplayMemory) -> list[Any]:
+def rows(memory: Replay) -> list[Any]:
     """All that a memory holds, bit for bit."""
     state = memory.state_dict()
     return [value.tolist() if isinstance(value, torch.Tensor) else repr(value) for value in state.values()]
@@ -226,11 +235,11 @@ def test_a_checkpoint_brings_all_back_bit_for_bit() -> None:
     memory = remembering("rlep:choice=recent", group(FIRST, [1, 1]), group(SECOND, [0, 3.25]))
     mixed = member(FIRST, 5, [0, OBSERVED, 1, 1], [True, True, False, True], 1.0)
     mixed.completion.entropy = 0.1 + 0.2
-    memory.learnt([RolloutGroup(FIRST, [mixed])], EXACT, 2, alone)
+    memory.on_update_end(GroupBatch([RolloutGroup(FIRST, [mixed])], 2, EXACT, alone))
     file = io.BytesIO()
     torch.save(memory.state_dict(), file)
     file.seek(0)
-    again = ReplayMemory(plugin("rlep:choice=recent"))
+    again = fresh(plugin("rlep:choice=recent"))
     again.load_state_dict(torch.load(file, weights_only=True))
     assert rows(again) == rows(memory)
     (one, _), (other, _) = (joined(each, group(FIRST, [0, 0], 2, 1), 2) for each in (memory, again))
@@ -238,7 +247,7 @@ def test_a_checkpoint_brings_all_back_bit_for_bit() -> None:
     for name in ("token_ids_T", "logprobs_T", "versions_T", "trained_T"):
         assert getattr(one.completion, name).equal(getattr(other.completion, name))
     assert other.completion.entropy == 0.1 + 0.2 and other.rewards == {"exact": 1.0}
-    fewer, none = ReplayMemory(plugin("rlep:kept=1")), ReplayMemory(plugin("rlep"))
+    fewer, none = fresh(plugin("rlep:kept=1")), fresh(plugin("rlep"))
     fewer.load_state_dict(memory.state_dict())
     assert fewer.state_dict()["path"] == [[5], [1]]
     again.load_state_dict(none.state_dict())
@@ -249,10 +258,10 @@ def test_ranks_remember_the_same() -> None:
     batches = [[group(FIRST, [1, 0, 1])], [group(SECOND, [1, 1]), group(FIRST, [0, 1], visit=1)]]
     parts: list[list[Remembered]] = []
     for batch in batches:  # what each rank would give
-        ReplayMemory(plugin("rlep")).learnt(batch, EXACT, 1, lambda own: [parts.append(own) or []])
-    ranks = [ReplayMemory(plugin("rlep")) for _ in batches]
+        fresh(plugin("rlep")).on_update_end(GroupBatch(batch, 1, EXACT, lambda own: [parts.append(own) or []]))
+    ranks = [fresh(plugin("rlep")) for _ in batches]
     for memory, batch in zip(ranks, batches, strict=True):
-        memory.learnt(batch, EXACT, 1, lambda own: parts)
+        memory.on_update_end(GroupBatch(batch, 1, EXACT, lambda own: parts))
     assert rows(ranks[0]) == rows(ranks[1])
     assert ranks[0].state_dict()["prompt_id"] == ["train/0"] * 3 + ["train/1"] * 2
 
@@ -260,7 +269,7 @@ def test_ranks_remember_the_same() -> None:
 # ---- what is learnt from it ----------------------------------------------------------------------------
 
 
-def learnt_groups(logprobs: str = "recomputed") -> tuple[ReplayMemory, list[RolloutGroup]]:
+def learnt_groups(logprobs: str = "recomputed") -> tuple[Replay, list[RolloutGroup]]:
     """A memory of two prompts, and groups of their next visits: one of failures alone."""
     first = [member(FIRST, 0, [0] * 6, [True] * 6, 1.0), member(FIRST, 1, [0, 0, 1, 1], [True] * 4, 1.0)]
     second = [member(SECOND, 0, [1, 1, OBSERVED, 1, 1], [True] * 5, 1.0)]
@@ -309,7 +318,7 @@ def formula(groups: Sequence[RolloutGroup], corrected: bool, recomputed: bool = 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_replayed_members_are_learnt_from_as_members_given_by_hand(corrected: bool, logprobs: str) -> None:
     memory, groups = learnt_groups(logprobs)
-    memory.join(groups, 4)
+    memory.add_members(GroupBatch(groups, 4, EXACT, alone))
     recomputed = logprobs == "recomputed"
     stored = [rollout.completion.logprobs_T.clone() for each in groups for rollout in each.rollouts]
     assert [len(each.rollouts) for each in groups] == [5, 5]
@@ -345,7 +354,7 @@ def test_a_group_of_failures_gets_its_difference_from_them() -> None:
     learner, steps = make_learner()
     learner.learn(groups[:1])
     assert not steps.gradients[0].any()
-    memory.join(groups, 4)
+    memory.add_members(GroupBatch(groups, 4, EXACT, alone))
     learner.learn(groups[:1])
     advantages = [rollout.advantage for rollout in groups[0].rollouts]
     assert all(advantage < 0 for advantage in advantages[:3]) and all(advantage > 0 for advantage in advantages[3:])
@@ -357,7 +366,7 @@ def test_history_and_metrics_know_nothing_of_them() -> None:
     outcomes = []
     for version in (None, 4):
         if version is not None:
-            memory.join(groups, version)
+            memory.add_members(GroupBatch(groups, version, EXACT, alone))
         learner, steps = make_learner()
         steps.policy_version = 4
         logged = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 4, Ranks())
@@ -373,7 +382,7 @@ def test_history_and_metrics_know_nothing_of_them() -> None:
 
 def test_a_reward_by_function_counts_in_advantages() -> None:
     memory, groups = learnt_groups()
-    memory.join(groups, 4)
+    memory.add_members(GroupBatch(groups, 4, EXACT, alone))
     rewards = GroupRewards.of(groups, ["exact"])
     assert rewards.by_function_RK[:, 0].tolist() == rewards.rewards_R.tolist()
     assert rewards.groups_R.tolist() == [0] * 5 + [1] * 5
@@ -406,7 +415,7 @@ def test_groups_that_leave_in_parts_are_refused(mode: str) -> None:
         check("rlep", mode)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shortest(Replay):
     """A rule of a user's own."""
 
@@ -420,7 +429,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
     )
     assert plugin(f"{__name__}.Shortest:members=1") == Shortest(members=1)
     memory = remembering(f"{__name__}.Shortest:members=1", group(FIRST, [1, 1]))
-    memory.learnt([RolloutGroup(FIRST, [sampled(FIRST, 7, [5], 1)])], EXACT, 1, alone)
+    memory.on_update_end(GroupBatch([RolloutGroup(FIRST, [sampled(FIRST, 7, [5], 1)])], 1, EXACT, alone))
     assert len(joined(memory, group(FIRST, [0, 0], 1, 1), 1)[0].completion.token_ids_T) == 1
 
 

@@ -17,7 +17,7 @@ from test_learner import make_learner, ragged_groups
 
 from benchmarks.conversation_tokens import check, wrong
 from benchmarks.conversations import CHATML, FAMILIES, GENERATORS, chat_tokenizer, play, template_of
-from lit_grpo.compatibility import Part, check_together
+from lit_grpo.compatibility import check_together
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.methods import make_plugins
@@ -329,20 +329,20 @@ def test_random_conversations_are_learnt_from_as_they_were_sampled(family: str) 
 )
 def test_what_takes_a_completion_together_is_refused(objective: Objective, message: str) -> None:
     rule = Environments(factory=Asks, history="rerendered")
-    part = Part("rollout.plugins environments", rule.needs, rule.changes, rule.remedy)
+    part = rule.requirement("rollout.plugins environments")
     with pytest.raises(ValueError, match=f"{message}.* makes each turn a row of its own; set its history to appended"):
         check_together([*objective.parts, part])
     plain = Environments(factory=Asks)
-    check_together([*objective.parts, Part("environments", plain.needs, plain.changes)])
+    check_together([*objective.parts, plain.requirement("environments")])
 
 
 def test_rollouts_in_parts_and_replay_are_refused() -> None:
     rule = Environments(factory=Asks, history="rerendered")
-    part = Part("rollout.plugins environments", rule.needs, rule.changes, rule.remedy)
+    part = rule.requirement("rollout.plugins environments")
     for name, message in (("april", "needs every group to be sampled whole"), ("rlep", "needs each completion to be")):
         other = make_plugins([name])[name]
         with pytest.raises(ValueError, match=message):
-            check_together([part, Part(f"rollout.plugins {name}", other.needs, other.changes)])
+            check_together([part, other.requirement(f"rollout.plugins {name}")])
 
 
 @pytest.mark.parametrize(

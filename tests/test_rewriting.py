@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from conftest import save_tokenizer
 
-from lit_grpo.budgets.rewriting import Rewriter, Rewriting
+from lit_grpo.budgets.rewriting import Rewriting
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.methods import make_plugins
 from lit_grpo.rollout.session import RolloutSession
@@ -19,21 +19,13 @@ from lit_grpo.types import Prompt
 ROWS: Any = [{"prompt": f"{number}+{number}="} for number in range(4)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class EveryOther(Rewriting):
     """Puts a preface before every other prompt: at even visits before even rows, at odd visits before odd rows."""
 
+    what: ClassVar[str] = "preface"
+
     preface: str = "add "
-
-    def worker(self) -> Rewriter:
-        return Prefacing(self.preface)
-
-
-class Prefacing(Rewriter):
-    what = "preface"
-
-    def __init__(self, preface: str) -> None:
-        self.preface = preface
 
     def largest(self, prompt: Prompt) -> Prompt:
         return replace(self.writer.put_before(prompt, self.preface), extra={"preface": 1.0})
@@ -43,7 +35,7 @@ class Prefacing(Rewriter):
         return self.largest(prompt) if (row + prompt.visit) % 2 == 0 else prompt
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unchanged(Rewriting):
     """The base class, by another name."""
 
@@ -65,7 +57,7 @@ def data_of(tokenizer: str, *specs: str, rows: Any = ROWS, **options: Any) -> Pr
     data = PromptDataModule(tokenizer, train=rows, batch_size=1, shuffle=False, **options)
     data.setup("fit")
     session = RolloutSession(make_plugins([*specs]))
-    data.plug_in(session.prompt_rule, session.rewriter, on_demand=False)
+    data.plug_in(session.prompt_rule, session.rewriting, on_demand=False)
     return data
 
 

@@ -17,7 +17,7 @@ from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.budgets.foresight import MOST_LEFT, Foresight
 from lit_grpo.budgets.history import PromptHistory, Record
 from lit_grpo.budgets.prompts import PromptChooser
-from lit_grpo.compatibility import Part
+from lit_grpo.compatibility import Requirement
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.faults import Phases
 from lit_grpo.methods import make_plugins, shipped
@@ -133,15 +133,11 @@ def test_what_scores_groups_or_waits_is_given_whole_rounds(kind: str) -> None:
     assert generator.num_steps == 62 and sizes == ([4, 4] if kind == "of a group" else [])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Odd(Allocation):
     """Asks for more or fewer without any order, up to three times."""
 
     seed: int = 0
-
-    @property
-    def has_rounds(self) -> bool:
-        return True
 
     def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
         drawn = random.Random(f"{self.seed} {num_rewarded} {num_passed} {num_rounds} {num_first}")
@@ -405,7 +401,7 @@ def test_ranks_share_what_stands_behind_the_batch() -> None:
     assert [[prompt.prompt_id for prompt in some] for some in taken] == [["p4", "p6", "p8"], ["p5"]]
     largest = max(stream._taken for stream in streams)
     for stream in streams:
-        stream.agree(lambda value: max(value, float(largest)))
+        stream.sync_draws_across_ranks(lambda value: max(value, float(largest)))
     assert [[each.prompt_id for each in next(iter(stream)).prompts] for stream in streams] == [
         ["p10", "p11"],
         ["p12", "p13"],
@@ -415,6 +411,6 @@ def test_ranks_share_what_stands_behind_the_batch() -> None:
 def test_replacing_needs_our_prompts_and_a_number() -> None:
     with pytest.raises(ValueError, match=r"replace_flat:most=-1: most must be at least 1, not -1"):
         session_of("replace_flat:most=-1")
-    own = Part("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"})
+    own = Requirement("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"})
     with pytest.raises(ValueError, match=r"replace_flat needs prompts from .*PromptDataModule, and a dataloader of"):
         session_of("replace_flat").check(FACTS, [own])

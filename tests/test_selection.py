@@ -91,7 +91,7 @@ def advantages(
         chosen_R = selection.choose(rewards, rollouts, lambda _: entropies, progress)
         counted = rewards if selection.counts == "group" else rewards.only(chosen_R)
         of_ranks.append(estimator(counted.rewards_R, counted.groups_R).masked_fill(~chosen_R, math.nan))
-    if "all_ranks" in selection.needs:
+    if "all_ranks" in selection.requirement("").needs:
         everyone_R = torch.cat(of_ranks)
         kept_R = selection.choose_from_batch(everyone_R, len(groups), progress)
         of_ranks = [*everyone_R.masked_fill(~kept_R, math.nan).split([len(each) for each in of_ranks])]
@@ -337,12 +337,15 @@ def test_two_selections_are_refused() -> None:
 def test_any_choice_of_completions_can_have_a_share_of_tokens() -> None:
     """By a class of a user's own that derives from both."""
 
-    @dataclass(frozen=True)
+    @dataclass
     class RandomTokens(TokenShare, RandomMembers):
         pass
 
     selection = RandomTokens(2, first_tokens=0.5)
-    assert selection.needs == {"all_ranks"} and (selection.token_share(0.0), selection.token_share(1.0)) == (0.5, 1.0)
+    assert selection.requirement("").needs == {"all_ranks"} and (
+        selection.token_share(0.0),
+        selection.token_share(1.0),
+    ) == (0.5, 1.0)
     groups = groups_of([1.0, 0.0, 0.5, 0.2])
     assert known(advantages(selection, groups)[0]) == known(advantages(RandomMembers(2), groups)[0])
     with pytest.raises(ValueError, match="keep must be"):
@@ -362,4 +365,4 @@ def test_a_scheduler_says_before_each_run_which_rollouts_a_module_learns_from() 
     RolloutScheduler().setup(trainer, module, "validate")  # pyright: ignore[reportArgumentType]
     assert module.settings.selection == MaxVariance(2)
     with pytest.raises(ValueError, match=r"keep is 5, but model\.num_generations is 4"):
-        module.learn_from(MaxVariance(5))
+        module.set_plugins(MaxVariance(5))

@@ -15,28 +15,23 @@ from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradi
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods import make_plugins
-from lit_grpo.types import PassRule, Rollout, RolloutGroup
-from lit_grpo.update.advantages.shaping import Gather, Shaping
+from lit_grpo.plugins import GroupBatch
+from lit_grpo.types import PassRule, Rollout
+from lit_grpo.update.advantages.shaping import Shaping
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.selection import Selection
 
 
-@dataclass(frozen=True)
+@dataclass
 class ByLength(Shaping):
     """Less for each token that was sampled, and more where something passed."""
 
     cost: float = 0.25
 
-    def shape(
-        self,
-        groups: Sequence[RolloutGroup],
-        advantages: Sequence[Sequence[float]],
-        pass_rule: PassRule,
-        gather: Gather,
-    ) -> list[list[float]]:
+    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         return [
-            [self.of(each, value, pass_rule) for each, value in zip(group.rollouts, values, strict=True)]
-            for group, values in zip(groups, advantages, strict=True)
+            [self.of(each, value, batch.pass_rule) for each, value in zip(group.rollouts, values, strict=True)]
+            for group, values in zip(batch.groups, advantages, strict=True)
         ]
 
     def of(self, rollout: Rollout, advantage: float, pass_rule: PassRule) -> float:
@@ -89,11 +84,9 @@ def test_a_rollout_without_a_reward_is_not_learnt_from() -> None:
 def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
     seen: list[torch.Tensor] = []
 
-    @dataclass(frozen=True)
+    @dataclass
     class Noting(Selection):
-        @property
-        def needs(self) -> frozenset[str]:
-            return frozenset({"all_ranks"})
+        needs = frozenset({"all_ranks"})
 
         def choose_from_batch(self, advantages_R: torch.Tensor, num_groups: int, progress: float) -> torch.Tensor:
             seen.append(advantages_R)
@@ -115,7 +108,7 @@ def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
 )
 def test_advantages_that_do_not_fit_are_refused(returned: Any, message: str) -> None:
     class Wrong(Shaping):
-        def shape(self, groups: Any, advantages: Sequence[Sequence[float]], pass_rule: PassRule, gather: Gather) -> Any:
+        def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Any:
             return returned(advantages)
 
     with pytest.raises(ValueError, match=message):

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.rollouts import Stepped
 from lit_grpo.methods.eptree import EPTree
+from lit_grpo.plugins import fresh
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import digest
@@ -871,9 +872,9 @@ def test_groups_that_leave_in_parts_leave_no_keys_and_values_either(make: Any, p
 
 def test_forks_of_what_has_ended_copy_it(make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, computed = make(64, policy), counted_prefill(monkeypatch)
-    listener = EPTree(2, 1, 2).worker()
+    listener = fresh(EPTree(2, 1, 2))
     RolloutLoop(generator, listeners=[listener]).collect(PROMPTS[:3], 4, SamplingParams(max_tokens=40), 0)
-    assert listener.metrics()["rollout/branched_tokens_saved"] > 100
+    assert listener.metrics(list)["rollout/branched_tokens_saved"] > 100
     for prompt in PROMPTS[:3]:
         computed.remove(len(prompt.token_ids))
     assert all(number < slot_prompts._LEAST_COPIED for number in computed)  # for which a copy is not worth it

@@ -63,10 +63,10 @@ def taken(loaders: list[PromptLoader]) -> list[list[str]]:
 def test_ranks_get_prompts_in_order_until_lengths_are_known_and_then_by_these() -> None:
     loaders = [PromptLoader(prompts(8), 4, rank, 2, shuffle=False) for rank in range(2)]
     for loader in loaders:
-        loader.go_by(PromptHistory())
+        loader.use_history(PromptHistory())
     assert taken(loaders) == [[f"train/{place}" for place in places] for places in (range(4), range(4, 8))]
     for loader in loaders:
-        loader.go_by(history([100, 90, 80, 70, 10, 10, 10, 10]))
+        loader.use_history(history([100, 90, 80, 70, 10, 10, 10, 10]))
     first, second = taken(loaders)
     assert sorted(first + second) == [f"train/{place}" for place in range(8)]
     tokens = {f"train/{place}": length for place, length in enumerate([100, 90, 80, 70, 10, 10, 10, 10])}
@@ -76,5 +76,5 @@ def test_ranks_get_prompts_in_order_until_lengths_are_known_and_then_by_these() 
 def test_a_new_prompt_counts_as_the_others_do_on_average() -> None:
     loaders = [PromptLoader(prompts(4), 2, rank, 2, shuffle=False) for rank in range(2)]
     for loader in loaders:
-        loader.go_by(history([50, 10]))  # and 30 are expected of the other two
+        loader.use_history(history([50, 10]))  # and 30 are expected of the other two
     assert taken(loaders) == [["train/0", "train/1"], ["train/2", "train/3"]]

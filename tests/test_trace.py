@@ -14,7 +14,8 @@ import pytest
 from hand_made import Environment, make_rollout
 from test_trees import PROMPTS, SAMPLING, Found, by_prompt, sampler, tokens
 
-from lit_grpo.methods.trace import ContrastiveTree, TreeExpander, anchors, divided, features
+from lit_grpo.methods.trace import ContrastiveTree, anchors, divided, features
+from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.types import (
     EMPTY,
     OBSERVED,
@@ -74,7 +75,7 @@ def test_of_equal_anchors_each_gets_one_before_any_gets_two() -> None:
 
 @pytest.mark.parametrize("num_slots", [2, 32])
 def test_a_group_goes_on_from_its_anchors_by_the_division(num_slots: int, collect: Any) -> None:
-    worker = ContrastiveTree(width=20, window=4).worker()
+    worker = fresh(ContrastiveTree(width=20, window=4))
     worker.chances = lambda features: 0.1 + 0.8 * (np.abs(features[:, -1]) % 1)  # by the number of tokens, to have some
     found, stats = collect(num_slots, 8, worker)
     for prompt, members in by_prompt(found).items():
@@ -97,22 +98,22 @@ def test_a_group_goes_on_from_its_anchors_by_the_division(num_slots: int, collec
                 (place for place in begins if branch.token_ids_T[:place].equal(parent.token_ids_T[:place])), default=0
             )
             counts[key[2][:-1], shared] = counts.get((key[2][:-1], shared), 0) + 1
-        fresh = sum(number for (_, shared), number in counts.items() if not shared)
-        assert fresh == more[-1]
+        filled = sum(number for (_, shared), number in counts.items() if not shared)
+        assert filled == more[-1]
         assert sorted((shared, number) for (_, shared), number in counts.items() if shared) == expected
-    saved = worker.metrics()["rollout/branched_tokens_saved"]
+    saved = worker.metrics(list)["rollout/branched_tokens_saved"]
     assert saved > 0
     sampled = sum(each.num_sampled for each in found.values())
     assert stats.num_tokens == sampled - saved
 
 
 def test_what_is_sampled_does_not_depend_on_the_slots(collect: Any) -> None:
-    one, two, many = (tokens(collect(slots, 8, ContrastiveTree(20).worker())[0]) for slots in (2, 5, 32))
+    one, two, many = (tokens(collect(slots, 8, fresh(ContrastiveTree(20)))[0]) for slots in (2, 5, 32))
     assert one == two == many and len(one) == 60
 
 
 def test_a_width_of_the_paths_that_begin_samples_what_a_run_without_it_does(collect: Any) -> None:
-    assert tokens(collect(4, 4, ContrastiveTree(4).worker())[0]) == tokens(collect(4, 4)[0])
+    assert tokens(collect(4, 4, fresh(ContrastiveTree(4)))[0]) == tokens(collect(4, 4)[0])
 
 
 # ---- what is learnt ----------------------------------------------------------------------------------------
@@ -140,21 +141,21 @@ def batch(rng: random.Random, visit: int) -> list[RolloutGroup]:
     return [RolloutGroup(prompt, rollouts)]
 
 
-def learn(worker: TreeExpander, num_batches: int) -> dict[str, float]:
+def learn(worker: ContrastiveTree, num_batches: int) -> dict[str, float]:
     rng, logs = random.Random(0), {}
     worker.on_rollout_start(None)  # pyright: ignore
     for visit in range(num_batches):
-        logs = worker.learnt(batch(rng, visit), PASSES, visit, lambda value: [value])
+        logs = worker.on_update_end(GroupBatch(batch(rng, visit), visit, PASSES, lambda value: [value]))
     return logs
 
 
-def chances(worker: TreeExpander) -> list[float]:
+def chances(worker: ContrastiveTree) -> list[float]:
     turns = [anchors(path(0, 5, heard, 9))[1] for heard in (7, 8)]
     return worker.chances(np.array([features((2, 3, 4), each, 32) for each in [*turns, EMPTY]])).tolist()
 
 
 def test_it_learns_which_turns_pass() -> None:
-    worker = ContrastiveTree().worker()
+    worker = fresh(ContrastiveTree())
     assert chances(worker) == [0.5, 0.5, 0.5]
     logs = learn(worker, 12)
     good, bad, root = chances(worker)
@@ -164,7 +165,7 @@ def test_it_learns_which_turns_pass() -> None:
 
 
 def test_a_checkpoint_keeps_what_was_learnt() -> None:
-    worker, other = ContrastiveTree().worker(), ContrastiveTree().worker()
+    worker, other = fresh(ContrastiveTree()), fresh(ContrastiveTree())
     learn(worker, 3)
     other.load_state_dict(worker.state_dict())
     assert chances(other) == chances(worker) != [0.5] * 3
@@ -174,9 +175,9 @@ def test_members_without_a_reward_teach_nothing() -> None:
     groups = batch(random.Random(0), 0)
     for rollout in groups[0].rollouts:
         rollout.reward = math.nan
-    worker = ContrastiveTree().worker()
+    worker = fresh(ContrastiveTree())
     worker.on_rollout_start(None)  # pyright: ignore
-    assert worker.learnt(groups, PASSES, 0, lambda value: [value]) == {}
+    assert worker.on_update_end(GroupBatch(groups, 0, PASSES, lambda value: [value])) == {}
     assert chances(worker) == [0.5] * 3
 
 
@@ -184,18 +185,18 @@ def test_ranks_learn_as_one() -> None:
     """Two ranks with a group each end as one that has both, and log the same."""
     rng = random.Random(1)
     first, second = batch(rng, 0), batch(rng, 1)
-    alone, ranks = ContrastiveTree().worker(), ContrastiveTree().worker()
+    alone, ranks = fresh(ContrastiveTree()), fresh(ContrastiveTree())
     for worker in (alone, ranks):
         worker.on_rollout_start(None)  # pyright: ignore
     theirs = iter([[row for each in second[0].rollouts for row in ranks._rows(each, PASSES)], []])
-    logged = alone.learnt([*first, *second], PASSES, 0, lambda value: [value])
-    together = ranks.learnt(first, PASSES, 0, lambda value: [value, next(theirs)])
+    logged = alone.on_update_end(GroupBatch([*first, *second], 0, PASSES, lambda value: [value]))
+    together = ranks.on_update_end(GroupBatch(first, 0, PASSES, lambda value: [value, next(theirs)]))
     assert together["trace/explained"] == pytest.approx(logged["trace/explained"])
     assert chances(ranks) == pytest.approx(chances(alone))
 
 
 def test_contrast_is_the_share_of_continuations_that_end_otherwise_than_their_path() -> None:
-    worker = ContrastiveTree().worker()
+    worker = fresh(ContrastiveTree())
     worker.on_rollout_start(None)  # pyright: ignore
     group = batch(random.Random(2), 0)[0]
     for number, rollout in enumerate(group.rollouts[:4]):
@@ -204,7 +205,7 @@ def test_contrast_is_the_share_of_continuations_that_end_otherwise_than_their_pa
     worker._continued = {each.completion.request.key for each in group.rollouts[:4]}
     passed = [each.rewards["r"] for each in group.rollouts]
     expected = sum(passed[number] != passed[4 + number // 2] for number in range(4)) / 4
-    assert worker.learnt([group], PASSES, 0, lambda value: [value])["trace/contrast"] == expected
+    assert worker.on_update_end(GroupBatch([group], 0, PASSES, lambda value: [value]))["trace/contrast"] == expected
     assert 0 < expected < 1
 
 

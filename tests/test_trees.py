@@ -21,7 +21,7 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.methods.arpo import AEPO, ARPO
 from lit_grpo.methods.eptree import EPTree, step_signals
 from lit_grpo.methods.treepo import TreePO, relative_advantages
-from lit_grpo.plugins import RunFacts, Worker
+from lit_grpo.plugins import Plugin, RunFacts, fresh
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
@@ -72,7 +72,7 @@ def common(first: Completion, second: Completion) -> int:
 @pytest.mark.parametrize("num_slots", [2, 16])
 @pytest.mark.parametrize("settings", [EPTree(2, 1, 2), EPTree(1, 3, 1), EPTree(3, 2, 1)])
 def test_trees_fork_at_their_least_likely_tokens(settings: EPTree, num_slots: int, collect: Any) -> None:
-    worker = settings.worker()
+    worker = fresh(settings)
     found, stats = collect(num_slots, 3, worker)
     begun_with: dict[Key, int] = {}
     for root in [key for key in found if len(key[2]) == 1]:
@@ -100,12 +100,12 @@ def test_trees_fork_at_their_least_likely_tokens(settings: EPTree, num_slots: in
     saved = sum(begun_with.values())
     assert stats.num_tokens == sum(each.num_tokens for each in found.values()) - saved
     expected = {"rollout/branched_share": len(begun_with) / len(found), "rollout/branched_tokens_saved": saved}
-    assert worker.metrics() == pytest.approx(expected) and saved > 0
+    assert worker.metrics(list) == pytest.approx(expected) and saved > 0
 
 
 def test_without_rounds_it_samples_what_a_run_without_it_does(collect: Any) -> None:
     plain, _ = collect(4, 3)
-    found, _ = collect(4, 3, EPTree(rounds=0).worker())
+    found, _ = collect(4, 3, fresh(EPTree(rounds=0)))
     assert tokens(found) == tokens(plain)
 
 
@@ -175,7 +175,7 @@ def test_only_sampled_tokens_are_credited() -> None:
 
 @pytest.mark.parametrize(("size", "width", "segment"), [(1, 8, 4), (2, 7, 3), (3, 16, 2), (4, 4, 4)])
 def test_paths_divide_after_segments_up_to_the_width(size: int, width: int, segment: int, collect: Any) -> None:
-    worker = TreePO(width, segment).worker()
+    worker = fresh(TreePO(width, segment))
     found, stats = collect(16, size, worker)
     for prompt in PROMPTS:
         members = {key: each for key, each in found.items() if key[0] == prompt.prompt_id}
@@ -183,13 +183,13 @@ def test_paths_divide_after_segments_up_to_the_width(size: int, width: int, segm
         for key, completion in members.items():
             if len(key[2]) > 1:
                 parent = members[(*key[:2], key[2][:-1])]
-                assert common(completion, parent) >= segment or key in fresh(members, segment)
-    assert (worker.metrics()["rollout/branched_tokens_saved"] > 0) == (width > size)
-    saved = worker.metrics()["rollout/branched_tokens_saved"]
+                assert common(completion, parent) >= segment or key in filled(members, segment)
+    assert (worker.metrics(list)["rollout/branched_tokens_saved"] > 0) == (width > size)
+    saved = worker.metrics(list)["rollout/branched_tokens_saved"]
     assert stats.num_tokens == sum(each.num_tokens for each in found.values()) - saved
 
 
-def fresh(members: Found, segment: int) -> set[Key]:
+def filled(members: Found, segment: int) -> set[Key]:
     """Those that share no segment with their parents: what filled the width."""
     return {
         key
@@ -199,12 +199,12 @@ def fresh(members: Found, segment: int) -> set[Key]:
 
 
 def test_what_is_sampled_does_not_depend_on_the_slots(collect: Any) -> None:
-    one, two, many = (tokens(collect(slots, 2, TreePO(10, 3).worker())[0]) for slots in (1, 3, 32))
+    one, two, many = (tokens(collect(slots, 2, fresh(TreePO(10, 3)))[0]) for slots in (1, 3, 32))
     assert one == two == many and len(many) == 30
 
 
 def test_a_width_of_the_paths_that_begin_samples_what_a_run_without_it_does(collect: Any) -> None:
-    assert tokens(collect(4, 3, TreePO(3, 2).worker())[0]) == tokens(collect(4, 3)[0])
+    assert tokens(collect(4, 3, fresh(TreePO(3, 2)))[0]) == tokens(collect(4, 3)[0])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -293,7 +293,7 @@ def entropy(completion: Completion, start: int, most: int) -> float:
 @pytest.mark.parametrize("settings", [ARPO(64, 2, 0.5, 0.4), AEPO(64, 3, 0.3, 0.6)])
 @pytest.mark.parametrize("num_slots", [3, 32])
 def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: Any) -> None:
-    worker = settings.worker()
+    worker = fresh(settings)
     found, _ = collect(num_slots, 8, Environment(3), worker)
     expected: dict[Key, int] = {}
     todo = [(key, 0, 0) for key in found if len(key[2]) == 1]
@@ -323,11 +323,11 @@ def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: An
     fresh_ones = {key for key in found if len(key[2]) > 1} - branched
     assert expected.keys() == branched and len(branched) > 3
     assert all(len(members) == 64 for members in by_prompt(found).values()) and fresh_ones
-    assert len(branched) / len(found) == pytest.approx(worker.metrics()["rollout/branched_share"])
+    assert len(branched) / len(found) == pytest.approx(worker.metrics(list)["rollout/branched_share"])
 
 
 def test_turns_that_all_have_room_branch_alike_in_any_slots(collect: Any) -> None:
-    few, many = (tokens(collect(slots, 8, Environment(3), ARPO(64, 2, 0.5, 0.4).worker())[0]) for slots in (3, 32))
+    few, many = (tokens(collect(slots, 8, Environment(3), fresh(ARPO(64, 2, 0.5, 0.4)))[0]) for slots in (3, 32))
     assert few == many and len(many) == 192
 
 
@@ -336,10 +336,10 @@ def by_prompt(found: Found) -> dict[str, list[Key]]:
 
 
 def test_the_width_bounds_a_group(collect: Any) -> None:
-    found, _ = collect(4, 4, Environment(3), ARPO(6, 20, 0.0, 1.0).worker())  # all branch that may
+    found, _ = collect(4, 4, Environment(3), fresh(ARPO(6, 20, 0.0, 1.0)))  # all branch that may
     assert {len(members) for members in by_prompt(found).values()} == {6}
     plain, _ = collect(4, 4, Environment(3))
-    assert tokens(collect(4, 4, Environment(3), ARPO(4, 20, 0.0, 1.0).worker())[0]) == tokens(plain)
+    assert tokens(collect(4, 4, Environment(3), fresh(ARPO(4, 20, 0.0, 1.0)))[0]) == tokens(plain)
 
 
 def test_higher_entropies_branch_more() -> None:
@@ -398,6 +398,6 @@ def test_they_go_with_a_plain_run() -> None:
     for spec in ("eptree", "treepo:segment=8", "arpo", "aepo", "trace"):
         session = RolloutSession(make_plugins([spec]))
         session.check(RunFacts(4, 8, 64, 1), [])
-        (worker,) = session.workers.values()
-        assert isinstance(worker, Worker) and worker.forks
+        (worker,) = session.acting.values()
+        assert isinstance(worker, Plugin) and worker.forks
         check_together(session.parts())

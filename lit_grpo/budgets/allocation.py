@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
 from lit_grpo.budgets.history import Record, all_equal
-from lit_grpo.compatibility import Clash, check_clashes
-from lit_grpo.limits import Count, Limit, check_order
-from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.compatibility import Requirement
+from lit_grpo.limits import Count, Limit
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import PassRule, Rollout
 
 SMALLEST_PART = 1e-6
@@ -37,38 +37,34 @@ class Tally:
     rewards: Sequence[float]
 
 
-@dataclass(frozen=True)
 class Allocation(Plugin):
     """How many completions each prompt gets: here, ``num_generations``.
 
-    A rule of your own is a dataclass that derives from it.
+    A rule of your own derives from it. One that overrides :meth:`more` gives a prompt further rounds once its first
+    completions have been rewarded; one that overrides :meth:`divide` does so for all prompts of a batch together.
     """
 
     role: ClassVar[str] = "how many completions each prompt gets"
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """With further rounds, rewards before the rollout ends."""
-        return frozenset({"whole_rollouts", "separate_completions"}) if self.has_rounds else frozenset()
+    def requirement(self, name: str) -> Requirement:
+        """With further rounds it needs rewards before the rollout ends."""
+        rounds = {"whole_rollouts", "separate_completions"} if self.has_rounds else set[str]()
+        return replace(super().requirement(name), needs=self.needs | rounds)
 
     @property
     def has_rounds(self) -> bool:
         """Whether a prompt may get more once its first completions have been rewarded."""
-        return False
+        return self.compares or type(self).more is not Allocation.more
 
     @property
     def compares(self) -> bool:
-        """Whether further rounds are of all prompts of a batch together, by :meth:`divide` in place of :meth:`more`."""
-        return False
+        """Whether further rounds are of all prompts of a batch together."""
+        return type(self).divide is not Allocation.divide
 
     @property
     def goes_by_lengths(self) -> bool:
         """Whether it divides tokens, and needs to know how many a completion takes."""
         return False
-
-    def of_run(self, run: RunFacts) -> Allocation:
-        """Return the rule as it is in a run, where a field's default depends on the run."""
-        return self
 
     def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """Return how many completions each of some prompts gets to begin with.
@@ -103,79 +99,7 @@ class Allocation(Plugin):
         return [0] * len(tallies)
 
 
-@dataclass(frozen=True)
-class Divided(Allocation):
-    """A budget of completions or of tokens, divided by how often prompts have been passed.
-
-    A prompt that nothing is known of, on its first visit, gets an equal share of the budget. A completion is expected
-    to take as many tokens as its prompt's have taken of late, or, on the first visit, as those of all prompts. As long
-    as no length is known, all get ``model.num_generations``.
-
-    Args:
-        budget: Completions of an update, on each rank; by default ``data.batch_size`` x ``model.num_generations``.
-        tokens: Tokens of an update, on each rank, that the completions are expected to take, in place of ``budget``.
-            Where they do not suffice, each prompt gets ``least``.
-        least: The least that a prompt gets.
-        most: The most that a prompt gets; by default what is left.
-    """
-
-    budget: Count | None = None
-    tokens: Count | None = None
-    least: AtLeastTwo = 2
-    most: Count | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        both = self.budget is not None and self.tokens is not None
-        check_clashes([Clash(f"budget {self.budget} needs completions", f"tokens {self.tokens} counts tokens", both)])
-        check_order(self, "least", "most")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What earlier visits of prompts have shown."""
-        return super().needs | {"revisits"}
-
-    @property
-    def goes_by_lengths(self) -> bool:
-        """Whether the budget is of tokens."""
-        return self.tokens is not None
-
-    def check(self, run: RunFacts) -> None:
-        """Refuse a budget that does not suffice."""
-        num_prompts = run.num_prompts
-        if num_prompts is None:
-            return
-        name, unit, budget = "budget", "completions", self.budget or num_prompts * run.num_generations
-        if self.tokens is not None:
-            name, unit, budget = "tokens", "tokens", self.tokens
-        if budget < self.least * num_prompts:
-            raise ValueError(
-                f"{name} is {budget} {unit} for {num_prompts} prompts, which is less than {self.least} each; give at "
-                f"least {self.least * num_prompts}, or fewer prompts a batch."
-            )
-
-    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
-        """Divide the budget, or such a part of it as these prompts are of an update's."""
-        if not records:
-            return []
-        number, costs = len(records), np.array([record.mean_tokens for record in records])
-        whole = self.tokens
-        if whole is None or not costs.all():
-            costs, whole = np.ones(number), self.budget or (num_prompts or number) * num_generations
-        budget = whole * number // (num_prompts or number)
-        most = self.most or max(int(budget / costs.min()), self.least)
-        counts = np.array(proportional(np.ones(number), costs, budget, self.least, most))
-        known = np.array([record.num_visits > 0 for record in records])
-        rates, shared = np.array([record.pass_rate for record in records]), float(counts[known] @ costs[known])
-        counts[known] = self.divided(rates[known], costs[known], shared, most)
-        return counts.tolist()
-
-    def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
-        """Divide a budget over prompts that pass at these rates, of completions at these costs, both (prompts,)."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
+@dataclass
 class Replacement(Plugin):
     """How many further prompts are asked in place of groups without signal.
 
@@ -189,14 +113,10 @@ class Replacement(Plugin):
     """
 
     role: ClassVar[str] = "what is asked in place of groups without signal"
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_rollouts", "separate_completions", "prompt_stream"})
 
     most: Count = 32
     metric: Literal["passed", "reward"] = "passed"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Rewards before the rollout ends, and prompts to take."""
-        return frozenset({"whole_rollouts", "separate_completions", "prompt_stream"})
 
     def is_flat(self, rollouts: Iterable[Rollout], pass_rule: PassRule) -> bool:
         """Return whether completions are alike by ``metric``; those without a reward do not count."""

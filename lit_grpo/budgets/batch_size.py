@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lit_grpo.plugins import Plugin, Worker
+from lit_grpo.plugins import Plugin, RunFacts
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,31 @@ class SquaredNorm:
     noise: float
 
 
-class BatchSizer(Worker):
-    """Hears the norms of each step's gradient, and says how many prompts the next batch has.
+class BatchSize(Plugin):
+    """How many prompts a batch has, by the norms of each step's gradient: here, ``data.batch_size``.
 
     Attributes:
-        num_parts: In how many parts of its prompts a step's gradient is added up.
         num_prompts: Of the next batch, on each rank; 0 before :meth:`start_with`.
     """
 
-    common = True
-    num_parts: int = 2
-    num_prompts: int = 0
+    role: ClassVar[str] = "how many prompts a batch has"
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"whole_rollouts", "prompt_stream", "unsharded_weights", "fixed_token_budget", "own_rows"}
+    )
+    common: ClassVar[bool] = True
+
+    def check(self, run: RunFacts) -> None:
+        """Check that each batch has one step, whose gradient is measured."""
+        run.check_one_step()
+
+    def setup(self) -> None:
+        """Begin without a size."""
+        self.num_prompts = 0
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts of its prompts a step's gradient is added up."""
+        return 2
 
     def start_with(self, num_prompts: int) -> None:
         """A run begins or goes on, in which ``data.batch_size`` is this."""
@@ -52,16 +66,3 @@ class BatchSizer(Worker):
     def step_scale(self) -> float:
         """What the learning rate of a step on a batch of ``num_prompts`` is multiplied by."""
         return 1.0
-
-
-@dataclass(frozen=True)
-class BatchSize(Plugin):
-    """How many prompts a batch has: here, ``data.batch_size``. Its worker is a :class:`BatchSizer`."""
-
-    role: ClassVar[str] = "how many prompts a batch has"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Steps on whole batches, whose gradients each rank has whole."""
-        once = {"one_step_per_batch", "whole_rollouts", "prompt_stream"}
-        return frozenset(once | {"unsharded_weights", "fixed_token_budget", "own_prompts"})

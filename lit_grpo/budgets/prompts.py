@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lit_grpo.budgets.history import NUM_RECENT, PromptHistory, Record
@@ -18,7 +17,6 @@ MOST_SKIPPED = 100_000
 State = Mapping[str, float]
 
 
-@dataclass(frozen=True)
 class PromptRule(Plugin):
     """Which prompts are asked: here, all.
 
@@ -27,11 +25,7 @@ class PromptRule(Plugin):
     """
 
     role: ClassVar[str] = "which prompts are asked"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """It goes by the rewards of whole visits, the earlier ones of each prompt."""
-        return frozenset({"whole_groups", "prompt_stream", "revisits"})
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "prompt_stream", "revisits"})
 
     @property
     def num_candidates(self) -> int:
@@ -96,12 +90,12 @@ class PromptChooser:
 
     def __init__(self, rule: PromptRule, seed: int, prompts: Sequence[Prompt] = ()) -> None:
         self.rule, self.seed = rule, seed
-        self.go_by(PromptHistory())
+        self.use_history(PromptHistory())
         self.state: dict[str, float] = dict(rule.begin(prompts))
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
 
-    def go_by(self, history: PromptHistory) -> None:
-        """Go by what is known of prompts, which remembers as much as the rule needs."""
+    def use_history(self, history: PromptHistory) -> None:
+        """Use what is known of prompts, which remembers as much as the rule needs."""
         self.history, history.num_recent = history, self.rule.num_recent
 
     def asks(self, prompt: Prompt) -> bool:

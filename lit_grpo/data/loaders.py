@@ -12,7 +12,7 @@ import numpy as np
 
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
-from lit_grpo.budgets.rewriting import Rewriter
+from lit_grpo.budgets.rewriting import Rewriting
 from lit_grpo.budgets.spreading import spread
 from lit_grpo.types import Prompt, PromptBatch
 
@@ -39,7 +39,7 @@ class PromptLoader:
         seed: Of the order.
         shuffle: Whether an epoch has an order of its own, or that of ``prompts``.
         chooser: Says which prompts are asked; by default all.
-        rewriter: Says what they are asked with; by default what their rows say.
+        rewriting: Says what they are asked with; by default what their rows say.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class PromptLoader:
         seed: int = 0,
         shuffle: bool = True,
         chooser: PromptChooser | None = None,
-        rewriter: Rewriter | None = None,
+        rewriting: Rewriting | None = None,
     ) -> None:
-        self.chooser, self._rewriter, self._history = chooser, rewriter, PromptHistory()
+        self.chooser, self._rewriting, self._history = chooser, rewriting, PromptHistory()
         self.prompts = prompts
         self._digest = _digest_of(prompts)  # before anybody can have changed a row
         self.batch_size = batch_size
@@ -67,20 +67,20 @@ class PromptLoader:
         self._batch: PromptBatch | None = None
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
-    def plug_in(self, chooser: PromptChooser | None, rewriter: Rewriter | None, on_demand: bool) -> None:
+    def plug_in(self, chooser: PromptChooser | None, rewriting: Rewriting | None, on_demand: bool) -> None:
         """Let others say which prompts are asked, with what, and whether they are drawn one by one."""
-        self.chooser, self._rewriter, self.on_demand = chooser, rewriter, on_demand
+        self.chooser, self._rewriting, self.on_demand = chooser, rewriting, on_demand
 
     @property
     def prompts_per_step(self) -> int:
         """P x W, what one step of all ranks asks."""
         return self.batch_size * self.world_size
 
-    def go_by(self, history: PromptHistory) -> None:
+    def use_history(self, history: PromptHistory) -> None:
         """Let the choice of prompts, and which rank asks them, depend on what is known of prompts."""
         self._history = history
         if self.chooser is not None:
-            self.chooser.go_by(history)
+            self.chooser.use_history(history)
 
     def __len__(self) -> int:
         """Batches of one Lightning epoch; the place in the stream carries over to the next epoch."""
@@ -115,7 +115,7 @@ class PromptLoader:
             self._taken = place - self._start
             yield self._rewritten(prompts[self.rank])
 
-    def agree(self, largest: Callable[[float], float]) -> None:
+    def sync_draws_across_ranks(self, largest: Callable[[float], float]) -> None:
         """Count to the batch what any rank has taken of the stream; ``largest`` is over ranks."""
         self._taken = int(largest(float(self._taken)))
 
@@ -176,9 +176,9 @@ class PromptLoader:
         return [asked[place] for place in places[self.rank]]
 
     def _rewritten(self, prompt: Prompt) -> Prompt:
-        if self._rewriter is None:
+        if self._rewriting is None:
             return prompt
-        asked = self._rewriter.asked(prompt)
+        asked = self._rewriting.asked(prompt)
         return replace(asked, altered=asked.digest != prompt.digest)
 
     def _ask(self, place: int, number: int) -> tuple[list[Prompt], int]:

@@ -12,7 +12,7 @@ from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
-from lit_grpo.budgets.rewriting import Rewriter
+from lit_grpo.budgets.rewriting import Rewriting
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import Converses, PromptRenderer
@@ -161,12 +161,12 @@ class PromptDataModule(LightningDataModule):
             conversing.prepare(self._tokenizer, renderer.chat_template_kwargs or {}, renderer.split_special_tokens)
         self.renderer = replace(self.renderer, conversing=conversing)
 
-    def plug_in(self, rule: PromptRule | None, rewriter: Rewriter | None, on_demand: bool) -> None:
+    def plug_in(self, rule: PromptRule | None, rewriting: Rewriting | None, on_demand: bool) -> None:
         """Let plug-ins say which training prompts are asked, with what, and when.
 
         Args:
             rule: Which prompts are asked when they are due; None for all.
-            rewriter: Says what they are asked with; None for what their rows say.
+            rewriting: Says what they are asked with; None for what their rows say.
             on_demand: Whether a session draws prompts as it needs them, and batches come empty.
 
         Raises:
@@ -176,11 +176,11 @@ class PromptDataModule(LightningDataModule):
         chooser = loader.chooser  # of an earlier call of fit, where the rule is the same
         if chooser is None or chooser.rule != rule:
             chooser = None if rule is None else PromptChooser(rule, self.seed, self.prompts["train"])
-        if rewriter is not None:
-            rewriter.writer = PromptWriter(self.renderer, self._tokenizer, self._train_rows, rewriter.what)
+        if rewriting is not None:
+            rewriting.writer = PromptWriter(self.renderer, self._tokenizer, self._train_rows, rewriting.what)
             source = _source_of("train", self.sources["train"])
-            self.rewritten = check_rewriting(rewriter, self.prompts["train"], source.describe())
-        loader.plug_in(chooser, rewriter, on_demand)
+            self.rewritten = check_rewriting(rewriting, self.prompts["train"], source.describe())
+        loader.plug_in(chooser, rewriting, on_demand)
 
     def train_dataloader(self) -> PromptLoader:
         """The one loader of this fit, wherever it stands in its stream."""

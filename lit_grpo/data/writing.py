@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lit_grpo.budgets.rewriting import Rewriter
+from lit_grpo.budgets.rewriting import Rewriting
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
@@ -95,11 +95,11 @@ class PromptWriter:
         return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
 
-def check_rewriting(rewriter: Rewriter, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+def check_rewriting(rewriting: Rewriting, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
     """Rewrite all prompts once, as large as they may get; no prompt is longer from then on.
 
     Args:
-        rewriter: With its writer.
+        rewriting: With its writer.
         prompts: As their rows say.
         source: Where the rows come from, for messages.
 
@@ -112,21 +112,21 @@ def check_rewriting(rewriter: Rewriter, prompts: Sequence[Prompt], source: str) 
     rewritten: list[Prompt] = []
     for prompt in prompts:
         try:
-            largest = rewriter.largest(prompt.own())
+            largest = rewriting.largest(prompt.own())
         except ValueError as error:
             number = prompt.prompt_id.rpartition("/")[2]
             raise ValueError(
-                f"rollout.plugins: the {rewriter.what} of row {number} of {source} cannot be made, since the row "
-                f"{error}; mend the row, name another column, or leave the {rewriter.what} out."
+                f"rollout.plugins: the {rewriting.what} of row {number} of {source} cannot be made, since the row "
+                f"{error}; mend the row, name another column, or leave the {rewriting.what} out."
             ) from None
         rewritten += [] if largest.digest == prompt.digest else [largest]
     if not rewritten:
         raise ValueError(
-            f"rollout.plugins: no row of {source} has a {rewriter.what} that there is room for; give a row a "
-            f"{rewriter.what}, raise data.max_prompt_tokens, or leave the {rewriter.what} out."
+            f"rollout.plugins: no row of {source} has a {rewriting.what} that there is room for; give a row a "
+            f"{rewriting.what}, raise data.max_prompt_tokens, or leave the {rewriting.what} out."
         )
     longest = max(rewritten, key=lambda prompt: len(prompt.token_ids))
-    rewriter.writer.most_tokens = max(len(prompt.token_ids) for prompt in (longest, *prompts))
+    rewriting.writer.most_tokens = max(len(prompt.token_ids) for prompt in (longest, *prompts))
     return [longest, max(rewritten, key=lambda prompt: max(prompt.token_ids))]
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
+from lit_grpo.compatibility import Requirement
 from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.chat import Chat
@@ -21,7 +22,7 @@ from lit_grpo.environments.live import Failure, Limits
 from lit_grpo.environments.log import EnvironmentLog
 from lit_grpo.findings.reward_curves import Finding
 from lit_grpo.limits import Count, Limit, Number
-from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
+from lit_grpo.plugins import AllGather, Answer, GroupBatch, Plugin, RunFacts
 from lit_grpo.process.calls import Calls
 from lit_grpo.process.streams import KeptStreams
 from lit_grpo.process.terminal import error_text
@@ -33,7 +34,6 @@ from lit_grpo.types import (
     Episode,
     GroupKey,
     Key,
-    PassRule,
     Request,
     RolloutGroup,
     SamplePath,
@@ -52,7 +52,7 @@ CLOSING_S = 10.0
 Seconds = Annotated[float, Limit(above=0, finite=True)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Environments(Plugin):
     """Let completions take many turns with an environment or with tools.
 
@@ -107,25 +107,21 @@ class Environments(Plugin):
     history: Literal["appended", "rerendered"] = "appended"
     lock_step: bool = False
 
-    @property
-    def needs(self) -> frozenset[str]:
+    def requirement(self, name: str) -> Requirement:
         """Prompts that show tools are rendered by the data module; a conversation that is rewritten is in one rollout.
 
         Earlier turns are not in a request's prefix then, so that no other rollout could go on from that.
         """
-        return frozenset({"prompt_stream"} | ({"whole_rollouts"} if self._rewrites else set[str]()))
-
-    @property
-    def remedy(self) -> str:
-        """The other history."""
-        return "set its history to appended" if self._rewrites else ""
+        remedy = "set its history to appended" if self._rewrites else ""
+        needs = frozenset({"prompt_stream"} | ({"whole_rollouts"} if self._rewrites else set[str]()))
+        return Requirement(name, needs, self._changes, remedy)
 
     @property
     def _rewrites(self) -> bool:
         return self.history == "rerendered"
 
     @property
-    def changes(self) -> Mapping[str, str]:
+    def _changes(self) -> Mapping[str, str]:
         """What it takes away: turns where there is one alone, and rewards of turns that no environment gives.
 
         Turns that are sampled after other tokens than each other are learnt from apart. Nothing can begin in the middle
@@ -231,7 +227,7 @@ def check_room(run: RunFacts, what_needs: str) -> None:
         )
 
 
-class EnvironmentWorker(Worker):
+class EnvironmentWorker(Plugin):
     """Leads conversations: each trajectory has a :class:`lit_grpo.environments.driver.TrajectoryDriver`.
 
     A trajectory is away while its environment is at work, and its slot free. Between two steps of the rollout what has
@@ -309,7 +305,7 @@ class EnvironmentWorker(Worker):
         for sentence in told:
             self._log.tell(sentence)
 
-    def start(self, eos_ids: Sequence[int]) -> None:
+    def on_policy_start(self, eos_ids: Sequence[int]) -> None:
         """Tell the user if the policy does not stop after a call."""
         if self.chat is not None and any(kind.tools for kind in self.kinds.values()):
             for sentence in self.chat.check_ends(eos_ids):
@@ -529,12 +525,10 @@ class EnvironmentWorker(Worker):
             self._events.clear()
             self._going_on.clear()
 
-    def learnt(
-        self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int, gather: Callable[[Any], list[Any]]
-    ) -> dict[str, float]:
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
         """Nothing goes back to before the rollout any more."""
         self._kept, self._carried = {}, {}
-        self._log.note_batch(gather)
+        self._log.note_batch(batch.all_gather)
         return {}
 
     def _let_go(self, keys: Iterable[Key]) -> None:
@@ -546,17 +540,13 @@ class EnvironmentWorker(Worker):
 
     # ---- what is told -------------------------------------------------------------------------------
 
-    def check_goes_on(self) -> None:
+    def on_batch_start(self) -> None:
         """Refuse to go on after several batches whose trajectories were all dropped."""
         self._log.check_goes_on()
 
-    def metrics(self) -> dict[str, float]:
-        """Return what happened in the last rollout on this rank."""
-        return self._log.metrics()
-
-    def metrics_of_ranks(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+    def metrics(self, all_gather: AllGather = lambda own: [own]) -> dict[str, float]:
         """Return what happened in the last rollout on all ranks: sums of counts, and means over all trajectories."""
-        return self._log.metrics(gather)
+        return self._log.metrics(all_gather)
 
     def findings(self) -> list[Finding]:
         """Return the tools whose calls have all failed and batches that were all dropped."""

@@ -28,9 +28,10 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from lit_grpo.limits import Count, NotNegative, Share
-from lit_grpo.methods.branches import Branching, Forking, check_width
+from lit_grpo.methods.branches import Branching, check_width
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
@@ -38,8 +39,8 @@ from lit_grpo.trajectory import OBSERVED
 from lit_grpo.types import Completion, GroupKey, Key, Request
 
 
-@dataclass(frozen=True)
-class ARPO(Forking):
+@dataclass
+class ARPO(Branching):
     """Branch after answers of tools that surprise the policy.
 
     ``model.num_generations`` is how many paths begin at the prompt. For example, 8 of them become 16 members::
@@ -57,15 +58,12 @@ class ARPO(Forking):
         threshold: Of the random number that it is added to.
     """
 
+    needs: ClassVar[frozenset[str]] = Branching.needs | {"turns"}  # else it would only sample larger groups
+
     width: Count = 16
     tokens: Count = 20
     alpha: NotNegative = 0.2
     threshold: Share = 0.5
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Turns to branch before: without, it would sample larger groups and nothing else."""
-        return super().needs | {"turns"}
 
     def check(self, run: RunFacts) -> None:
         """Check that there is room for branches, or none by intention.
@@ -74,10 +72,6 @@ class ARPO(Forking):
             ValueError: Groups begin with more members than they may have.
         """
         check_width(self.width, run)
-
-    def worker(self) -> TurnBrancher:
-        """Return what branches."""
-        return TurnBrancher(self)
 
     def branches(self, draw: float, rise: float, num_before: int) -> bool:
         """Whether a turn branches.
@@ -88,31 +82,6 @@ class ARPO(Forking):
             num_before: Turns right before it that have branched.
         """
         return _clipped(draw - self.alpha * rise) <= self.threshold
-
-
-@dataclass(frozen=True)
-class AEPO(ARPO):
-    """Branch after answers of tools that surprise the policy, the less often the more has branched right before."""
-
-    def branches(self, draw: float, rise: float, num_before: int) -> bool:
-        """Whether a turn branches; see :meth:`ARPO.branches`."""
-        return _clipped((draw + self.alpha * rise) * max(0.0, 1 - 0.05 * num_before)) >= self.threshold
-
-
-def _clipped(value: float) -> float:
-    return min(max(value, 0.0), 1.0)
-
-
-class TurnBrancher(Branching):
-    """Branches before turns.
-
-    Args:
-        settings: Which.
-    """
-
-    def __init__(self, settings: ARPO) -> None:
-        super().__init__()
-        self.settings = settings
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no group."""
@@ -137,18 +106,18 @@ class TurnBrancher(Branching):
 
     def _look_at(self, completion: Completion) -> None:
         """Ask for a branch before the last turn of a completion, where that is to be."""
-        request, settings = completion.request, self.settings
+        request = completion.request
         starts = [begin for begin, _ in completion.places_of_turns]
         if len(starts) < 2 or starts[-1] == self._begun_with.get(request.key):
             return
         members = self._members.setdefault(request.group, {request.key})
         first, last = (self._entropy(completion, start) for start in (starts[0], starts[-1]))
         draw = random.Random(f"{request.seed}/{request.key}/{len(starts)}").random()
-        if not settings.branches(draw, last - first, self._in_a_row[request.key]):
+        if not self.branches(draw, last - first, self._in_a_row[request.key]):
             self._in_a_row[request.key] = 0
             return
         self._in_a_row[request.key] += 1
-        if len(members) < settings.width:
+        if len(members) < self.width:
             made = self.branch(request, completion.until(starts[-1]))
             members.add(made.key)
             self._begun_with[made.key], self._in_a_row[made.key] = starts[-1], self._in_a_row[request.key]
@@ -156,7 +125,7 @@ class TurnBrancher(Branching):
 
     def _entropy(self, completion: Completion, start: int) -> float:
         """Estimate the entropy at the beginning of a turn, in nats."""
-        sampled_T = completion.versions_T[start : start + self.settings.tokens] != OBSERVED
+        sampled_T = completion.versions_T[start : start + self.tokens] != OBSERVED
         num_tokens = int(sampled_T.long().cumprod(0).sum())  # the turn may be shorter
         return -float(completion.logprobs_T[start : start + num_tokens].double().mean())
 
@@ -167,7 +136,7 @@ class TurnBrancher(Branching):
         if not asked and not self._ledger.num_of(group):
             members = self._members.setdefault(group, {completion.request.key})
             first = replace(completion.request, path=min(members)[2])  # whichever has ended last
-            self._pending += [self.branch(first) for _ in range(self.settings.width - len(members))]
+            self._pending += [self.branch(first) for _ in range(self.width - len(members))]
         return self._answer()
 
     def on_idle(self) -> Answer | None:
@@ -177,6 +146,19 @@ class TurnBrancher(Branching):
     def _answer(self) -> Answer | None:
         submit, self._pending = self._pending, []
         return Answer(submit=submit) if submit else None
+
+
+@dataclass
+class AEPO(ARPO):
+    """Branch after answers of tools that surprise the policy, the less often the more has branched right before."""
+
+    def branches(self, draw: float, rise: float, num_before: int) -> bool:
+        """Whether a turn branches; see :meth:`ARPO.branches`."""
+        return _clipped((draw + self.alpha * rise) * max(0.0, 1 - 0.05 * num_before)) >= self.threshold
+
+
+def _clipped(value: float) -> float:
+    return min(max(value, 0.0), 1.0)
 
 
 PLUGINS = {"arpo": ARPO(), "aepo": AEPO()}

@@ -4,50 +4,47 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 
 from lit_grpo.budgets.subsets import nearest_subset
 from lit_grpo.limits import Count, Limit
 from lit_grpo.methods.arrol_head import WINDOW, QualityHead
-from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
-from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.listeners import Arrivals
+from lit_grpo.plugins import AllGather, Answer, GroupBatch, ObservationPoint, Plugin, RunFacts
+from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
-from lit_grpo.types import GroupKey, Key, PassRule, RolloutGroup
+from lit_grpo.types import GroupKey, Key, RolloutGroup
 
 LEFT_WHOLE = 8  # one group in so many loses nobody, so that the head can be judged and the bias be measured
 MIN_SURVIVORS = 2  # fewer have no advantages
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arrol(Plugin):
-    """Stop completions early by the success that is predicted of them (ARRoL, arXiv 2603.24840); see :class:`Pruner`.
+    """Stop completions early by the success that is predicted of them (ARRoL, arXiv 2603.24840).
+
+    Once every member of a group has come to ``at`` tokens or ended, ``keep`` of those still decoded go on: the subset
+    of that size with which the expected share of successes in the group is nearest to ``positive_share``. The others
+    are dropped, and are no members. What has ended stays, and so do two members at least. Nobody is dropped before the
+    head is proven, nor ever in one group of eight, chosen by its name. Once it is, completions come to the point
+    together, so that nobody goes on who could be dropped.
 
     Args:
         at: Once all completions of a group have so many tokens or have ended, some are dropped.
-        keep: Share of those that are still decoded then that goes on.
+        keep: Share of those that are still decoded then that goes on, rounded up.
         positive_share: Share of successes that a group is to have then.
     """
 
     role: ClassVar[str] = "which completions are stopped early"
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_rollouts", "separate_completions"})
+    changes: ClassVar[Mapping[str, str]] = {"whole_rollouts": "drops completions before they end"}
 
     at: Count = 512
     keep: Annotated[float, Limit(least=0, most=1)] = 0.5
     positive_share: Annotated[float, Limit(least=0, most=1)] = 0.5
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """It compares the completions of one rollout by their hidden states."""
-        return frozenset({"whole_rollouts", "separate_completions", "hidden_states"})
-
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """Groups lose members."""
-        return {"whole_rollouts": "drops completions before they end"}
 
     def check(self, run: RunFacts) -> None:
         """Check that something can be saved, and that groups stay large enough."""
@@ -62,28 +59,8 @@ class Arrol(Plugin):
                 "more, or leave arrol out."
             )
 
-    def worker(self) -> Pruner:
-        """Return what drops completions."""
-        return Pruner(self.at, self.keep, self.positive_share)
-
-
-class Pruner(Worker):
-    """Drops completions of a group so that about a given share of the others succeed (ARRoL, arXiv 2603.24840).
-
-    Once every member of a group has come to ``at`` tokens or ended, ``keep`` of those still decoded go on: the subset
-    of that size with which the expected share of successes in the group is nearest to ``share``. The others are
-    dropped, and are no members. What has ended stays, and so do two members at least. Nobody is dropped before the
-    head is proven, nor ever in one group of eight, chosen by its name.
-
-    Args:
-        at: Tokens at which completions are compared.
-        keep: Share of those still decoded that goes on, rounded up.
-        share: Of successes, that survivors are to have.
-    """
-
-    def __init__(self, at: int, keep: float, share: float) -> None:
-        self.point = self.at = at
-        self.keep, self.share = keep, share
+    def setup(self) -> None:
+        """Begin with a head that has learnt nothing."""
         self.head = QualityHead()
         self._shifts: list[list[float]] = []  # of groups left whole: mean reward, and of those that would have stayed
         self._clear()
@@ -92,24 +69,47 @@ class Pruner(Worker):
         """Forget the last rollout."""
         self._clear()
         self._ledger = ledger
-        self._arrivals.begin(ledger)
+
+    @property
+    def observes(self) -> ObservationPoint:
+        """``at``, where completions wait for each other once the head is proven."""
+        return ObservationPoint(self.at, barrier=self.head.proven)
+
+    def observe(self, observation: Observation) -> None:
+        """Note who has come to the point, and what the policy shows of them."""
+        keys = cast("Sequence[Key]", observation.keys)
+        self._arrived += keys
+        for key, row in zip(keys, observation.features, strict=True):
+            self._features.setdefault(key, row)
 
     def on_step(self, events: StepEvents) -> Answer | None:
-        """Note who has come to the point or ended, and drop members of groups of which now all have."""
-        dropped = [key for group in self._arrivals.arrived(events) for key in self._decide(group)]
+        """Note who has ended, and drop members of groups of which now all have ended or come to the point."""
+        if not self._members:  # all requests of the rollout are in flight at its first step
+            for request in self._ledger.requests:
+                self._members.setdefault(request.group, []).append(request.key)
+            self._awaited = {group: set(keys) for group, keys in self._members.items()}
+        self._ended |= {completion.request.key: completion.num_sampled for completion in events.finished}
+        arrived, self._arrived = [*self._arrived, *(each.request.key for each in events.finished)], []
+        dropped: list[Key] = []
+        for group in dict.fromkeys(key[:2] for key in arrived):
+            awaited = self._awaited.get(group, set())
+            awaited.difference_update(arrived)
+            if group in self._awaited and not awaited:
+                del self._awaited[group]
+                dropped += self._decide(group)
         return Answer(drop=dropped) if dropped else None
 
     def _decide(self, group: GroupKey) -> list[Key]:
         """Return the members of a group that are to be dropped."""
-        members, features = sorted(self._arrivals.members[group]), self._arrivals.features
+        members, features = sorted(self._members[group]), self._features
         seen = [key for key in members if key in features and np.isfinite(features[key]).all()]
         said = dict(zip(seen, self.head.chances(np.array([features[key] for key in seen])), strict=True))
-        stays = np.array([key in self._arrivals.ended or key not in said for key in members])
+        stays = np.array([key in self._ended or key not in said for key in members])
         size = max(math.ceil(self.keep * (~stays).sum()), MIN_SURVIVORS - int(stays.sum()))
         if size >= (~stays).sum() or not self.head.has_learnt:
             return []
         chances = np.array([said.get(key, self.head.early_chance) for key in members])
-        kept = nearest_subset(chances, stays, size, self.share)
+        kept = nearest_subset(chances, stays, size, self.positive_share)
         leaving = [key for key, stays_in in zip(members, kept, strict=True) if not stays_in]
         if not self.head.proven or is_left_whole(group):
             self._would_leave[group] = leaving
@@ -118,13 +118,12 @@ class Pruner(Worker):
         self._dropped |= {key: had[key] for key in leaving}
         return leaving
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, all_gather: AllGather) -> dict[str, float]:
         """Return what the rollout lost, and an estimate of what that saved.
 
         A dropped completion is taken to have become as long as, in the mean, those that came to the point and went on.
         """
-        features = self._arrivals.features
-        went_on = [num_tokens for key, num_tokens in self._arrivals.ended.items() if key in features]
+        went_on = [num_tokens for key, num_tokens in self._ended.items() if key in self._features]
         expected = float(np.mean(went_on)) if went_on else 0.0
         return {
             "rollout/pruned_completions": float(len(self._dropped)),
@@ -132,26 +131,15 @@ class Pruner(Worker):
             "rollout/pruned_tokens_saved": sum(max(expected - had, 0.0) for had in self._dropped.values()),
         }
 
-    @property
-    def gathers(self) -> bool:
-        """Completions reach the point together once the head is proven, so that nobody goes on who could be dropped."""
-        return self.head.proven
-
-    def learnt(
-        self,
-        groups: Sequence[RolloutGroup],
-        pass_rule: PassRule,
-        version: int,
-        gather: Callable[[Any], list[Any]],
-    ) -> dict[str, float]:
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
         """Learn from the rewards of the rollout: what passes is a success; a rollout without that reward is left out.
 
         Returns:
             How good the head is, and how far the survivors' mean reward would be off that of their group.
         """
-        pruned, features = {key[:2] for key in self._dropped}, self._arrivals.features
+        pruned, features, pass_rule = {key[:2] for key in self._dropped}, self._features, batch.pass_rule
         rows, early = [], []
-        for number, group in enumerate(groups):
+        for number, group in enumerate(batch.groups):
             for rollout in group.fresh:
                 key, passed = rollout.completion.request.key, pass_rule.passes(rollout.rewards)
                 if rollout.rewards.get(pass_rule.reward) is None:
@@ -186,7 +174,11 @@ class Pruner(Worker):
         self._shifts = state["shifts"]
 
     def _clear(self) -> None:
-        self._arrivals = Arrivals(self.at)
+        self._members: dict[GroupKey, list[Key]] = {}
+        self._features: dict[Key, np.ndarray] = {}  # what the policy showed of each completion at the point, shape (D,)
+        self._ended: dict[Key, int] = {}  # with so many tokens
+        self._arrived: list[Key] = []  # at the point, in the step that is being taken
+        self._awaited: dict[GroupKey, set[Key]] = {}
         self._dropped: dict[Key, int] = {}  # with so many tokens
         self._would_leave: dict[GroupKey, list[Key]] = {}
 

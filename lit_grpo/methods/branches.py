@@ -5,25 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
-from lit_grpo.plugins import Plugin, RunFacts, Worker
+from lit_grpo.plugins import AllGather, Plugin, RunFacts
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.types import EMPTY, Key, Request, RolloutGroup, SamplePath, Trajectory
-
-
-class Forking(Plugin):
-    """A plug-in that lets completions begin within others, and so is the only one of its kind in a run."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Groups that are sampled whole at once, without another one of its kind."""
-        own = {"whole_groups", "whole_rollouts", "separate_completions", "restorable_environments"}
-        return super().needs | own
-
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """Completions have beginnings in common."""
-        return {"separate_completions": "lets completions begin within others"}
 
 
 def check_width(width: int, run: RunFacts) -> None:
@@ -39,15 +25,21 @@ def check_width(width: int, run: RunFacts) -> None:
         )
 
 
-class Branching(Worker):
-    """Names completions that begin within others, and counts them and the tokens that they share.
+class Branching(Plugin):
+    """A plug-in that lets completions begin within others, and so is the only one of its kind in a run.
 
-    A branch has the path of its parent and one number more, counted for each parent.
+    It names them, and counts them and the tokens that they share. A branch has the path of its parent and one number
+    more, counted for each parent.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"whole_groups", "whole_rollouts", "separate_completions", "restorable_environments"}
+    )
+    changes: ClassVar[Mapping[str, str]] = {"separate_completions": "lets completions begin within others"}
     forks = True
 
-    def __init__(self) -> None:
+    def setup(self) -> None:
+        """Begin with no group."""
         self._count_from_zero()
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
@@ -75,7 +67,7 @@ class Branching(Worker):
         """Count its members."""
         self._num_members += len(group.rollouts)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, all_gather: AllGather) -> dict[str, float]:
         """Return the share of members that began within others, and the tokens that were not sampled for them again."""
         return {
             "rollout/branched_share": self._num_branches / max(self._num_members, 1),

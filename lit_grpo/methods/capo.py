@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 
@@ -55,7 +55,7 @@ VALUES_PER_BLOCK = 2**22
 SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Capo(Selection):
     """Leaves out tokens whose own step would change the head's distribution too much.
 
@@ -67,19 +67,12 @@ class Capo(Selection):
         top: How many tokens of the vocabulary a distribution is cut to: the likeliest, the sampled one among them.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights"})
+    changes: ClassVar[Mapping[str, str]] = {"all_tokens": "leaves tokens out by a model of curvature"}
+
     fisher: Positive = 1e-4
     hessian: Positive = 0.01
     top: Annotated[int, Limit(least=2)] = 50
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The head's weight and its moments, and what the whole step is made of before its gradient."""
-        return super().needs | {"unsharded_weights"}
-
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """It chooses tokens, at each step of a batch."""
-        return {**super().changes, "all_tokens": "leaves tokens out by a model of curvature"}
 
     def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Check the head, and that the optimizer is Adam or SGD."""

@@ -27,17 +27,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit
-from lit_grpo.plugins import RunFacts, Worker
+from lit_grpo.plugins import AllGather, GroupBatch, RunFacts
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
-from lit_grpo.types import PassRule, RolloutGroup
+from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import EPSILON
-from lit_grpo.update.advantages.shaping import Gather, Shaping
+from lit_grpo.update.advantages.shaping import Shaping
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blended(Shaping):
     r"""Blends advantages within groups with those between groups, by how much a group agrees with itself.
 
@@ -54,6 +54,8 @@ class Blended(Shaping):
             compared with others alone.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "whole_groups", "plain_rewards"})
+
     pattern: str | None = None
     gamma: Annotated[float, Limit(above=0, finite=True)] = 20.0
     rho: Annotated[float, Limit()] = 1.5
@@ -62,11 +64,6 @@ class Blended(Shaping):
         super().__post_init__()
         if self.pattern is not None:
             compile_pattern("pattern", self.pattern, needs_group=True)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """It compares the groups of all ranks."""
-        return frozenset({"all_ranks", "whole_groups", "plain_rewards"})
 
     def check(self, run: RunFacts) -> None:
         """Check that groups are large enough to learn by themselves, or none by intention.
@@ -82,24 +79,26 @@ class Blended(Shaping):
                 f"at most {largest:.3g}, such as {largest / 2:.2g}, or .inf to compare groups with others alone."
             )
 
-    def worker(self) -> Blending:
-        """Return what logs how much is local."""
-        return Blending(self)
+    def setup(self) -> None:
+        """Begin with no batch."""
+        self._weights: list[float] = []
 
-    def shape(
-        self,
-        groups: Sequence[RolloutGroup],
-        advantages: Sequence[Sequence[float]],
-        pass_rule: PassRule,
-        gather: Gather,
-    ) -> list[list[float]]:
+    def add_members(self, batch: GroupBatch) -> None:
+        """Weigh each group that may be learnt from, and add none."""
+        self._weights = [self.local(group) for group in batch.groups if group.rollouts]
+
+    def metrics(self, all_gather: AllGather) -> dict[str, float]:
+        """Return the mean weight of a batch's own advantages, how much of them is local."""
+        return {"copo/local": fmean(self._weights) if self._weights else math.nan}
+
+    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return the blend."""
-        means = [mean_reward(group) for group in groups]
-        known = [mean for part in gather(means) for mean in part if not math.isnan(mean)]
+        means = [mean_reward(group) for group in batch.groups]
+        known = [mean for part in batch.all_gather(means) for mean in part if not math.isnan(mean)]
         middle = fmean(known) if known else 0.0
         spread = stdev(known) if len(known) > 1 else 0.0
         shaped: list[list[float]] = []
-        for group, values, mean in zip(groups, advantages, means, strict=True):
+        for group, values, mean in zip(batch.groups, advantages, means, strict=True):
             between = 0.0 if math.isnan(mean) else (mean - middle) / (spread + EPSILON)
             local = self.local(group)
             shaped.append([local * value + (1 - local) * between for value in values])
@@ -118,28 +117,6 @@ def mean_reward(group: RolloutGroup) -> float:
     """Return the mean of the rewards that there are; NaN without any."""
     rewards = [rollout.reward for rollout in group.rollouts if not math.isnan(rollout.reward)]
     return fmean(rewards) if rewards else math.nan
-
-
-class Blending(Worker):
-    """Logs how much of the advantages is local.
-
-    Args:
-        rule: What blends.
-    """
-
-    common = True
-
-    def __init__(self, rule: Blended) -> None:
-        self._rule = rule
-        self._weights: list[float] = []
-
-    def join(self, groups: Sequence[RolloutGroup], version: int) -> None:
-        """Weigh each group that may be learnt from."""
-        self._weights = [self._rule.local(group) for group in groups if group.rollouts]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the mean weight of a batch's own advantages."""
-        return {"copo/local": fmean(self._weights) if self._weights else math.nan}
 
 
 PLUGINS = {"copo": Blended()}

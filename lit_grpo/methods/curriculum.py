@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import PromptRule, State
@@ -12,7 +13,7 @@ from lit_grpo.limits import Count, NotNegative, Share, check_order
 from lit_grpo.types import Prompt
 
 
-@dataclass(frozen=True)
+@dataclass
 class Curriculum(PromptRule):
     """Ask of each task the prompts of one level, which rises as they are passed (reasoning-gym, arXiv 2505.24760).
 
@@ -27,6 +28,8 @@ class Curriculum(PromptRule):
         lower_at: The share up to which it falls.
     """
 
+    needs: ClassVar[frozenset[str]] = PromptRule.needs - {"revisits"}
+
     batches: Count = 20
     raise_at: Share = 0.7
     lower_at: NotNegative = 0.1
@@ -34,11 +37,6 @@ class Curriculum(PromptRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_order(self, "lower_at", "raise_at", strict=True)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Whole visits, of whichever prompts of a level."""
-        return super().needs - {"revisits"}
 
     def begin(self, prompts: Sequence[Prompt]) -> State:
         """Each task's level, what it has been judged by so far, and between which levels it may move.

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
 from lit_grpo.methods.pods import Subset, between, max_variance_subset, nearest
 from lit_grpo.types import Key, Rollout
@@ -23,7 +25,7 @@ from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.selection import Entropies, Selection, candidates
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenShare(Selection):
     """A share of the tokens of the completions that are learnt from: the tokens with the largest ``|A_i| x H_it``.
 
@@ -44,16 +46,12 @@ class TokenShare(Selection):
         """Whether, at any time of the run, a part of the tokens is learnt from."""
         return min(self.tokens, self.first_tokens or 1.0) < 1
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The tokens of all ranks, to compare them."""
-        return super().needs | ({"all_ranks"} if self._takes_tokens else set())
-
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """It chooses tokens."""
+    def requirement(self, name: str) -> Requirement:
+        """It chooses among the tokens of all ranks, where it chooses any."""
+        if not self._takes_tokens:
+            return super().requirement(name)
         said = f"chooses a share of them, tokens {self.tokens} and first_tokens {self.first_tokens}"
-        return {**super().changes, **({"all_tokens": said} if self._takes_tokens else {})}
+        return Requirement(name, self.needs | {"all_ranks"}, {"all_tokens": said})
 
     @property
     def begins_with(self) -> Mapping[str, float]:
@@ -75,7 +73,7 @@ class TokenShare(Selection):
         return scores
 
 
-@dataclass(frozen=True)
+@dataclass
 class D3S(TokenShare, Subset):
     """The completions of the whole batch whose advantages have the largest variance, and a share of their tokens.
 
@@ -87,10 +85,7 @@ class D3S(TokenShare, Subset):
         first_tokens: See :class:`TokenShare`.
     """
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The advantages of all ranks."""
-        return super().needs | {"all_ranks"}
+    needs: ClassVar[frozenset[str]] = frozenset({"all_ranks"})
 
     def choose(
         self, rewards: GroupRewards, rollouts: Sequence[Rollout], entropies: Entropies, progress: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lit_grpo.budgets.allocation import Allocation
@@ -14,7 +14,7 @@ PASSED_BY_NOBODY = 0.5
 """Passes as which none of a first round counts."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class HardMore(Allocation):
     """A second round for prompts that less than half have passed (DARS, arXiv 2508.13755).
 
@@ -34,22 +34,15 @@ class HardMore(Allocation):
     most: Count = 32
     divided: bool | None = None
 
-    @property
-    def has_rounds(self) -> bool:
-        """There are two."""
-        return True
-
     def check(self, run: RunFacts) -> None:
-        """Refuse a first round that leaves none for a second."""
+        """Refuse a first round that leaves none for a second, and take the schedule of the run's advantages."""
         if self.most <= run.num_generations:
             raise ValueError(
                 f"most is {self.most}, and the first round has num_generations, {run.num_generations}, so there would "
                 "be no second; give more."
             )
-
-    def of_run(self, run: RunFacts) -> HardMore:
-        """Return the schedule that belongs to the run's advantages."""
-        return self if self.divided is not None else replace(self, divided=run.divided_advantages)
+        if self.divided is None:
+            self.divided = run.divided_advantages
 
     def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
         """Return the size of the second round; 0 after it."""

@@ -1,4 +1,4 @@
-"""Budgets of completions or tokens, divided evenly or by the variance of a prompt's rewards.
+"""Budgets of completions or tokens, divided evenly or by the variance of a prompt's rewards; others derive from it.
 
 Evidence: docs/measurements.md has the curves of both beside ``knapsack`` on the demo's task.
 """
@@ -7,22 +7,91 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from lit_grpo.budgets.allocation import Divided, proportional
+from lit_grpo.budgets.allocation import Allocation, AtLeastTwo, proportional
 from lit_grpo.budgets.history import Record
+from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.limits import Count, check_order
 from lit_grpo.plugins import RunFacts
 
 
-@dataclass(frozen=True)
+@dataclass
+class Divided(Allocation):
+    """A budget of completions or of tokens, divided by how often prompts have been passed.
+
+    A prompt that nothing is known of, on its first visit, gets an equal share of the budget. A completion is expected
+    to take as many tokens as its prompt's have taken of late, or, on the first visit, as those of all prompts. As long
+    as no length is known, all get ``model.num_generations``.
+
+    Args:
+        budget: Completions of an update, on each rank; by default ``data.batch_size`` x ``model.num_generations``.
+        tokens: Tokens of an update, on each rank, that the completions are expected to take, in place of ``budget``.
+            Where they do not suffice, each prompt gets ``least``.
+        least: The least that a prompt gets.
+        most: The most that a prompt gets; by default what is left.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
+
+    budget: Count | None = None
+    tokens: Count | None = None
+    least: AtLeastTwo = 2
+    most: Count | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        both = self.budget is not None and self.tokens is not None
+        check_clashes([Clash(f"budget {self.budget} needs completions", f"tokens {self.tokens} counts tokens", both)])
+        check_order(self, "least", "most")
+
+    @property
+    def goes_by_lengths(self) -> bool:
+        """Whether the budget is of tokens."""
+        return self.tokens is not None
+
+    def check(self, run: RunFacts) -> None:
+        """Refuse a budget that does not suffice."""
+        num_prompts = run.num_prompts
+        if num_prompts is None:
+            return
+        name, unit, budget = "budget", "completions", self.budget or num_prompts * run.num_generations
+        if self.tokens is not None:
+            name, unit, budget = "tokens", "tokens", self.tokens
+        if budget < self.least * num_prompts:
+            raise ValueError(
+                f"{name} is {budget} {unit} for {num_prompts} prompts, which is less than {self.least} each; give at "
+                f"least {self.least * num_prompts}, or fewer prompts a batch."
+            )
+
+    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+        """Divide the budget, or such a part of it as these prompts are of an update's."""
+        if not records:
+            return []
+        number, costs = len(records), np.array([record.mean_tokens for record in records])
+        whole = self.tokens
+        if whole is None or not costs.all():
+            costs, whole = np.ones(number), self.budget or (num_prompts or number) * num_generations
+        budget = whole * number // (num_prompts or number)
+        most = self.most or max(int(budget / costs.min()), self.least)
+        counts = np.array(proportional(np.ones(number), costs, budget, self.least, most))
+        known = np.array([record.num_visits > 0 for record in records])
+        rates, shared = np.array([record.pass_rate for record in records]), float(counts[known] @ costs[known])
+        counts[known] = self.divided(rates[known], costs[known], shared, most)
+        return counts.tolist()
+
+    def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
+        """Divide a budget over prompts that pass at these rates, of completions at these costs, both (prompts,)."""
+        raise NotImplementedError
+
+
+@dataclass
 class Uniform(Divided):
     """As many of each prompt: ``num_generations``, or as many as a budget allows."""
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Nothing of earlier visits."""
-        return super().needs - {"revisits"}
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, run: RunFacts) -> None:
         """Refuse a budget that does not suffice."""
@@ -40,7 +109,7 @@ class Uniform(Divided):
         return proportional(np.ones(len(rates)), costs, budget, self.least, most)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Proportional(Divided):
     """In proportion to the variance of a prompt's rewards, ``p (1 - p)``, within ``least`` and ``most``."""
 

@@ -25,7 +25,7 @@ NEGLIGIBLE = 0.005
 """A visit whose count has decayed to less than this is forgotten."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DynamicsPredictive(PromptRule):
     """Ask the prompts that are likeliest to be passed in part (Dynamics-Predictive Sampling, arXiv 2603.10887).
 

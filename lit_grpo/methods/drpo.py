@@ -23,16 +23,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from lit_grpo.limits import Limit
-from lit_grpo.types import PassRule, Rollout, RolloutGroup
-from lit_grpo.update.advantages.shaping import Gather, Shaping
+from lit_grpo.plugins import GroupBatch
+from lit_grpo.types import PassRule, Rollout
+from lit_grpo.update.advantages.shaping import Shaping
 
 Temperature = Annotated[float, Limit(above=0)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecoupledLength(Shaping):
     """Divides what right answers get by their length among themselves; what passes is right.
 
@@ -51,26 +52,16 @@ class DecoupledLength(Shaping):
             as it is.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups"})
+
     length_temperature: Temperature = 0.1
     temperature: Temperature = 10.0
     totals: Literal["equal", "estimator"] = "equal"
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """It compares members of a group, wrong ones by the log-probs of their tokens."""
-        return frozenset({"whole_groups"} | ({"sampled_log_probs"} if self.totals == "equal" else set()))
-
-    def shape(
-        self,
-        groups: Sequence[RolloutGroup],
-        advantages: Sequence[Sequence[float]],
-        pass_rule: PassRule,
-        gather: Gather,
-    ) -> list[list[float]]:
+    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return what each rollout is learnt from with."""
-        return [
-            self._of_group(group.rollouts, values, pass_rule) for group, values in zip(groups, advantages, strict=True)
-        ]
+        pairs = zip(batch.groups, advantages, strict=True)
+        return [self._of_group(group.rollouts, values, batch.pass_rule) for group, values in pairs]
 
     def _of_group(self, rollouts: Sequence[Rollout], values: Sequence[float], pass_rule: PassRule) -> list[float]:
         learnt = [place for place, value in enumerate(values) if not math.isnan(value)]

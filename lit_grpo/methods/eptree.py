@@ -26,16 +26,16 @@ import numpy as np
 import torch
 
 from lit_grpo.limits import Count, Number
-from lit_grpo.methods.branches import Branching, Forking
+from lit_grpo.methods.branches import Branching
 from lit_grpo.plugins import Answer
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Completion, Key, Request, RolloutGroup
-from lit_grpo.update.credit import GroupCredit
+from lit_grpo.update.credit import Credit
 
 
-@dataclass(frozen=True)
-class EPTree(Forking, GroupCredit):
+@dataclass
+class EPTree(Branching, Credit):
     """Fork completions at their least likely tokens, and learn from each node of the tree with a value of its own.
 
     ``model.num_generations`` is how many completions begin at the prompt. For example, 6 of them become 30 members::
@@ -56,10 +56,6 @@ class EPTree(Forking, GroupCredit):
     rounds: Number = 1
     branches: Count = 2
 
-    def worker(self) -> TreeGrower:
-        """Return what forks."""
-        return TreeGrower(self)
-
     def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
         """Return the step signal of each token; 0 for those of a leaf without a reward."""
         completions = [rollout.completion for rollout in group.rollouts]
@@ -71,6 +67,51 @@ class EPTree(Forking, GroupCredit):
             torch.from_numpy(signal)[completion.trained_T]
             for signal, completion in zip(signals, completions, strict=True)
         ]
+
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
+        """Begin with no tree."""
+        super().on_rollout_start(ledger)
+        self._trees: dict[Key, _Tree] = {}
+        self._begun_with: dict[Key, int] = {}
+
+    def on_completion(self, completion: Completion) -> Answer | None:
+        """Fork the tree of a completion, where it was the last of it."""
+        key = completion.request.key
+        tree = self._trees.setdefault((*key[:2], key[2][:1]), _Tree())
+        tree.ended.append((completion, self._begun_with.get(key, 0)))
+        tree.num_awaited -= 1
+        if tree.num_awaited or tree.num_rounds == self.rounds:
+            return None
+        tree.num_rounds += 1
+        submit: list[Request] = []
+        for number, place in self._chosen(tree):
+            tree.forked.add((number, place))
+            parent = tree.ended[number][0]
+            prefix = parent.until(place)
+            submit += [self.branch(parent.request, prefix) for _ in range(self.branches)]
+        self._begun_with |= {request.key: request.prefix.num_tokens for request in submit}
+        tree.num_awaited = len(submit)
+        return Answer(submit=submit) if submit else None
+
+    def _chosen(self, tree: _Tree) -> list[tuple[int, int]]:
+        """Return at which tokens of which of those that have ended a tree forks, the least likely first."""
+        found: list[tuple[float, int, int]] = []
+        for number, (completion, begun_with) in enumerate(tree.ended):
+            sampled = np.flatnonzero(completion.versions_T.numpy() != OBSERVED)
+            own = sampled[sampled >= begun_with][1:]
+            logprobs = completion.logprobs_T.numpy()
+            found += [
+                (float(logprobs[place]), number, place)
+                for place in own.tolist()
+                if place < completion.num_tokens - 1 and (number, place) not in tree.forked
+            ]
+        return [(number, place) for _, number, place in sorted(found)[: self.tokens]]
+
+    def on_group(self, group: RolloutGroup) -> None:
+        """Forget its trees."""
+        super().on_group(group)
+        for key in [key for key in self._trees if key[:2] == group.key]:
+            del self._trees[key]
 
 
 def step_signals(sequences: Sequence[np.ndarray], rewards: Sequence[float]) -> list[np.ndarray]:
@@ -107,63 +148,6 @@ class _Tree:
     num_awaited: int = 1
     num_rounds: int = 0
     forked: set[tuple[int, int]] = field(default_factory=set)  # which of those that have ended, and at which token
-
-
-class TreeGrower(Branching):
-    """Forks each tree once all of it has ended; a tree that loses a member grows no more.
-
-    Args:
-        settings: Where, how often and into how many.
-    """
-
-    def __init__(self, settings: EPTree) -> None:
-        super().__init__()
-        self.settings = settings
-
-    def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Begin with no tree."""
-        super().on_rollout_start(ledger)
-        self._trees: dict[Key, _Tree] = {}
-        self._begun_with: dict[Key, int] = {}
-
-    def on_completion(self, completion: Completion) -> Answer | None:
-        """Fork the tree of a completion, where it was the last of it."""
-        key = completion.request.key
-        tree = self._trees.setdefault((*key[:2], key[2][:1]), _Tree())
-        tree.ended.append((completion, self._begun_with.get(key, 0)))
-        tree.num_awaited -= 1
-        if tree.num_awaited or tree.num_rounds == self.settings.rounds:
-            return None
-        tree.num_rounds += 1
-        submit: list[Request] = []
-        for number, place in self._chosen(tree):
-            tree.forked.add((number, place))
-            parent = tree.ended[number][0]
-            prefix = parent.until(place)
-            submit += [self.branch(parent.request, prefix) for _ in range(self.settings.branches)]
-        self._begun_with |= {request.key: request.prefix.num_tokens for request in submit}
-        tree.num_awaited = len(submit)
-        return Answer(submit=submit) if submit else None
-
-    def _chosen(self, tree: _Tree) -> list[tuple[int, int]]:
-        """Return at which tokens of which of those that have ended a tree forks, the least likely first."""
-        found: list[tuple[float, int, int]] = []
-        for number, (completion, begun_with) in enumerate(tree.ended):
-            sampled = np.flatnonzero(completion.versions_T.numpy() != OBSERVED)
-            own = sampled[sampled >= begun_with][1:]
-            logprobs = completion.logprobs_T.numpy()
-            found += [
-                (float(logprobs[place]), number, place)
-                for place in own.tolist()
-                if place < completion.num_tokens - 1 and (number, place) not in tree.forked
-            ]
-        return [(number, place) for _, number, place in sorted(found)[: self.settings.tokens]]
-
-    def on_group(self, group: RolloutGroup) -> None:
-        """Forget its trees."""
-        super().on_group(group)
-        for key in [key for key in self._trees if key[:2] == group.key]:
-            del self._trees[key]
 
 
 PLUGINS = {"eptree": EPTree()}

@@ -14,16 +14,17 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_grpo.budgets.allocation import Divided, greedy
+from lit_grpo.budgets.allocation import greedy
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import PromptRule, State
 from lit_grpo.limits import Count, Limit, Positive, Share
+from lit_grpo.methods.divided import Divided
 from lit_grpo.types import Prompt
 
 Bins = Annotated[int, Limit(least=2, remedy="with one bin all prompts are alike")]
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptGDRO(PromptRule):
     """Ask prompts of hard groups more often, by exponential weights (Prompt-GDRO, arXiv 2601.19280, eq. 10 to 16).
 
@@ -104,7 +105,7 @@ def bin_of(record: Record, bins: int, num_latest: int = 0) -> int:
     return min(int(share * bins), bins - 1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutGDRO(Divided):
     """As many completions of a group of prompts as lessens the variance most (Rollout-GDRO, arXiv 2601.19280, eq. 30).
 

@@ -20,15 +20,15 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.types import Completion, RolloutGroup
-from lit_grpo.update.credit import GroupCredit, compared, discounted_returns, rewards_of_turns
+from lit_grpo.update.credit import Credit, compared, discounted_returns, rewards_of_turns
 
 
-@dataclass(frozen=True)
-class GiGPO(GroupCredit):
+@dataclass
+class GiGPO(Credit):
     """Compares turns that began in the same state.
 
     Args:
@@ -37,14 +37,11 @@ class GiGPO(GroupCredit):
         scale: Divide by the standard deviation of the turns that are compared (the paper's F_norm = std).
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns"})  # one turn's advantage would count twice
+
     weight: NotNegative = 1.0
     gamma: Annotated[float, Limit(least=0, most=1)] = 0.95
     scale: bool = False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Turns: with one for each completion, its advantage would count twice."""
-        return super().needs | {"turns"}
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.

@@ -11,7 +11,7 @@ from lit_grpo.limits import Share, check_order
 from lit_grpo.types import Prompt
 
 
-@dataclass(frozen=True)
+@dataclass
 class Greso(PromptRule):
     """Skip a prompt the more often, the more visits in a row have been easy, or hard (GRESO, arXiv 2506.02177).
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from lit_grpo.budgets.rewriting import ByVisits, Rewriting, text_of
+from lit_grpo.budgets.rewriting import Rewriting, text_of
 from lit_grpo.limits import Count, Share, Text, check_order
+from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import PassRule, Prompt, RolloutGroup
 
 
@@ -46,7 +47,7 @@ class HintRecord:
         return HintRecord(0 if visit.num_passed else self.num_unsolved + 1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hint(Rewriting):
     """Which prompts get a hint, how much of it, and its text: here none.
 
@@ -59,7 +60,7 @@ class Hint(Rewriting):
     A rule of your own is a dataclass that derives from it, and gives the text. For example, an idea first, and a whole
     plan where that was not enough::
 
-        @dataclass(frozen=True)
+        @dataclass
         class Tiers(Hint):
             def text(self, prompt, share):
                 return prompt.columns["plan" if share > 0.5 else "idea"]
@@ -76,6 +77,10 @@ class Hint(Rewriting):
     there, and reward functions get both together as the completion. Otherwise all of it stands in front of the
     question, however small the share."""
 
+    needs: ClassVar[frozenset[str]] = Rewriting.needs | {"whole_groups"}
+    common: ClassVar[bool] = True
+    what: ClassVar[str] = "hint"
+
     after: Count = 1
     begin: Share = 0.5
     step: Share = 0.25
@@ -85,14 +90,9 @@ class Hint(Rewriting):
         super().__post_init__()
         check_order(self, "begin", "most")
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """It goes by the rewards of whole visits."""
-        return super().needs | {"whole_groups"}
-
-    def worker(self) -> Hinter:
-        """Return what puts hints into prompts."""
-        return Hinter(self)
+    def setup(self) -> None:
+        """Begin with no visit."""
+        self.known: dict[str, HintRecord] = {}  # by the ids of prompts; the same on every rank
 
     def share(self, record: HintRecord) -> float:
         """Return how much of its hint a prompt gets when it is asked next, from 0 (none) to 1."""
@@ -113,29 +113,19 @@ class Hint(Rewriting):
         """
         return ""
 
-
-class Hinter(ByVisits):
-    """Puts hints into prompts by a rule, and by what their earlier visits have shown; the same on every rank."""
-
-    what = "hint"
-
-    def __init__(self, rule: Hint) -> None:
-        super().__init__(HintRecord())
-        self.rule = rule
-
     def largest(self, prompt: Prompt) -> Prompt:
         """Return a prompt with the largest share of its hint, or itself where it has none or no room for one."""
-        return self.with_share(prompt, self.rule.most)
+        return self.with_share(prompt, self.most)
 
     def asked(self, prompt: Prompt) -> Prompt:
         """Return a prompt as it is asked now."""
-        share = self.rule.share(self.record_of(prompt.prompt_id))
+        share = self.share(self.record_of(prompt.prompt_id))
         return self.with_share(prompt, share) if share else prompt
 
     def with_share(self, prompt: Prompt, share: float) -> Prompt:
         """Return a prompt with such a share of its hint."""
-        put = partial(self.writer.put_after, share=share) if self.rule.goes_on else self.writer.put_before
-        hinted = put(prompt, self.rule.text(prompt, share))
+        put = partial(self.writer.put_after, share=share) if self.goes_on else self.writer.put_before
+        hinted = put(prompt, self.text(prompt, share))
         return prompt if hinted is prompt else replace(hinted, extra={"hint": share})
 
     def visit_of(self, group: RolloutGroup, pass_rule: PassRule) -> HintVisit:
@@ -165,8 +155,28 @@ class Hinter(ByVisits):
             "hints/reward_hinted": fmean(rewards) if rewards else math.nan,
         }
 
+    def record_of(self, prompt_id: str) -> HintRecord:
+        """Return what is known of a prompt."""
+        return self.known.get(prompt_id, HintRecord())
 
-@dataclass(frozen=True)
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
+        """Remember the visits of a batch, of all ranks."""
+        own = [self.visit_of(group, batch.pass_rule) for group in batch.groups]
+        visits = [visit for part in batch.all_gather(own) for visit in part]
+        for visit in visits:
+            self.known[visit.prompt_id] = self.record_of(visit.prompt_id).after(visit)
+        return self.metrics_of(visits)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: a list of plain values for each prompt."""
+        return {"known": {prompt_id: list(astuple(record)) for prompt_id, record in self.known.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.known = {prompt_id: HintRecord(*values) for prompt_id, values in state["known"].items()}
+
+
+@dataclass
 class Reference(Hint):
     """The beginning of a solution that a column holds, in tokens (as in ADHint, arXiv 2512.13095).
 
@@ -184,7 +194,7 @@ class Reference(Hint):
         return text_of(prompt, self.column)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Strategy(Hint):
     """A strategy in front of the question, whole (as in NudgeRL, arXiv 2605.15726).
 

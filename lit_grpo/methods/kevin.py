@@ -18,15 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit
 from lit_grpo.types import RolloutGroup
-from lit_grpo.update.credit import GroupCredit, compared, discounted_returns, rewards_of_turns
+from lit_grpo.update.credit import Credit, compared, discounted_returns, rewards_of_turns
 
 
-@dataclass(frozen=True)
-class ReturnToGo(GroupCredit):
+@dataclass
+class ReturnToGo(Credit):
     """Compares discounted returns of all turns of a group.
 
     Args:
@@ -34,13 +34,10 @@ class ReturnToGo(GroupCredit):
         scale: Divide by the standard deviation of the returns.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns"})  # with one it would be the estimator
+
     gamma: Annotated[float, Limit(least=0, most=1)] = 0.4
     scale: bool = True
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Turns: with one for each completion, it would be the estimator."""
-        return super().needs | {"turns"}
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_grpo.budgets.allocation import Divided, greedy
+from lit_grpo.budgets.allocation import greedy
 from lit_grpo.limits import Limit
+from lit_grpo.methods.divided import Divided
 
 
-@dataclass(frozen=True)
+@dataclass
 class Knapsack(Divided):
     """What mixed prompts need, divided by worth, and the rest for unsolved ones (Knapsack RL, arXiv 2509.25849).
 

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lit_grpo.limits import Limit
-from lit_grpo.plugins import Plugin, Worker
+from lit_grpo.plugins import Plugin
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 from lit_grpo.rewards.function import RewardFunction
 
 
-@dataclass(frozen=True)
+@dataclass
 class MajorityVote(Plugin):
     r"""Brings the reward ``majority_vote``.
 
@@ -59,18 +59,9 @@ class MajorityVote(Plugin):
         if self.pattern is not None:
             compile_pattern("pattern", self.pattern, needs_group=True)
 
-    def worker(self) -> Voting:
-        """Return what brings the reward."""
-        return Voting(self)
-
-
-class Voting(Worker):
-    """Brings a reward function; it remembers nothing."""
-
-    common = True
-
-    def __init__(self, rule: MajorityVote) -> None:
-        self._rewards = [RewardFunction.of(Majority(rule), "majority_vote", rule.weight)]
+    def setup(self) -> None:
+        """Make the reward function."""
+        self._rewards = [RewardFunction.of(Majority(self), "majority_vote", self.weight)]
 
     @property
     def rewards(self) -> Sequence[RewardFunction]:

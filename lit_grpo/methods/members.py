@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -18,7 +19,7 @@ from lit_grpo.types import Key, Rollout
 from lit_grpo.update.selection import Entropies
 
 
-@dataclass(frozen=True)
+@dataclass
 class MaxEntropy(Members):
     """The members with the highest mean entropy of their tokens, under the policy that sampled them.
 
@@ -26,17 +27,14 @@ class MaxEntropy(Members):
     more.
     """
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Entropies."""
-        return super().needs | {"entropies"}
+    by_entropies: ClassVar[bool] = True
 
     def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], entropies: Entropies) -> torch.Tensor:
         """Return the mean entropies."""
         return mean_entropies(rollouts, entropies([each for each in rollouts if math.isnan(each.completion.entropy)]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class RandomMembers(Members):
     """Random members, the same in every run: those with the lowest hashes of their names."""
 

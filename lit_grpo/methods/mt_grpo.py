@@ -21,14 +21,15 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lit_grpo.limits import NotNegative
 from lit_grpo.types import Rollout, RolloutGroup
-from lit_grpo.update.credit import GroupCredit, compared, rewards_of_turns
+from lit_grpo.update.credit import Credit, compared, rewards_of_turns
 
 
-@dataclass(frozen=True)
-class MTGRPO(GroupCredit):
+@dataclass
+class MTGRPO(Credit):
     """Compares what turns earned with what turns of the same number earned.
 
     Args:
@@ -36,13 +37,10 @@ class MTGRPO(GroupCredit):
         scale: Divide by the standard deviation of the turns that are compared.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns", "turn_rewards"})
+
     weight: NotNegative = 1.0
     scale: bool = True
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Turns that are rewarded by themselves: without, it would be the estimator."""
-        return super().needs | {"turns", "turn_rewards"}
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.

@@ -29,12 +29,13 @@ from dataclasses import dataclass
 
 import torch
 
+from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.selection import Selection
 
 
-@dataclass(frozen=True)
+@dataclass
 class RandomTokens(Selection):
     """A random part of the tokens of each completion, drawn for every optimizer step.
 
@@ -48,11 +49,11 @@ class RandomTokens(Selection):
     share: Share = 0.5
     seed: int = 0
 
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """It leaves tokens of completions out."""
+    def requirement(self, name: str) -> Requirement:
+        """It leaves tokens of completions out, unless it keeps all."""
         said = f"learns from a random share of each completion's tokens, {self.share}"
-        return {**super().changes, **({"whole_completions": said, "all_tokens": said} if self.share < 1 else {})}
+        changes = {"whole_completions": said, "all_tokens": said} if self.share < 1 else {}
+        return Requirement(name, self.needs, changes)
 
     def token_weights(self, rollouts: Sequence[Rollout], version: int) -> Mapping[Key, torch.Tensor] | None:
         """Return ``1 / p_t`` of the tokens that are kept, and 0 of the others."""
@@ -77,7 +78,7 @@ class RandomTokens(Selection):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Uniform(RandomTokens):
     """Each token by itself, with chance ``share``."""
 
@@ -90,7 +91,7 @@ class Uniform(RandomTokens):
         return torch.rand(len(chances_T), generator=generator, dtype=torch.float64) < chances_T
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prefix(RandomTokens):
     """A prefix of random length; after it nothing is computed.
 

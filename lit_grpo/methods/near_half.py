@@ -11,7 +11,7 @@ from lit_grpo.limits import Positive, Share
 from lit_grpo.types import Prompt
 
 
-@dataclass(frozen=True)
+@dataclass
 class NearHalf(PromptRule):
     """Ask a prompt the more often, the nearer its pass rate p is to a half: with a chance of ``4 p (1 - p)``.
 

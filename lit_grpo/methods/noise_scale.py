@@ -7,18 +7,18 @@ rate goes with the square root of that number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 
-from lit_grpo.budgets.batch_size import BatchSize, BatchSizer, SquaredNorm
+from lit_grpo.budgets.batch_size import BatchSize, SquaredNorm
 from lit_grpo.limits import Count, Limit, NotNegative, Positive, Share, check_order
-from lit_grpo.types import PassRule, RolloutGroup
+from lit_grpo.plugins import GroupBatch
 
 
-@dataclass(frozen=True)
+@dataclass
 class NoiseScale(BatchSize):
     """Measure how many prompts a gradient is worth averaging over (McCandlish et al., arXiv 1812.06162).
 
@@ -39,9 +39,62 @@ class NoiseScale(BatchSize):
     parts: Annotated[int, Limit(least=2, remedy="of one part nothing can be told")] = 2
     smoothing: Share = 0.05
 
-    def worker(self) -> Sizer:
-        """Return what measures."""
-        return Sizer(self)
+    def setup(self) -> None:
+        """Begin with nothing measured."""
+        super().setup()
+        self._means_2, self._weight = np.zeros(2), 0.0  # of |G|^2 and tr S, not yet divided by their weight
+        self._num_measured = self._began = 0
+
+    @property
+    def num_parts(self) -> int:
+        """``parts``."""
+        return self.parts
+
+    def start_with(self, num_prompts: int) -> None:
+        """Begin with ``data.batch_size``, or go on."""
+        super().start_with(num_prompts)
+        self._began = self._began or num_prompts
+
+    @property
+    def step_scale(self) -> float:
+        """The square root of this batch's size over the first one's."""
+        return math.sqrt(self.num_prompts / self._began) if self._began else 1.0
+
+    def measured(self, norms: Sequence[SquaredNorm]) -> None:
+        """Count a step; one whose norms are not finite, or do not tell signal from noise, is left out."""
+        found = estimate(norms)
+        if found is not None:
+            keep = 1 - self.smoothing
+            self._means_2 = keep * self._means_2 + self.smoothing * np.array(found)
+            self._weight = keep * self._weight + self.smoothing
+            self._num_measured += 1
+
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
+        """Say how large the next batch is, and log what is known."""
+        num_ranks = len(batch.all_gather(None))
+        signal, noise = (self._means_2 / self._weight).tolist() if self._weight else (math.nan, math.nan)
+        known = signal > 0 and noise > 0
+        logs = {"noise/signal": signal, "noise/trace": noise, "noise/scale": noise / signal if known else math.nan}
+        logs |= {"noise/prompts": float(self.num_prompts * num_ranks), "noise/step_scale": self.step_scale}
+        if known and self._num_measured >= self.first_change:
+            size = self.size(signal, noise, self.num_prompts * num_ranks, self._began * num_ranks)
+            self.num_prompts = math.ceil(size / num_ranks)
+        return logs
+
+    def state_dict(self) -> dict[str, Any]:
+        """The means, and the sizes of this and the first batch."""
+        means = {"means": self._means_2.tolist(), "weight": self._weight, "measured": self._num_measured}
+        return means | {"prompts": self.num_prompts, "began": self._began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._means_2, self._weight = np.array(state["means"]), state["weight"]
+        self._num_measured, self.num_prompts, self._began = state["measured"], state["prompts"], state["began"]
+
+    @property
+    def first_change(self) -> float:
+        """Updates before the size may change."""
+        return math.inf
 
     def size(self, signal: float, noise: float, now: int, began: int) -> float:
         """Return how many prompts the next batch is to have, on all ranks together.
@@ -55,7 +108,7 @@ class NoiseScale(BatchSize):
         return now
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ruled(NoiseScale):
     """A rule that sets the size of a batch.
 
@@ -67,8 +120,13 @@ class Ruled(NoiseScale):
     most: Count = 64
     warm_up: Count = 20
 
+    @property
+    def first_change(self) -> float:
+        """``warm_up``."""
+        return self.warm_up
 
-@dataclass(frozen=True)
+
+@dataclass
 class NormTest(Ruled):
     """Larger batches where a gradient is too noisy (AdAdaGrad, arXiv 2402.11215, by the norm test of Byrd et al. 2012).
 
@@ -92,7 +150,7 @@ class NormTest(Ruled):
         return max(now, min(wanted, self.most))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Goodput(Ruled):
     """The size of most progress a second (COPUS, arXiv 2604.26687, without its choice of parallelism).
 
@@ -132,58 +190,6 @@ class Goodput(Ruled):
     def goodput(self, size: float, scale: float) -> float:
         """Return the goodput of a batch of so many prompts."""
         return size / (size + self.overhead) * scale / (scale + size) * math.sqrt(size)
-
-
-class Sizer(BatchSizer):
-    """Remembers the means, and asks the ``rule`` once a batch has been learnt from."""
-
-    def __init__(self, rule: NoiseScale) -> None:
-        self.rule, self.num_parts = rule, rule.parts
-        self._means_2, self._weight = np.zeros(2), 0.0  # of |G|^2 and tr S, not yet divided by their weight
-        self._num_measured = self._began = 0
-
-    def start_with(self, num_prompts: int) -> None:
-        """Begin with ``data.batch_size``, or go on."""
-        super().start_with(num_prompts)
-        self._began = self._began or num_prompts
-
-    @property
-    def step_scale(self) -> float:
-        """The square root of this batch's size over the first one's."""
-        return math.sqrt(self.num_prompts / self._began) if self._began else 1.0
-
-    def measured(self, norms: Sequence[SquaredNorm]) -> None:
-        """Count a step; one whose norms are not finite, or do not tell signal from noise, is left out."""
-        found = estimate(norms)
-        if found is not None:
-            keep = 1 - self.rule.smoothing
-            self._means_2 = keep * self._means_2 + self.rule.smoothing * np.array(found)
-            self._weight = keep * self._weight + self.rule.smoothing
-            self._num_measured += 1
-
-    def learnt(
-        self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int, gather: Callable[[Any], list[Any]]
-    ) -> dict[str, float]:
-        """Say how large the next batch is, and log what is known."""
-        num_ranks = len(gather(None))
-        signal, noise = (self._means_2 / self._weight).tolist() if self._weight else (math.nan, math.nan)
-        known = signal > 0 and noise > 0
-        logs = {"noise/signal": signal, "noise/trace": noise, "noise/scale": noise / signal if known else math.nan}
-        logs |= {"noise/prompts": float(self.num_prompts * num_ranks), "noise/step_scale": self.step_scale}
-        if isinstance(self.rule, Ruled) and known and self._num_measured >= self.rule.warm_up:
-            size = self.rule.size(signal, noise, self.num_prompts * num_ranks, self._began * num_ranks)
-            self.num_prompts = math.ceil(size / num_ranks)
-        return logs
-
-    def state_dict(self) -> dict[str, Any]:
-        """The means, and the sizes of this and the first batch."""
-        means = {"means": self._means_2.tolist(), "weight": self._weight, "measured": self._num_measured}
-        return means | {"prompts": self.num_prompts, "began": self._began}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self._means_2, self._weight = np.array(state["means"]), state["weight"]
-        self._num_measured, self.num_prompts, self._began = state["measured"], state["prompts"], state["began"]
 
 
 def estimate(norms: Sequence[SquaredNorm]) -> tuple[float, float] | None:

@@ -22,7 +22,7 @@ from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.selection import Entropies, Selection, Statistics, candidates
 
 
-@dataclass(frozen=True)
+@dataclass
 class Subset(Selection):
     """So many members of each group.
 
@@ -68,13 +68,13 @@ class Subset(Selection):
         return between(self.first_keep, self.keep, progress)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Members(Subset):
     """The ``keep`` members of each group with the largest values of some kind, compared within their group.
 
     A choice of your own gives the values. For example, the shortest members of each group::
 
-        @dataclass(frozen=True)
+        @dataclass
         class Shorter(Members):
             def values(self, rewards_N, rollouts, entropies):
                 return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()
@@ -116,7 +116,7 @@ class Members(Subset):
         return values_N.sort(descending=True, stable=True).indices[:size]
 
 
-@dataclass(frozen=True)
+@dataclass
 class MaxVariance(Members):
     """The members whose rewards have the largest variance (PODS, arXiv 2504.13818).
 

@@ -19,20 +19,20 @@ it gave no more on the demo and on knights than groups of 4 do without it (docs/
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
 from lit_grpo.limits import Count
-from lit_grpo.plugins import RunFacts, Worker
-from lit_grpo.rollout.generator import StepEvents
+from lit_grpo.plugins import GroupBatch, ObservationPoint, RunFacts
+from lit_grpo.rollout.generator import Observation
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
-from lit_grpo.types import GroupKey, Key, PassRule, Rollout, RolloutGroup
-from lit_grpo.update.advantages.shaping import Gather, Shaping
+from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
+from lit_grpo.update.advantages.shaping import Shaping
 
 VALUE = "poise/value"
 """Under which name a rollout's ``extra`` has what is predicted from it; samples show it."""
@@ -40,7 +40,17 @@ NUM_COLUMNS, NUM_SCALARS = 256, 2  # of features, after their projection; mean l
 BETWEEN = 100.0  # rows as which what lies between groups counts: all of it, for that is what a baseline is about
 
 
-@dataclass(frozen=True)
+class Row(NamedTuple):
+    """What is learnt from one rollout: its features, None where it was not looked at, and what the others earned."""
+
+    features: np.ndarray | None
+    others: float
+    reward: float
+    baseline: float
+    group: GroupKey
+
+
+@dataclass
 class CrossRolloutBaseline(Shaping):
     """Compares each reward with what is predicted from the other rollouts of its prompt.
 
@@ -54,12 +64,10 @@ class CrossRolloutBaseline(Shaping):
         at: After how many tokens a completion is looked at; about half of the usual length.
     """
 
-    at: Count = 64
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "whole_rollouts", "fresh_members", "plain_rewards"})
+    common: ClassVar[bool] = True
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Independent rollouts of a prompt, seen while they are decoded, and rewards as they are."""
-        return frozenset({"whole_groups", "whole_rollouts", "fresh_members", "hidden_states", "plain_rewards"})
+    at: Count = 64
 
     def check(self, run: RunFacts) -> None:
         """Check that there is another rollout, and that completions can come to be looked at."""
@@ -73,51 +81,8 @@ class CrossRolloutBaseline(Shaping):
                 f"at most {run.max_tokens - 1}, as in poise:at=8."
             )
 
-    def worker(self) -> PromptValues:
-        """Return what predicts."""
-        return PromptValues(self.at)
-
-    def shape(
-        self,
-        groups: Sequence[RolloutGroup],
-        advantages: Sequence[Sequence[float]],
-        pass_rule: PassRule,
-        gather: Gather,
-    ) -> list[list[float]]:
-        """Return each reward less its baseline, where there is one."""
-        return [
-            [self._of(group, each, value) for each, value in zip(group.rollouts, values, strict=True)]
-            for group, values in zip(groups, advantages, strict=True)
-        ]
-
-    def _of(self, group: RolloutGroup, rollout: Rollout, estimated: float) -> float:
-        below = baseline(group, rollout)
-        return estimated if math.isnan(estimated) or math.isnan(below) else rollout.reward - below
-
-
-def baseline(group: RolloutGroup, rollout: Rollout) -> float:
-    """Return the mean of what is predicted from the other rollouts of a group; NaN where nothing is."""
-    predicted = [each.extra[VALUE] for each in group.rollouts if each is not rollout and VALUE in each.extra]
-    return fmean(predicted) if predicted else math.nan
-
-
-class Row(NamedTuple):
-    """What is learnt from one rollout: its features, None where it was not looked at, and what the others earned."""
-
-    features: np.ndarray | None
-    others: float
-    reward: float
-    baseline: float
-    group: GroupKey
-
-
-class PromptValues(Worker):
-    """Predicts what *another* rollout of a prompt earns, from what the policy shows of one; the same on all ranks."""
-
-    common = True
-
-    def __init__(self, at: int) -> None:
-        self.point = at
+    def setup(self) -> None:
+        """Begin with nothing learnt."""
         self._projection, self._ridge = Projection(NUM_COLUMNS, NUM_SCALARS), Ridge(BETWEEN)
         self._early = [0.0, 0.0]  # rollouts that were not looked at, and what others earned beside them; forgetting
         self._features: dict[Key, np.ndarray] = {}
@@ -126,16 +91,19 @@ class PromptValues(Worker):
         """Forget the last rollout."""
         self._features = {}
 
-    def on_step(self, events: StepEvents) -> None:
-        """Note what the policy shows."""
-        for observation in events.observations:
-            if observation.num_tokens == self.point:
-                rows = zip(cast("Sequence[Key]", observation.keys), observation.features, strict=True)
-                self._features |= {key: row for key, row in rows if np.isfinite(row).all()}
+    @property
+    def observes(self) -> ObservationPoint:
+        """``at``."""
+        return ObservationPoint(self.at)
 
-    def join(self, groups: Sequence[RolloutGroup], version: int) -> None:
-        """Predict from each rollout, once there has been something to learn from."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+    def observe(self, observation: Observation) -> None:
+        """Note what the policy shows."""
+        rows = zip(cast("Sequence[Key]", observation.keys), observation.features, strict=True)
+        self._features |= {key: row for key, row in rows if np.isfinite(row).all()}
+
+    def add_members(self, batch: GroupBatch) -> None:
+        """Predict from each rollout, once there has been something to learn from; nobody is added."""
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         if not len(self._ridge.moments):
             return
         seen = [each for each in rollouts if each.completion.request.key in self._features]
@@ -148,16 +116,10 @@ class PromptValues(Worker):
             for rollout, value in zip(seen, predicted.tolist(), strict=True):
                 rollout.extra[VALUE] = value
 
-    def learnt(
-        self,
-        groups: Sequence[RolloutGroup],
-        pass_rule: PassRule,
-        version: int,
-        gather: Callable[[Any], list[Any]],
-    ) -> dict[str, float]:
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
         """Learn from a batch, of all ranks; return how much of the spread of its rewards baselines explained."""
-        own = [self._row(group, each) for group in groups for each in group.rollouts]
-        rows = [row for part in gather(own) for row in part if not math.isnan(row.others)]
+        own = [self._row(group, each) for group in batch.groups for each in group.rollouts]
+        rows = [row for part in batch.all_gather(own) for row in part if not math.isnan(row.others)]
         early = [row.others for row in rows if row.features is None]
         self._early = [FORGETTING * self._early[0] + len(early), FORGETTING * self._early[1] + math.fsum(early)]
         seen = [row for row in rows if row.features is not None]
@@ -185,6 +147,23 @@ class PromptValues(Worker):
         self._projection.scale = np.array(state["scale"], dtype=np.float64)
         self._ridge.load_state_dict(state["ridge"])
         self._early = state["early"]
+
+    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Return each reward less its baseline, where there is one."""
+        return [
+            [self._of(group, each, value) for each, value in zip(group.rollouts, values, strict=True)]
+            for group, values in zip(batch.groups, advantages, strict=True)
+        ]
+
+    def _of(self, group: RolloutGroup, rollout: Rollout, estimated: float) -> float:
+        below = baseline(group, rollout)
+        return estimated if math.isnan(estimated) or math.isnan(below) else rollout.reward - below
+
+
+def baseline(group: RolloutGroup, rollout: Rollout) -> float:
+    """Return the mean of what is predicted from the other rollouts of a group; NaN where nothing is."""
+    predicted = [each.extra[VALUE] for each in group.rollouts if each is not rollout and VALUE in each.extra]
+    return fmean(predicted) if predicted else math.nan
 
 
 def explained(pairs: Sequence[tuple[float, float]]) -> float:

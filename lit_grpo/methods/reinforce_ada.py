@@ -9,7 +9,7 @@ from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.limits import Limit, Number
 
 
-@dataclass(frozen=True)
+@dataclass
 class Balanced(Allocation):
     """Rounds of ``num_generations`` until so many have passed and so many have not (Reinforce-Ada, arXiv 2510.04996).
 
@@ -32,11 +32,6 @@ class Balanced(Allocation):
             raise ValueError(
                 f"passed is {self.passed} and failed is {self.failed}; give numbers that are to be reached."
             )
-
-    @property
-    def has_rounds(self) -> bool:
-        """As many as ``rounds``."""
-        return True
 
     def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
         """See above."""

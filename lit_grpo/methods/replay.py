@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from lit_grpo.budgets.history import all_equal
 from lit_grpo.budgets.memory import CompletionMemory, Remembered
+from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Count, Limit
-from lit_grpo.plugins import Plugin, Worker
+from lit_grpo.plugins import AllGather, GroupBatch, Plugin
 from lit_grpo.types import PassRule, Request, Rollout, RolloutGroup
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replay(Plugin):
     """Which successes of earlier visits take part in a prompt's group, and how many.
 
-    A rule of your own is a dataclass that derives from it, with a ``choose`` of its own.
+    What a batch brings is remembered once it has been learnt from, so that a batch that is broken off and sampled again
+    ends the same; the memory is the same on every rank. Of completions with the same tokens the last is remembered
+    alone. What has been replayed is not remembered again. A rule of your own is a dataclass that derives from it, with
+    a ``choose`` of its own.
 
     Args:
         members: The most of them in a group.
@@ -39,6 +43,9 @@ class Replay(Plugin):
     """
 
     role: ClassVar[str] = "which earlier completions join a group"
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "one_row", "revisits"})
+    changes: ClassVar[Mapping[str, str]] = {"fresh_members": "lets completions of earlier visits join groups"}
+    common: ClassVar[bool] = True
 
     members: Count = 2
     share: Annotated[float, Limit(least=0, below=1, remedy="some of a group has to be newly sampled")] = 0.5
@@ -47,28 +54,17 @@ class Replay(Plugin):
     kept: Count = 8
     logprobs: Literal["recomputed", "sampled"] = "recomputed"
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Members join whole groups, what is kept of each is one row, and an older policy may have ``sampled`` it."""
-        of_sampler = {"ratios_to_sampler"} if self.logprobs == "sampled" else set[str]()
-        return frozenset({"whole_groups", "one_row", "revisits"} | of_sampler)
+    def requirement(self, name: str) -> Requirement:
+        """An older policy may have ``sampled`` what is replayed; recomputed log-probs go with every proximal policy."""
+        if self.logprobs == "recomputed":
+            return super().requirement(name)
+        needs = self.needs | {"ratios_to_sampler"}
+        return Requirement(name, needs, self.changes, remedy="set logprobs of it to recomputed")
 
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """Groups get members of earlier visits."""
-        changes = {"fresh_members": "lets completions of earlier visits join groups"}
-        if self.logprobs == "sampled":
-            changes["kept_versions"] = "learns from tokens of policies whose weights are not kept"
-        return changes
-
-    @property
-    def remedy(self) -> str:
-        """Recomputed log-probs go with every proximal policy."""
-        return "set logprobs of it to recomputed" if self.logprobs == "sampled" else ""
-
-    def worker(self) -> ReplayMemory:
-        """Return what remembers successes."""
-        return ReplayMemory(self)
+    def setup(self) -> None:
+        """Begin with nothing remembered."""
+        self._memory = CompletionMemory(self.kept, self.max_age)
+        self._clear()
 
     def most(self, num_fresh: int) -> int:
         """Return how many may join so many members that have been newly sampled."""
@@ -89,35 +85,13 @@ class Replay(Plugin):
             newest_first.sort(key=lambda each: -each.reward)
         return newest_first[:number]
 
-
-class ReplayMemory(Worker):
-    """Successes by prompt, the same on every rank, and what of them has joined a batch.
-
-    What a batch brings is remembered once it has been learnt from, so that a batch that is broken off and sampled again
-    ends the same. Of completions with the same tokens the last is remembered alone. What has been replayed is not
-    remembered again.
-
-    Args:
-        rule: Which successes join.
-    """
-
-    common = True
-
-    def __init__(self, rule: Replay) -> None:
-        self.rule = rule
-        self._memory = CompletionMemory(rule.kept, rule.max_age)
-        self._clear()
-
-    def join(self, groups: Sequence[RolloutGroup], version: int) -> None:
+    def add_members(self, batch: GroupBatch) -> None:
         """Let successes of earlier visits join groups, which have their rewards, as members.
 
         Nothing joins a group that is not learnt from, or that has no difference even then.
-
-        Args:
-            groups: Whole ones.
-            version: Of the policy that learns from them.
         """
-        for group in groups:
+        version = batch.version
+        for group in batch.groups:
             rewarded = [rollout for rollout in group.rollouts if not math.isnan(rollout.reward)]
             learnt = [rollout for rollout in rewarded if rollout.kept]
             rewards = [rollout.reward for rollout in rewarded]
@@ -128,17 +102,17 @@ class ReplayMemory(Worker):
                 continue
             self._num_revived += all_equal(rewards)
             self._ages += [each.age(version) for each in chosen]
-            recompute = self.rule.logprobs == "recomputed"
+            recompute = self.logprobs == "recomputed"
             group.rollouts += [each.as_member(group, place, recompute) for place, each in enumerate(chosen)]
 
     def _chosen(self, group: RolloutGroup, num_fresh: int, version: int) -> Sequence[Remembered]:
         """Those that may join a group."""
         request = group.rollouts[0].completion.request
         known = self._memory.fitting(group.prompt, request, version)
-        number = min(self.rule.most(num_fresh), len(known))
-        return self.rule.choose(known, number, request)[:number] if number else []
+        number = min(self.most(num_fresh), len(known))
+        return self.choose(known, number, request)[:number] if number else []
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, all_gather: AllGather) -> dict[str, float]:
         """Return what to log of a batch."""
         num_replayed = len(self._ages)
         return {
@@ -148,20 +122,14 @@ class ReplayMemory(Worker):
             "replay/prompts": float(len(self._memory)),
         }
 
-    def learnt(
-        self,
-        groups: Sequence[RolloutGroup],
-        pass_rule: PassRule,
-        version: int,
-        gather: Callable[[Any], list[Any]],
-    ) -> dict[str, float]:
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
         """Remember the successes of a batch that has been learnt from, of all ranks, and forget what is too old."""
         self._clear()
         own: list[Remembered] = []
-        for group in groups:
-            own += self._memory.latest(rollout for rollout in group.fresh if _passed(rollout, pass_rule))
-        self._memory.add(success for part in gather(own) for success in part)
-        self._memory.forget_old(version)
+        for group in batch.groups:
+            own += self._memory.latest(rollout for rollout in group.fresh if _passed(rollout, batch.pass_rule))
+        self._memory.add(success for part in batch.all_gather(own) for success in part)
+        self._memory.forget_old(batch.version)
         return {}
 
     def _clear(self) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lit_grpo.update.auxiliary import Visit
 
 
-@dataclass(frozen=True)
+@dataclass
 class RouterLoss(Auxiliary):
     """Keeps experts equally busy, over the tokens of each optimizer step on all ranks.
 
@@ -46,12 +46,9 @@ class RouterLoss(Auxiliary):
         coefficient: What it counts beside the objective's loss; 0 only logs it. Qwen3-MoE's pre-training has 0.001.
     """
 
-    coefficient: NotNegative = 0.001
+    needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "own_rows", "fixed_token_budget"})
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The counts of all tokens of a step before its first gradient."""
-        return super().needs | {"all_ranks", "own_rows", "packed_rows", "fixed_token_budget"}
+    coefficient: NotNegative = 0.001
 
     def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Check that the policy tells the logits of its routers."""

@@ -23,17 +23,19 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
+from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Count, Share
 from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Completion
 from lit_grpo.update.chunking import Chunk, Chunking
 
 
-@dataclass(frozen=True)
+@dataclass
 class SeCO(Chunking):
     """Completions of more than ``chunk`` tokens are cut into chunks of about equal size.
 
@@ -41,18 +43,14 @@ class SeCO(Chunking):
         chunk: The most tokens of one; not above ``model.max_tokens_per_micro_batch``.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"fixed_token_budget", "own_rows"})
+
     chunk: Count = 2048
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Packed rows, and chunks of the size that is set."""
-        return super().needs | {"fixed_token_budget", "own_rows", "packed_rows"}
-
-    @property
-    def changes(self) -> Mapping[str, str]:
+    def requirement(self, name: str) -> Requirement:
         """The loss sees a chunk at a time."""
         said = f"sends those of more than {self.chunk} tokens through in chunks"
-        return {**super().changes, "whole_completions": said}
+        return Requirement(name, self.needs, {"whole_completions": said})
 
     @property
     def most(self) -> int | None:
@@ -74,7 +72,7 @@ class SeCO(Chunking):
         return 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class SpaCO(SeCO):
     """A random part of the chunks has a backward pass.
 

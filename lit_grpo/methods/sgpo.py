@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lit_grpo.budgets.allocation import Allocation, AtLeastTwo
 from lit_grpo.budgets.history import Record
@@ -16,7 +17,7 @@ BUCKETS = (2, 4, 8)
 """How many completions a pass takes, by phases."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Buckets(Allocation):
     """As many completions as it takes to expect a pass, a power of two (sGPO, arXiv 2606.08854).
 
@@ -24,17 +25,14 @@ class Buckets(Allocation):
     prompt that nothing is known of.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
+
     least: AtLeastTwo = 2
     most: Count = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_order(self, "least", "most")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What earlier visits of prompts have shown."""
-        return super().needs | {"revisits"}
 
     def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
@@ -45,7 +43,7 @@ class Buckets(Allocation):
         return int(min(max(expected, self.least), self.most))
 
 
-@dataclass(frozen=True)
+@dataclass
 class PhasedPrompts(PromptRule):
     """Ask from easy to hard, by the number of completions that a pass takes (the phases of sGPO, arXiv 2606.08854).
 

@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from lit_grpo.limits import Count
-from lit_grpo.methods.branches import Branching, Forking, check_width
-from lit_grpo.plugins import Answer, RunFacts
+from lit_grpo.methods.branches import Branching, check_width
+from lit_grpo.plugins import Answer, GroupBatch, RunFacts
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths.ridge import Ridge
 from lit_grpo.types import EMPTY, Completion, GroupKey, Key, PassRule, Rollout, RolloutGroup, Trajectory
@@ -40,8 +40,8 @@ BETWEEN = 100.0  # rows as which what lies between groups counts: all of it
 SURE = 0.02  # no chance is predicted to be nearer to 0 or 1
 
 
-@dataclass(frozen=True)
-class ContrastiveTree(Forking):
+@dataclass
+class ContrastiveTree(Branching):
     """Go on from turns whose continuations may end either way.
 
     ``model.num_generations`` is how many paths begin at the prompt. For example, 8 of them become 16 members::
@@ -58,21 +58,90 @@ class ContrastiveTree(Forking):
         window: The last so many tokens of an anchor are looked at with their neighbours.
     """
 
+    needs: ClassVar[frozenset[str]] = Branching.needs | {"turns"}  # else it would only sample larger groups
+    common: ClassVar[bool] = True
+
     width: Count = 16
     window: Count = 32
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Turns to go on from: without, it would sample larger groups and nothing else."""
-        return super().needs | {"turns"}
 
     def check(self, run: RunFacts) -> None:
         """Check that there is room for continuations."""
         check_width(self.width, run)
 
-    def worker(self) -> TreeExpander:
-        """Return what goes on from turns."""
-        return TreeExpander(self)
+    def setup(self) -> None:
+        """Begin with nothing learnt."""
+        super().setup()
+        self._ridge = Ridge(BETWEEN)
+
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
+        """Begin with no group."""
+        super().on_rollout_start(ledger)
+        self._first: dict[GroupKey, list[Completion]] = {}
+        self._expanded: set[GroupKey] = set()
+        self._continued: set[Key] = set()
+
+    def on_completion(self, completion: Completion) -> Answer | None:
+        """Divide what is left of the width among the anchors of a group, once its first paths have ended."""
+        group, prompt = completion.request.group, completion.request.prompt.token_ids
+        first = self._first.setdefault(group, [])
+        first.append(completion)
+        if group in self._expanded or self._ledger.num_of(group):
+            return None
+        self._expanded.add(group)
+        first.sort(key=lambda path: path.request.path)  # however they were decoded
+        choices = [(path, anchor) for path in first for anchor in anchors(path)[1:]]
+        random.Random(f"{completion.request.seed}/{group}").shuffle(choices)  # so that equal chances favour no path
+        looked_at = [anchor for _, anchor in choices] + [*anchors(first[0]), EMPTY][:1]
+        chances = self.chances(np.array([features(prompt, each, self.window) for each in looked_at]))
+        more = divided(chances.tolist(), [1] * len(choices) + [len(first)], max(self.width - len(first), 0))
+        submit = [
+            self.branch(path.request, anchor)
+            for (path, anchor), number in zip([*choices, (first[0], EMPTY)], more, strict=True)
+            for _ in range(number)
+        ]
+        self._continued |= {request.key for request in submit if request.prefix.num_tokens}
+        return Answer(submit=submit) if submit else None
+
+    def chances(self, features: np.ndarray) -> np.ndarray:
+        """Return the chances that continuations of anchors pass, shape (n,)."""
+        known = len(self._ridge.moments) > 0
+        return np.clip(self._ridge.predict(features), SURE, 1 - SURE) if known else np.full(len(features), 0.5)
+
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
+        """Learn from the anchors of a batch, of all ranks; return how good chances were, and what they brought."""
+        groups, pass_rule = batch.groups, batch.pass_rule
+        own = [row for group in groups for each in group.rollouts for row in self._rows(each, pass_rule)]
+        rows = [row for part in batch.all_gather(own) for row in part]
+        differ = [each for part in batch.all_gather(self._contrasts(groups, pass_rule)) for each in part]
+        if not rows:
+            return {}
+        x, passed = np.array([row.features for row in rows]), np.array([float(row.passed) for row in rows])
+        spread = np.square(passed - passed.mean()).sum()
+        explained = 1 - np.square(passed - self.chances(x)).sum() / spread if spread else math.nan
+        self._ridge.learn(x, passed, np.unique([str(row.group) for row in rows], return_inverse=True)[1])
+        return {"trace/explained": float(explained), "trace/contrast": float(np.mean(differ)) if differ else math.nan}
+
+    def _rows(self, rollout: Rollout, pass_rule: PassRule) -> list[Row]:
+        if math.isnan(rollout.reward):
+            return []
+        request, passed = rollout.completion.request, pass_rule.passes(rollout.rewards)
+        prompt, window = rollout.prompt.token_ids, self.window
+        return [Row(features(prompt, each, window), passed, request.group) for each in anchors(rollout.completion)]
+
+    def _contrasts(self, groups: Sequence[RolloutGroup], pass_rule: PassRule) -> list[bool]:
+        """Return for each member that began at a turn of another whether one of the two passed alone."""
+        members = [each for group in groups for each in group.rollouts]
+        passed = {each.completion.request.key: pass_rule.passes(each.rewards) for each in members}
+        parents = {key: (*key[:2], key[2][:-1]) for key in passed if key in self._continued}
+        return [passed[key] != passed[parent] for key, parent in parents.items() if parent in passed]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been learnt as plain values."""
+        return {"ridge": self._ridge.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+        self._ridge.load_state_dict(state["ridge"])
 
 
 def divided(chances: Sequence[float], numbers: Sequence[int], budget: int) -> list[int]:
@@ -119,87 +188,6 @@ class Row(NamedTuple):
     features: np.ndarray
     passed: bool
     group: GroupKey
-
-
-class TreeExpander(Branching):
-    """Goes on from turns of a group whose first paths have ended; a group that loses the last of them grows no more."""
-
-    common = True
-
-    def __init__(self, settings: ContrastiveTree) -> None:
-        super().__init__()
-        self.settings, self._ridge = settings, Ridge(BETWEEN)
-
-    def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Begin with no group."""
-        super().on_rollout_start(ledger)
-        self._first: dict[GroupKey, list[Completion]] = {}
-        self._expanded: set[GroupKey] = set()
-        self._continued: set[Key] = set()
-
-    def on_completion(self, completion: Completion) -> Answer | None:
-        """Divide what is left of the width among the anchors of a group, once its first paths have ended."""
-        group, prompt = completion.request.group, completion.request.prompt.token_ids
-        first = self._first.setdefault(group, [])
-        first.append(completion)
-        if group in self._expanded or self._ledger.num_of(group):
-            return None
-        self._expanded.add(group)
-        first.sort(key=lambda path: path.request.path)  # however they were decoded
-        choices = [(path, anchor) for path in first for anchor in anchors(path)[1:]]
-        random.Random(f"{completion.request.seed}/{group}").shuffle(choices)  # so that equal chances favour no path
-        looked_at = [anchor for _, anchor in choices] + [*anchors(first[0]), EMPTY][:1]
-        chances = self.chances(np.array([features(prompt, each, self.settings.window) for each in looked_at]))
-        more = divided(chances.tolist(), [1] * len(choices) + [len(first)], max(self.settings.width - len(first), 0))
-        submit = [
-            self.branch(path.request, anchor)
-            for (path, anchor), number in zip([*choices, (first[0], EMPTY)], more, strict=True)
-            for _ in range(number)
-        ]
-        self._continued |= {request.key for request in submit if request.prefix.num_tokens}
-        return Answer(submit=submit) if submit else None
-
-    def chances(self, features: np.ndarray) -> np.ndarray:
-        """Return the chances that continuations of anchors pass, shape (n,)."""
-        known = len(self._ridge.moments) > 0
-        return np.clip(self._ridge.predict(features), SURE, 1 - SURE) if known else np.full(len(features), 0.5)
-
-    def learnt(
-        self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int, gather: Callable[[Any], list[Any]]
-    ) -> dict[str, float]:
-        """Learn from the anchors of a batch, of all ranks; return how good chances were, and what they brought."""
-        own = [row for group in groups for each in group.rollouts for row in self._rows(each, pass_rule)]
-        rows = [row for part in gather(own) for row in part]
-        differ = [each for part in gather(self._contrasts(groups, pass_rule)) for each in part]
-        if not rows:
-            return {}
-        x, passed = np.array([row.features for row in rows]), np.array([float(row.passed) for row in rows])
-        spread = np.square(passed - passed.mean()).sum()
-        explained = 1 - np.square(passed - self.chances(x)).sum() / spread if spread else math.nan
-        self._ridge.learn(x, passed, np.unique([str(row.group) for row in rows], return_inverse=True)[1])
-        return {"trace/explained": float(explained), "trace/contrast": float(np.mean(differ)) if differ else math.nan}
-
-    def _rows(self, rollout: Rollout, pass_rule: PassRule) -> list[Row]:
-        if math.isnan(rollout.reward):
-            return []
-        request, passed = rollout.completion.request, pass_rule.passes(rollout.rewards)
-        prompt, window = rollout.prompt.token_ids, self.settings.window
-        return [Row(features(prompt, each, window), passed, request.group) for each in anchors(rollout.completion)]
-
-    def _contrasts(self, groups: Sequence[RolloutGroup], pass_rule: PassRule) -> list[bool]:
-        """Return for each member that began at a turn of another whether one of the two passed alone."""
-        members = [each for group in groups for each in group.rollouts]
-        passed = {each.completion.request.key: pass_rule.passes(each.rewards) for each in members}
-        parents = {key: (*key[:2], key[2][:-1]) for key in passed if key in self._continued}
-        return [passed[key] != passed[parent] for key, parent in parents.items() if parent in passed]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt as plain values."""
-        return {"ridge": self._ridge.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
-        self._ridge.load_state_dict(state["ridge"])
 
 
 PLUGINS = {"trace": ContrastiveTree()}

@@ -28,17 +28,17 @@ from typing import ClassVar
 import numpy as np
 
 from lit_grpo.limits import Count
-from lit_grpo.methods.branches import Branching, Forking, check_width
+from lit_grpo.methods.branches import Branching, check_width
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED
 from lit_grpo.types import Completion, GroupKey, Key, Request, RolloutGroup, SamplePath
-from lit_grpo.update.credit import GroupCredit
+from lit_grpo.update.credit import Credit
 
 
-@dataclass(frozen=True)
-class TreePO(Forking, GroupCredit):
+@dataclass
+class TreePO(Branching, Credit):
     """Divide paths after every segment, and compare each leaf with those that share its beginning.
 
     ``model.num_generations`` is how many paths begin at the prompt. For example, 4 of them become 16 members::
@@ -54,15 +54,11 @@ class TreePO(Forking, GroupCredit):
         segment: Sampled tokens after which a path divides.
     """
 
+    needs: ClassVar[frozenset[str]] = Branching.needs | {"all_ranks"}
     whitens: ClassVar[bool] = True
 
     width: Count = 16
     segment: Count = 512
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The whole batch, which is whitened."""
-        return super().needs | {"all_ranks"}
 
     def check(self, run: RunFacts) -> None:
         """Check that paths can divide.
@@ -77,10 +73,6 @@ class TreePO(Forking, GroupCredit):
                 "divide; give less, such as a sixteenth of it."
             )
 
-    def worker(self) -> PathDivider:
-        """Return what divides paths."""
-        return PathDivider(self.width, self.segment)
-
     def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return the advantage of each leaf for all of its tokens."""
         credited = relative_advantages(
@@ -90,46 +82,6 @@ class TreePO(Forking, GroupCredit):
         )
         pairs = zip(group.rollouts, credited, strict=True)
         return [[advantage] * rollout.completion.num_trained for rollout, advantage in pairs]
-
-
-def relative_advantages(completions: Sequence[Completion], rewards: Sequence[float], segment: int) -> list[float]:
-    """Return the advantage of each leaf before it is whitened; 0 for one whose reward is NaN, which counts nowhere."""
-    beginnings = [_beginnings(completion, segment) for completion in completions]
-    relatives: dict[bytes, list[float]] = defaultdict(list)
-    for its, reward in zip(beginnings, rewards, strict=True):
-        for beginning in its:
-            if not math.isnan(reward):
-                relatives[beginning].append(reward)
-    return [
-        0.0
-        if math.isnan(reward)
-        else fmean(
-            reward - fmean(relatives[beginning])
-            for depth, beginning in enumerate(its)
-            if not depth or len(relatives[beginning]) > 1
-        )
-        for its, reward in zip(beginnings, rewards, strict=True)
-    ]
-
-
-def _beginnings(completion: Completion, segment: int) -> list[bytes]:
-    """Return the tokens of the first d segments, for d from 0, what is observed within them among it."""
-    token_ids, sampled = completion.token_ids_T.numpy(), completion.versions_T.numpy() != OBSERVED
-    ends = np.flatnonzero(sampled)[segment - 1 :: segment] + 1
-    return [token_ids[:end].tobytes() for end in (0, *ends.tolist())]
-
-
-class PathDivider(Branching):
-    """Divides paths.
-
-    Args:
-        width: Members of a group.
-        segment: Tokens after which a path divides.
-    """
-
-    def __init__(self, width: int, segment: int) -> None:
-        super().__init__()
-        self.width, self.segment = width, segment
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no path."""
@@ -170,6 +122,33 @@ class PathDivider(Branching):
         fresh = [self.branch(completion.request) for _ in range(left)]
         self._shares |= {request.key: 1 for request in fresh}
         return Answer(submit=fresh) if fresh else None
+
+
+def relative_advantages(completions: Sequence[Completion], rewards: Sequence[float], segment: int) -> list[float]:
+    """Return the advantage of each leaf before it is whitened; 0 for one whose reward is NaN, which counts nowhere."""
+    beginnings = [_beginnings(completion, segment) for completion in completions]
+    relatives: dict[bytes, list[float]] = defaultdict(list)
+    for its, reward in zip(beginnings, rewards, strict=True):
+        for beginning in its:
+            if not math.isnan(reward):
+                relatives[beginning].append(reward)
+    return [
+        0.0
+        if math.isnan(reward)
+        else fmean(
+            reward - fmean(relatives[beginning])
+            for depth, beginning in enumerate(its)
+            if not depth or len(relatives[beginning]) > 1
+        )
+        for its, reward in zip(beginnings, rewards, strict=True)
+    ]
+
+
+def _beginnings(completion: Completion, segment: int) -> list[bytes]:
+    """Return the tokens of the first d segments, for d from 0, what is observed within them among it."""
+    token_ids, sampled = completion.token_ids_T.numpy(), completion.versions_T.numpy() != OBSERVED
+    ends = np.flatnonzero(sampled)[segment - 1 :: segment] + 1
+    return [token_ids[:end].tobytes() for end in (0, *ends.tolist())]
 
 
 PLUGINS = {"treepo": TreePO()}

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from lit_grpo.budgets.allocation import Allocation, AtLeastTwo, Tally
 from lit_grpo.budgets.history import Record, moments
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.types import RolloutGroup
-from lit_grpo.update.credit import GroupCredit
+from lit_grpo.update.credit import Credit
 
 
-@dataclass(frozen=True)
+@dataclass
 class UncertainMore(Allocation):
     """Phases of completions, divided by how much one more narrows what is known of a prompt (XRPO, arXiv 2510.06672).
 
@@ -53,16 +53,6 @@ class UncertainMore(Allocation):
     base: AtLeastTwo | None = None
     confidence: Annotated[float, Limit(above=0, below=1)] = 0.95
     exploration: NotNegative = 0.1
-
-    @property
-    def has_rounds(self) -> bool:
-        """As many as ``phases``."""
-        return True
-
-    @property
-    def compares(self) -> bool:
-        """Prompts compete for completions."""
-        return True
 
     def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
@@ -135,8 +125,8 @@ def _within(angle: float, freedom: int) -> float:
     return 2 / math.pi * (angle + inside) if odd else inside
 
 
-@dataclass(frozen=True)
-class Novelty(GroupCredit):
+@dataclass
+class Novelty(Credit):
     """More weight for right answers that the policy was unlikely to give (XRPO, arXiv 2510.06672).
 
     A rollout with an advantage ``A`` above 0, which with rewards of 0 and 1 is a right answer, is learnt from with
@@ -155,13 +145,10 @@ class Novelty(GroupCredit):
         most: See above.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups"})
+
     weight: NotNegative = 2.5
     most: NotNegative = 0.5
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """All members of a group, and how likely their tokens were."""
-        return super().needs | {"sampled_log_probs"}
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return the same advantage for all turns of a rollout."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from lit_grpo.compatibility import SHARDS, Part, check_together
+from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, Positive, check_fields
 from lit_grpo.policy.weights import active_adapters, is_adapter, lora_layers
 from lit_grpo.process.packages import require
@@ -272,7 +272,7 @@ def check_can_be_shards(policy: PreTrainedModel) -> None:
         if (parameter := getattr(layer, "parameter_name", None)) is not None:
             trained = f"model.lora on {name}.{parameter}, all experts of a layer in one parameter or their router,"
             remedy = "name other layers in model.lora.target_modules"
-            check_together([Part(trained, frozenset({"unsharded_weights"}), remedy=remedy), SHARDS])
+            check_together([Requirement(trained, frozenset({"unsharded_weights"}), remedy=remedy), SHARDS])
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:

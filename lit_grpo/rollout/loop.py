@@ -126,7 +126,10 @@ class LoopRun:
         self._admits = admits
         self._generator, self._buffer, self._ledger = loop.generator, loop.buffer, loop.buffer.ledger
         self._plan, self._lengths, self._listeners = loop.plan, loop.lengths, loop.listeners
-        self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points}))
+        observers = [(listener, point) for listener in self._listeners if (point := listener.observes) is not None]
+        self._observers = [(point.num_tokens, listener.observe) for listener, point in observers]
+        observed = {num_tokens for num_tokens, _ in self._observers}
+        self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points, *observed}))
         capacity = self._capacity = self._generator.capacity()
         forks = any(listener.forks for listener in self._listeners)
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
@@ -241,6 +244,9 @@ class LoopRun:
             self.stats.num_set_aside += 1
         for each in events.observations:
             ledger.observe(each.keys, each.num_tokens, each.features)
+            for num_tokens, observe in self._observers:
+                if num_tokens == each.num_tokens:
+                    observe(each)
         answers = [listener.on_step(events) for listener in self._listeners]
         for completion in ledger.in_order(events.finished):
             answers += self._end_turn(completion)

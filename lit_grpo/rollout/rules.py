@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.compatibility import Clash, Requirement, check_clashes
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Plugin, RunFacts
 
@@ -48,7 +47,18 @@ SYNCHRONOUS = ReleaseRule()
 """All groups of a batch, whole, sampled by the policy that learns from them."""
 
 
-@dataclass(frozen=True)
+LACKING = {
+    "own_devices": ("a generator with devices of its own", "decodes on the policy's device", "take vllm_servers"),
+    "keeps_kv": (
+        "a generator that can keep keys and values over a sync of weights",
+        "drops them",
+        "take at_sync=recompute",
+    ),
+}
+"""What a mode needs of a generator, what one without the ability does, and the remedy."""
+
+
+@dataclass
 class RolloutMode(Plugin):
     """How rollouts and updates take turns: here, one batch is sampled whole, and then learnt from.
 
@@ -198,18 +208,8 @@ class RolloutMode(Plugin):
             return 0
         return max(math.ceil(self.num_batches * num_prompts) - num_open, 0)
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What it takes prompts from, and what the generator has to be able to do."""
-        needs = {"prompt_stream"} if self.carries else set()
-        needs |= {"own_devices"} if self.overlap != "none" else set()
-        needs |= {"one_step_per_batch"} if self.overlap == "within" else set()
-        needs |= {"keeps_kv"} if self.at_sync == "keep" else set()
-        return frozenset(needs)
-
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """What it does to groups and rollouts."""
+    def requirement(self, name: str) -> Requirement:
+        """What it takes prompts from, and what it does to groups and rollouts."""
         changes: dict[str, str] = {}
         if self.unit == "completion":
             changes["whole_groups"] = "lets groups leave in parts"
@@ -217,20 +217,25 @@ class RolloutMode(Plugin):
             changes["whole_rollouts"] = "keeps groups open from one rollout to the next"
         if self.overlap != "none":
             changes["whole_rollouts"] = "decodes while the policy is updated"
-            changes["hidden_states"] = "looks at no hidden states"
-        return changes
-
-    @property
-    def remedy(self) -> str:
-        """Whole groups can be had."""
-        return "add unit=group to it" if self.unit == "completion" else ""
+        remedy = "add unit=group to it" if self.unit == "completion" else ""
+        return Requirement(name, frozenset({"prompt_stream"} if self.carries else ()), changes, remedy)
 
     def check(self, run: RunFacts) -> None:
-        """Check that it goes with a run's updates.
+        """Check that it goes with a run's generator and updates.
 
         Raises:
             ValueError: It does not.
         """
+        if self.overlap == "within":
+            run.check_one_step()
+        needs = {"own_devices": self.overlap != "none", "keeps_kv": self.at_sync == "keep"}
+        for ability in (name for name, is_needed in needs.items() if is_needed):
+            if run.abilities is not None and ability not in run.abilities:
+                wanted, done, remedy = LACKING[ability]
+                raise ValueError(
+                    f"it needs {wanted}, and model.generator {run.generator} {done}; {remedy}, or leave one of the two "
+                    "out."
+                )
         steps_per_batch, max_tokens = run.updates_per_batch, run.max_tokens
         if self.goes_on and self.max_staleness < steps_per_batch:
             raise ValueError(

@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lit_grpo.budgets.allocation import Allocation, Replacement
-from lit_grpo.budgets.batch_size import BatchSizer
+from lit_grpo.budgets.batch_size import BatchSize
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
-from lit_grpo.budgets.rewriting import Rewriter
-from lit_grpo.compatibility import Part, check_together
-from lit_grpo.plugins import Listener, Plugin, RunFacts, Worker, join_all
+from lit_grpo.budgets.rewriting import Rewriting
+from lit_grpo.compatibility import Requirement, check_together
+from lit_grpo.plugins import GroupBatch, Listener, Plugin, RunFacts, fresh, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Moving, Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Generator
 
 Kind = TypeVar("Kind", bound=Plugin)
+
+
+BATCH_HOOKS = ("on_batch_start", "observes", "add_members", "metrics", "on_update_end")
+"""Hooks that a session calls once a batch, of the plug-ins that override them."""
+ROLLOUT_HOOKS = tuple(name for name in vars(Listener) if name[0] != "_" and name not in Listener.__annotations__)
+"""What one that listens to a rollout may override."""
 
 
 class Run(Protocol):
@@ -61,7 +67,7 @@ class PromptStream(Protocol):
     batch_size: int
     prompts: list[Prompt]
 
-    def go_by(self, history: PromptHistory) -> None:
+    def use_history(self, history: PromptHistory) -> None:
         """Let the choice of prompts depend on what is known of them."""
         ...
 
@@ -73,7 +79,7 @@ class PromptStream(Protocol):
         """Yield prompts that follow those of the batch, at most so many."""
         ...
 
-    def agree(self, largest: Callable[[float], float]) -> None:
+    def sync_draws_across_ranks(self, largest: Callable[[float], float]) -> None:
         """Count to the batch what any rank has taken."""
         ...
 
@@ -119,18 +125,24 @@ class RolloutSession:
     ) -> None:
         self._follows_lengths = find_plan(plan, "rollout.plan").follows_lengths
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)  # checks both
-        self.plugins = dict(plugins or {})
+        self.plugins = {name: fresh(plugin) for name, plugin in (plugins or {}).items()}
         self.plan, self.predict_lengths = plan, predict_lengths
         self._prediction_points, self._min_correlation = prediction_points, min_correlation
+        self.acting: dict[str, Plugin] = {}
         self.mode = self.plugin(RolloutMode) or RolloutMode()
         self.allocation = self.plugin(Allocation) or Allocation()
         self.prompt_rule = self.plugin(PromptRule)
         self.replacement = self.plugin(Replacement)
         self.replaces = 0 if self.replacement is None else self.replacement.most
-        workers = {name: plugin.worker() for name, plugin in self.plugins.items()}
-        self.workers = {name: worker for name, worker in workers.items() if worker is not None}
-        rewriters = (worker for worker in self.workers.values() if isinstance(worker, Rewriter))
-        self.rewriter = next(rewriters, None)
+        self.rewriting = self.plugin(Rewriting)
+        self.sizer = self.plugin(BatchSize)
+        for name, plugin in self.plugins.items():  # those of lit_grpo.environments have what acts in a class of its own
+            make = getattr(plugin, "worker", None)
+            self.acting[name] = plugin if make is None else make()
+        acting = self.acting.values()
+        self._hooks = {hook: overriding(acting, hook) for hook in BATCH_HOOKS}  # the others do nothing there
+        self.listening = overriding(acting, *ROLLOUT_HOOKS)
+        self.evaluating = [plugin for plugin in self.listening if plugin.evaluates]
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
         self._points: Points = () if probe_tokens == "auto" else check_probe(probe_tokens, plan, predict_lengths)
         self.buffer = RolloutBuffer()
@@ -150,23 +162,13 @@ class RolloutSession:
         """Return the plug-in of a class, where there is one."""
         return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
 
-    @property
-    def sizer(self) -> BatchSizer | None:
-        """What says how many prompts the next batch has, where anything does."""
-        return next((worker for worker in self.workers.values() if isinstance(worker, BatchSizer)), None)
-
-    @property
-    def evaluating(self) -> list[Worker]:
-        """What acts for plug-ins in rollouts that are not learnt from, too."""
-        return [worker for worker in self.workers.values() if worker.evaluates]
-
     def findings(self) -> list[Finding]:
         """Return what has gone wrong so far with what plug-ins do."""
-        return [finding for worker in self.workers.values() for finding in worker.findings()]
+        return [finding for plugin in self.acting.values() for finding in plugin.findings()]
 
     # ---- before the first batch ---------------------------------------------------------------------
 
-    def check(self, facts: RunFacts, parts: Iterable[Part]) -> None:
+    def check(self, facts: RunFacts, parts: Iterable[Requirement]) -> None:
         """Check that the plug-ins go with a run, and with each other.
 
         Args:
@@ -181,24 +183,15 @@ class RolloutSession:
                 plugin.check(facts)
             except ValueError as error:
                 raise ValueError(f"rollout.plugins {name}: {error}") from None
-        own = self.parts()
-        if not self.predict_lengths:
-            own.append(Part("rollout.predict_lengths false", changes={"hidden_states": "looks at no hidden states"}))
-        looks = frozenset({"only_look"})
-        own += [
-            Part(f"rollout.plugins {name}", looks, {"only_look": "takes it"}, chosen=worker.point is not None)
-            for name, worker in self.workers.items()
-        ]
-        check_together([*own, *parts])
+        check_together([*self.parts(), *parts])
         self._num_prompts = facts.num_prompts
 
     def prepare(self, facts: RunFacts) -> None:
         """Make what learns lengths, and settle what the run's numbers decide."""
-        self.allocation = (self.plugin(Allocation) or Allocation()).of_run(facts)
         if self.predict_lengths and self.lengths is None and self.mode.overlap == "none":
-            point = next((worker.point for worker in self.workers.values() if worker.point is not None), None)
+            observed = [plugin.observes.num_tokens for plugin in self.listening if plugin.observes is not None]
             self.lengths = make_predictor(
-                self._prediction_points, self._points, point, self._min_correlation, facts.max_tokens
+                self._prediction_points, self._points, observed, self._min_correlation, facts.max_tokens
             )
         if self.mode.carries and facts.num_prompts is not None:
             self.buffer.rule = self.mode.rule(facts.num_prompts, facts.num_generations, facts.updates_per_batch)
@@ -214,18 +207,15 @@ class RolloutSession:
         if self.lengths is not None:
             self.lengths.share(history)
         if stream is not None:
-            stream.go_by(history)
+            stream.use_history(history)
             self.buffer.give_columns(stream.prompts)
             if self.sizer is not None:
                 self.sizer.start_with(stream.batch_size)
                 stream.batch_size = self.sizer.num_prompts
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Requirement]:
         """Return what each plug-in needs of a run, and what it takes away from others."""
-        return [
-            Part(f"rollout.plugins {name}", plugin.needs, plugin.changes, plugin.remedy)
-            for name, plugin in self.plugins.items()
-        ]
+        return [plugin.requirement(f"rollout.plugins {name}") for name, plugin in self.plugins.items()]
 
     # ---- a batch ------------------------------------------------------------------------------------
 
@@ -249,8 +239,8 @@ class RolloutSession:
         Raises:
             CannotGoOn: A plug-in finds that the run cannot go on.
         """
-        for worker in self.workers.values():
-            worker.check_goes_on()
+        for plugin in self._hooks["on_batch_start"]:
+            plugin.on_batch_start()
         if self.lengths is not None:
             self.lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()
@@ -263,13 +253,13 @@ class RolloutSession:
         if self.mode.overlap != "none":
             self._begin_beside(run, batch, requests, listeners)
             return
-        workers = self.workers.values()
+        listening = self.listening
         loop = RolloutLoop(
             run.generator,
             self.buffer,
             self.plan,
             self.lengths,
-            [Moving(run.phases, workers), *listeners, *workers, *self._scoring(run)],
+            [Moving(run.phases, listening), *listeners, *listening, *self._scoring(run)],
             self._points,
         )
         self.buffer.open(requests)
@@ -282,7 +272,7 @@ class RolloutSession:
         batch.prompts = [group.prompt for group in batch.groups]
         if self.replaces and self._rounds is not None and self._stream is not None:
             self._leave_out(batch, run)
-        join_all(self.workers.values(), batch.groups, run.policy_version)
+        self._add_members(run, batch.groups)
         batch.metrics |= self._metrics(run)
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
         batch.metrics |= run.generator.sleep()
@@ -299,8 +289,8 @@ class RolloutSession:
     ) -> None:
         """Fill a batch that is not learnt from: only plug-ins act that say so, and nothing is remembered."""
         scoring = [] if self.rewards is None else [Rewarding(self.rewards)]
-        moving = Moving(run.phases, self.evaluating)
-        loop = RolloutLoop(run.generator, listeners=[moving, *listeners, *self.evaluating, *scoring])
+        evaluating = self.evaluating
+        loop = RolloutLoop(run.generator, listeners=[Moving(run.phases, evaluating), *listeners, *evaluating, *scoring])
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
         self._describe(batch, stats)
@@ -334,8 +324,10 @@ class RolloutSession:
         if self._history is not None:
             self._history.commit_lengths(run.ranks.gather)
         logs |= {"learnt": learnt, "plugins": {}}
-        for worker in self.workers.values():
-            logs["plugins"] |= worker.learnt(batch.groups, run.pass_rule, run.policy_version, run.ranks.gather)
+        if updating := self._hooks["on_update_end"]:
+            ended = self._batch_of(run, batch.groups)
+            for plugin in updating:
+                logs["plugins"] |= plugin.on_update_end(ended)
         if stream is not None and self.sizer is not None:
             stream.batch_size = self.sizer.num_prompts
         if stream is not None and stream.chooser is not None:
@@ -349,9 +341,10 @@ class RolloutSession:
         """Choose at how many tokens the next rollout brings all completions together."""
         if self.lengths is None or self._choice is None or not self._follows_lengths:
             return
-        gathering = [worker.point for worker in self.workers.values() if worker.gathers and worker.point is not None]
-        if gathering:
-            self._points = (gathering[0],)
+        looks = (plugin.observes for plugin in self._hooks["observes"])
+        barrier = next((look.num_tokens for look in looks if look is not None and look.barrier), None)
+        if barrier is not None:
+            self._points = (barrier,)
             return
         correlations = {point: self.lengths.within_correlation(point) for point in self.lengths.points if point}
         self._points = self._choice.points(correlations)
@@ -393,7 +386,7 @@ class RolloutSession:
         """Leave flat groups out of a batch's update."""
         assert self._rounds is not None and self._stream is not None and self.replacement is not None
         ranks = run.ranks
-        self._stream.agree(lambda taken: float(ranks.max(taken)))
+        self._stream.sync_draws_across_ranks(lambda taken: float(ranks.max(taken)))
         flat = self._rounds.flat
         for group in batch.groups:
             for rollout in group.rollouts:
@@ -408,6 +401,14 @@ class RolloutSession:
                 f"All {self.replaces} prompts that may replace groups without signal have been asked: in {short} more "
                 f"groups of a batch {alike}. Raise most of the plug-in, or give prompts that are passed now and then."
             )
+
+    def _batch_of(self, run: Run, groups: Sequence[RolloutGroup]) -> GroupBatch:
+        return GroupBatch(groups, run.policy_version, run.pass_rule, run.ranks.gather)
+
+    def _add_members(self, run: Run, groups: Sequence[RolloutGroup]) -> None:
+        """Let plug-ins in turn add members to groups."""
+        for plugin in self._hooks["add_members"]:
+            plugin.add_members(self._batch_of(run, groups))
 
     def _carry(self, batch: PromptBatch, stats: RolloutStats) -> None:
         """Let the batch be of the groups that have left the buffer, and keep what is known of the others."""
@@ -431,8 +432,8 @@ class RolloutSession:
     def _metrics(self, run: Run) -> dict[str, float]:
         """Return what plug-ins, rounds, sizes and rewards have to say of a batch."""
         metrics: dict[str, float] = {}
-        for worker in self.workers.values():
-            metrics |= worker.metrics_of_ranks(run.ranks.gather)
+        for plugin in self._hooks["metrics"]:
+            metrics |= plugin.metrics(run.ranks.gather)
         if self._rounds is not None and self.allocation.has_rounds:
             metrics |= self._rounds.metrics()
         if self._rounds is not None and self.replaces:
@@ -455,20 +456,20 @@ class RolloutSession:
         scoring = Rewarding(self.rewards, waits=False)
         self.buffer.open(requests)
         self._pump.start(
-            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, *self.workers.values(), scoring])
+            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, *self.listening, scoring])
         )
         if self.mode.overlap == "within":
-            batch.arriving = self._joined(self._pump.arriving(batch, run.phases), run.policy_version)
+            batch.arriving = self._with_members(run, self._pump.arriving(batch, run.phases))
             return
         with run.phases.of("rollout"):
             batch.groups = self._pump.take(run.phases.move)
-        join_all(self.workers.values(), batch.groups, run.policy_version)
+        self._add_members(run, batch.groups)
         batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
 
-    def _joined(self, arriving: Iterator[list[RolloutGroup]], version: int) -> Iterator[list[RolloutGroup]]:
-        """Yield groups as they become whole, once the members that join them have."""
+    def _with_members(self, run: Run, arriving: Iterator[list[RolloutGroup]]) -> Iterator[list[RolloutGroup]]:
+        """Yield groups as they become whole, once plug-ins have added members to them."""
         for groups in arriving:
-            join_all(self.workers.values(), groups, version)
+            self._add_members(run, groups)
             yield groups
 
     def _end_beside(self, pump: RolloutPump, run: Run, batch: PromptBatch) -> dict[str, float]:
@@ -497,8 +498,8 @@ class RolloutSession:
         if self.rewards is not None:
             self.rewards.close()
             self.rewards = None
-        for worker in self.workers.values():
-            worker.close()
+        for plugin in self.acting.values():
+            plugin.close()
 
     def state_dict(self, ranks: Ranks) -> dict[str, Any]:
         """Return what each rank has learnt, and has sampled and not yet learnt from; all ranks ask together."""
@@ -508,10 +509,10 @@ class RolloutSession:
             own["lengths"] = self.lengths.state_dict()
         if self._choice is not None:
             own["probe"] = self._choice.state_dict()
-        states = {name: worker.state_dict() for name, worker in self.workers.items()}
-        own["workers"] = {name: state for name, state in states.items() if not self.workers[name].common}
-        common = {name: state for name, state in states.items() if self.workers[name].common}
-        return {"mode": self._mode_name, "ranks": ranks.gather(own), "workers": common}
+        states = {name: plugin.state_dict() for name, plugin in self.acting.items()}
+        own["plugins"] = {name: state for name, state in states.items() if not self.acting[name].common}
+        common = {name: state for name, state in states.items() if self.acting[name].common}
+        return {"mode": self._mode_name, "ranks": ranks.gather(own), "plugins": common}
 
     def load_state_dict(self, state: Mapping[str, Any], ranks: Ranks) -> None:
         """Go on with what this rank had learnt; of N ranks that saved, rank r takes what r modulo N has left.
@@ -532,10 +533,10 @@ class RolloutSession:
         if self._choice is not None and "probe" in own:
             self._choice.load_state_dict(own["probe"])
         self.buffer.load_state_dict(own["buffer"])
-        for name, worker in self.workers.items():
-            kept = {**own["workers"], **state["workers"]}
-            if name in kept:
-                worker.load_state_dict(kept[name])
+        kept = {**own["plugins"], **state["plugins"]}
+        for name, plugin in self.acting.items():
+            if kept.get(name):
+                plugin.load_state_dict(kept[name])
         self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}
 
     @property

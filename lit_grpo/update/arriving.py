@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lit_grpo.compatibility import SHARDS, Part, check_together
+from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.update.batches.microbatch import MicroBatches
 from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings
@@ -16,7 +16,7 @@ PROVISIONAL = 2**12
 
 
 def check_arriving(
-    settings: LearnerSettings, num_ranks: int, has_shards: bool = False, plugins: Iterable[Part] = ()
+    settings: LearnerSettings, num_ranks: int, has_shards: bool = False, plugins: Iterable[Requirement] = ()
 ) -> None:
     """Check that the gradient of one batch can be added up group by group.
 
@@ -29,8 +29,8 @@ def check_arriving(
     Raises:
         ValueError: The settings or plug-ins need the whole batch beforehand, or ranks would wait for each other.
     """
-    needs = {"one_step_per_batch", "unsharded_weights"} | ({"fixed_token_budget"} if num_ranks > 1 else set[str]())
-    within = Part(
+    needs = {"unsharded_weights"} | ({"fixed_token_budget"} if num_ranks > 1 else set[str]())
+    within = Requirement(
         "a plug-in with overlap within",
         needs=frozenset(needs),
         changes={"all_ranks": "learns from groups while others of their batch decode"},

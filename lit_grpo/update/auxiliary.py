@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lit_grpo.plugins import Plugin
@@ -41,7 +40,6 @@ class Term:
         return loss
 
 
-@dataclass(frozen=True)
 class Auxiliary(Plugin):
     """What is added to the objective's loss: here, nothing.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from lit_grpo.plugins import Plugin
@@ -22,7 +21,6 @@ class Chunk(NamedTuple):
     weight: float = 1.0
 
 
-@dataclass(frozen=True)
 class Chunking(Plugin):
     """Which completions go through the policy in chunks: here, none.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any, ClassVar
 
 import torch
 
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import AllGather, Plugin
 from lit_grpo.types import Rollout, RolloutGroup
 from lit_grpo.update.advantages.functions import EPSILON
 
@@ -20,8 +20,9 @@ class Credit(Plugin):
     A rule of your own is a dataclass that derives from it. For example, half of an advantage for what each turn earned
     by itself (``rollout.turn_rewards``, which an environment gives) beside that of the whole::
 
-        @dataclass(frozen=True)
+        @dataclass
         class TurnRewards(Credit):
+            needs = frozenset({"whole_groups"})
             share: float = 0.5
 
             def credit(self, group, advantages):
@@ -69,24 +70,13 @@ class Credit(Plugin):
         return spread
 
 
-class GroupCredit(Credit):
-    """Credit for which turns of a group are compared with each other."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """All members of a group."""
-        return frozenset({"whole_groups"})
-
-
-def give_credit(
-    credit: Credit, groups: Sequence[RolloutGroup], gather: Callable[[Any], list[Any]] = lambda own: [own]
-) -> None:
+def give_credit(credit: Credit, groups: Sequence[RolloutGroup], all_gather: AllGather = lambda own: [own]) -> None:
     """Give the tokens of all rollouts their advantages, once the rollouts have theirs.
 
     Args:
         credit: Says which.
         groups: Of this rank.
-        gather: Brings values of all ranks together; all of them call it.
+        all_gather: See :data:`lit_grpo.plugins.AllGather`.
 
     Raises:
         ValueError: A rule does not return one finite number for each turn, or for each token.
@@ -101,14 +91,14 @@ def give_credit(
                 _check(credit, rollout, values, rollout.completion.num_trained, "tokens that are learnt from")
                 rollout.token_advantages = torch.as_tensor(values, dtype=torch.float32)
     if credit.whitens:
-        _whiten([rollout for group in groups for rollout in group.rollouts], gather)
+        _whiten([rollout for group in groups for rollout in group.rollouts], all_gather)
 
 
-def _whiten(rollouts: Sequence[Rollout], gather: Callable[[Any], list[Any]]) -> None:
+def _whiten(rollouts: Sequence[Rollout], all_gather: AllGather) -> None:
     """Give all tokens of a batch, on all ranks, ``(A - mean) / (standard deviation + 1e-4)`` (TRL's epsilon)."""
     having = [rollout for rollout in rollouts if rollout.token_advantages is not None]
     own = [each.token_advantages.double() for each in having if each.token_advantages is not None]
-    all_T = torch.cat(gather(torch.cat([torch.empty(0, dtype=torch.float64), *own])))
+    all_T = torch.cat(all_gather(torch.cat([torch.empty(0, dtype=torch.float64), *own])))
     mean, deviation = (all_T.mean(), all_T.std()) if len(all_T) > 1 else (0.0, 1.0)
     for rollout, values_T in zip(having, own, strict=True):
         rollout.token_advantages = ((values_T - mean) / (deviation + EPSILON)).float()

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.faults import BrokenBatches
+from lit_grpo.plugins import GroupBatch
 from lit_grpo.policy.sharding import rest, whole
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, GroupKey, Key, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.advantages.shaping import shaped
+from lit_grpo.update.advantages.shaping import Shaping, shaped
 from lit_grpo.update.arriving import PROVISIONAL, ArrivingGradient
 from lit_grpo.update.batches.step import (
     FixedLogprobs,
@@ -28,6 +29,7 @@ from lit_grpo.update.batches.step import (
     taking_part_and_learnt,
     thinned,
 )
+from lit_grpo.update.chunking import Chunk, Chunking
 from lit_grpo.update.credit import give_credit
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
@@ -39,6 +41,7 @@ from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.snapshots import Snapshots
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
+from lit_grpo.update.selection import Selection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -256,7 +259,7 @@ class Learner:
         """Advantages of this rank's rollouts, shape R; NaN for those that are not learnt from."""
         estimator, selection = self.settings.advantages, self.settings.selection
         counted = rewards if selection.counts == "group" else rewards.only(chosen_R)
-        if "token_scores" in estimator.needs:
+        if estimator.by_scores:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             scores = self.passes.measure(rollouts, "scores")
             counted = replace(counted, log_weights_R=log_baseline_weights(rollouts, scores))
@@ -268,8 +271,11 @@ class Learner:
         else:
             advantages_R = estimator.compute(counted, weights_K, self.state.history)
         advantages_R = advantages_R.masked_fill(~chosen_R, math.nan)
-        advantages_R = shaped(self.settings.shaping, groups, advantages_R, self.settings.pass_rule, self.ranks.gather)
-        if "all_ranks" not in selection.needs:
+        if type(self.settings.shaping).shape is not Shaping.shape:
+            version = self.optimization.policy_version
+            batch = GroupBatch(groups, version, self.settings.pass_rule, self.ranks.gather)
+            advantages_R = shaped(self.settings.shaping, batch, advantages_R)
+        if type(selection).choose_from_batch is Selection.choose_from_batch:
             return advantages_R
         parts, counts = zip(*self.ranks.gather((advantages_R, len(rewards.prompt_ids))), strict=True)
         progress = self.settings.progress(self.optimization.policy_version)
@@ -313,7 +319,9 @@ class Learner:
         rollouts, version = [rollout for rollout, _ in learnt], self.optimization.policy_version
         weights = self.settings.selection.token_weights(rollouts, version)
         rollouts = rollouts if weights is None else thinned(rollouts, weights)
-        chunks = {row: self.settings.chunking.chunks(each.completion, version) for row, each in enumerate(rollouts)}
+        chunks: dict[int, Sequence[Chunk]] = {}
+        if type(self.settings.chunking).chunks is not Chunking.chunks:
+            chunks = {row: self.settings.chunking.chunks(each.completion, version) for row, each in enumerate(rollouts)}
         return Step(
             rollouts=rollouts,
             advantages=[advantage for _, advantage in learnt],

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lit_grpo.budgets.batch_size import BatchSizer
-from lit_grpo.compatibility import Part, check_together
+from lit_grpo.budgets.batch_size import BatchSize
+from lit_grpo.compatibility import Requirement, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import PassRule
@@ -59,7 +59,7 @@ class LearnerSettings:
     shaping: Shaping = field(default_factory=Shaping)
     chunking: Chunking = field(default_factory=Chunking)
     auxiliary: Auxiliary = field(default_factory=Auxiliary)
-    sizer: BatchSizer | None = None
+    sizer: BatchSize | None = None
     pass_rule: PassRule = field(default_factory=PassRule)
     sequence_parallel_size: Count = 1
     shares_prefix: bool = True
@@ -67,9 +67,9 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
-        self.learn_from(*(getattr(self, name) for name in ROLES))
+        self.set_plugins(*(getattr(self, name) for name in ROLES))
 
-    def learn_from(self, *plugins: Plugin) -> None:
+    def set_plugins(self, *plugins: Plugin) -> None:
         """Let plug-ins say what is learnt from, and how; what none of them says is as without any.
 
         Raises:
@@ -78,7 +78,7 @@ class LearnerSettings:
         roles = {
             name: next((each for each in plugins if isinstance(each, role)), role()) for name, role in ROLES.items()
         }
-        parts = [Part(f"rollout.plugins {type(p).__name__}", p.needs, p.changes, p.remedy) for p in roles.values()]
+        parts = [plugin.requirement(f"rollout.plugins {type(plugin).__name__}") for plugin in roles.values()]
         check_together([*self.parts(), *parts])
         for name, plugin in roles.items():
             setattr(self, name, plugin)
@@ -88,26 +88,20 @@ class LearnerSettings:
         """Optimizer steps on one batch."""
         return self.num_iterations * self.num_minibatches
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Requirement]:
         """Return what each setting needs of a run, and what it takes away from others; a selection is a plug-in.
 
         Example:
-            ``Part("model.objective.proximal snapshots", needs={"unsharded_weights", ...})``
+            ``Requirement("model.objective.proximal snapshots", needs={"unsharded_weights", ...})``
         """
         parts = [*self.objective.parts, *self.advantages.parts]
         if self.sequence_parallel_size > 1:
             name = f"model.sequence_parallel_size {self.sequence_parallel_size}"
-            changes = {
-                "own_prompts": "lets ranks share the tokens of each",
-                "own_rows": "spreads the tokens of a row over ranks",
-            }
-            parts.append(Part(name, frozenset({"all_ranks", "fixed_token_budget"}), changes))
+            changes = {"own_rows": "lets ranks share the tokens of each"}
+            parts.append(Requirement(name, frozenset({"all_ranks", "fixed_token_budget"}), changes))
         if self.max_tokens_per_micro_batch == "auto":
             changes = {"fixed_token_budget": "halves the number wherever the memory of a rank runs out"}
-            parts.append(Part("model.max_tokens_per_micro_batch auto", changes=changes, remedy="give a number"))
-        if self.updates_per_batch > 1:
-            changes = {"one_step_per_batch": f"takes {self.updates_per_batch}"}
-            parts.append(Part("model.num_iterations x num_minibatches", changes=changes, remedy="set both to 1"))
+            parts.append(Requirement("model.max_tokens_per_micro_batch auto", changes=changes, remedy="give a number"))
         return parts
 
     def progress(self, policy_version: int) -> float:

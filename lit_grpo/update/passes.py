@@ -46,7 +46,7 @@ class PolicyPasses:
         self.policy, self.optimization, self.settings = policy, optimization, settings
         self.budget: MicroBatchSize | None = None
         for plugin in (settings.chunking, settings.auxiliary):
-            if "packed_rows" in plugin.needs and not settings.shares_prefix:
+            if "own_rows" in plugin.needs and not settings.shares_prefix:
                 name = f"rollout.plugins: {type(plugin).__name__}"
                 raise ValueError(f"{name} needs packed rows, which this policy cannot have; leave it out.")
         self._rows = SequenceParallel.of(policy, settings.sequence_parallel_size, settings.shares_prefix)

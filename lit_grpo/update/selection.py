@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -30,7 +29,6 @@ class TakesSteps(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class Selection(Plugin):
     """Which rollouts are learnt from: here, all that have a reward.
 
@@ -39,10 +37,12 @@ class Selection(Plugin):
     ``all_ranks``, from the advantages of the whole batch (:meth:`choose_from_batch`). At each optimizer step it chooses
     a share of the tokens (:meth:`token_share`, :meth:`token_scores`), those that a mask leaves (:meth:`token_mask`), or
     a random part of each completion (:meth:`token_weights`). ``progress`` is the share of the run's updates that has
-    been made, from 0 to 1. A rule that chooses by :data:`Entropies` needs ``entropies``.
+    been made, from 0 to 1.
     """
 
     role: ClassVar[str] = "which rollouts are learnt from"
+    by_entropies: ClassVar[bool] = False
+    """Whether it goes by what the generator tells of entropies, which are measured where that tells none."""
 
     @property
     def counts(self) -> Statistics:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from lit_grpo.methods.pods import Members
-from lit_grpo.plugins import Plugin, Worker
+from lit_grpo.plugins import Plugin
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks.drawn import DrawnRows
 from lit_grpo.update.advantages.estimator import EstimatorRow
@@ -42,23 +42,19 @@ class Counted(SlotGenerator):  # a generator
         return super().sleep() | {"mine/rollouts": float(self.num_rollouts)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Longest(Plugin):  # a metric
-    def worker(self):
-        return LongestWorker()
-
-
-class LongestWorker(Worker):
-    longest = 0
+    def setup(self):
+        self.longest = 0
 
     def on_completion(self, completion):
         self.longest = max(self.longest, completion.num_tokens)
 
-    def metrics(self):
+    def metrics(self, all_gather):
         return {"mine/longest": float(self.longest)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shortest(Members):  # a choice of what is learnt from
     def values(self, rewards_N, rollouts, entropies):
         return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()

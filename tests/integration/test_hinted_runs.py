@@ -17,7 +17,7 @@ from test_training_modes import Trained, check_log_probs, describe
 from lit_grpo.budgets.history import Record
 from lit_grpo.callbacks import RolloutScheduler, SampleLogger, WeightSync
 from lit_grpo.data.module import PromptDataModule
-from lit_grpo.methods.hints import Hinter, HintRecord
+from lit_grpo.methods.hints import Hint, HintRecord
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -99,8 +99,8 @@ def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, n
 
 
 def known_of_hints(data: PromptDataModule) -> dict[str, HintRecord]:
-    hinter = data.train_dataloader()._rewriter  # pyright: ignore[reportPrivateUsage]
-    assert isinstance(hinter, Hinter) and hinter.known
+    hinter = data.train_dataloader()._rewriting  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(hinter, Hint) and hinter.known
     return hinter.known
 
 

@@ -25,7 +25,7 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
     weights_of,
 )
 
-from lit_grpo.budgets.batch_size import BatchSizer, SquaredNorm
+from lit_grpo.budgets.batch_size import BatchSize, SquaredNorm
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.rewards import RewardSpec
@@ -39,7 +39,7 @@ REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0], [1.
 RULES = {"dps": ["dps:candidates=2"], "gdro": ["prompt_gdro:bins=2", "rollout_gdro"], "plain": []}
 
 
-class Hearing(BatchSizer):
+class Hearing(BatchSize):
     """Keeps what it hears."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def mark(completion: str, prompt: str) -> float:
     return float(sum(map(ord, completion)) % (2 + int(prompt[0]) % 3) == 0)
 
 
-def measure(policy: str, groups: list[RolloutGroup], sizer: BatchSizer | None, **trainer: Any) -> torch.Tensor:
+def measure(policy: str, groups: list[RolloutGroup], sizer: BatchSize | None, **trainer: Any) -> torch.Tensor:
     """Learn from groups once; return the gradient."""
     module, recorder = make_module(policy), StepRecorder()
     module.settings.sizer = sizer

@@ -37,7 +37,7 @@ GIVEN = ("base_url", "api_key", "session_id")
 """What an agent is given beside a row's columns."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Agent(Plugin):
     """Train on what an agent of yours does, through an endpoint that speaks as OpenAI's and vLLM's servers do.
 
@@ -58,22 +58,17 @@ class Agent(Plugin):
 
     role: ClassVar[str] = "what turns are answered by"
 
+    needs: ClassVar[frozenset[str]] = frozenset({"prompt_stream"})
+    changes: ClassVar[Mapping[str, str]] = {
+        "restorable_environments": "leaves an episode to an agent, which cannot be taken up midway"
+    }
+
     run: str | Callable[..., Any] | None = None
     timeout_s: Seconds = 60.0
     trajectory_timeout_s: Seconds = 600.0
     retries: Number = 2
     num_threads: Count = 64
     calls: CallFormatName | None = None
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Prompts are rendered by the data module."""
-        return frozenset({"prompt_stream"})
-
-    @property
-    def changes(self) -> Mapping[str, str]:
-        """What an agent does cannot be taken up midway."""
-        return {"restorable_environments": "leaves an episode to an agent, which cannot be taken up midway"}
 
     def check(self, run: RunFacts) -> None:
         """Check that there is room for what agents say.
@@ -202,9 +197,9 @@ class AgentWorker(EnvironmentWorker):
         driver = functools.partial(AgentDriver, endpoint=self._endpoint)
         super().__init__({None: kind}, limits, num_threads, form, driver)
 
-    def start(self, eos_ids: Sequence[int]) -> None:
+    def on_policy_start(self, eos_ids: Sequence[int]) -> None:
         """Learn at which tokens turns end."""
-        super().start(eos_ids)
+        super().on_policy_start(eos_ids)
         self._endpoint.ends = tuple(eos_ids)
 
     def adds(self, row: Mapping[str, Any]) -> bool:

@@ -387,7 +387,7 @@ def _check(points: Sequence[int], limit: int | None, num_scalars: int, min_corre
 def make_predictor(
     prediction_points: Sequence[int] | None,
     probe: Sequence[int],
-    prune_at: int | None,
+    observed: Sequence[int],
     min_correlation: float,
     max_tokens: int,
 ) -> LengthPredictor:
@@ -396,7 +396,7 @@ def make_predictor(
     Args:
         prediction_points: Where a user wants it to look; by default at those of ``PREDICTION_POINTS`` below the limit.
         probe: Where completions wait for the others, as a user has said.
-        prune_at: Where some are stopped, if any are.
+        observed: Where plug-ins look.
         min_correlation: From which on predictions are followed.
         max_tokens: See above.
 
@@ -409,5 +409,5 @@ def make_predictor(
             f"probe_tokens names {probe[-1]}, but sampling.max_tokens is {max_tokens}: {max(max_tokens - 2, 0)} is the "
             "largest that leaves anything to order."
         )
-    looks = {*points, *(probe if len(probe) == 1 else ()), *(() if prune_at is None else (prune_at,))}
+    looks = {*points, *(probe if len(probe) == 1 else ()), *observed}
     return LengthPredictor(sorted(looks), num_scalars=2, min_correlation=min_correlation, max_tokens=max_tokens)

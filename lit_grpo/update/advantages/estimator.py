@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 import torch
 
 from lit_grpo.budgets.history import PromptHistory, Visit
-from lit_grpo.compatibility import Part
+from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Limit, check_fields
 from lit_grpo.settings import find_row
 from lit_grpo.types import PassRule, RolloutGroup
@@ -131,7 +131,8 @@ class EstimatorRow(NamedTuple):
 
     ``compute`` returns advantages_R, NaN for a rollout without a reward, of the groups of this rank, or of all ranks
     where it needs ``all_ranks``. ``scales`` are what it may divide by, the default first; ``needs`` are words of
-    :data:`lit_grpo.compatibility.REQUIREMENTS`.
+    :data:`lit_grpo.compatibility.REQUIREMENTS`. ``by_scores`` says whether it goes by the squared norm of the gradient
+    of each token's log-prob, which is then measured.
     A new estimator is one more entry in :data:`ESTIMATORS`, or a row in a file of your own, which
     ``advantages.estimator`` names.
     """
@@ -139,6 +140,7 @@ class EstimatorRow(NamedTuple):
     compute: Callable[[GroupRewards, Given], torch.Tensor]
     scales: tuple[ScaleBy, ...]
     needs: frozenset[str] = frozenset()
+    by_scores: bool = False
 
 
 def _scaled(advantages: Callable[..., torch.Tensor]) -> Callable[[GroupRewards, Given], torch.Tensor]:
@@ -181,10 +183,8 @@ ESTIMATORS: Mapping[str, EstimatorRow] = {
         needs=frozenset({"plain_rewards"}),
     ),
     "gdpo": EstimatorRow(_gdpo, ("batch",), needs=frozenset({"plain_rewards"})),
-    "dcpo": EstimatorRow(_dcpo, ("group",), needs=frozenset({"history", "whole_groups", "fresh_members", "all_ranks"})),
-    "least_variance": EstimatorRow(
-        _least_variance, ("group", "none"), needs=frozenset({"token_scores", "sampled_log_probs"})
-    ),
+    "dcpo": EstimatorRow(_dcpo, ("group",), needs=frozenset({"whole_groups", "fresh_members", "all_ranks"})),
+    "least_variance": EstimatorRow(_least_variance, ("group", "none"), by_scores=True),
     "reinforce_plus_plus": EstimatorRow(_normalized(baseline=False), ("batch", "tokens")),
     "reinforce_plus_plus_baseline": EstimatorRow(_normalized(baseline=True), ("batch", "tokens")),
 }
@@ -245,10 +245,15 @@ class Advantages:
         return self._row.needs | of_scale
 
     @property
-    def parts(self) -> list[Part]:
+    def by_scores(self) -> bool:
+        """Whether it goes by the squared norm of the gradient of each token's log-prob."""
+        return self._row.by_scores
+
+    @property
+    def parts(self) -> list[Requirement]:
         """What the estimator needs of a run, with its scale where that is set."""
         scale = f" with scale {self.scale}" if self.scale else ""
-        return [Part(f"model.advantages.estimator {self.estimator}{scale}", needs=self.needs)]
+        return [Requirement(f"model.advantages.estimator {self.estimator}{scale}", needs=self.needs)]
 
     def check(self, num_generations: int) -> None:
         """Refuse groups that the estimator has no meaning for.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
-from lit_grpo.plugins import Plugin
-from lit_grpo.types import PassRule, RolloutGroup
-
-Gather = Callable[[Any], list[Any]]
-"""Brings a value of each rank together, in the order of the ranks; all ranks call it together."""
+from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.types import RolloutGroup
 
 
 class Shaping(Plugin):
@@ -20,55 +17,41 @@ class Shaping(Plugin):
 
     A rule of your own is a dataclass that derives from it. For example, less for long completions::
 
-        @dataclass(frozen=True)
+        @dataclass
         class ByLength(Shaping):
             cost: float = 0.001
 
-            def shape(self, groups, advantages, pass_rule, gather):
+            def shape(self, batch, advantages):
                 return [
                     [value - self.cost * each.completion.num_sampled for value, each in zip(values, group.rollouts)]
-                    for values, group in zip(advantages, groups)
+                    for values, group in zip(advantages, batch.groups)
                 ]
 
-    A rule that calls ``gather``, or compares groups, needs ``all_ranks``; one that compares members ``whole_groups``;
-    one that goes by ``Rollout.reward`` ``plain_rewards``.
+    A rule that calls ``batch.all_gather``, or compares groups, needs ``all_ranks``; one that compares members
+    ``whole_groups``; one that goes by ``Rollout.reward`` ``plain_rewards``.
     """
 
     role: ClassVar[str] = "what each rollout is learnt from with"
 
-    def shape(
-        self,
-        groups: Sequence[RolloutGroup],
-        advantages: Sequence[Sequence[float]],
-        pass_rule: PassRule,
-        gather: Gather,
-    ) -> Sequence[Sequence[float]]:
+    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
         """Return an advantage for each rollout of each group.
 
         Args:
-            groups: Of this rank, each with any number of rollouts.
+            batch: Groups with any number of rollouts each.
             advantages: The estimator's, in the same order; NaN for one that is not learnt from, which stays so.
-            pass_rule: When a completion passes.
-            gather: See :data:`Gather`.
         """
         return advantages
 
 
-def shaped(
-    shaping: Shaping,
-    groups: Sequence[RolloutGroup],
-    advantages_R: torch.Tensor,
-    pass_rule: PassRule,
-    gather: Gather,
-) -> torch.Tensor:
-    """Return the advantages of all rollouts of ``groups``, shape R, as a rule shapes them; NaN stays NaN.
+def shaped(shaping: Shaping, batch: GroupBatch, advantages_R: torch.Tensor) -> torch.Tensor:
+    """Return the advantages of all rollouts of a batch, shape R, as a rule shapes them; NaN stays NaN.
 
     Raises:
         ValueError: The rule does not return one finite number for each rollout that is learnt from.
     """
-    values = [part.tolist() for part in advantages_R.split([len(group.rollouts) for group in groups])]
-    returned = shaping.shape(groups, values, pass_rule, gather)
-    _check(shaping, groups, values, returned)
+    values = [part.tolist() for part in advantages_R.split([len(group.rollouts) for group in batch.groups])]
+    returned = shaping.shape(batch, values)
+    _check(shaping, batch.groups, values, returned)
     flat = [value for its in returned for value in its]
     return torch.tensor(flat, dtype=advantages_R.dtype).masked_fill(advantages_R.isnan(), math.nan)
 

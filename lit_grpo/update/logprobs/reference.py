@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 
-from lit_grpo.compatibility import SHARDS, Clash, Part, check_clashes, check_together
+from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, check_together
 from lit_grpo.limits import Count, Limit, check_fields
 from lit_grpo.policy.architecture.logits import logit_map
 from lit_grpo.policy.loading import Given, load_policy
@@ -50,26 +50,24 @@ class ReferenceSettings:
         )
         check_clashes([clash])
 
-    def check(self, kl: Sequence[Part], has_adapters: bool) -> None:
+    def check(self, without_term: Callable[[str, bool], Clash], has_adapters: bool) -> None:
         """Refuse settings of a reference that there is not.
 
         Args:
-            kl: What the KL term needs and takes away.
+            without_term: Tells, of the KL term that the reference is for, the clash of a setting without that term.
             has_adapters: Whether adapters are trained instead of the policy's own weights.
 
         Raises:
             ValueError: A reference is to be offloaded or moved that takes no part, or is part of the policy.
         """
-        needs = frozenset({"kl_term", "own_reference"})
-        takes_away = {"own_reference": "takes the policy without its adapters, which needs no memory and cannot move"}
-        check_together(
-            [
-                *kl,
-                Part("model.reference.offload true", needs, chosen=self.offload),
-                Part(f"model.reference.mixup_alpha {self.mixup_alpha}", needs, chosen=self.mixup_alpha is not None),
-                Part("model.lora", changes=takes_away, chosen=has_adapters),
-            ]
-        )
+        settings = {
+            "model.reference.offload true": self.offload,
+            f"model.reference.mixup_alpha {self.mixup_alpha}": self.mixup_alpha is not None,
+        }
+        bare = "model.lora takes the policy without its adapters, which needs no memory and cannot move"
+        for name, is_set in settings.items():
+            own = Clash(f"{name} needs a reference whose weights are its own", bare, found=is_set and has_adapters)
+            check_clashes([without_term(name, is_set), own])
 
 
 class HostWeights:
@@ -187,7 +185,7 @@ class InitialAdapterReference:
         if is_sharded(policy):
             name = "model.objective.kl.beta above 0 with an adapter as model.policy"
             remedy = "set model.objective.kl.beta to 0"
-            check_together([Part(name, frozenset({"unsharded_weights"}), remedy=remedy), SHARDS])
+            check_together([Requirement(name, frozenset({"unsharded_weights"}), remedy=remedy), SHARDS])
         self.policy = policy
         self._first = {
             name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad

@@ -52,8 +52,7 @@ class Correction:
     @property
     def needs(self) -> frozenset[str]:
         """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
-        of_sequence = {"one_row", "whole_completions"} if self.of_sequence else set[str]()
-        return frozenset({"sampled_log_probs"} | of_sequence if self.active else ())
+        return frozenset({"one_row", "whole_completions"} if self.active and self.of_sequence else ())
 
     @property
     def of_sequence(self) -> bool:

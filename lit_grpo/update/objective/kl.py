@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from lit_grpo.compatibility import Clash, Part, check_clashes, check_together
+from lit_grpo.compatibility import Clash, Requirement, check_clashes
 from lit_grpo.limits import Count, Limit, check_fields
 from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO
 
@@ -36,8 +36,6 @@ def k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Te
 
 
 KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-KL_IN_REWARD = frozenset({"kl_term", "sampled_log_probs"})
-"""What a KL term in the reward needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,15 @@ class KLTerm:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.objective.kl.")
-        check_together(self.parts)
         in_loss, place = self.place == "loss", f"model.objective.kl.place {self.place}"
+        settings = {
+            f"model.objective.kl.target {self.target}": self.target is not None,
+            "model.objective.kl.importance_weighted true": self.importance_weighted,
+            place: not in_loss,
+        }
         check_clashes(
             [
+                *(self.without_term(name, is_set) for name, is_set in settings.items()),
                 Clash(
                     "model.objective.kl.importance_weighted true needs the KL term in the loss",
                     f"{place} takes it from the reward, which has no gradient",
@@ -83,24 +86,23 @@ class KLTerm:
             ]
         )
 
+    def without_term(self, name: str, is_set: bool) -> Clash:
+        """Return the clash of a setting that needs a KL term with a beta of 0, where the setting is set."""
+        return Clash(
+            f"{name} needs a KL term",
+            f"model.objective.kl.beta {self.beta} leaves it out",
+            found=is_set and self.beta == 0,
+            remedy="set model.objective.kl.beta above 0",
+        )
+
     @property
-    def parts(self) -> list[Part]:
-        """What the term needs of a run, and what it takes away from others."""
-        needs = frozenset({"kl_term"})
+    def parts(self) -> list[Requirement]:
+        """What the term takes away from others."""
         return [
-            Part(
-                f"model.objective.kl.beta {self.beta}",
-                changes={"kl_term": "leaves it out"},
-                remedy="set model.objective.kl.beta above 0",
-                chosen=self.beta == 0,
-            ),
-            Part(f"model.objective.kl.target {self.target}", needs, chosen=self.target is not None),
-            Part("model.objective.kl.importance_weighted true", needs, chosen=self.importance_weighted),
-            Part(
+            Requirement(
                 "model.objective.kl.place reward",
-                needs=KL_IN_REWARD,
                 changes={"plain_rewards": "takes a KL term from them"},
                 remedy="set model.objective.kl.place to loss",
                 chosen=self.place == "reward",
-            ),
+            )
         ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from lit_grpo.compatibility import Clash, Part, check_clashes
+from lit_grpo.compatibility import Clash, Requirement, check_clashes
 from lit_grpo.limits import Limit, NotNegative, check_fields, check_value
 from lit_grpo.settings import find_row
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.proximal import PROXIMALS, Proximal
+from lit_grpo.update.objective.proximal import Proximal
 from lit_grpo.update.objective.recipes import RECIPES, Recipe
 from lit_grpo.update.objective.step_size import StepSize
 from lit_grpo.update.objective.tokens import RatioLevel
@@ -159,13 +159,13 @@ class Objective:
         return self.kl.beta > 0 and self.kl.place == "loss"
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Requirement]:
         """What each setting needs of a run, and what it takes away from others."""
         parts = [
-            Part(f"model.objective.loss {self.loss}", needs=self.recipe.needs),
-            Part(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
-            Part(f"model.objective.step_size.rule {self.step_size.rule}", needs=self.step_size.needs),
-            Part(
+            Requirement(f"model.objective.loss {self.loss}", needs=self.recipe.needs),
+            Requirement(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
+            Requirement(f"model.objective.step_size.rule {self.step_size.rule}", needs=self.step_size.needs),
+            Requirement(
                 "model.objective.ratio turn",
                 frozenset({"turns"}),
                 remedy="take ratio sequence",
@@ -177,14 +177,14 @@ class Objective:
         ]
         if self.top_entropy_quantile < 1:
             name = f"model.objective.top_entropy_quantile {self.top_entropy_quantile}"
-            parts.append(Part(name, needs=frozenset({"all_ranks", "all_tokens", "entropies"})))
+            parts.append(Requirement(name, needs=frozenset({"all_ranks", "all_tokens"})))
         if self.entropy.active and self.normalized_by != "token":  # the bonus is an average over tokens
             name = f"model.objective.entropy with normalization {self.normalized_by}"
-            parts.append(Part(name, needs=frozenset({"all_ranks"})))
+            parts.append(Requirement(name, needs=frozenset({"all_ranks"})))
         return parts
 
     @property
-    def _together_parts(self) -> list[Part]:
+    def _together_parts(self) -> list[Requirement]:
         """What takes all tokens of a completion, or of a turn, together."""
         chosen = {
             f"ratio {self.ratio_level}": self.ratio_level == "sequence",
@@ -192,7 +192,7 @@ class Objective:
             f"off_policy_kl {self.off_policy_kl}": self.off_policy_kl is not None,
         }
         needs = frozenset({"one_row", "whole_completions"})
-        parts = [Part(f"model.objective.{name}", needs, chosen=is_chosen) for name, is_chosen in chosen.items()]
+        parts = [Requirement(f"model.objective.{name}", needs, chosen=is_chosen) for name, is_chosen in chosen.items()]
         of_turn, in_a_row = (
             self.ratio_level == "turn",
             {
@@ -200,9 +200,9 @@ class Objective:
                 "proximal snapshots": self.proximal_policy == "snapshots",
             },
         )
-        parts.append(Part("model.objective.ratio turn", frozenset({"whole_completions"}), chosen=of_turn))
+        parts.append(Requirement("model.objective.ratio turn", frozenset({"whole_completions"}), chosen=of_turn))
         needs = frozenset({"one_row"})
-        return parts + [Part(f"model.objective.{name}", needs, chosen=is_so) for name, is_so in in_a_row.items()]
+        return parts + [Requirement(f"model.objective.{name}", needs, chosen=is_so) for name, is_so in in_a_row.items()]
 
     @property
     def _clashes(self) -> list[Clash]:
@@ -255,15 +255,16 @@ class Objective:
         ]
 
     @property
-    def _proximal_part(self) -> Part:
-        is_uncorrected = self.proximal_policy != "sampled" and not self.correction.active
+    def _proximal_part(self) -> Requirement:
+        name = f"model.objective.proximal {self.proximal_policy}"
+        if self.proximal_policy == "snapshots":
+            said = "takes them to policies whose weights it has to keep"
+            return Requirement(name, frozenset({"unsharded_weights"}), {"ratios_to_sampler": said})
+        if self.proximal_policy == "sampled" or self.correction.active:
+            return Requirement(name)
         said = "takes probability ratios to another policy and does not correct them"
-        return Part(
-            f"model.objective.proximal {self.proximal_policy}",
-            needs=PROXIMALS[self.proximal_policy],
-            changes={"ratios_to_sampler": said} if is_uncorrected else {},
-            remedy="set model.objective.correction.mode to token_truncate" if is_uncorrected else "",
-        )
+        remedy = "set model.objective.correction.mode to token_truncate"
+        return Requirement(name, changes={"ratios_to_sampler": said}, remedy=remedy)
 
     @property
     def uses_every_completion(self) -> bool:

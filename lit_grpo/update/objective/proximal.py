@@ -7,13 +7,6 @@ from typing import Literal
 import torch
 
 Proximal = Literal["sampled", "recomputed", "interpolated", "snapshots"]
-PROXIMALS: dict[Proximal, frozenset[str]] = {
-    "sampled": frozenset({"sampled_log_probs"}),
-    "recomputed": frozenset(),
-    "interpolated": frozenset({"sampled_log_probs"}),
-    "snapshots": frozenset({"unsharded_weights", "kept_versions"}),
-}
-"""What each proximal policy needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
 
 
 @torch.no_grad()

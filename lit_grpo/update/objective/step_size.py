@@ -44,8 +44,7 @@ class StepSize:
     @property
     def needs(self) -> frozenset[str]:
         """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
-        together = {"sampled_log_probs", "one_row", "whole_completions"}
-        return frozenset(together if self.rule == "effective_samples" else ())
+        return frozenset({"one_row", "whole_completions"} if self.rule == "effective_samples" else ())
 
     def scale(self, log_weights_C: torch.Tensor) -> float:
         """Return what the learning rate is multiplied by.
