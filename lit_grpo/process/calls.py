@@ -369,7 +369,10 @@ async def _await_all(functions: Sequence[Function], results: dict[int, CallResul
             os._exit(0)
         results[number] = result
 
-    await asyncio.gather(*(awaited(number, function) for number, function in enumerate(functions)))
+    if len(functions) == 1:  # an environment's: without a task of its own
+        await awaited(0, functions[0])
+    else:
+        await asyncio.gather(*(awaited(number, function) for number, function in enumerate(functions)))
 
 
 def _readable(error: BaseException) -> BaseException:
