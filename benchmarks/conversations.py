@@ -20,7 +20,7 @@ from lit_grpo.environments import Environments
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
-from lit_grpo.plugins import Answer, Listener
+from lit_grpo.plugins import Answer, Listener, fresh
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import Generator, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
@@ -254,7 +254,7 @@ def play(family: str, make: Callable[[], Generator], num_conversations: int, his
         raise ValueError(f"The chat template of {family} comes with TRL, which is not installed.")
     tokenizer = chat_tokenizer(template, FAMILIES[family])
     policy, chat = chatty_policy(tokenizer), Calling(tokenizer)
-    worker = Environments(factory=Talkative, max_turns=MOST_TURNS, history=history).worker()
+    worker = fresh(Environments(factory=Talkative, max_turns=MOST_TURNS, history=history))
     worker.prepare(tokenizer, {})
     worker.chat = chat
     renderer = PromptRenderer(conversing=worker, max_prompt_tokens=LONGEST)

@@ -24,8 +24,7 @@ from typing import Any
 from benchmarks.report import Claim, Options, Row, finish, need, note, parse_options
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
-from lit_grpo.environments.plugin import EnvironmentWorker
-from lit_grpo.plugins import Answer
+from lit_grpo.plugins import Answer, fresh
 from lit_grpo.rollout.generator import Capacity, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import Key, Prompt, Request, SamplingParams
@@ -160,7 +159,7 @@ class Dictated:
         """Nothing is kept."""
 
 
-class LockStep(EnvironmentWorker):
+class LockStep(Environments):
     """Holds all answers back until every trajectory that goes on has its own."""
 
     def on_step(self, events: StepEvents) -> Answer | None:
@@ -174,7 +173,7 @@ class LockStep(EnvironmentWorker):
 
 def ours(work: Work, lock_step: bool) -> Row:
     """Return the seconds of our rollout, those of the processor, and the share of time in which trajectories waited."""
-    worker = Environments(factory=Waits, tool_timeout_s=60).worker()
+    worker = fresh(Environments(factory=Waits, tool_timeout_s=60))
     if lock_step:
         worker.__class__ = LockStep
     worker.prepare(chat_tokenizer(), {})

@@ -73,7 +73,7 @@ class RolloutScheduler(pl.Callback):
         """Check that data, rewards and plug-ins go together."""
         if not isinstance(pl_module, GRPOModule):
             raise ValueError(f"RolloutScheduler needs a GRPOModule, not a {type(pl_module).__name__}.")
-        pl_module.join_rewards([reward for plugin in self.session.acting.values() for reward in plugin.rewards])
+        pl_module.join_rewards([reward for plugin in self.session.plugins.values() for reward in plugin.rewards])
         for split, rows in loaded_prompts(trainer).items():
             if split == "predict":
                 continue
@@ -93,7 +93,7 @@ class RolloutScheduler(pl.Callback):
         if stage == "fit":
             has_shards = hasattr(trainer.strategy, "shard")
             callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
-            answers = bool(overriding([*self.session.acting.values(), *callbacks], "on_turn"))
+            answers = bool(overriding([*self.session.plugins.values(), *callbacks], "on_turn"))
             others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answers)]
             self.session.check(facts, [*self._other_parts(data, pl_module), *others])
             for sentence in self._unvisited(trainer, pl_module):
@@ -109,7 +109,7 @@ class RolloutScheduler(pl.Callback):
     @property
     def conversing(self) -> Conversing | None:
         """The plug-in that goes on with conversations after their prompts, where there is one."""
-        return next((each for each in self.session.acting.values() if isinstance(each, Conversing)), None)
+        return next((each for each in self.session.plugins.values() if isinstance(each, Conversing)), None)
 
     def _unvisited(self, trainer: pl.Trainer, module: GRPOModule) -> list[str]:
         """Return what is to be said of plug-ins that go by earlier visits in a run that asks no prompt twice."""
@@ -151,7 +151,7 @@ class RolloutScheduler(pl.Callback):
         if self._started:
             return
         policy = replace(pl_module.spec, keeps_kv=self.session.mode.at_sync == "keep")
-        for plugin in overriding(self.session.acting.values(), "on_policy_start"):
+        for plugin in overriding(self.session.plugins.values(), "on_policy_start"):
             plugin.on_policy_start(policy.eos_ids)
         pl_module.generator.start(policy)
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []

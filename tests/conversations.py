@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.conversations import chat_tokenizer
 from lit_grpo.data.rendering import PromptRenderer
-from lit_grpo.environments.plugin import EnvironmentWorker
+from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.rollout.generator import Capacity, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
@@ -69,7 +69,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def prompts_of(worker: EnvironmentWorker, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+def prompts_of(worker: Trajectories, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
     renderer = PromptRenderer(conversing=worker)
     rendered = [renderer.render(row, chat_tokenizer()) for row in rows]
     return [
@@ -79,7 +79,7 @@ def prompts_of(worker: EnvironmentWorker, rows: Sequence[dict[str, Any]]) -> lis
 
 
 def play(
-    worker: EnvironmentWorker,
+    worker: Trajectories,
     says: Says,
     rows: Sequence[dict[str, Any]],
     num_generations: int = 1,

@@ -237,7 +237,7 @@ class Play:
         plugin = Environments(factory=case.environment(), retries=1, lock_step=case.lock_step)
         mode = MODES[case.mode]
         self.session = RolloutSession({"environments": plugin} | ({} if mode is None else {"mode": mode}))
-        (worker,) = self.session.acting.values()
+        (worker,) = self.session.plugins.values()
         worker.prepare(chat_tokenizer(), {})  # pyright: ignore[reportAttributeAccessIssue]
         self.generator = CutOff(self._says, cut_at)
         self.loader = PromptLoader(prompts_of(worker, case.rows), BATCH_SIZE, seed=case.seed)  # pyright: ignore

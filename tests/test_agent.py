@@ -18,11 +18,11 @@ from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompt
 from conversations import play as play_with
 
 from lit_grpo.data.chat import UnusableRow
-from lit_grpo.environments.agent.plugin import Agent, AgentWorker
-from lit_grpo.environments.plugin import EnvironmentWorker
+from lit_grpo.environments.agent.plugin import Agent
+from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.mt_grpo import MTGRPO
-from lit_grpo.plugins import Answer, Listener, RunFacts
+from lit_grpo.plugins import Answer, Listener, RunFacts, fresh
 from lit_grpo.process import calls
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rewards.function import RewardFunction
@@ -78,10 +78,10 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def worker_of(run: Any, **options: Any) -> AgentWorker:
-    worker = Agent(run=run, **options).worker()
+def worker_of(run: Any, **options: Any) -> Agent:
+    worker = fresh(Agent(run=run, **options))
     worker.prepare(chat_tokenizer(), {})
-    worker.start(ENDS)
+    worker.on_policy_start(ENDS)
     return worker
 
 
@@ -90,7 +90,7 @@ def numbered(request: Request, turn: int) -> str:
 
 
 def play(
-    worker: EnvironmentWorker,
+    worker: Trajectories,
     says: Callable[[Request, int], str] = numbered,
     rows: Sequence[dict[str, Any]] = ({"prompt": "Guess.", "number": 3},),
     **options: Any,
@@ -215,7 +215,7 @@ def test_turns_are_streamed_and_ids_and_logprobs_come_with_them_where_asked() ->
     assert choice["finish_reason"] == "stop" and choice["logprobs"]["content"][0]["logprob"] == -1
 
 
-def asking(tries: Callable[[Client], Any]) -> tuple[Any, AgentWorker, Completion]:
+def asking(tries: Callable[[Client], Any]) -> tuple[Any, Agent, Completion]:
     """What an agent finds out, which has taken one turn and takes another in the end."""
     found: list[Any] = []
 
@@ -581,7 +581,7 @@ class Drops(Listener):
         return Answer(drop=[request.key for request in self.ledger.away]) if self.told else None
 
 
-def dropped(worker: EnvironmentWorker, told: Sequence[Any], generator: Callable[..., Scripted] = Scripted) -> None:
+def dropped(worker: Trajectories, told: Sequence[Any], generator: Callable[..., Scripted] = Scripted) -> None:
     """A rollout whose only trajectory is left out of its group."""
     loop = RolloutLoop(generator(chat_tokenizer(), numbered), listeners=[worker, Drops(told)])
     (group,), _ = loop.collect(prompts_of(worker, [{"prompt": "Guess."}]), 1, SAMPLING, seed=0)
@@ -812,7 +812,7 @@ def named(base_url: str, api_key: str, number: int) -> None: ...
 )
 def test_what_cannot_be_an_agent_is_refused(run: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"rollout.plugins agent: {message}"):
-        Agent(run=run).worker()
+        fresh(Agent(run=run))
 
 
 @pytest.mark.parametrize(

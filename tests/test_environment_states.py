@@ -15,7 +15,8 @@ from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, play, 
 
 from lit_grpo.checkpoints import WholeFileIO, read
 from lit_grpo.environments import Environments
-from lit_grpo.environments.plugin import EnvironmentWorker
+from lit_grpo.environments.plugin import Trajectories
+from lit_grpo.plugins import fresh
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
@@ -56,8 +57,8 @@ class Counter:
         self.rng.bit_generator.state = state["rng"]
 
 
-def worker_of(factory: Any) -> EnvironmentWorker:
-    worker = Environments(factory=factory).worker()
+def worker_of(factory: Any) -> Trajectories:
+    worker = fresh(Environments(factory=factory))
     worker.prepare(chat_tokenizer(), {})
     return worker
 
@@ -66,7 +67,7 @@ def says(request: Any, turn: int) -> str:
     return call("count")
 
 
-def cut_off(factory: Any, num_samples: int = 1) -> tuple[EnvironmentWorker, RolloutBuffer]:
+def cut_off(factory: Any, num_samples: int = 1) -> tuple[Trajectories, RolloutBuffer]:
     """A rollout that stops when each trajectory has taken a turn and none is away."""
     worker, buffer = worker_of(factory), RolloutBuffer(RULE)
     buffer.open(group_requests(prompts_of(worker, [{"prompt": "?"}]), num_samples, SAMPLING, 0))

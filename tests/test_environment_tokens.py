@@ -21,6 +21,7 @@ from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
+from lit_grpo.plugins import fresh
 from lit_grpo.types import Prompt
 
 
@@ -122,7 +123,7 @@ def test_what_follows_a_turn_is_what_the_template_writes_there(family: str) -> N
 
 
 def test_completions_of_a_group_share_the_prompt_up_to_what_an_environment_says() -> None:
-    worker = Environments(factory=Talkative).worker()
+    worker = fresh(Environments(factory=Talkative))
     worker.prepare(chat_tokenizer(), {})
     rendered = PromptRenderer(conversing=worker).render({"prompt": "Talk.", "seed": 1}, chat_tokenizer())
     assert rendered.text == "<|im_start|>user\nTalk.<|im_end|>\n<|im_start|>assistant\n"

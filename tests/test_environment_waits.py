@@ -28,7 +28,7 @@ def evaluate(plugins: list[Any], *listeners: Listener) -> PromptBatch:
     session = RolloutSession(make_plugins(plugins))
     says = lambda _, turn: call("guess", number=turn + 1) if turn < 3 else "I am done."  # noqa: E731
     run = SimpleNamespace(generator=Scripted(chat_tokenizer(), says), sampling_seed=0, phases=Phases())
-    worker = cast(Any, session.acting.get("environments")) or worker_of(Guess)
+    worker = cast(Any, session.plugins.get("environments")) or worker_of(Guess)
     worker.prepare(chat_tokenizer(), {})
     batch = PromptBatch(prompts_of(worker, [{"prompt": "Guess.", "number": 3}]))
     watch = StallWatch(lambda: run.phases, minutes=STALL_S / 60, rank=0)
@@ -129,7 +129,7 @@ class Pulse(Listener):
     def __init__(self) -> None:
         self.last, self.longest_s, self.count = time.monotonic(), 0.0, 0
 
-    def on_rollout_start(self, flight: Any) -> None:
+    def on_rollout_start(self, ledger: Any) -> None:
         self.last = time.monotonic()
 
     def _beat(self, *_: Any) -> None:

@@ -20,9 +20,9 @@ from lit_grpo.callbacks.sample_logger import _row  # pyright: ignore[reportMissi
 from lit_grpo.checks import check_prompt_lengths
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments import EnvironmentFailed, Environments
-from lit_grpo.environments.plugin import EnvironmentWorker
+from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.methods import make_plugins
-from lit_grpo.plugins import Answer, CannotGoOn, GroupBatch, Listener, RunFacts
+from lit_grpo.plugins import Answer, CannotGoOn, GroupBatch, Listener, RunFacts, fresh
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import Surroundings, group_inputs, rollout_inputs
@@ -121,14 +121,14 @@ def counting(request: Request, turn: int) -> str:
     return call("guess", number=turn + 1) if turn < 3 else "I am done."
 
 
-def worker_of(factory: Any = None, **options: Any) -> EnvironmentWorker:
-    worker = Environments(factory=factory, **options).worker()
+def worker_of(factory: Any = None, **options: Any) -> Trajectories:
+    worker = fresh(Environments(factory=factory, **options))
     worker.prepare(chat_tokenizer(), {})
     return worker
 
 
 def play(
-    worker: EnvironmentWorker,
+    worker: Trajectories,
     says: Callable[[Request, int], str] = counting,
     rows: Sequence[dict[str, Any]] = ({"prompt": "Guess.", "number": 3},),
     **options: Any,
@@ -169,7 +169,7 @@ def test_the_command_line_names_an_environment_in_one_word(tmp_path: Path) -> No
     (tmp_path / "my_env.py").write_text(page.split("```python\n")[1].split("```")[0])
     plugins = make_plugins([f"environments:factory={tmp_path / 'my_env.py'}:Guess,max_turns=2"])
     environments: Any = plugins["environments"]
-    worker = environments.worker()
+    worker = fresh(environments)
     worker.prepare(chat_tokenizer(), {})
     assert len(only(play(worker)).turns) == 2 and worker.kinds[None].name == "Guess"
 
@@ -329,7 +329,7 @@ def test_rewards_may_read_environments_alone() -> None:
 
 def test_only_a_rows_own_tools_are_shown() -> None:
     worker = worker_of({"guess": Guess, "talk": Talk})
-    names = [[tool["function"]["name"] for tool in worker.tools(row)] for row in _rows("guess", "talk")]
+    names = [[tool["function"]["name"] for tool in worker.tool_schemas(row)] for row in _rows("guess", "talk")]
     assert names == [["guess", "peek"], []]
 
 
@@ -696,7 +696,7 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     def says(request: Request, turn: int) -> str:
         return call("guess", number=turn + 1) if turn < 9 else "I am done."
 
-    def cut_off() -> tuple[EnvironmentWorker, RolloutBuffer] | None:
+    def cut_off() -> tuple[Trajectories, RolloutBuffer] | None:
         """Return what there is when both trajectories have turns and neither is away; None if that did not happen."""
         worker, buffer = worker_of(kind), RolloutBuffer(rule)
         buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 2, sampling, 0))
@@ -766,7 +766,7 @@ def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_i
 
         RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(until)
 
-    def resume() -> tuple[EnvironmentWorker, RolloutBuffer]:
+    def resume() -> tuple[Trajectories, RolloutBuffer]:
         states = worker.state_dict(), buffer.state_dict()
         worker.close()
         resumed, again = worker_of(Counts), RolloutBuffer(rule)
@@ -855,7 +855,7 @@ class Lazy(Guess):
         return super().guess(number)
 
 
-def _is_at_work(worker: EnvironmentWorker) -> Callable[[int], bool]:
+def _is_at_work(worker: Trajectories) -> Callable[[int], bool]:
     return lambda _: any(session.waits and session.num_turns == 2 for session in worker.drivers.values())
 
 
@@ -996,7 +996,7 @@ def broken() -> Any:
 )
 def test_what_cannot_be_an_environment_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Environments(**options).worker()
+        fresh(Environments(**options))
 
 
 @pytest.mark.parametrize(

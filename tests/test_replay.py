@@ -163,7 +163,7 @@ def test_groups_that_would_show_no_difference_or_are_not_learnt_from_get_none() 
 
 def test_groups_that_arrive_one_after_another_are_joined_as_they_come() -> None:
     session = RolloutSession(make_plugins(["rlep"]))
-    memory = cast(Replay, session.acting["rlep"])
+    memory = cast(Replay, session.plugins["rlep"])
     memory.on_update_end(GroupBatch([group(FIRST, [1, 0])], 1, EXACT, alone))
     groups = [group(SECOND, [0, 0], 1, 1), group(FIRST, [0, 0], 1, 1)]
     run: Any = SimpleNamespace(policy_version=1, pass_rule=EXACT, ranks=SimpleNamespace(gather=alone))

@@ -21,6 +21,7 @@ from lit_grpo.compatibility import check_together
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.methods import make_plugins
+from lit_grpo.plugins import fresh
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import OBSERVED, Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Trajectory
@@ -78,7 +79,7 @@ def talk(
     factory: type = Asks,
     **options: Any,
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-    worker = Environments(factory=factory, history="rerendered", **options).worker()
+    worker = fresh(Environments(factory=factory, history="rerendered", **options))
     worker.prepare(tokenizer, {})
     row = {"prompt": "Go."}
     rendered = PromptRenderer(conversing=worker).render(row, tokenizer)
@@ -353,7 +354,7 @@ def test_rollouts_in_parts_and_replay_are_refused() -> None:
     ],
 )
 def test_the_user_is_told_once(template: str, sentence: str, caplog: pytest.LogCaptureFixture) -> None:
-    worker = Environments(factory=Asks, history="rerendered").worker()
+    worker = fresh(Environments(factory=Asks, history="rerendered"))
     for _ in range(2):
         worker.prepare(chat_tokenizer(template), {})
         worker.chat = None

@@ -15,7 +15,8 @@ from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.environments import Environments
 from lit_grpo.environments.agent import Agent
-from lit_grpo.environments.plugin import EnvironmentWorker
+from lit_grpo.environments.plugin import Trajectories
+from lit_grpo.plugins import fresh
 from lit_grpo.rewards import RewardFunction, RewardRunner
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.rules import ReleaseRule
@@ -46,8 +47,8 @@ class Writes:
         return float(len(self.board[0]))
 
 
-def worker_of(**fields: Any) -> EnvironmentWorker:
-    worker = Environments(**fields).worker()
+def worker_of(**fields: Any) -> Trajectories:
+    worker = fresh(Environments(**fields))
     worker.prepare(chat_tokenizer(), {})
     return worker
 
@@ -70,7 +71,7 @@ def test_a_conversation_keeps_the_arguments_that_the_policy_wrote() -> None:
 
 
 def test_each_agent_has_the_row_as_the_data_has_it() -> None:
-    kind = Agent(run=lambda base_url, api_key, board: board[0].append(1)).worker().kinds[None]
+    kind = fresh(Agent(run=lambda base_url, api_key, board: board[0].append(1))).kinds[None]
     prompt = Prompt("train/0", (1,), "?", {"board": [[0]], "other": 1})
     for _ in range(2):
         arguments = kind.arguments(prompt)

@@ -33,7 +33,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_its_package_a_run_that_has_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_grpo.process.packages.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs pydantic-monty; install the extra lit_grpo\[python-tool\]") as caught:
-        Environments(tools=[PATH]).worker()
+        Environments(tools=[PATH]).setup()
     assert PATH in str(caught.value) and str(caught.value).startswith("rollout.plugins environments: ")
 
 

@@ -12,6 +12,7 @@ from benchmarks.make_calculator import CALCULATOR, PIECES, RECIPE, main, make_to
 from benchmarks.make_tiny import TinyRecipe, new_model
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
+from lit_grpo.plugins import fresh
 from lit_grpo.policy import load_policy, load_tokenizer
 from lit_grpo.policy.named import NAMED, TINY_CALCULATOR
 from lit_grpo.policy.spec import PolicySpec
@@ -50,7 +51,7 @@ def test_the_script_makes_what_is_shipped_up_to_the_numbers_in_its_weights(tmp_p
 def test_some_of_it_calls_the_tool_and_repeats_what_it_says() -> None:
     """At most 40% of its answers are right, and those are what the calculator has said."""
     model, tokenizer = load_policy("tiny_calculator"), load_tokenizer("tiny_calculator")
-    worker = Environments(tools=[calculate]).worker()
+    worker = fresh(Environments(tools=[calculate]))
     worker.prepare(tokenizer, {})
     rows = list(CalculatorRows(48, "validation").rows())
     rendered = [PromptRenderer(conversing=worker).render(row, tokenizer) for row in rows]

@@ -14,6 +14,7 @@ from benchmarks.make_catch import CATCH, CHARACTERS, PIECES, RECIPE, TEMPLATE, d
 from benchmarks.make_tiny import TinyRecipe, new_model
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
+from lit_grpo.plugins import fresh
 from lit_grpo.policy import load_policy, load_tokenizer
 from lit_grpo.policy.named import NAMED, TINY_CATCH
 from lit_grpo.policy.spec import PolicySpec
@@ -63,7 +64,7 @@ def test_the_first_demonstrations_catch_the_ball_and_the_crowd_mostly_does_not()
 
 def test_it_writes_calls_and_mostly_misses_the_ball() -> None:
     model, tokenizer = load_policy("tiny_catch"), load_tokenizer("tiny_catch")
-    worker = Environments(factory=Catch).worker()
+    worker = fresh(Environments(factory=Catch))
     worker.prepare(tokenizer, {})
     rows = list(CatchRows(24, "validation").rows())
     rendered = [PromptRenderer(conversing=worker).render(row, tokenizer) for row in rows]

@@ -398,6 +398,6 @@ def test_they_go_with_a_plain_run() -> None:
     for spec in ("eptree", "treepo:segment=8", "arpo", "aepo", "trace"):
         session = RolloutSession(make_plugins([spec]))
         session.check(RunFacts(4, 8, 64, 1), [])
-        (worker,) = session.acting.values()
+        (worker,) = session.plugins.values()
         assert isinstance(worker, Plugin) and worker.forks
         check_together(session.parts())

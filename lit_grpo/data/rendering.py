@@ -50,7 +50,7 @@ class Conversing(Protocol):
         """
         ...
 
-    def tools(self, row: Row) -> list[dict[str, Any]]:
+    def tool_schemas(self, row: Row) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools that a row's prompt shows.
 
         Raises:
@@ -62,7 +62,7 @@ class Conversing(Protocol):
         """Whether more is said when a completion begins, another each time, so that a row needs no prompt.
 
         Raises:
-            ValueError: As :meth:`tools` does.
+            ValueError: As :meth:`tool_schemas` does.
         """
         ...
 
@@ -203,7 +203,7 @@ class PromptRenderer:
         if self.conversing is None:
             return options
         try:
-            tools = self.conversing.tools(row)
+            tools = self.conversing.tool_schemas(row)
         except ValueError as error:
             raise UnusableRow(str(error)) from None
         return options | ({"tools": tools} if tools else {})

@@ -52,128 +52,6 @@ CLOSING_S = 10.0
 Seconds = Annotated[float, Limit(above=0, finite=True)]
 
 
-@dataclass
-class Environments(Plugin):
-    """Let completions take many turns with an environment or with tools.
-
-    Args:
-        factory: A class, or a function that returns an environment (see :mod:`lit_grpo.environments.contract`), by its
-            path as in ``my_env.py:Game``; or several by name, of which each row says one in its column ``environment``.
-        tools: Functions without an environment that the policy may call, by their paths.
-        max_turns: The most turns of the policy; by default as many as its tokens allow.
-        max_answer_tokens: The most tokens of an answer of a tool or the user. From a longer one the middle is left out,
-            and the policy is told so.
-        tool_timeout_s: The most seconds of one call.
-        reset_timeout_s: The most seconds of making an environment, and of its ``reset``.
-        trajectory_timeout_s: The most seconds of all calls of one trajectory together.
-        retries: How often a trajectory begins again with a fresh environment after its environment has failed. After
-            that it is left out of its group: a failure is no reward of 0.
-        num_threads: How many calls run at a time, those of async functions apart.
-        calls: How the policy writes calls (see :mod:`lit_grpo.environments.calls`). By default the tokenizer's
-            ``response_template``, else the form that reads a call as the chat template writes it; if none does, the
-            run does not start.
-        history: What a turn is sampled after. ``appended``: all that was sampled and observed before it, as it was,
-            in one row of the update. ``rerendered``: the conversation as the chat template writes it at that time,
-            perhaps without the reasoning of earlier turns; each turn is then a row of its own in the update, and what
-            serves the policy later may use the template as it is.
-        lock_step: Whether decoding waits after each step until all environments have answered, so that the clock
-            decides nothing, and runs can be repeated bit for bit; a rollout with slow tools takes longer.
-
-    Example:
-        For a policy that is to forget what it thought in earlier turns, as Qwen3's chat template has it::
-
-            rollout:
-              plugins:
-              - environments: {factory: my_env.py:Game, history: rerendered}
-
-        A trajectory counts once in its group, with one reward, and each of its turns has its advantage; the update
-        reads each turn's conversation again, so that its work grows with the square of the turns.
-        ``model.sampling.max_observed`` then limits the conversation before each turn, ``max_tokens`` all turns
-        together.
-    """
-
-    role: ClassVar[str] = "what turns are answered by"
-
-    factory: Factory | Mapping[str, Factory] | None = None
-    tools: Sequence[str | Callable[..., Any]] = field(default_factory=tuple)
-    max_turns: Count | None = None
-    max_answer_tokens: Annotated[int, Limit(least=16)] = 512
-    tool_timeout_s: Seconds = 60.0
-    reset_timeout_s: Seconds = 60.0
-    trajectory_timeout_s: Seconds = 600.0
-    retries: Number = 2
-    num_threads: Count = 64
-    calls: CallFormatName | None = None
-    history: Literal["appended", "rerendered"] = "appended"
-    lock_step: bool = False
-
-    def requirement(self, name: str) -> Requirement:
-        """Prompts that show tools are rendered by the data module; a conversation that is rewritten is in one rollout.
-
-        Earlier turns are not in a request's prefix then, so that no other rollout could go on from that.
-        """
-        remedy = "set its history to appended" if self._rewrites else ""
-        needs = frozenset({"prompt_stream"} | ({"whole_rollouts"} if self._rewrites else set[str]()))
-        return Requirement(name, needs, self._changes, remedy)
-
-    @property
-    def _rewrites(self) -> bool:
-        return self.history == "rerendered"
-
-    @property
-    def _changes(self) -> Mapping[str, str]:
-        """What it takes away: turns where there is one alone, and rewards of turns that no environment gives.
-
-        Turns that are sampled after other tokens than each other are learnt from apart. Nothing can begin in the middle
-        of such an episode, nor where an environment has no ``state``.
-        """
-        kinds = {} if self.factory is None else self._kinds()
-        lacking = [kind.name for kind in kinds.values() if not kind.can_be_restored]
-        changes = {"turns": "has max_turns 1"} if self.max_turns == 1 else {}
-        if not any("turn_reward" in kind.methods for kind in kinds.values()):
-            silent = " and ".join(kind.name for kind in kinds.values())
-            changes["turn_rewards"] = f"has {silent or 'tools alone'}, without a method turn_reward"
-        if lacking:
-            has = f"has {' and '.join(lacking)}, to which state and restore would have to be added"
-            changes["restorable_environments"] = has
-        if self._rewrites:
-            changes["one_row"] = "makes each turn a row of its own"
-            changes["restorable_environments"] = "writes the conversation again for each turn"
-        return changes
-
-    def check(self, run: RunFacts) -> None:
-        """Check that there is room for what is observed.
-
-        Raises:
-            ValueError: There is none.
-        """
-        check_room(run, "answers of tools and environments need")
-
-    def worker(self) -> EnvironmentWorker:
-        """Return what leads conversations.
-
-        Raises:
-            ValueError: A factory or tool cannot be loaded, or breaks the contract.
-        """
-        limits = Limits(
-            max_turns=self.max_turns,
-            max_answer_tokens=self.max_answer_tokens,
-            tool_timeout_s=self.tool_timeout_s,
-            reset_timeout_s=self.reset_timeout_s,
-            trajectory_timeout_s=self.trajectory_timeout_s,
-            retries=self.retries,
-        )
-        driver = RerenderingDriver if self._rewrites else TrajectoryDriver
-        return EnvironmentWorker(self._kinds(), limits, self.num_threads, self.calls, driver, self.lock_step)
-
-    def _kinds(self) -> dict[str | None, Kind]:
-        given = [self.tools] if isinstance(self.tools, str) or callable(self.tools) else self.tools
-        try:
-            return make_kinds(self.factory, given)
-        except ValueError as error:
-            raise ValueError(f"rollout.plugins environments: {error}") from None
-
-
 class Snapshot(NamedTuple):
     """What a trajectory had come to when its environment had answered, and its state then.
 
@@ -227,34 +105,35 @@ def check_room(run: RunFacts, what_needs: str) -> None:
         )
 
 
-class EnvironmentWorker(Plugin):
-    """Leads conversations: each trajectory has a :class:`lit_grpo.environments.driver.TrajectoryDriver`.
+class Trajectories(Plugin):
+    """Leads trajectories: each has a :class:`lit_grpo.environments.driver.TrajectoryDriver`.
 
     A trajectory is away while its environment is at work, and its slot free. Between two steps of the rollout what has
-    come meanwhile is taken; nothing is waited for.
-
-    Args:
-        kinds: Of environments, by the values of the column ``environment``; a single one by None.
-        limits: What a trajectory may take.
-        num_threads: Calls at a time.
-        form: How calls are written.
-        driver: Makes the driver of a trajectory.
-        lock_step: Whether answers are waited for between two steps.
+    come meanwhile is taken; nothing is waited for. :meth:`setup` of a plug-in that derives from it calls :meth:`lead`.
     """
 
-    evaluates = True
+    role: ClassVar[str] = "what turns are answered by"
+    evaluates: ClassVar[bool] = True
     _more_counts: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
+    def lead(
         self,
         kinds: Mapping[str | None, Kind],
         limits: Limits,
         num_threads: int,
         form: str | None,
         driver: Callable[..., TrajectoryDriver] = TrajectoryDriver,
-        lock_step: bool = False,
     ) -> None:
-        self._make_driver, self.lock_step = driver, lock_step
+        """Begin with no trajectory.
+
+        Args:
+            kinds: Of environments, by the values of the column ``environment``; a single one by None.
+            limits: What a trajectory may take.
+            num_threads: Calls at a time.
+            form: How calls are written.
+            driver: Makes the driver of a trajectory.
+        """
+        self._make_driver = driver
         self.kinds, self._limits, self._num_threads, self._form = kinds, limits, num_threads, form
         self.chat: Chat | None = None
         self.drivers: dict[Key, TrajectoryDriver] = {}
@@ -311,7 +190,7 @@ class EnvironmentWorker(Plugin):
             for sentence in self.chat.check_ends(eos_ids):
                 self._log.tell(sentence)
 
-    def tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def tool_schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the schemas of a row's tools.
 
         Raises:
@@ -613,6 +492,126 @@ class EnvironmentWorker(Plugin):
         if self._streams is not None:
             self._streams.close()
             self._streams = None
+
+
+@dataclass
+class Environments(Trajectories):
+    """Let completions take many turns with an environment or with tools.
+
+    Args:
+        factory: A class, or a function that returns an environment (see :mod:`lit_grpo.environments.contract`), by its
+            path as in ``my_env.py:Game``; or several by name, of which each row says one in its column ``environment``.
+        tools: Functions without an environment that the policy may call, by their paths.
+        max_turns: The most turns of the policy; by default as many as its tokens allow.
+        max_answer_tokens: The most tokens of an answer of a tool or the user. From a longer one the middle is left out,
+            and the policy is told so.
+        tool_timeout_s: The most seconds of one call.
+        reset_timeout_s: The most seconds of making an environment, and of its ``reset``.
+        trajectory_timeout_s: The most seconds of all calls of one trajectory together.
+        retries: How often a trajectory begins again with a fresh environment after its environment has failed. After
+            that it is left out of its group: a failure is no reward of 0.
+        num_threads: How many calls run at a time, those of async functions apart.
+        calls: How the policy writes calls (see :mod:`lit_grpo.environments.calls`). By default the tokenizer's
+            ``response_template``, else the form that reads a call as the chat template writes it; if none does, the
+            run does not start.
+        history: What a turn is sampled after. ``appended``: all that was sampled and observed before it, as it was,
+            in one row of the update. ``rerendered``: the conversation as the chat template writes it at that time,
+            perhaps without the reasoning of earlier turns; each turn is then a row of its own in the update, and what
+            serves the policy later may use the template as it is.
+        lock_step: Whether decoding waits after each step until all environments have answered, so that the clock
+            decides nothing, and runs can be repeated bit for bit; a rollout with slow tools takes longer.
+
+    Example:
+        For a policy that is to forget what it thought in earlier turns, as Qwen3's chat template has it::
+
+            rollout:
+              plugins:
+              - environments: {factory: my_env.py:Game, history: rerendered}
+
+        A trajectory counts once in its group, with one reward, and each of its turns has its advantage; the update
+        reads each turn's conversation again, so that its work grows with the square of the turns.
+        ``model.sampling.max_observed`` then limits the conversation before each turn, ``max_tokens`` all turns
+        together.
+    """
+
+    factory: Factory | Mapping[str, Factory] | None = None
+    tools: Sequence[str | Callable[..., Any]] = field(default_factory=tuple)
+    max_turns: Count | None = None
+    max_answer_tokens: Annotated[int, Limit(least=16)] = 512
+    tool_timeout_s: Seconds = 60.0
+    reset_timeout_s: Seconds = 60.0
+    trajectory_timeout_s: Seconds = 600.0
+    retries: Number = 2
+    num_threads: Count = 64
+    calls: CallFormatName | None = None
+    history: Literal["appended", "rerendered"] = "appended"
+    lock_step: bool = False
+
+    def requirement(self, name: str) -> Requirement:
+        """Prompts that show tools are rendered by the data module; a conversation that is rewritten is in one rollout.
+
+        Earlier turns are not in a request's prefix then, so that no other rollout could go on from that.
+        """
+        remedy = "set its history to appended" if self._rewrites else ""
+        needs = frozenset({"prompt_stream"} | ({"whole_rollouts"} if self._rewrites else set[str]()))
+        return Requirement(name, needs, self._changes, remedy)
+
+    @property
+    def _rewrites(self) -> bool:
+        return self.history == "rerendered"
+
+    @property
+    def _changes(self) -> Mapping[str, str]:
+        """What it takes away: turns where there is one alone, and rewards of turns that no environment gives.
+
+        Turns that are sampled after other tokens than each other are learnt from apart. Nothing can begin in the middle
+        of such an episode, nor where an environment has no ``state``.
+        """
+        kinds = {} if self.factory is None else self._kinds()
+        lacking = [kind.name for kind in kinds.values() if not kind.can_be_restored]
+        changes = {"turns": "has max_turns 1"} if self.max_turns == 1 else {}
+        if not any("turn_reward" in kind.methods for kind in kinds.values()):
+            silent = " and ".join(kind.name for kind in kinds.values())
+            changes["turn_rewards"] = f"has {silent or 'tools alone'}, without a method turn_reward"
+        if lacking:
+            has = f"has {' and '.join(lacking)}, to which state and restore would have to be added"
+            changes["restorable_environments"] = has
+        if self._rewrites:
+            changes["one_row"] = "makes each turn a row of its own"
+            changes["restorable_environments"] = "writes the conversation again for each turn"
+        return changes
+
+    def check(self, run: RunFacts) -> None:
+        """Check that there is room for what is observed.
+
+        Raises:
+            ValueError: There is none.
+        """
+        check_room(run, "answers of tools and environments need")
+
+    def setup(self) -> None:
+        """Load factories and tools.
+
+        Raises:
+            ValueError: One cannot be loaded, or breaks the contract.
+        """
+        limits = Limits(
+            max_turns=self.max_turns,
+            max_answer_tokens=self.max_answer_tokens,
+            tool_timeout_s=self.tool_timeout_s,
+            reset_timeout_s=self.reset_timeout_s,
+            trajectory_timeout_s=self.trajectory_timeout_s,
+            retries=self.retries,
+        )
+        driver = RerenderingDriver if self._rewrites else TrajectoryDriver
+        self.lead(self._kinds(), limits, self.num_threads, self.calls, driver)
+
+    def _kinds(self) -> dict[str | None, Kind]:
+        given = [self.tools] if isinstance(self.tools, str) or callable(self.tools) else self.tools
+        try:
+            return make_kinds(self.factory, given)
+        except ValueError as error:
+            raise ValueError(f"rollout.plugins environments: {error}") from None
 
 
 def _result(future: Future[dict[str, Any]] | None) -> dict[str, Any] | Failure | None:

@@ -128,7 +128,6 @@ class RolloutSession:
         self.plugins = {name: fresh(plugin) for name, plugin in (plugins or {}).items()}
         self.plan, self.predict_lengths = plan, predict_lengths
         self._prediction_points, self._min_correlation = prediction_points, min_correlation
-        self.acting: dict[str, Plugin] = {}
         self.mode = self.plugin(RolloutMode) or RolloutMode()
         self.allocation = self.plugin(Allocation) or Allocation()
         self.prompt_rule = self.plugin(PromptRule)
@@ -136,12 +135,9 @@ class RolloutSession:
         self.replaces = 0 if self.replacement is None else self.replacement.most
         self.rewriting = self.plugin(Rewriting)
         self.sizer = self.plugin(BatchSize)
-        for name, plugin in self.plugins.items():  # those of lit_grpo.environments have what acts in a class of its own
-            make = getattr(plugin, "worker", None)
-            self.acting[name] = plugin if make is None else make()
-        acting = self.acting.values()
-        self._hooks = {hook: overriding(acting, hook) for hook in BATCH_HOOKS}  # the others do nothing there
-        self.listening = overriding(acting, *ROLLOUT_HOOKS)
+        everyone = self.plugins.values()
+        self._hooks = {hook: overriding(everyone, hook) for hook in BATCH_HOOKS}  # the others do nothing there
+        self.listening = overriding(everyone, *ROLLOUT_HOOKS)
         self.evaluating = [plugin for plugin in self.listening if plugin.evaluates]
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
         self._points: Points = () if probe_tokens == "auto" else check_probe(probe_tokens, plan, predict_lengths)
@@ -164,7 +160,7 @@ class RolloutSession:
 
     def findings(self) -> list[Finding]:
         """Return what has gone wrong so far with what plug-ins do."""
-        return [finding for plugin in self.acting.values() for finding in plugin.findings()]
+        return [finding for plugin in self.plugins.values() for finding in plugin.findings()]
 
     # ---- before the first batch ---------------------------------------------------------------------
 
@@ -498,7 +494,7 @@ class RolloutSession:
         if self.rewards is not None:
             self.rewards.close()
             self.rewards = None
-        for plugin in self.acting.values():
+        for plugin in self.plugins.values():
             plugin.close()
 
     def state_dict(self, ranks: Ranks) -> dict[str, Any]:
@@ -509,9 +505,9 @@ class RolloutSession:
             own["lengths"] = self.lengths.state_dict()
         if self._choice is not None:
             own["probe"] = self._choice.state_dict()
-        states = {name: plugin.state_dict() for name, plugin in self.acting.items()}
-        own["plugins"] = {name: state for name, state in states.items() if not self.acting[name].common}
-        common = {name: state for name, state in states.items() if self.acting[name].common}
+        states = {name: plugin.state_dict() for name, plugin in self.plugins.items()}
+        own["plugins"] = {name: state for name, state in states.items() if not self.plugins[name].common}
+        common = {name: state for name, state in states.items() if self.plugins[name].common}
         return {"mode": self._mode_name, "ranks": ranks.gather(own), "plugins": common}
 
     def load_state_dict(self, state: Mapping[str, Any], ranks: Ranks) -> None:
@@ -534,7 +530,7 @@ class RolloutSession:
             self._choice.load_state_dict(own["probe"])
         self.buffer.load_state_dict(own["buffer"])
         kept = {**own["plugins"], **state["plugins"]}
-        for name, plugin in self.acting.items():
+        for name, plugin in self.plugins.items():
             if kept.get(name):
                 plugin.load_state_dict(kept[name])
         self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}

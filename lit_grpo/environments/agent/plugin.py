@@ -17,9 +17,9 @@ from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.contract import Kind, columns_of
 from lit_grpo.environments.driver import TrajectoryDriver
 from lit_grpo.environments.live import FAILURES, Failure, Limits
-from lit_grpo.environments.plugin import ADDED, EnvironmentWorker, Seconds, check_room
+from lit_grpo.environments.plugin import ADDED, Seconds, Trajectories, check_room
 from lit_grpo.limits import Count, Number
-from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.plugins import RunFacts
 from lit_grpo.process.calls import TooManyHang
 from lit_grpo.process.loops import USERS_LOOP, BrokenLoop
 from lit_grpo.process.signals import check_signals
@@ -38,7 +38,7 @@ GIVEN = ("base_url", "api_key", "session_id")
 
 
 @dataclass
-class Agent(Plugin):
+class Agent(Trajectories):
     """Train on what an agent of yours does, through an endpoint that speaks as OpenAI's and vLLM's servers do.
 
     Args:
@@ -56,8 +56,7 @@ class Agent(Plugin):
         calls: How the policy writes calls; see the plug-in ``environments``.
     """
 
-    role: ClassVar[str] = "what turns are answered by"
-
+    _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
     needs: ClassVar[frozenset[str]] = frozenset({"prompt_stream"})
     changes: ClassVar[Mapping[str, str]] = {
         "restorable_environments": "leaves an episode to an agent, which cannot be taken up midway"
@@ -78,8 +77,8 @@ class Agent(Plugin):
         """
         check_room(run, "what an agent says needs")
 
-    def worker(self) -> AgentWorker:
-        """Return what leads agents.
+    def setup(self) -> None:
+        """Load the agent.
 
         Raises:
             ValueError: The agent cannot be loaded, or called.
@@ -94,7 +93,32 @@ class Agent(Plugin):
             kind = _kind(self.run)
         except ValueError as error:
             raise ValueError(f"rollout.plugins agent: {error}") from None
-        return AgentWorker(kind, limits, self.num_threads, self.calls)
+        from lit_grpo.environments.agent.endpoint import Endpoint
+
+        self._endpoint = Endpoint()
+        driver = functools.partial(AgentDriver, endpoint=self._endpoint)
+        self.lead({None: kind}, limits, self.num_threads, self.calls, driver)
+
+    def on_policy_start(self, eos_ids: Sequence[int]) -> None:
+        """Learn at which tokens turns end."""
+        super().on_policy_start(eos_ids)
+        self._endpoint.ends = tuple(eos_ids)
+
+    def adds(self, row: Mapping[str, Any]) -> bool:
+        """Whether the agent may write the prompt: always."""
+        return True
+
+    def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
+        """Return what an agent may write where the row has no prompt: anything, after a system message, with tools."""
+        if messages[-1]["content"]:
+            return []
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+        system = [] if messages[0]["role"] == "system" else [{"role": "system", "content": "x"}]
+        return [
+            *((with_added(messages, text), {}) for text in ADDED),
+            ([*system, *messages], {}),
+            (messages, {"tools": [tool]}),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,47 +200,6 @@ def _kind(given: str | Callable[..., Any] | None) -> AgentKind:
         run=run,
         given=frozenset(GIVEN) & {parameter.name for parameter in parameters},
     )
-
-
-class AgentWorker(EnvironmentWorker):
-    """Leads agents: a trajectory is away while its agent does something else than to wait for the policy.
-
-    Args:
-        kind: Of the agent.
-        limits: What a trajectory may take.
-        num_threads: Agents at a time, async ones apart.
-        form: How calls are written.
-    """
-
-    _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
-
-    def __init__(self, kind: AgentKind, limits: Limits, num_threads: int, form: str | None) -> None:
-        from lit_grpo.environments.agent.endpoint import Endpoint
-
-        self._endpoint = Endpoint()
-        driver = functools.partial(AgentDriver, endpoint=self._endpoint)
-        super().__init__({None: kind}, limits, num_threads, form, driver)
-
-    def on_policy_start(self, eos_ids: Sequence[int]) -> None:
-        """Learn at which tokens turns end."""
-        super().on_policy_start(eos_ids)
-        self._endpoint.ends = tuple(eos_ids)
-
-    def adds(self, row: Mapping[str, Any]) -> bool:
-        """Whether the agent may write the prompt: always."""
-        return True
-
-    def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
-        """Return what an agent may write where the row has no prompt: anything, after a system message, with tools."""
-        if messages[-1]["content"]:
-            return []
-        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-        system = [] if messages[0]["role"] == "system" else [{"role": "system", "content": "x"}]
-        return [
-            *((with_added(messages, text), {}) for text in ADDED),
-            ([*system, *messages], {}),
-            (messages, {"tools": [tool]}),
-        ]
 
 
 class AgentDriver(TrajectoryDriver):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lit_grpo.environments.plugin import EnvironmentWorker
+from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.policy.loading import eos_token_ids
 from lit_grpo.process.terminal import on_one_line
 from lit_grpo.rollout.loop import RolloutLoop
@@ -94,8 +94,8 @@ def check_states(patient: Patient) -> Iterator[Finding]:
     Raises:
         ValueError: An environment cannot.
     """
-    for worker in patient.scheduler.session.evaluating:
-        if isinstance(worker, EnvironmentWorker) and (num_states := worker.try_states()):
+    for plugin in patient.scheduler.session.evaluating:
+        if isinstance(plugin, Trajectories) and (num_states := plugin.try_states()):
             yield Finding("pass", "states", f"{num_states} environments said their state, and fresh ones restored it")
 
 
