@@ -485,7 +485,7 @@ def test_one_of_two_servers_with_other_weights_is_named(generator: Any, policy: 
         weights = {name: tensor.clone() for name, tensor in generator.weights()}
         weights["model.layers.1.self_attn.o_proj.weight"] *= 1.001
         write(weights.items(), folder / "weights.safetensors")
-        other.update({"path": str(folder / "weights.safetensors")}, 0)
+        other.reload(0, source=str(folder / "weights.safetensors"))
     gap = proof.measure(generator, policy)
     assert not proof.accepts(gap)
     assert gap.engine == f"the vLLM server at {other.client.url}"

@@ -168,31 +168,37 @@ def test_servers_in_actors_decode_what_others_do_and_listen_on_loopback_alone(
 
 
 @pytest.mark.nightly
-def test_an_actor_that_is_killed_loses_and_doubles_nothing_and_its_server_dies_with_it(
-    generator: Any, policy: Any
-) -> None:
+def test_an_actor_that_is_killed_loses_and_doubles_nothing_and_ray_starts_it_again(generator: Any, policy: Any) -> None:
     expected, nothing = collect(generator)
     assert nothing == []
     (pid, other), (dead, _) = inside(generator), generator._fleet.alive
-    tokens, messages = collect(generator, lambda: ray.kill(dead.process._actor))
+    tokens, messages = collect(generator, lambda: ray.kill(dead.process._actor, no_restart=False))
     assert tokens == expected
     assert len(messages) == 1 and "go on from there on the 1 servers that are left" in messages[0]
     assert f"What it said is in {dead.process.log}." in messages[0] and " on the machine " in messages[0]
-    assert not dead.process.runs and ends(pid)
+    assert ends(pid)  # its server dies with it
     Path(dead.process.log.partition(" on the machine ")[0]).unlink()
-    sync(generator, policy, 1)
+    with pytest.warns(UserWarning, match="It is started again, and decodes after a sync that finds it up"):
+        sync(generator, policy, 1)
     assert inside(generator) == [other]
+    assert collect(generator) == (expected, [])
+    deadline = time.monotonic() + 300.0
+    while not dead.process.is_ready():
+        assert time.monotonic() < deadline and not dead.process.failed()
+        time.sleep(0.5)
+    sync(generator, policy, 2)
+    assert len(inside(generator)) == 2 and pid not in inside(generator)
     assert collect(generator) == (expected, [])
 
 
 @pytest.mark.nightly
 def test_when_a_generator_ends_its_actors_and_servers_do(generator: Any) -> None:
-    (server,) = generator._fleet.alive
-    (pid,) = inside(generator)
-    log = Path(server.process.log.partition(" on the machine ")[0])
-    assert log.exists()
+    servers, pids = generator._fleet.alive, inside(generator)
+    logs = [Path(server.process.log.partition(" on the machine ")[0]) for server in servers]
+    assert all(log.exists() for log in logs)
     generator._fleet._stop()
-    assert ends(pid) and not server.process.runs and not log.exists()
+    assert all(ends(pid) for pid in pids) and not any(server.process.runs for server in servers)
+    assert not any(log.exists() for log in logs)
 
 
 @pytest.mark.nightly

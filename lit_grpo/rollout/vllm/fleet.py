@@ -373,7 +373,7 @@ class Fleet:
         except ValueError as error:
             warnings.warn(f"{said} It is not started again: {error}", stacklevel=2)
             return
-        weakref.finalize(self, server.process.stop)
+        self._end_with_us(server.process)
         warnings.warn(
             f"{said} It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are "
             "left).",
@@ -389,12 +389,12 @@ class Fleet:
             ValueError: A server cannot be started, does not answer, or does not decode for the policy.
         """
         self._stop()
-        weakref.finalize(self, self.loop.close)
         self._run, self._policy, self._dtype = token_hex(8), policy, dtype_of(server_args)
         backend = ("sparse_nccl" if self.sends_changes else "nccl") if self.over_nccl else ""
         transfer = {"weight_transfer_config": {"backend": backend}} if backend else {}
         try:
             if self.urls:
+                weakref.finalize(self, self.loop.close)
                 self._name(self.urls)
             else:
                 self._start_own(policy, transfer | dict(server_args))
@@ -447,11 +447,16 @@ class Fleet:
                 deadline=deadline,
             )
         for process in processes:
-            weakref.finalize(self, process.stop)
+            self._end_with_us(process)
             self._servers.append(Server(self._client(process.url), process))
         for server in self._servers:
             assert server.process is not None
             server.process.wait(deadline)
+
+    def _end_with_us(self, process: ServerProcess | ActorServer) -> None:
+        """End a server with this process, after the connections, which it would wait for."""
+        weakref.finalize(self, process.stop)
+        weakref.finalize(self, self.loop.close)  # what comes last is done first
 
     def _processes(self, arguments: Mapping[str, Any]) -> Iterator[ServerProcess]:
         """Start servers on this machine, one after another."""
