@@ -22,10 +22,11 @@ from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import lengths_of, roll_out, slots
 from benchmarks.workloads import arithmetic_prompts, load
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.scheduling.jobs import Job, Lengths
 from lit_grpo.scheduling.lengths import LengthPredictor
-from lit_grpo.scheduling.plans.plan import PLANS, make_plan
-from lit_grpo.tools.simulation.traces import Trace, load_trace
+from lit_grpo.scheduling.plans.plan import make_plan
+from lit_grpo.tools.simulation.traces import load_trace
 from lit_grpo.types import SamplingParams
 
 MOST_SECONDS = 1.0
@@ -36,13 +37,13 @@ def main(options: Options) -> int:
     num_jobs, repeats = (2_000, 1) if options.quick else (100_000, 5)
     trace = load_trace(f"lognormal_heavy:prompts={num_jobs // 50},group=50")
     jobs, lengths = trace.jobs, lengths_of(trace, 0.35)
-    plans = (FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *PLANS)
+    plans = (FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())
     cases = [(name, slots) for name in plans for slots in ((num_jobs,) if name == FULL_GROUP else (4, 256))]
     figures: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
     for repeat in range(repeats):
         note(f"repeat {repeat + 1} of {repeats}")
         for name, num_slots in cases:
-            figures[name, num_slots].append(_measure(name, num_slots, trace, jobs, lengths))
+            figures[name, num_slots].append(_measure(name, num_slots, jobs, lengths))
     rows = [_row(name, num_slots, num_jobs, repeated) for (name, num_slots), repeated in figures.items()]
     claims = [
         Claim(
@@ -82,18 +83,15 @@ def _shares(options: Options) -> dict[str, float]:
     return shares
 
 
-def _measure(name: str, num_slots: int, trace: Trace, jobs: list[Job], lengths: Lengths) -> tuple[float, float]:
+def _measure(name: str, num_slots: int, jobs: list[Job], lengths: Lengths) -> tuple[float, float]:
     """Return seconds until the slots are filled, and from then on until nothing waits."""
-    tokens = trace.lengths.tolist()
-    number = {job.key: index for index, job in enumerate(jobs)}
     start = time.process_time()
-    plan = make_plan(name, lengths, num_slots)
+    plan = make_plan(find_plan(name), lengths, num_slots)
     plan.add(jobs)
     active = deque(plan.admit(num_slots))
     filled = time.process_time()
     while active:
-        done = active.popleft()
-        plan.finish(done, tokens[number[done.key]])
+        plan.left(active.popleft())
         active += plan.admit(num_slots - len(active))
     return filled - start, time.process_time() - filled
 

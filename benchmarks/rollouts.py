@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lit_grpo.methods.plans import find_plan
 from lit_grpo.plugins import Listener
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
@@ -109,7 +110,7 @@ def roll_out(
     ``on_step`` is called after each step with its number of tokens; ``points`` are as in :class:`RolloutLoop`.
     """
     listeners = [] if on_step is None else [Stepped(on_step)]
-    loop = RolloutLoop(generator, plan=plan, lengths=lengths, listeners=listeners, points=points)
+    loop = RolloutLoop(generator, plan=find_plan(plan), lengths=lengths, listeners=listeners, points=points)
     return loop.collect(prompts, group_size, sampling, seed=0)
 
 
@@ -124,4 +125,4 @@ def kv_tokens(generator: SlotGenerator) -> tuple[int, int]:
 
 def replayed(trace: Trace, plan: str, num_slots: int, lengths: LearntLengths, kv_tokens: int | None = None) -> Schedule:
     """Decode a trace by a plan in a simulation: slots, KV tokens that limit what is in them, and no model."""
-    return simulate(trace, plan, Engine(num_slots, kv_tokens), lengths)
+    return simulate(trace, find_plan(plan), Engine(num_slots, kv_tokens), lengths)

@@ -13,6 +13,7 @@ from lit_grpo.compatibility import ONE_TURN, SHARDS, Requirement, clashing
 from lit_grpo.data.module import PromptDataModule, asked_prompts, loaded_prompts, own_loader
 from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
+from lit_grpo.methods.plans import find_plan
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Listener, RunFacts, overriding
 from lit_grpo.ranks import Ranks
@@ -65,7 +66,12 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         self.plugins = [plugins] if isinstance(plugins, str | dict) else plugins or []
         self.session = RolloutSession(
-            make_plugins(self.plugins), plan, predict_lengths, prediction_points, min_correlation, probe_tokens
+            make_plugins(self.plugins),
+            find_plan(plan, "rollout.plan"),
+            predict_lengths,
+            prediction_points,
+            min_correlation,
+            probe_tokens,
         )
         self._started = False
 

@@ -14,6 +14,7 @@ from conftest import random_policy
 from hand_made import Environment, full_logprobs, observed
 from test_loop import FakeGenerator, FakeRewards, completion, controller, prompts
 
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.plugins import Answer, Listener
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
@@ -23,7 +24,6 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
-from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=9)
@@ -52,12 +52,12 @@ def fork(*paths: tuple[int, ...], of: Key = FIRST) -> Answer:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
-@pytest.mark.parametrize("plan", [*PLANS, "points"])
+@pytest.mark.parametrize("plan", [*shipped_plans(), "points"])
 def test_an_active_request_divides_and_its_tokens_are_sampled_once(plan: str, slots: int) -> None:
     points = (3,) if plan == "points" else ()
     generator = FakeGenerator(slots, {"a": [9, 4], "b": [2, 2]})
     forker = Forker({2: fork((0, 0), (0, 1))})
-    loop = controller(generator, plan="fcfs" if points else plan, points=points, listeners=[forker])
+    loop = controller(generator, plan=find_plan("fcfs" if points else plan), points=points, listeners=[forker])
     (group, other), stats = loop.collect(prompts("a", "b"), 2, SAMPLING, seed=0)
     assert [each.completion.request.path for each in group.rollouts] == [(0,), (0, 0), (0, 1), (1,)]
     assert [each.completion.num_tokens for each in group.rollouts] == [9, 9, 9, 4]
@@ -225,7 +225,9 @@ def test_each_fork_is_what_it_would_be_by_itself(
 ) -> None:
     points = (2, 5) if plan == "points" else ()
     forks = RandomForks(seed)
-    loop = RolloutLoop(make(num_slots, kv_tokens), plan="lpt" if points else plan, listeners=[forks], points=points)
+    loop = RolloutLoop(
+        make(num_slots, kv_tokens), plan=find_plan("lpt" if points else plan), listeners=[forks], points=points
+    )
     groups, stats = loop.collect(PROMPTS, 2, TURNS, seed=0)
     found = {each.completion.request.key: each.completion for group in groups for each in group.rollouts}
     assert forks.begun.keys() <= found.keys() and len(found) > 12

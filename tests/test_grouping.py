@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.plans.grouping import (
+from lit_grpo.methods.plans.infinite_sampling import (
     balanced_lanes,
     fptas_lanes,
     longest_first_lanes,
     makespan,
     packed_lanes,
 )
+from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.tools.simulation.traces import load_trace
 
 
@@ -65,7 +65,7 @@ def test_an_answer_is_within_epsilon_of_the_best_and_few_jobs_always_get_one(num
 def test_an_answer_holds_where_load_vectors_were_cut_and_a_bad_schedule_was_known(
     monkeypatch: pytest.MonkeyPatch, most_loads: int
 ) -> None:
-    monkeypatch.setattr("lit_grpo.scheduling.plans.grouping.MOST_LOADS", most_loads)
+    monkeypatch.setattr("lit_grpo.methods.plans.infinite_sampling.MOST_LOADS", most_loads)
     rng = np.random.default_rng(1)
     answers = []
     for _ in range(50):

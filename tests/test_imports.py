@@ -47,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
         *("plugins", "settings", "scheduling", "scheduling.lengths", "rollout", "update", "update.advantages"),
         *("environments", "rewards"),
     },
+    "methods.plans": {"types", "limits", "scheduling", "scheduling.plans"},
     "environments": {
         "types",
         "limits",

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.scheduling.jobs import Job, NoLengths
-from lit_grpo.scheduling.plans.plan import PLANS, make_plan
+from lit_grpo.scheduling.plans.plan import make_plan
 from lit_grpo.scheduling.queue import Queue
 from lit_grpo.tools.simulation.known import KnownLengths
 
-ALL = (FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *PLANS)
+ALL = (FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())
+
+
+def queue(spec: str, lengths: NoLengths, num_slots: int) -> Queue:
+    return make_plan(find_plan(spec), lengths, num_slots)
 
 
 def jobs(prompt_id: str, count: int) -> list[Job]:
@@ -23,7 +28,7 @@ def jobs(prompt_id: str, count: int) -> list[Job]:
 
 
 def test_first_come_hands_out_in_the_order_of_arrival_whatever_the_group() -> None:
-    plan = make_plan("fcfs", NoLengths(), 4)
+    plan = queue("fcfs", NoLengths(), 4)
     plan.add(jobs("a", 3))
     plan.add(jobs("b", 2))
     assert [(job.key[0], *job.key[2]) for job in plan.admit(4)] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
@@ -32,7 +37,7 @@ def test_first_come_hands_out_in_the_order_of_arrival_whatever_the_group() -> No
 
 
 def test_first_come_hands_out_never_more_than_asked_and_nothing_for_no_slots() -> None:
-    plan = make_plan("fcfs", NoLengths(), 4)
+    plan = queue("fcfs", NoLengths(), 4)
     plan.add(jobs("a", 5))
     assert plan.admit(0) == []
     assert len(plan.admit(2)) == 2
@@ -43,7 +48,7 @@ def test_first_come_hands_out_never_more_than_asked_and_nothing_for_no_slots() -
 
 
 def test_first_come_does_not_reorder_by_what_has_finished() -> None:
-    plan = make_plan("fcfs", NoLengths(), 4)
+    plan = queue("fcfs", NoLengths(), 4)
     first, second, third = jobs("a", 3)
     plan.add([first, second, third])
     assert plan.admit(1) == [first]
@@ -55,7 +60,7 @@ def test_first_come_does_not_reorder_by_what_has_finished() -> None:
 def test_first_come_loses_and_repeats_nothing() -> None:
     rng = random.Random(0)
     for _ in range(20):
-        plan, added, handed = make_plan("fcfs", NoLengths(), 4), [], []
+        plan, added, handed = queue("fcfs", NoLengths(), 4), [], []
         for number in range(rng.randint(1, 30)):
             new = jobs(f"p{number}", rng.randint(0, 5))
             plan.add(iter(new))
@@ -82,7 +87,7 @@ def preempt(plan: Queue, job: Job) -> None:
 
 def made(name: str, lengths: Sequence[float], num_slots: int, informative: bool = True) -> tuple[Queue, list[Job]]:
     waiting, estimates = known(lengths, informative)
-    plan = make_plan(name, estimates, num_slots)
+    plan = queue(name, estimates, num_slots)
     plan.add(waiting)
     return plan, waiting
 
@@ -113,7 +118,7 @@ def test_less_is_kept_for_the_end_where_memory_leaves_slots_idle_until_there_are
     # One slot counts, which decodes 8 tokens in the time of the longest; three quarters of that are 2 + 3.
     assert samples(plan.admit(3)) == [0, 3, 4]
     waiting, estimates = known(lengths)
-    plan = make_plan("short_last", estimates, 8)
+    plan = queue("short_last", estimates, 8)
     plan.add(waiting[:7])
     assert samples(plan.admit(8, lambda job: job.key[2] == (2,))) == [2]
     plan.add(waiting[7:])
@@ -126,7 +131,7 @@ def test_where_all_are_kept_for_the_end_the_longest_is_first() -> None:
 
 def test_waiting_jobs_are_sorted_anew_when_estimates_have_been_revised() -> None:
     waiting, estimates = known([9, 8, 7, 6])
-    plan = make_plan("lpt", estimates, 1)
+    plan = queue("lpt", estimates, 1)
     plan.add(waiting)
     assert samples(plan.admit(1)) == [0]
     estimates._estimates = {job.key: float(job.key[2][0]) for job in waiting}
@@ -137,7 +142,7 @@ def test_waiting_jobs_are_sorted_anew_when_estimates_have_been_revised() -> None
 
 def test_later_jobs_are_sorted_in() -> None:
     waiting, estimates = known([5, 9, 7])
-    plan = make_plan("lpt", estimates, 1)
+    plan = queue("lpt", estimates, 1)
     plan.add(waiting[:2])
     assert samples(plan.admit(1)) == [1]
     plan.add(waiting[2:])
@@ -237,7 +242,7 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
         num_slots = 200 if name == FULL_GROUP else rng.randint(1, 6)
         everything = [job for number in range(8) for job in jobs(f"p{number}", rng.randint(1, 6))]
         lengths = KnownLengths(everything, np.array([rng.randint(1, 90) for _ in everything]))
-        plan = make_plan(name, lengths, num_slots)
+        plan = queue(name, lengths, num_slots)
         unseen, active, waiting, away, finished = list(everything), [], [], [], []
         while len(finished) < len(everything):
             least = num_slots if name == FIXED_SLOT and len(unseen) == len(everything) else 0
@@ -288,7 +293,7 @@ def test_a_fixed_slot_keeps_to_the_list_that_was_dealt_to_it_and_then_idles() ->
 
 
 def test_fixed_slots_deal_a_later_group_onto_the_slots_whose_turn_it_is() -> None:
-    plan = make_plan(FIXED_SLOT, NoLengths(), 2)
+    plan = queue(FIXED_SLOT, NoLengths(), 2)
     first, second = jobs("a", 3), jobs("b", 2)
     plan.add(first)
     assert plan.admit(2) == first[:2]
@@ -334,21 +339,21 @@ def test_epsilon_says_when_lists_are_even_enough(spec: str, first: set[int]) -> 
 @pytest.mark.parametrize("epsilon", ["0", "1", "2", "-0.1", "nan", "small"])
 def test_an_epsilon_that_is_no_fraction_is_refused(epsilon: str) -> None:
     with pytest.raises(ValueError, match=rf"^plan balanced:epsilon={epsilon}: epsilon (is|must be) .*{epsilon}"):
-        make_plan(f"balanced:epsilon={epsilon}", NoLengths(), 4)
+        queue(f"balanced:epsilon={epsilon}", NoLengths(), 4)
 
 
 def test_fields_that_a_plan_does_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^plan lpt:epsilon=0\.1: it has no field 'epsilon'; it has none\.$"):
-        make_plan("lpt:epsilon=0.1", NoLengths(), 4)
+        queue("lpt:epsilon=0.1", NoLengths(), 4)
     with pytest.raises(ValueError, match=r"^plan balanced:delta=0\.1: it has no field 'delta'; it has epsilon\.$"):
-        make_plan("balanced:delta=0.1", NoLengths(), 4)
+        queue("balanced:delta=0.1", NoLengths(), 4)
 
 
 def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"^plan ltp: there is none; give one of fcfs, .*, or the class path of a"):
-        make_plan("ltp", NoLengths(), 4)
+        queue("ltp", NoLengths(), 4)
     with pytest.raises(ValueError, match=r"^num_slots must be at least 1, not 0\.$"):
-        make_plan("balanced", NoLengths(), 0)
+        queue("balanced", NoLengths(), 0)
 
 
 OWN = """
@@ -374,6 +379,6 @@ def test_a_plan_of_ones_own_is_given_by_its_class_path(tmp_path: Path, monkeypat
     assert samples(made("my_plans.MiddleFirst:middle=6", [5, 9, 2, 90, 7], 2)[0].admit(5)) == [0, 4, 1, 2, 3]
     assert samples(made("my_plans.MiddleFirst", [5, 9, 2, 90, 7], 2)[0].admit(5)) == [3, 1, 4, 0, 2]
     with pytest.raises(ValueError, match=r"^plan my_plans\.MiddleFirst:end=1: it has no field 'end'; it has middle\.$"):
-        make_plan("my_plans.MiddleFirst:end=1", NoLengths(), 2)
+        queue("my_plans.MiddleFirst:end=1", NoLengths(), 2)
     with pytest.raises(ValueError, match=r"^plan my_plans\.ByWeight: it cannot be loaded"):
-        make_plan("my_plans.ByWeight", NoLengths(), 2)
+        queue("my_plans.ByWeight", NoLengths(), 2)

@@ -15,18 +15,19 @@ import pytest
 from hand_made import make_module
 
 from lit_grpo.callbacks import RolloutScheduler
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import Job, NoLengths, PredictedRollout
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
-from lit_grpo.scheduling.plans.plan import PLANS, make_queues
+from lit_grpo.scheduling.plans.plan import make_queues
 from lit_grpo.scheduling.plans.probe_choice import ProbeChoice, RolloutCount, count_steps, time_slices
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate
 from lit_grpo.tools.simulation.traces import load_trace
 from lit_grpo.types import Key, Prompt, Request, SamplingParams
 
-FOLLOWING = sorted(name for name, plan in PLANS.items() if plan.follows_lengths)
+FOLLOWING = sorted(name for name, plan in shipped_plans().items() if plan.follows_lengths)
 
 
 class Told(NoLengths):
@@ -111,7 +112,7 @@ def test_one_that_memory_refuses_keeps_the_plan_waiting() -> None:
 def test_every_completion_is_decoded_once_behind_a_probe(plan: str, kv_tokens: int | None) -> None:
     trace = load_trace("lognormal_heavy:prompts=3,group=16,max_tokens=512,seed=1")
     lengths = KnownLengths(trace.jobs, 0.5 * trace.lengths, informative=False)
-    schedule = simulate(trace, plan, Engine(5, kv_tokens), lengths, points=[16])
+    schedule = simulate(trace, find_plan(plan), Engine(5, kv_tokens), lengths, points=[16])
     decoded = dict.fromkeys(trace.keys, 0.0)
     for key, span in schedule.spans:
         decoded[key] += span.end - span.start

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP
-from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.methods.plans import shipped_plans
 from lit_grpo.tools.commands.simulate import main
 
 SMALL = "lognormal_mild:prompts=2,group=4,max_tokens=40"
@@ -37,7 +37,7 @@ def write_trace(path: Path) -> Path:
 def test_all_plans_that_have_a_name_are_told_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--trace", SMALL, "--slots", "4"])
     printed = capsys.readouterr().out
-    assert list(rows(printed)) == list(PLANS)
+    assert list(rows(printed)) == list(shipped_plans())
     assert "8 completions" in printed and "4 slots" in printed
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.ledger import RETRY_STEPS
-from lit_grpo.scheduling.plans.plan import PLANS, make_plan
+from lit_grpo.scheduling.plans.plan import make_plan
 from lit_grpo.scheduling.queue import Queue
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
@@ -21,7 +22,7 @@ from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import Trace, load_trace
 from lit_grpo.types import Key
 
-REFILLING = (MICRO_ROUNDS, FIXED_SLOT, *PLANS)
+REFILLING = (MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())
 
 
 def hand_made(lengths: list[int], groups: list[int] | None = None, prompts: list[int] | None = None) -> Trace:
@@ -34,7 +35,7 @@ def hand_made(lengths: list[int], groups: list[int] | None = None, prompts: list
 
 def run(name: str, trace: Trace, engine: Engine, lengths: LearntLengths | None = None) -> Schedule:
     lengths = lengths_of(trace, 0.0) if lengths is None else lengths
-    return simulate(trace, name, engine, lengths)
+    return simulate(trace, find_plan(name), engine, lengths)
 
 
 class StepByStep:
@@ -113,7 +114,7 @@ def test_skipping_gives_what_walking_does(name: str, limited: bool) -> None:
         kv_tokens = int((trace.lengths + prompts).max() + rng.integers(0, 20)) if limited else None
         engine = Engine(num_slots, kv_tokens)
         lengths = KnownLengths(trace.jobs, np.rint(trace.lengths * np.exp(0.7 * rng.standard_normal(len(groups)))))
-        walked = StepByStep(trace, make_plan(name, lengths, num_slots), engine, lengths.estimate(trace.jobs))
+        walked = StepByStep(trace, make_plan(find_plan(name), lengths, num_slots), engine, lengths.estimate(trace.jobs))
         walked.run()
         skipped = run(name, trace, engine, lengths)
         assert skipped.ends.tolist() == walked.ends

@@ -11,6 +11,7 @@ import torch
 from conftest import random_policy
 from hand_made import Environment, full_logprobs, observed
 
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.plugins import Answer, Listener
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
@@ -20,7 +21,6 @@ from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
 from lit_grpo.scheduling.jobs import Job, NoLengths
-from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, SamplingParams
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), ""), Prompt("c", tuple(range(2, 30)), "")]
@@ -91,7 +91,7 @@ def test_the_cases_have_several_turns(expected: dict[Key, Completion]) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "most_delay"),
-    [*((plan, 7) for plan in PLANS), *((plan, delay) for plan in ("fcfs", "points") for delay in (0, 1, 60))],
+    [*((plan, 7) for plan in shipped_plans()), *((plan, delay) for plan in ("fcfs", "points") for delay in (0, 1, 60))],
 )
 def test_trajectories_are_what_they_are_one_by_one(
     plan: str, most_delay: int, make: Any, policy: Any, expected: dict[Key, Completion]
@@ -99,7 +99,7 @@ def test_trajectories_are_what_they_are_one_by_one(
     """Whatever else is decoded meanwhile, in whatever order answers come."""
     points = (2, 5) if plan == "points" else ()
     environment = Environment(most_delay)
-    loop = RolloutLoop(make(), plan="lpt" if points else plan, listeners=[environment], points=points)
+    loop = RolloutLoop(make(), plan=find_plan("lpt" if points else plan), listeners=[environment], points=points)
     groups, stats = loop.collect(PROMPTS, GROUP, SAMPLING, seed=0)
     check(groups, expected)
     assert sorted(environment.finished) == sorted(expected)  # each once, after its last turn

@@ -1,7 +1,8 @@
 """Which methods ship, one file a paper or family, each built on the seam of :mod:`lit_grpo.plugins` alone.
 
 A file has a ``PLUGINS`` table of its plug-ins by name. Deleting the file removes the method, and nothing else changes.
-``environments`` and ``agent`` have a package of their own, :mod:`lit_grpo.environments`.
+``environments`` and ``agent`` have a package of their own, :mod:`lit_grpo.environments`, and plans of papers have
+:mod:`lit_grpo.methods.plans`.
 """
 
 from __future__ import annotations

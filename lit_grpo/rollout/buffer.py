@@ -156,7 +156,8 @@ class RolloutBuffer:
         num_discarded = num_continued = 0
         self._version = version
         for key, group in self._groups.items():
-            lost = [request for request in self.ledger.of(key) if self._is_lost(request.prefix, version)]
+            begun = [request for request in self.ledger.of(key) if request.prefix.num_tokens]
+            lost = [request for request in begun if self._is_lost(request.prefix, version)]
             stale = [each for each in group.completions.values() if self._is_stale(each, version)]
             if group.due is not None:
                 ended = [rollout.completion for rollout in group.due.rollouts]

@@ -16,6 +16,7 @@ from lit_grpo.scheduling.plans.plan import make_queues
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Decoder, Observation, StepEvents
     from lit_grpo.scheduling.ledger import Entry
+    from lit_grpo.scheduling.plans.plan import Plan
     from lit_grpo.types import (
         Completion,
         GroupKey,
@@ -39,7 +40,7 @@ class RolloutLoop:
     Args:
         generator: Decodes; started, and with weights loaded.
         buffer: Owns the groups; a buffer of its own by default.
-        plan: What :func:`lit_grpo.scheduling.plans.make_plan` takes: a name, with options or without.
+        plan: What :func:`lit_grpo.scheduling.plans.plan.find_plan` takes.
         lengths: What the plan and the memory are told of lengths; it is told what happens, and learns from it once its
             ``end(commit=True)`` is called.
         listeners: Hear what happens, in this order.
@@ -51,7 +52,7 @@ class RolloutLoop:
         self,
         generator: Decoder,
         buffer: RolloutBuffer | None = None,
-        plan: str = "fcfs",
+        plan: str | Plan = "fcfs",
         lengths: LearntLengths | None = None,
         listeners: Sequence[Listener] = (),
         points: Sequence[int] = (),
@@ -134,7 +135,7 @@ class LoopRun:
         forks = any(listener.forks for listener in self._listeners)
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
         self._keeps_prompts = self._generator.keeps_ended = forks
-        points = loop.points if len(self._buffer.unfinished) > capacity.slots else ()
+        points = loop.points if loop.points and len(self._buffer.unfinished) > capacity.slots else ()
         queues = make_queues(loop.plan, self._lengths, capacity.slots, points)
         layout, kv_tokens = capacity.layout, capacity.kv_tokens
         self._ledger.begin(capacity.slots, self._lengths, layout, kv_tokens, queues, points, forks)

@@ -23,7 +23,7 @@ from lit_grpo.rollout.rounds import Rounds
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import PREDICTION_POINTS, LengthPredictor, make_predictor
-from lit_grpo.scheduling.plans.plan import check_probe, find_plan
+from lit_grpo.scheduling.plans.plan import Plan, check_probe, find_plan
 from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice
 from lit_grpo.types import Key, PassRule, Prompt, PromptBatch, Request, RolloutGroup, SamplingParams
 
@@ -117,16 +117,16 @@ class RolloutSession:
     def __init__(
         self,
         plugins: Mapping[str, Plugin] | None = None,
-        plan: str = "short_last",
+        plan: str | Plan = "short_last",
         predict_lengths: bool = True,
         prediction_points: Sequence[int] | None = None,
         min_correlation: float = 0.2,
         probe_tokens: int | list[int] | Literal["auto"] = "auto",
     ) -> None:
-        self._follows_lengths = find_plan(plan, "rollout.plan").follows_lengths
+        self.plan = find_plan(plan, "rollout.plan")
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)  # checks both
         self.plugins = {name: fresh(plugin) for name, plugin in (plugins or {}).items()}
-        self.plan, self.predict_lengths = plan, predict_lengths
+        self.predict_lengths = predict_lengths
         self._prediction_points, self._min_correlation = prediction_points, min_correlation
         self.mode = self.plugin(RolloutMode) or RolloutMode()
         self.allocation = self.plugin(Allocation) or Allocation()
@@ -140,7 +140,7 @@ class RolloutSession:
         self.listening = overriding(everyone, *ROLLOUT_HOOKS)
         self.evaluating = [plugin for plugin in self.listening if plugin.evaluates]
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
-        self._points: Points = () if probe_tokens == "auto" else check_probe(probe_tokens, plan, predict_lengths)
+        self._points: Points = () if probe_tokens == "auto" else check_probe(probe_tokens, self.plan, predict_lengths)
         self.buffer = RolloutBuffer()
         self.lengths: LengthPredictor | None = None
         self.rewards: RewardRunner | None = None
@@ -335,7 +335,7 @@ class RolloutSession:
 
     def _choose_points(self) -> None:
         """Choose at how many tokens the next rollout brings all completions together."""
-        if self.lengths is None or self._choice is None or not self._follows_lengths:
+        if self.lengths is None or self._choice is None or not self.plan.follows_lengths:
             return
         looks = (plugin.observes for plugin in self._hooks["observes"])
         barrier = next((look.num_tokens for look in looks if look is not None and look.barrier), None)

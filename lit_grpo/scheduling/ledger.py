@@ -251,10 +251,14 @@ class RequestLedger:
         Raises:
             ValueError: It is in work already.
         """
-        entry = self._groups.get(request.group, {}).get(request.path)
-        if entry is not None and (entry.stage is not None or request.key in self._awaiting):
+        entries = self._groups.setdefault(request.group, {})
+        entry = entries.get(request.path)
+        if entry is None:
+            entries[request.path] = Entry(request, job_of(request))
+        elif entry.stage is not None or request.key in self._awaiting:
             raise ValueError(_twice(request.key))
-        self.restart(request)
+        else:
+            entry.request, entry.state = request, "queued"
 
     def restart(self, request: Request, away: bool = False) -> None:
         """Let a request be queued, or ``away``, when the next rollout begins, whatever its state was in the last."""
@@ -311,7 +315,7 @@ class RequestLedger:
         smallest = smallest_budget(self._layout, job.prompt_tokens, job.room)
         entry = self._entry(job.key)
         prefix = entry.request.prefix
-        had, observed = prefix.num_tokens, prefix.num_observed
+        had, observed = prefix.num_tokens, prefix.num_observed if prefix.num_tokens else 0
         scarce = self.kv_tokens is not None and self._decoding and self._most_tokens + smallest > self.kv_tokens
         if scarce and self._forecast(job, had, observed) > (self.kv_tokens or 0):
             self._refused = True
@@ -519,7 +523,7 @@ class SpanLog(Sequence[tuple[Key, Span]]):
     def __init__(self) -> None:
         self._groups: dict[GroupKey, int] = {}  # numbered in the order in which they came
         self._paths: dict[SamplePath, int] = {}
-        self._columns = [array("i") for _ in range(5)]
+        self._rows = array("i")  # of each span slot, start, end, and the numbers of its group and path
 
     def group(self, group: GroupKey) -> int:
         """Return the number of a group; a new one gets the next."""
@@ -527,12 +531,10 @@ class SpanLog(Sequence[tuple[Key, Span]]):
 
     def add(self, key: Key, slot: int, start: int, end: int) -> None:
         """Note that a slot decoded a completion from step ``start`` to step ``end``."""
-        row = (slot, start, end, self.group(key[:2]), self._paths.setdefault(key[2], len(self._paths)))
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
+        self._rows.extend((slot, start, end, self.group(key[:2]), self._paths.setdefault(key[2], len(self._paths))))
 
     def __len__(self) -> int:
-        return len(self._columns[0])
+        return len(self._rows) // 5
 
     @overload
     def __getitem__(self, index: int) -> tuple[Key, Span]: ...
@@ -540,14 +542,10 @@ class SpanLog(Sequence[tuple[Key, Span]]):
     def __getitem__(self, index: slice) -> list[tuple[Key, Span]]: ...
     def __getitem__(self, index: int | slice) -> tuple[Key, Span] | list[tuple[Key, Span]]:
         """Return a span and the key of its completion."""
-        if isinstance(index, slice):
-            return self._spans(range(len(self))[index])
-        return self._spans([index])[0]
-
-    def _spans(self, rows: Sequence[int]) -> list[tuple[Key, Span]]:
         groups, paths = list(self._groups), list(self._paths)
+        chosen = range(len(self))[index]
         spans = []
-        for row in rows:
-            slot, start, end, group, path = (column[row] for column in self._columns)
+        for row in [chosen] if isinstance(chosen, int) else chosen:
+            slot, start, end, group, path = self._rows[5 * row : 5 * row + 5]
             spans.append(((*groups[group], paths[path]), Span(slot, start, end, group)))
-        return spans
+        return spans[0] if isinstance(chosen, int) else spans

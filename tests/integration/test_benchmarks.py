@@ -20,7 +20,7 @@ from benchmarks.report import Claim, Options, finish, need, parse_options
 from benchmarks.vllm_plan import Sizes, _simulated
 from benchmarks.workloads import long_tailed
 from lit_grpo.memory import PeakMemory
-from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.methods.plans import shipped_plans
 from lit_grpo.types import Prompt
 
 pytestmark = pytest.mark.integration
@@ -147,7 +147,7 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     result, _ = run_quick(name, tmp_path / "result.json")
     check_result(result, name)
     measured = {row["plan"] for row in result["rows"]} if name == "planner_cost" else result["rows"][0].keys()
-    assert {MICRO_ROUNDS, FIXED_SLOT, *PLANS} <= measured
+    assert {MICRO_ROUNDS, FIXED_SLOT, *shipped_plans()} <= measured
 
 
 @pytest.mark.nightly

@@ -14,6 +14,7 @@ from test_learner import gradient_of
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from benchmarks.rollouts import Stepped
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
@@ -21,7 +22,6 @@ from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots import prompts as prompts_module
 from lit_grpo.rollout.slots.generator import KEPT_SHARE, SlotGenerator
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
-from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -101,14 +101,14 @@ def test_estimates_that_know_the_limit_admit_no_more_than_fits(
     assert samples(groups) == samples(expected)
 
 
-@pytest.mark.parametrize("plan", sorted((FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *PLANS)))
+@pytest.mark.parametrize("plan", sorted((FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())))
 def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
     policy: Any, tokenizer: Any, expected: list[RolloutGroup], plan: str
 ) -> None:
     rng = random.Random(plan)
     slots = 12 if plan == FULL_GROUP else rng.randint(1, 9)
     budget = None if plan == FULL_GROUP else rng.randint(150, 600)
-    controller = RolloutLoop(make(policy, tokenizer, slots, budget), plan=plan)
+    controller = RolloutLoop(make(policy, tokenizer, slots, budget), plan=find_plan(plan))
     if rng.random() < 0.5:
         controller.lengths.estimate = lambda jobs: torch.rand(len(jobs)).mul(100).double().numpy()  # pyright: ignore
     assert samples(controller.collect(PROMPTS, 4, SAMPLING, seed=0)[0]) == samples(expected)

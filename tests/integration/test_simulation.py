@@ -11,6 +11,7 @@ from conftest import random_policy, table_rows
 
 from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.rollouts import ForcedGenerator
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
@@ -18,7 +19,6 @@ from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.forward import decode_step
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
 from lit_grpo.scheduling.layouts import Pieces
-from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate
 from lit_grpo.tools.simulation.traces import Trace, noisy
@@ -40,7 +40,7 @@ def make_trace(seed: int) -> Trace:
 
 
 @pytest.mark.parametrize("kv_tokens", table_rows([None, 1000, 420, 200], [420]))
-@pytest.mark.parametrize("plan", (MICRO_ROUNDS, FIXED_SLOT, *PLANS))
+@pytest.mark.parametrize("plan", (MICRO_ROUNDS, FIXED_SLOT, *shipped_plans()))
 def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, plan: str, kv_tokens: int | None) -> None:
     num_set_aside = check(policy_folder, plan, kv_tokens)
     assert num_set_aside > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
@@ -69,7 +69,7 @@ def check(policy_folder: Path, plan: str, kv_tokens: int | None, points: tuple[i
         size = generator.budget.bytes_per_token
         generator.budget = KVBudget(kv_tokens * size, size, prefill_tokens=8192)
     prompts = [Prompt(str(group), (5,) * tokens, "") for group, tokens in enumerate(PROMPT_TOKENS)]
-    loop = RolloutLoop(generator, plan=plan, lengths=lengths, points=points)
+    loop = RolloutLoop(generator, plan=find_plan(plan), lengths=lengths, points=points)
     _, stats = loop.collect(prompts, GROUP_SIZE, SamplingParams(max_tokens=LIMIT), seed=0)
     assert list(stats.spans) == list(simulated.spans)
     assert stats.num_steps == simulated.steps and stats.num_set_aside == simulated.set_asides

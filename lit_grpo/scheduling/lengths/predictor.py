@@ -81,6 +81,9 @@ class LengthPredictor:
         self._errors = [
             [np.empty(0)] * 2 for _ in self._stages
         ]  # of new and known prompts' logs, in units of the scale
+        self._error_quantiles: dict[
+            tuple[int, int], np.ndarray
+        ] = {}  # of the errors, by stage and kind, as they are needed
         self._quality = [np.empty((0, 3)) for _ in self._stages]  # rows of predicted, actual, number of the group
         self._sums = np.zeros(3)  # of all log lengths, forgetting: their number, sum and squares
         self._num_groups, self._num_ignored = 0, 0  # of what has been committed
@@ -220,6 +223,7 @@ class LengthPredictor:
         for ridge, its_state in zip(self._ridges, state["ridges"], strict=True):
             ridge.load_state_dict(its_state)
         self._errors = [[np.array(errors, dtype=np.float64) for errors in pair] for pair in state["errors"]]
+        self._error_quantiles.clear()
         self._quality = [np.array(rows, dtype=np.float64).reshape(-1, 3) for rows in state["quality"]]
         self._sums, self._projection.scale = np.array(state["sums"]), np.array(state["scale"], dtype=np.float64)
         self._num_groups, self._num_ignored = state["num_groups"], state["num_ignored"]
@@ -253,7 +257,10 @@ class LengthPredictor:
             mine = (jobs["number"] > 0) == known
             errors = self._errors[stage][known] if len(self._errors[stage][known]) else self._errors[stage][1 - known]
             if mine.any():
-                means[mine] = mean_length(mu[mine], jobs["scale"][mine], _quantiles(errors), lasted[mine], limit[mine])
+                if (stage, known) not in self._error_quantiles:
+                    self._error_quantiles[stage, known] = _quantiles(errors)
+                quantiles = self._error_quantiles[stage, known]
+                means[mine] = mean_length(mu[mine], jobs["scale"][mine], quantiles, lasted[mine], limit[mine])
         return means
 
     def _say(self, stage: int, rows: np.ndarray) -> None:
@@ -320,6 +327,7 @@ class LengthPredictor:
         for known in (0, 1):
             of_kind = [self._errors[stage][known], errors[(rows["number"] > 0) == known]]
             self._errors[stage][known] = np.concatenate(of_kind)[-NUM_ERRORS:]
+        self._error_quantiles.clear()
         if x.shape[1]:
             self._ridges[stage].learn(x, logs - (on_return if stage else self._mean), jobs["group"])
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from lit_grpo.compatibility import Clash, check_clashes
-from lit_grpo.limits import Count, Limit, check_fields, check_value
+from lit_grpo.limits import Count, check_value
 from lit_grpo.scheduling.jobs import Followed, Lengths, NoLengths
-from lit_grpo.scheduling.plans.lanes import Lanes
 from lit_grpo.scheduling.queue import Queue
 from lit_grpo.settings import by_name
 
@@ -28,6 +27,9 @@ class Plan:
     """
 
     follows_lengths: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return next((name for name, plan in PLANS.items() if type(plan) is type(self)), type(self).__qualname__)
 
     def queue(self, lengths: Lengths, num_slots: int) -> Queue:
         """Return what the jobs of one rollout wait in.
@@ -98,64 +100,37 @@ class ShortLast(ByLength):
         return np.concatenate([np.sort(ascending[count:]), ascending[:count][::-1]])
 
 
-@dataclass(frozen=True)
-class Balanced(Plan):
-    """Lists of about equal length, one for each slot, each decoded longest first (:class:`Lanes`).
-
-    Args:
-        epsilon: What the longest list may exceed the shortest possible by, relative to it.
-    """
-
-    epsilon: Annotated[float, Limit(above=0, below=1)] = 0.02
-    follows_lengths: ClassVar[bool] = True
-    longest_first: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def queue(self, lengths: Lengths, num_slots: int) -> Queue:
-        """Return the lists."""
-        return Lanes(lengths, num_slots, self.longest_first, self.epsilon)
-
-
-@dataclass(frozen=True)
-class InfiniteSampling(Balanced):
-    """Lists of about equal length, each decoded shortest first: the two stages of arXiv 2506.22950, as we read it."""
-
-    longest_first: ClassVar[bool] = False
-
-
 PLANS: dict[str, Plan] = {
     "fcfs": Plan(),
     "sjf": ShortestFirst(),
     "lpt": LongestFirst(),
     "short_last": ShortLast(),
-    "balanced": Balanced(),
-    "infinite_sampling": InfiniteSampling(),
 }
+"""The plans of the core by name; methods bring others (:func:`lit_grpo.methods.find_plan`)."""
 
 
-def find_plan(spec: str, setting: str = "plan") -> Plan:
+def find_plan(spec: str | Plan, setting: str = "plan", plans: Mapping[str, Plan] = PLANS) -> Plan:
     """Return the plan of a spec.
 
     Args:
-        spec: One of ``PLANS`` or the class path of a :class:`Plan`; after a colon its fields, as in
-            ``balanced:epsilon=0.05``.
+        spec: A plan, the name of one of ``plans``, or the class path of a :class:`Plan`; after a colon its fields, as
+            in ``balanced:epsilon=0.05``.
         setting: What the user has set, for messages.
+        plans: Plans that have a name.
 
     Raises:
         ValueError: There is no such plan or field, or a value does not fit.
     """
-    return by_name(setting, spec, PLANS, Plan)
+    return spec if isinstance(spec, Plan) else by_name(setting, spec, plans, Plan)
 
 
-def make_plan(spec: str, lengths: Lengths, num_slots: int) -> Queue:
+def make_plan(spec: str | Plan, lengths: Lengths, num_slots: int) -> Queue:
     """Return what the jobs of one rollout wait in, by the plan of a spec; see :func:`find_plan` and :class:`Plan`."""
     check_value("num_slots", num_slots, Count)
     return find_plan(spec).queue(lengths, num_slots)
 
 
-def make_queues(spec: str, lengths: Lengths, num_slots: int, points: Sequence[int]) -> list[Queue]:
+def make_queues(spec: str | Plan, lengths: Lengths, num_slots: int, points: Sequence[int]) -> list[Queue]:
     """Return what the jobs of one rollout wait in where all decode to the first of ``points`` before any decodes on.
 
     They are a queue for those that have not begun, in the order of arrival, and for each point one for those that have
@@ -177,7 +152,7 @@ def make_queues(spec: str, lengths: Lengths, num_slots: int, points: Sequence[in
     return [Queue(NoLengths(), num_slots), *(make_plan(spec, Followed(lengths), num_slots) for _ in points)]
 
 
-def check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool) -> tuple[int, ...]:
+def check_probe(probe_tokens: int | list[int], plan: Plan, predict_lengths: bool) -> tuple[int, ...]:
     """Return the points that a user has named as ``probe_tokens``, or none.
 
     Raises:
@@ -196,7 +171,7 @@ def check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool)
             Clash(
                 f"{probe} needs a plan that follows lengths",
                 f"rollout.plan {plan} follows none",
-                found=not find_plan(plan).follows_lengths,
+                found=not plan.follows_lengths,
                 remedy="set probe_tokens to 0",
             ),
             Clash(

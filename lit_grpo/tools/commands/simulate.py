@@ -12,9 +12,9 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
+from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.jobs import LearntLengths
-from lit_grpo.scheduling.plans.plan import PLANS, find_plan
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.tools.simulation.step_cost import StepCost
@@ -153,8 +153,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--plans",
         nargs="+",
         metavar="PLAN",
-        help=f"Plans: {', '.join(PLANS)}; balanced and infinite_sampling with an option, as in balanced:epsilon=0.05; "
-        "or the class path of a plan of your own. Default: all that are named.",
+        help=f"Plans: {', '.join(shipped_plans())}; balanced and infinite_sampling with an option, as in "
+        "balanced:epsilon=0.05; or the class path of a plan of your own. Default: all that are named.",
     )
     add(
         "--probe_tokens",
@@ -211,13 +211,13 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
     batches = trace.batches()
     for batch in batches:
         engine.check(batch)
-    plans = {name: find_plan(name, "--plans") for name in options.plans or PLANS}
+    plans = {name: find_plan(name, "--plans") for name in options.plans or shipped_plans()}
     known = [(batch, _lengths(batch, options.noise, seed)) for seed, batch in enumerate(batches)]
     bound = sum(_bound(batch, engine) for batch in batches)
     outcomes = []
     for name, plan in plans.items():
         points = options.probe_tokens if plan.follows_lengths else ()
-        schedules = [simulate(batch, name, engine, lengths, points) for batch, lengths in known]
+        schedules = [simulate(batch, plan, engine, lengths, points) for batch, lengths in known]
         after = f" after {', '.join(map(str, points))} tokens" if points else ""
         outcomes.append(PlanResult(name + after, bound, schedules))
     return outcomes

@@ -15,6 +15,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.scheduling.jobs import LearntLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout
 from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
+from lit_grpo.scheduling.plans.plan import Plan
 from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import Trace
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams, Span, Trajectory
@@ -227,7 +228,7 @@ class _Recorder(Listener):
 
 def simulate(
     trace: Trace,
-    plan: str,
+    plan: str | Plan,
     engine: Engine,
     lengths: LearntLengths | None = None,
     points: Sequence[int] = (),
