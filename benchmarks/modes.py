@@ -27,6 +27,7 @@ from benchmarks.rollouts import ForetoldLengths, slots
 from benchmarks.vllm_plan import ForcedEngine
 from benchmarks.workloads import long_tailed
 from lit_grpo.methods import make_plugins
+from lit_grpo.methods.plans import find_plan
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.generator import Generator
@@ -152,7 +153,10 @@ def measure(arm: Arm, work: Work, generator: Generator, lengths: dict[Key, int])
     foretold: LearntLengths = NoLengths()
     if arm.plan != "fcfs":
         foretold = ForetoldLengths(_noisy(lengths))
-    loop, sampling = RolloutLoop(generator, buffer, arm.plan, foretold), SamplingParams(max_tokens=work.limit)
+    loop, sampling = (
+        RolloutLoop(generator, buffer, find_plan(arm.plan), foretold),
+        SamplingParams(max_tokens=work.limit),
+    )
     total: dict[str, float] = dict.fromkeys(("slot_steps", "active", "tokens", "discarded", "continued", "s"), 0.0)
     staleness: list[int] = []
     for version in range(0, max(work.num_batches, 2 * arm.batches), arm.batches):

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from benchmarks.rollouts import KnownLengths, slots
+from lit_grpo.methods.plans import find_plan
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
@@ -132,7 +133,9 @@ class Runner:
             known: Tokens of each completion, for a system that is told.
         """
         points = self.points()
-        loop = RolloutLoop(self.generator, None, self.system.plan, self._lengths(prompts, known), points=points)
+        loop = RolloutLoop(
+            self.generator, None, find_plan(self.system.plan), self._lengths(prompts, known), points=points
+        )
         groups, stats = loop.collect(prompts, self.group_size, SamplingParams(max_tokens=self.limit), seed=0)
         if self.system.lengths == "predicted" and self.told is None:
             kept = self.generator.capacity().kept_share * self.num_slots * self.limit
