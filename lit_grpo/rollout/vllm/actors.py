@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util import get_node_ip_address
 
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
@@ -23,6 +23,7 @@ from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.weights.files import PrivateFolder
 
 _ANSWER_S = 10.0  # for an actor that has nothing else to do
+_LOOK_S = 3.0  # for an actor that may be starting
 _STOP_S = 30.0
 
 
@@ -72,10 +73,11 @@ class Host:
 
     def is_ready(self) -> bool:
         """Whether the server answers; from then on the actor ends with it, so that Ray starts both again."""
-        if self._server.is_ready() and not self._was_well:
+        ready = self._server.is_ready()
+        if ready and not self._was_well:
             self._was_well = True
             threading.Thread(target=self._end_with_server, daemon=True).start()
-        return self._was_well
+        return ready
 
     def _end_with_server(self) -> None:
         self._server.process.wait()
@@ -111,7 +113,6 @@ class ActorServer:
 
     def __init__(self, actor: Any, deadline: float) -> None:
         self._actor = actor
-        self._places: Any = None  # what Ray has been asked for, since the actor is started again
         try:
             self.url, self.log = ray.get(actor.places.remote(), timeout=max(deadline - time.monotonic(), 0.0))
         except GetTimeoutError as error:
@@ -146,33 +147,29 @@ class ActorServer:
     def again(self) -> ActorServer:
         """Have Ray start the actor again, unless it does so already, without waiting for it."""
         with suppress(RayError):
-            if ray.get(self._actor.places.remote(), timeout=_ANSWER_S)[0] == self.url:  # it lives, and its server hangs
+            if ray.get(self._actor.places.remote(), timeout=_LOOK_S)[0] == self.url:  # it lives, and its server hangs
                 ray.kill(self._actor, no_restart=False)
-        self._places = self._actor.places.remote()
         return self
 
     def is_ready(self) -> bool:
         """Whether the server answers; of an actor that was started again its new places are known then."""
         try:
-            if self._places is not None:
-                if not ray.wait([self._places], timeout=0)[0]:
-                    return False
-                (self.url, self.log), self._places = ray.get(self._places), None
-            return ray.get(self._actor.is_ready.remote(), timeout=_ANSWER_S)
+            places = ray.get(self._actor.places.remote(), timeout=_LOOK_S)
+            if not ray.get(self._actor.is_ready.remote(), timeout=_LOOK_S):
+                return False
         except RayError:
             return False
+        self.url, self.log = places
+        return True
 
     def failed(self) -> bool:
         """Whether Ray starts the actor no more, or its server has ended before it answered."""
-        if self._places is None:
-            return not self.runs
         try:
-            ray.get(self._places, timeout=0)
-        except GetTimeoutError:
+            return not ray.get(self._actor.runs.remote(), timeout=_LOOK_S)
+        except (GetTimeoutError, ActorUnavailableError):
             return False
         except RayError:
             return True
-        return False
 
     def failure(self) -> str:
         """What went wrong, in one sentence."""
