@@ -94,8 +94,8 @@ class Listener:
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """A rollout begins; ``ledger`` tells what is in work for as long as it lasts.
 
-        ``ledger.away`` are the requests that were away when the last rollout ended: a listener that held them answers
-        for them in this one.
+        ``ledger.awaiting_env`` are the requests that waited for their environments when the last rollout ended: a
+        listener that held them answers for them in this one.
         """
 
     def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:

@@ -32,7 +32,9 @@ METRICS = {"reward": 0.8123, "val/pass@1": 0.941, "tokens/s": 2312.4, "peak_GiB"
 
 
 def at_work(done: int) -> RolloutCount:
-    flight: Any = SimpleNamespace(num_decoding=64, num_queued=100, num_away=0, num_slots=64, longest_away_s=3.2)
+    flight: Any = SimpleNamespace(
+        num_decoding=64, num_queued=100, num_awaiting_env=0, num_slots=64, longest_env_wait_s=3.2
+    )
     rollout = RolloutCount(flight, math.nan)
     rollout.tokens = 10_000
     for _ in range(done):
@@ -103,7 +105,9 @@ def test_a_rollout_counts_what_ends_and_estimates_the_rest() -> None:
 def test_a_line_says_how_many_wait_for_their_environment() -> None:
     rollout = at_work(36)
     assert "wait" not in as_plain(rollout.fields("rollout"))
-    waiting: Any = SimpleNamespace(num_decoding=4, num_queued=12, num_away=12, num_slots=8, longest_away_s=3.2)
+    waiting: Any = SimpleNamespace(
+        num_decoding=4, num_queued=12, num_awaiting_env=12, num_slots=8, longest_env_wait_s=3.2
+    )
     rollout = RolloutCount(waiting, math.nan)
     assert rollout.total == 28
     assert "12 of 28 wait for their environment, longest 3 s" in as_plain(rollout.fields("rollout"))

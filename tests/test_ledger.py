@@ -155,12 +155,16 @@ def test_what_comes_back_from_its_environment_is_first_and_what_has_never_been_q
     ledger = RequestLedger()
     ledger.begin(3, NoLengths(), Blocks(), None)
     enter(ledger, first, second, away=[third])
-    assert ledger.admit(1) == [first] and ledger.away == [third] and (ledger.num_queued, ledger.num_away) == (1, 1)
+    assert (
+        ledger.admit(1) == [first]
+        and ledger.awaiting_env == [third]
+        and (ledger.num_queued, ledger.num_awaiting_env) == (1, 1)
+    )
     ledger.await_env(first.after(tokens(5)))
-    assert ledger.num_decoding == 0 and ledger.away == [third, first]
+    assert ledger.num_decoding == 0 and ledger.awaiting_env == [third, first]
     ledger.resume(third)
     ledger.resume(first.after(tokens(6)))
-    assert [ledger.admit(1)[0].path for _ in range(3)] == [(0,), (1,), (2,)] and ledger.away == []
+    assert [ledger.admit(1)[0].path for _ in range(3)] == [(0,), (1,), (2,)] and ledger.awaiting_env == []
 
 
 def test_a_rollout_leaves_all_that_is_unfinished_for_the_next_one() -> None:
@@ -178,7 +182,7 @@ def test_a_rollout_leaves_all_that_is_unfinished_for_the_next_one() -> None:
     before = ledger.copy()
     ledger.begin(1, NoLengths(), Blocks(), None)
     ledger.enter(ledger.of(("a", 0)), {each.key: each for each in ledger.of(("a", 0), away=True)})
-    assert [each.prefix.num_tokens for each in ledger.admit(1)] == [4] and ledger.num_away == 1
+    assert [each.prefix.num_tokens for each in ledger.admit(1)] == [4] and ledger.num_awaiting_env == 1
     ledger.remove(second.key)
     assert [each.prefix.num_tokens for each in before.of(("a", 0))] == [3, 4, 0]
     assert [each.path for each in before.of(("a", 0), away=True)] == [(0,)]

@@ -80,7 +80,7 @@ class RolloutCount:
     @property
     def total(self) -> int:
         """All completions of this rollout."""
-        return self.done + self._ledger.num_decoding + self._ledger.num_queued + self._ledger.num_away
+        return self.done + self._ledger.num_decoding + self._ledger.num_queued + self._ledger.num_awaiting_env
 
     @property
     def mean_tokens(self) -> float:
@@ -105,10 +105,10 @@ class RolloutCount:
     @property
     def _waiting(self) -> str:
         """How many completions wait for their environment, and for how long."""
-        away = self._ledger.num_away
+        away = self._ledger.num_awaiting_env
         if not away:
             return ""
-        return f"{away} of {self.total} wait for their environment, longest {duration(self._ledger.longest_away_s)}"
+        return f"{away} of {self.total} wait for their environment, longest {duration(self._ledger.longest_env_wait_s)}"
 
     def fields(self, name: str, memory: str = "") -> list[Field]:
         """Return the fields of a line.

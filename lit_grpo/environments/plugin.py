@@ -221,7 +221,7 @@ class Trajectories(Plugin):
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """A rollout begins; what became whole in the one before the last has been scored."""
-        self._flight, self._apart = ledger, None
+        self._ledger, self._apart = ledger, None
         self._let_go(self._scored)
         self._closing = [future for future in self._closing if not future.done()]
         self._scored, self._scoring = self._scoring, set()
@@ -299,7 +299,7 @@ class Trajectories(Plugin):
             calls=self._calls,
             log=self._log,
             events=self._events,
-            keeps_states=self._flight.forks,
+            keeps_states=self._ledger.forks,
             apart=bool(self._apart),
         )
 
@@ -315,7 +315,7 @@ class Trajectories(Plugin):
     def on_idle(self) -> Answer | None:
         """Do the same, in lock-step once all environments at work have answered."""
         if self.lock_step:
-            away = [self.drivers[request.key] for request in self._flight.away if request.key in self.drivers]
+            away = [self.drivers[request.key] for request in self._ledger.awaiting_env if request.key in self.drivers]
             wait([driver.work for driver in away if driver.waits])
         return self._answer() if self._events or self._going_on else None
 
@@ -339,7 +339,7 @@ class Trajectories(Plugin):
             key = driver.request.key
             if self.drivers.get(key) is not driver:
                 continue  # the trajectory was discarded meanwhile
-            if not self._flight.is_away(key):
+            if not self._ledger.awaits_env(key):
                 of_others.append((driver, event))
                 continue
             if isinstance(event, Exception):

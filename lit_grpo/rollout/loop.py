@@ -179,7 +179,7 @@ class LoopRun:
                     self._follow(listener.on_idle())
             if until(self.stats.num_steps):
                 return False
-            if ledger.num_decoding or ledger.num_queued or not ledger.num_away:
+            if ledger.num_decoding or ledger.num_queued or not ledger.num_awaiting_env:
                 return True
             time.sleep(AWAY_S)
 
@@ -359,9 +359,9 @@ class LoopRun:
 
     def _away(self, key: Key, does: str) -> Request:
         """Return a request that waits for its environment; ``does`` is what a listener does with it."""
-        if not self._ledger.is_away(key):
+        if not self._ledger.awaits_env(key):
             raise ValueError(f"A listener {does} {key}, which is not away; hold it first, at the end of a turn.")
-        return self._ledger.away_request(key)
+        return self._ledger.request(key)
 
     def _divide(self, forks: Mapping[Key, Sequence[SamplePath]]) -> list[Request]:
         """Let requests that decode wait before all others; return those that begin with what each has come to."""

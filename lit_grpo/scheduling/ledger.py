@@ -184,17 +184,17 @@ class RequestLedger:
         return sum(map(len, self._queues))
 
     @property
-    def num_away(self) -> int:
+    def num_awaiting_env(self) -> int:
         """How many requests wait for their environments."""
         return len(self._awaiting)
 
     @property
-    def away(self) -> list[Request]:
+    def awaiting_env(self) -> list[Request]:
         """The requests that wait for their environments, with what they have come to."""
         return [entry.request for entry in self._awaiting.values()]
 
     @property
-    def longest_away_s(self) -> float:
+    def longest_env_wait_s(self) -> float:
         """Seconds for which a request has waited for its environment in this rollout, the longest of all that do."""
         since = [entry.since for entry in self._awaiting.values()]
         return time.monotonic() - min(since) if since else 0.0
@@ -203,13 +203,9 @@ class RequestLedger:
         """Whether a request decodes."""
         return key in self._decoding
 
-    def is_away(self, key: Key) -> bool:
+    def awaits_env(self, key: Key) -> bool:
         """Whether a request waits for its environment."""
         return key in self._awaiting
-
-    def away_request(self, key: Key) -> Request:
-        """Return a request that waits for its environment."""
-        return self._awaiting[key].request
 
     def in_order(self, completions: Sequence[Completion]) -> Sequence[Completion]:
         """Sort completions of requests that decode in the order of their admission."""
