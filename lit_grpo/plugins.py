@@ -148,6 +148,10 @@ class Listener:
         """The rollout is over, or has ``failed``: what was told of it is void."""
 
 
+ROLLOUT_HOOKS = tuple(name for name in vars(Listener) if name[0] != "_" and name not in Listener.__annotations__)
+"""What one that listens to a rollout may override."""
+
+
 @dataclass(frozen=True)
 class GroupBatch:
     """The groups of a batch on this rank, and what a plug-in may go by beside them.

@@ -29,6 +29,7 @@ from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.treepo import relative_advantages
+from lit_grpo.plugins import GroupBatch
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
@@ -149,7 +150,7 @@ def test_the_gradient_of_drpo() -> None:
         rollout = make_rollout((3,), [4] * length, reward, logprobs, sample_id=number)
         rollouts.append(Rollout(rollout.prompt, rollout.completion, {"exact": reward}, reward))
     group = RolloutGroup(rollouts[0].prompt, rollouts)
-    (advantages,) = DecoupledLength().shape([group], [[0.0] * 6], PassRule("exact"), lambda own: [own])
+    (advantages,) = DecoupledLength().shape(GroupBatch([group], 0, PassRule("exact"), list), [[0.0] * 6])
     found = [-advantage / 6 / length for advantage, length in zip(advantages, lengths, strict=True)]
     assert found == pytest.approx(of_a_token, abs=1e-8)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lit_grpo.plugins import Answer, Listener
+from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, Listener, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
@@ -126,13 +126,14 @@ class LoopRun:
         self._start = time.perf_counter()
         self._admits = admits
         self._generator, self._buffer, self._ledger = loop.generator, loop.buffer, loop.buffer.ledger
-        self._plan, self._lengths, self._listeners = loop.plan, loop.lengths, loop.listeners
-        observers = [(listener, point) for listener in self._listeners if (point := listener.observes) is not None]
+        self._plan, self._lengths = loop.plan, loop.lengths
+        self._hearing = {hook: overriding(loop.listeners, hook) for hook in ROLLOUT_HOOKS}  # nobody else is called
+        observers = [(each, point) for each in self._hearing["observes"] if (point := each.observes) is not None]
         self._observers = [(point.num_tokens, listener.observe) for listener, point in observers]
         observed = {num_tokens for num_tokens, _ in self._observers}
         self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points, *observed}))
         capacity = self._capacity = self._generator.capacity()
-        forks = any(listener.forks for listener in self._listeners)
+        forks = any(listener.forks for listener in loop.listeners)
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
         self._keeps_prompts = self._generator.keeps_ended = forks
         points = loop.points if loop.points and len(self._buffer.unfinished) > capacity.slots else ()
@@ -146,7 +147,7 @@ class LoopRun:
         ledger = self._ledger
         asked = [*self._buffer.unfinished, *self._buffer.away]
         away = {request.key: request for request in self._buffer.away}
-        for listener in self._listeners:
+        for listener in self._hearing["on_rollout_start"]:
             listener.on_rollout_start(ledger)
         self._tell(self._buffer.whole())
         self._enter(asked, away)
@@ -174,7 +175,7 @@ class LoopRun:
         ledger = self._ledger
         while True:
             is_idle = not (ledger.num_decoding or ledger.num_queued)
-            for listener in self._listeners:
+            for listener in self._hearing["on_idle"]:
                 if is_idle or listener.lock_step:
                     self._follow(listener.on_idle())
             if until(self.stats.num_steps):
@@ -185,7 +186,7 @@ class LoopRun:
 
     def _tell(self, groups: Iterable[RolloutGroup]) -> list[Answer | None]:
         """Let listeners know of groups that are to be scored."""
-        return [listener.on_group(group) for group in groups for listener in self._listeners]
+        return [listener.on_group(group) for group in groups for listener in self._hearing["on_group"]]
 
     # ---- what goes in -------------------------------------------------------------------------------
 
@@ -195,7 +196,8 @@ class LoopRun:
             return
         if any(request.sampling.max_observed for request in requests):
             self._keeps_prompts = self._generator.keeps_ended = True
-        held = {request.key: request for listener in self._listeners for request in listener.on_requests(requests)}
+        hearing = self._hearing["on_requests"]
+        held = {request.key: request for listener in hearing for request in listener.on_requests(requests)}
         self._ledger.enter(requests, {**away, **held})
 
     def _admit(self) -> None:
@@ -248,7 +250,7 @@ class LoopRun:
             for num_tokens, observe in self._observers:
                 if num_tokens == each.num_tokens:
                     observe(each)
-        answers = [listener.on_step(events) for listener in self._listeners]
+        answers = [listener.on_step(events) for listener in self._hearing["on_step"]]
         for completion in ledger.in_order(events.finished):
             answers += self._end_turn(completion)
         for answer in answers:
@@ -268,7 +270,7 @@ class LoopRun:
     def _end_turn(self, completion: Completion) -> list[Answer | None]:
         """Take a request out of its slot: it is over, unless a listener lets it go on or holds it."""
         key = completion.request.key
-        heard = (listener.on_turn(completion) for listener in self._listeners)
+        heard = (listener.on_turn(completion) for listener in self._hearing["on_turn"])
         answer = next((each for each in heard if each is not None), None)
         if answer is None or not (key in answer.hold or any(request.key == key for request in answer.go_on)):
             return [answer, *self._end(completion)]
@@ -283,7 +285,7 @@ class LoopRun:
             self._release([completion.request])
         self._count(entry, completion)
         self._buffer.finish(completion)
-        answers = [listener.on_completion(completion) for listener in self._listeners]
+        answers = [listener.on_completion(completion) for listener in self._hearing["on_completion"]]
         for request in (each for answer in answers if answer is not None for each in answer.submit):
             self._buffer.ask(request)
         return answers + self._close(completion.request.group)
@@ -332,7 +334,7 @@ class LoopRun:
             if entry.state != "decoding":
                 self._release([request])
             self._count(entry, request.prefix)
-            for listener in self._listeners:
+            for listener in self._hearing["on_drop"]:
                 listener.on_drop(request)
             answers += self._close(request.group)
         for each in answers:
@@ -382,7 +384,7 @@ class LoopRun:
         """Leave the generator as if nothing had been asked of it."""
         self._lengths.end(commit=False)
         self._put_back()
-        for listener in self._listeners:
+        for listener in self._hearing["on_rollout_end"]:
             listener.on_rollout_end(failed=True)
 
     def end(self, closes: bool) -> None:
@@ -391,7 +393,7 @@ class LoopRun:
         if closes:
             self._tell(self._buffer.close())
         decoded = time.perf_counter()
-        for listener in self._listeners:
+        for listener in self._hearing["on_rollout_end"]:
             listener.on_rollout_end(failed=False)
         gathered = time.perf_counter()
         self._ledger.tell_lengths()

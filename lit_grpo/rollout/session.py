@@ -14,7 +14,7 @@ from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.budgets.rewriting import Rewriting
 from lit_grpo.compatibility import Requirement, check_together
-from lit_grpo.plugins import GroupBatch, Listener, Plugin, RunFacts, fresh, overriding
+from lit_grpo.plugins import ROLLOUT_HOOKS, GroupBatch, Listener, Plugin, RunFacts, fresh, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Moving, Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
@@ -39,8 +39,6 @@ Kind = TypeVar("Kind", bound=Plugin)
 
 BATCH_HOOKS = ("on_batch_start", "observes", "add_members", "metrics", "on_update_end")
 """Hooks that a session calls once a batch, of the plug-ins that override them."""
-ROLLOUT_HOOKS = tuple(name for name in vars(Listener) if name[0] != "_" and name not in Listener.__annotations__)
-"""What one that listens to a rollout may override."""
 
 
 class Run(Protocol):
