@@ -128,6 +128,7 @@ class RolloutSession:
         self._prediction_points, self._min_correlation = prediction_points, min_correlation
         self.mode = self.plugin(RolloutMode) or RolloutMode()
         self.allocation = self.plugin(Allocation) or Allocation()
+        self._has_rounds = self.allocation.has_rounds
         self.prompt_rule = self.plugin(PromptRule)
         self.replacement = self.plugin(Replacement)
         self.replaces = 0 if self.replacement is None else self.replacement.most
@@ -351,6 +352,9 @@ class RolloutSession:
 
     def _group_sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
         """Return how many completions each prompt of a batch gets to begin with."""
+        if type(self.allocation) is Allocation:
+            self._sizes = [num_generations] * len(prompts)
+            return self._sizes
         assert self._history is not None, "open comes first"
         ids = [prompt.prompt_id for prompt in prompts]
         by_lengths = self.allocation.goes_by_lengths
@@ -363,7 +367,7 @@ class RolloutSession:
         self._rounds = None
         if self.rewards is None:
             return []
-        if not (self.allocation.has_rounds or self.replaces):
+        if not (self._has_rounds or self.replaces):
             return [Rewarding(self.rewards)]
         further = None if self._stream is None else self._stream.further(self.replaces)
         self._rounds = Rounds(
@@ -428,7 +432,7 @@ class RolloutSession:
         metrics: dict[str, float] = {}
         for plugin in self._hooks["metrics"]:
             metrics |= plugin.metrics(run.ranks.gather)
-        if self._rounds is not None and self.allocation.has_rounds:
+        if self._rounds is not None and self._has_rounds:
             metrics |= self._rounds.metrics()
         if self._rounds is not None and self.replaces:
             metrics["budget/replaced_groups"] = float(min(len(self._rounds.flat), self.replaces))

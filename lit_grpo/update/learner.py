@@ -30,7 +30,7 @@ from lit_grpo.update.batches.step import (
     thinned,
 )
 from lit_grpo.update.chunking import Chunk, Chunking
-from lit_grpo.update.credit import give_credit
+from lit_grpo.update.credit import Credit, give_credit
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
 from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
@@ -190,7 +190,8 @@ class Learner:
         self.state.history.note(rewards.visits(groups, self.settings.pass_rule, version))
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
             rollout.advantage, rollout.token_advantages = advantage, None
-        give_credit(self.settings.credit, groups, self.ranks.gather)
+        if type(self.settings.credit) is not Credit:
+            give_credit(self.settings.credit, groups, self.ranks.gather)
         return advantages_R, fixed
 
     def _recompute(self, rollouts: Sequence[Rollout]) -> None:
