@@ -38,7 +38,7 @@ def test_the_child_of_a_function_that_forks_ends_where_the_function_does(kind: s
                 os.wait()
             return 1.0
 
-        calls = Calls(1)
+        calls = Calls(1, "tools", "wait")
         call = calls.call(forks, {kind != "def"}, 10.0, lambda seconds: None)
         print(calls.start(call).result(), flush=True)
         calls.stop()
@@ -101,7 +101,7 @@ def test_an_async_function_that_cancels_every_task_of_its_loop_fails_calls_and_s
     async def waits() -> None:
         await asyncio.sleep(5)
 
-    made = calls.Calls(1)
+    made = calls.Calls(1, "tools", "wait")
     results = made.start(made.call_all([waits, cancels], True, 5.0)).result(timeout=3)
     assert [type(result.error) for result in results] == [asyncio.CancelledError] * 2
     with pytest.raises(RuntimeError, match="CancelledError"):

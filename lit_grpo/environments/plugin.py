@@ -24,7 +24,6 @@ from lit_grpo.findings.reward_curves import Finding
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import AllGather, Answer, GroupBatch, Plugin, RunFacts
 from lit_grpo.process.calls import Calls
-from lit_grpo.process.streams import KeptStreams
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import (
@@ -148,7 +147,6 @@ class Trajectories(Plugin):
         self._going_on: list[Request] = []  # from an earlier rollout, in lock-step
         self._log = EnvironmentLog(list(kinds.values()), self._more_counts)
         self._calls: Calls | None = None
-        self._streams: KeptStreams | None = None
         self._apart: bool | None = None  # whether a rollout has none of the trajectories that there are
         self._rewards = [
             RewardFunction.of(functools.partial(_reward_of, kind=name), name)
@@ -290,7 +288,7 @@ class Trajectories(Plugin):
     def _driver(self, request: Request) -> TrajectoryDriver:
         assert self.chat is not None, "prepare comes first"
         if self._calls is None:
-            self._calls, self._streams = Calls(self._num_threads), KeptStreams()
+            self._calls = Calls(self._num_threads, "environments or tools", "let them end by themselves")
         return self._make_driver(
             request=request.after(EMPTY),
             kind=self._kind(request.prompt.columns),
@@ -393,7 +391,7 @@ class Trajectories(Plugin):
 
         Where trajectories can go on, from before the rollout or from now, stays known.
         """
-        if self._streams is not None and (mended := self._streams.mend()):
+        if self._calls is not None and (mended := self._calls.streams.mend()):
             self._log.tell(f"A tool or environment closed {' and '.join(mended)}; the run has opened it again.")
         self._log.tell_news()
         if failed:
@@ -489,9 +487,6 @@ class Trajectories(Plugin):
         if self._calls is not None:
             self._calls.stop()
             self._calls = None
-        if self._streams is not None:
-            self._streams.close()
-            self._streams = None
 
 
 @dataclass

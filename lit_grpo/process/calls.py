@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from lit_grpo.process.loops import USERS_LOOP, EventLoop
+from lit_grpo.process.streams import KeptStreams
 from lit_grpo.process.terminal import error_text
 
 _T = TypeVar("_T")
@@ -72,11 +73,13 @@ class Calls:
         num_threads: How many calls that are not async run at a time, and as many of those that are ``apart``.
         of: What is called, for messages.
         remedy: What to do if too many calls hang, for messages.
+
+    Attributes:
+        streams: Standard output and error, to be opened again after a call has closed them.
     """
 
-    def __init__(
-        self, num_threads: int, of: str = "environments or tools", remedy: str = "let them end by themselves"
-    ) -> None:
+    def __init__(self, num_threads: int, of: str, remedy: str) -> None:
+        self.streams = KeptStreams()
         self._num_threads = num_threads
         self._of, self._remedy = of, remedy
         self._keeper = EventLoop("lit_grpo-calls")
@@ -235,6 +238,7 @@ class Calls:
     def stop(self) -> None:
         """Cancel what waits, and end the threads; one whose call goes on is left alone."""
         self._keeper.close(wait_s=_END_S)
+        self.streams.close()
         for thread in self._idle:
             thread.end()
 

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 from lit_grpo.limits import Count, Limit, checks_arguments
 from lit_grpo.process.calls import Calls, CallTimeout
 from lit_grpo.process.processes import ProcessEnded
-from lit_grpo.process.streams import KeptStreams
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
@@ -99,7 +98,6 @@ class RewardRunner:
         self._pending: list[_Submission] = []  # in the order of arrival
         self._warned: set[str] = set()
         self._calls: Calls | None = None
-        self._streams: KeptStreams | None = None
         self._told_of_streams = False
 
     def submit(self, *groups: RolloutGroup) -> None:
@@ -109,7 +107,7 @@ class RewardRunner:
             return
         if self._calls is None:
             remedy = "let them end by themselves, or set process: true for the reward"
-            self._calls, self._streams = Calls(self._num_workers, "reward functions", remedy), KeptStreams()
+            self._calls = Calls(self._num_workers, "reward functions", remedy)
         surroundings = Surroundings(self.state, self.metrics.log)
         # In this thread, not on the loop's: a thread that is in torch when the interpreter exits aborts the process.
         arguments = [[function.arguments(group, surroundings) for group in groups] for function in self.functions]
@@ -146,7 +144,7 @@ class RewardRunner:
 
     def _mend_streams(self) -> None:
         """Open standard output and error again if a function has closed them, and warn once."""
-        mended = [] if self._streams is None else self._streams.mend()
+        mended = [] if self._calls is None else self._calls.streams.mend()
         if mended and not self._told_of_streams:
             self._told_of_streams = True
             warnings.warn(
@@ -166,9 +164,6 @@ class RewardRunner:
         if self._calls is not None:
             self._calls.stop()
         self._calls = None
-        if self._streams is not None:
-            self._streams.close()
-        self._streams = None
 
     async def _score(
         self, calls: Calls, groups: Sequence[RolloutGroup], arguments: list[list[Arguments]]
