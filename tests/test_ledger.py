@@ -150,6 +150,15 @@ def test_a_request_is_in_work_once() -> None:
         ledger.enter([request(1), request(1)], {})
 
 
+def test_a_request_that_has_been_asked_is_of_its_group_before_it_takes_part() -> None:
+    """A plug-in that fills up a group once nothing of it is left sees the branches that an earlier answer has asked."""
+    ledger = make(1, NoLengths(), None, request(0))
+    ledger.ask(request(1))
+    ledger.admit(1)
+    ledger.remove(request(0).key)
+    assert ledger.num_of(request(1).group) == 1
+
+
 def test_what_comes_back_from_its_environment_is_first_and_what_has_never_been_queued_is_last() -> None:
     first, second, third = request(0), request(1), request(2)
     ledger = RequestLedger()
