@@ -237,10 +237,10 @@ class Play:
         plugin = Environments(factory=case.environment(), retries=1, lock_step=case.lock_step)
         mode = MODES[case.mode]
         self.session = RolloutSession({"environments": plugin} | ({} if mode is None else {"mode": mode}))
-        (worker,) = self.session.plugins.values()
-        worker.prepare(chat_tokenizer(), {})  # pyright: ignore[reportAttributeAccessIssue]
+        worker: Any = self.session.plugins["environments"]
+        worker.prepare(chat_tokenizer(), {})
         self.generator = CutOff(self._says, cut_at)
-        self.loader = PromptLoader(prompts_of(worker, case.rows), BATCH_SIZE, seed=case.seed)  # pyright: ignore
+        self.loader = PromptLoader(prompts_of(worker, case.rows), BATCH_SIZE, seed=case.seed)
         self.session.prepare(RunFacts(BATCH_SIZE, NUM_GENERATIONS, SAMPLING.max_tokens, 1, SAMPLING.max_observed))
         self.loader.plug_in(None, None, on_demand=self.session.mode.carries)
         self.rewards = RewardRunner([*worker.rewards, RewardFunction.of(audit, "audit")])

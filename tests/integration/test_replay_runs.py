@@ -168,7 +168,7 @@ def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp
         for one, two in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
             assert torch.equal(one, two)
         assert resumed.learner.state.history.records == history
-        assert repr(other.state_dict()["workers"]) == repr(scheduler.state_dict()["workers"])
+        assert repr(other.state_dict()["plugins"]) == repr(scheduler.state_dict()["plugins"])
 
 
 @pytest.mark.parametrize("mode", table_rows(["periodic", "asynchronous:max_staleness=1"], ["periodic"]))

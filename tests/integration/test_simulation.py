@@ -59,7 +59,7 @@ def check(policy_folder: Path, plan: str, kv_tokens: int | None, points: tuple[i
     """Decode a trace with a model and without; return how often a completion was set aside."""
     trace, num_slots = make_trace(len(plan)), 7
     lengths = KnownLengths(trace.jobs, np.ceil(0.3 * noisy(trace.lengths, 0.6)))  # so that memory runs out
-    simulated = simulate(trace, find_plan(plan), Engine(num_slots, kv_tokens, Pieces()), lengths, points)
+    simulated = simulate(trace, plan, Engine(num_slots, kv_tokens, Pieces()), lengths, points)
     policy: Any = random_policy()
     generator = ForcedGenerator(dict(zip(trace.keys, trace.lengths.tolist(), strict=True)), num_slots)
     generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))

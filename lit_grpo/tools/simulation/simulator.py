@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lit_grpo.methods.plans import find_plan
 from lit_grpo.plugins import Listener
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
@@ -237,7 +238,7 @@ def simulate(
 
     Args:
         trace: What is decoded; everything waits from the start.
-        plan: As in :func:`lit_grpo.scheduling.plans.make_plan`.
+        plan: A plan, or the name of one that ships, with options or without, as in ``rollout.plan``.
         engine: What decodes.
         lengths: What is thought of the lengths; nothing by default.
         points: As in :class:`RolloutLoop`.
@@ -246,7 +247,7 @@ def simulate(
     recorder, buffer = _Recorder(), RolloutBuffer()
     generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
     buffer.open(_requests(trace))
-    stats = RolloutLoop(generator, buffer, plan, lengths, [recorder], points).run(buffer.ready)
+    stats = RolloutLoop(generator, buffer, find_plan(plan), lengths, [recorder], points).run(buffer.ready)
     ends = np.array([recorder.ends[key] for key in trace.keys])
     return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_set_aside)
 
