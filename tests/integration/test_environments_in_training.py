@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import torch
 from test_environment_adapters import Counting, Die, Higher
+from test_environments import Guess, play, worker_of
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
 
 import lit_grpo
 from benchmarks.conversations import chat_tokenizer, chatty_policy
@@ -26,6 +29,7 @@ from lit_grpo.environments.adapters import OpenEnv
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.plugins import CannotGoOn
+from lit_grpo.ranks import Ranks
 from lit_grpo.tasks import Catch
 from lit_grpo.tools.commands.doctor import main as doctor
 from lit_grpo.tools.dashboard.report import read_folder
@@ -444,3 +448,22 @@ def test_a_run_whose_environment_is_gone_for_good_is_saved_and_ends(folder: str,
         train(folder, rows, None, max_steps=20, factory=Going, max_turns=2, retries=0)
     kept = torch.load(tmp_path / "runs" / "grpo" / "checkpoints" / "last.ckpt", weights_only=True)
     assert 5 <= kept["global_step"] < 12
+
+
+def count_on_a_rank(rank: int, folder: str) -> None:
+    """Play one trajectory on the first rank and three on the second; write the metrics of both ranks together."""
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
+    worker = worker_of(Guess)
+    play(worker, num_generations=1 + 2 * rank)
+    own, both = worker.metrics(lambda counts: [counts]), worker.metrics(Ranks().gather)
+    Path(folder, f"{rank}.json").write_text(json.dumps([own, both]))
+    distributed.destroy_process_group()
+
+
+def test_metrics_of_environments_are_those_of_all_ranks(tmp_path: Path) -> None:
+    spawn(count_on_a_rank, (str(tmp_path),), nprocs=2)
+    (first, both), (second, both_there) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    calls, turns = "environments/tool_calls", "environments/turns"
+    assert second[calls] == 3 * first[calls] > 0
+    assert both[calls] == both_there[calls] == first[calls] + second[calls]
+    assert both[turns] == both_there[turns] == (first[turns] + 3 * second[turns]) / 4
