@@ -28,9 +28,6 @@ by chance. *Length* is the mean number of tokens of a completion in the
 last quarter of the updates, *CPU s* the seconds of rollouts and updates; those of `mt_grpo`, `capo` and `copo` were
 measured beside other work, which doubled them. All policies are small; what a large model would show is not known.
 
-`capo` and `copo` have been mended by their papers' code and measured again on `demo` and `knights`. On `word_problems`
-there are no figures of them as they are now.
-
 Rows that are named by what they set (`groups of 4`, `half as many completions`, `two iterations`, `loss grpo`) have no
 method: what a method gives that sets the same is its difference from them. `half as many completions` is what forking
 ones begin with on tasks of several turns.

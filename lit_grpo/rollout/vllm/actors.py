@@ -186,13 +186,14 @@ class ActorServer:
 
 
 def start_actors(
-    model: Path, *, num_servers: int, options: Mapping[str, Any], deadline: float, **server: Any
+    model: Path, *, num_servers: int, restarts: int, options: Mapping[str, Any], deadline: float, **server: Any
 ) -> list[ActorServer]:
     """Start servers in actors of the cluster that this process belongs to, or finds, or else starts.
 
     Args:
         model: The folder with configuration and tokenizer, whose files are sent to the actors.
         num_servers: How many to start.
+        restarts: How often Ray starts an actor again that has died, unless ``options`` say so.
         options: Of each actor, as Ray takes them.
         deadline: Until when Ray may take to start them (of ``time.monotonic``).
         **server: The other arguments of :class:`Host`.
@@ -205,7 +206,7 @@ def start_actors(
     files = {str(path.relative_to(model)): path.read_bytes() for path in model.rglob("[!.]*") if path.is_file()}
     caller = ray.get_runtime_context().get_node_id()
     try:
-        kind = ray.remote(Host).options(**options)
+        kind = ray.remote(Host).options(**{"max_restarts": restarts, **options})
     except (TypeError, ValueError) as error:
         raise ValueError(f"ray is {dict(options)}, which no actor of Ray can have: {error}") from error
     actors: list[Any] = [

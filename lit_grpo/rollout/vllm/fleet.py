@@ -443,7 +443,8 @@ class Fleet:
                 num_servers=self.num_servers,
                 server_args=dict(server_args),
                 token=self.token,
-                options={"max_restarts": self.restarts, **self.ray},
+                restarts=self.restarts,
+                options=self.ray,
                 deadline=deadline,
             )
         for process in processes:
