@@ -87,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
     "tasks": {"data", "limits", "process", "rewards"},
     "tools.dashboard": {"types", "process", "findings"},
     "tools.migration": set(),
-    "tools.simulation": {"types", "plugins", "scheduling", "scheduling.plans", "rollout"},
+    "tools.simulation": {"types", "plugins", "scheduling", "scheduling.plans", "methods.plans", "rollout"},
     "module": {
         *UTILITIES,
         *("findings", "metrics", "checks", "strategies", "settings", "checkpoints", "evaluation", "policy", "optim"),
