@@ -408,10 +408,9 @@ class GRPOModule(EvaluationModule):
             self._rewarded.load_state_dict(rewarded)
             self._collapse.load_state_dict(collapse)
             self._lessons.load_state_dict(lessons)
-            if "reward_curves" in checkpoint:  # an earlier version has kept none
-                training, held_out = checkpoint["reward_curves"]
-                self.reward_curves.load_state_dict(training)
-                self.held_out_curves.load_state_dict(held_out)
+            training, held_out = checkpoint["reward_curves"]
+            self.reward_curves.load_state_dict(training)
+            self.held_out_curves.load_state_dict(held_out)
             self._told_before = checkpoint["told"]
 
     def check_base(self, checkpoint: Mapping[str, Any]) -> None:

@@ -687,7 +687,7 @@ def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_to
         is_away = lambda _: bool(begun) and any(each.num_turns for each in worker.drivers.values())  # noqa: B023, E731
         RolloutLoop(generator, buffer, listeners=[worker]).run(is_away)
         buffer.learnt()
-        ((key, places),) = worker.state_dict()["sessions"]
+        ((key, places),) = worker.state_dict()["trajectories"]
         assert key == ["train/0", 0, (0,)] and {state for _, state in places} == {None}  # no agent outlives a kill
         generator.version = version
         goes_on.set()

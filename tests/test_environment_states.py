@@ -133,7 +133,7 @@ def test_a_later_state_that_cannot_be_kept_is_told_once_with_a_count(
 ) -> None:
     worker, buffer = cut_off(type("Odd", (Counter,), {"_odd": [odd], "_odd_from": 1}), num_samples=2)
     states = worker.state_dict(), worker.state_dict()
-    assert all({state for _, state in places} == {None} for kept in states for _, places in kept["sessions"])
+    assert all({state for _, state in places} == {None} for kept in states for _, places in kept["trajectories"])
     (told,) = [record.getMessage() for record in caplog.records if "cannot be kept" in record.getMessage()]
     assert told.startswith(
         "2 of 2 unfinished trajectories cannot be kept in a checkpoint, and begin again where the run"

@@ -714,7 +714,7 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     worker, buffer = next(found for found in (cut_off() for _ in range(50)) if found is not None)
     buffer.learnt()  # else a checkpoint has what there was before the rollout
     kept, saved = worker.state_dict(), buffer.state_dict()
-    assert [[state is not None for _, state in places] for _, places in kept["sessions"]] == [[restored]] * 2
+    assert [[state is not None for _, state in places] for _, places in kept["trajectories"]] == [[restored]] * 2
     worker.close()
 
     worker, buffer = worker_of(kind), RolloutBuffer(rule)
@@ -807,7 +807,7 @@ def test_a_state_that_cannot_be_said_does_not_keep_a_checkpoint_from_being_saved
     buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 1, SAMPLING, 0))
     begun = lambda _: any(each.num_turns and not each.waits for each in worker.drivers.values())  # noqa: E731
     RolloutLoop(Scripted(chat_tokenizer(), counting), buffer, listeners=[worker]).run(begun)
-    ((_, places),) = worker.state_dict()["sessions"]
+    ((_, places),) = worker.state_dict()["trajectories"]
     assert {state for _, state in places} == {None}
     worker.close()
 

@@ -319,6 +319,26 @@ def test_a_server_outlives_the_thread_that_asked_for_it(tmp_path: Path, monkeypa
     assert server.process.returncode == -signal.SIGTERM
 
 
+def test_workers_of_a_server_that_was_killed_end_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may go on where its server is gone, with all its memory."""
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\nsleep 600 &\necho $!\nwait\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(fake))
+    server = ServerProcess(tmp_path, {}, {}, "t" * 32)
+    while not (said := server.log.read_text().split()):
+        time.sleep(0.01)
+    worker = Path("/proc", said[0], "stat")
+    assert worker.exists()
+    server.process.kill()
+    deadline = time.monotonic() + 10
+    while worker.exists() and worker.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not worker.exists() or worker.read_text().split()[2] == "Z"  # where nobody collects the children of others
+    server.stop()
+    server.log.unlink()
+
+
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

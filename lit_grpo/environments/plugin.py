@@ -459,8 +459,8 @@ class Trajectories(Plugin):
         it is how many of each tool have failed.
         """
         places = self._places()
-        sessions = [[list(key), [[each.token_ids, each.state] for each in places[key]]] for key in places]
-        return {"sessions": sessions, "tool_calls": self._log.tool_calls.state_dict()}
+        trajectories = [[list(key), [[each.token_ids, each.state] for each in places[key]]] for key in places]
+        return {"trajectories": trajectories, "tool_calls": self._log.tool_calls.state_dict()}
 
     def _places(self) -> dict[Key, list[Snapshot]]:
         """Return where each trajectory can go on, the latest place last."""
@@ -473,10 +473,9 @@ class Trajectories(Plugin):
         """Go on from a checkpoint; trajectories whose environments cannot be restored begin again, and are counted."""
         self._kept = {
             (name, visit, tuple(path)): [Snapshot(tuple(path), token_ids, kept) for token_ids, kept in places]
-            for (name, visit, path), places in state["sessions"]
+            for (name, visit, path), places in state["trajectories"]
         }
-        if "tool_calls" in state:  # an earlier version has kept none
-            self._log.tool_calls.load_state_dict(state["tool_calls"])
+        self._log.tool_calls.load_state_dict(state["tool_calls"])
 
     def close(self) -> None:
         """End all environments, and what calls them."""

@@ -210,7 +210,10 @@ def _free_port(host: str, port: int | None) -> int:
 
 
 def _from_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Start a process from a thread that lives as long as it: for Linux the parent's end is the end of that thread."""
+    """Start a process from a thread that lives as long as it: for Linux the parent's end is the end of that thread.
+
+    Workers that the process leaves running are ended after it.
+    """
     started: Future[subprocess.Popen[bytes]] = Future()
 
     def run() -> None:
@@ -219,8 +222,10 @@ def _from_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subp
         except BaseException as error:
             started.set_exception(error)
             return
-        while started.result().poll() is None:
+        while (process := started.result()).poll() is None:
             time.sleep(1.0)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # at once, while no other group can have this number
 
     threading.Thread(target=run, daemon=True, name="lit_grpo-server").start()
     return started.result()
