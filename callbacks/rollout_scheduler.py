@@ -39,20 +39,21 @@ class RolloutScheduler(pl.Callback):
             the order of arrival; ``balanced`` and ``infinite_sampling`` deal lists of about equal length onto the
             slots, as even as an ``epsilon`` asks for (``balanced:epsilon=0.05``; 0.02 by default). A plan of your own,
             a :class:`lit_grpo.scheduling.plans.Plan`, is its class path.
-        predict_lengths: Learn the lengths of completions from the policy's hidden states and from earlier visits of
-            the same prompts.
-        prediction_points: After how many tokens the policy's hidden state is looked at; 0 is the prompt's end. By
-            default 0, 8, 32 and 64, as far as ``sampling.max_tokens`` reaches.
-        min_correlation: The rank correlation of predicted with actual lengths from which on they are followed; of a
-            probe's within groups, for these are what it is to tell apart.
-        probe_tokens: Decode so many tokens of every completion before any goes on, so that the plan can tell those of
-            one prompt apart (Infinite Sampling, arXiv 2506.22950); with a list, to each of its numbers of tokens in
-            turn, so that all completions share the slots evenly. ``auto`` takes what would have saved most steps in the
-            rollouts so far: one of ``prediction_points``, time slices, or 0, which is no probe.
-        plugins: Methods of papers, each by its name or the class path of a :class:`lit_grpo.plugins.Plugin`, with
-            fields where they are to be set: ``[april, {knapsack: {budget: 256}}]``. docs/modes.md and docs/budgets.md
-            have all that ship. By default none: rollouts are synchronous, every prompt gets ``num_generations``
-            completions, and the policy learns from all of them.
+        predict_lengths: Predict the lengths of completions from the policy's hidden states and from earlier completions
+            of the same prompts.
+        prediction_points: Numbers of sampled tokens after which a length is predicted from the policy's hidden state; 0
+            is the prompt's end. By default 0, 8, 32 and 64, up to ``sampling.max_tokens``.
+        min_correlation: Min rank correlation of predicted and actual lengths at which the plan uses predictions. For a
+            probe the correlation within groups counts, because a probe is to order the completions of one prompt.
+        probe_tokens: Number of tokens to decode of every completion before any continues, so that the plan can order
+            the completions of one prompt by predicted length (Infinite Sampling, arXiv 2506.22950). With a list, all
+            completions are decoded to each of its numbers in turn, so that they share the slots evenly. ``auto`` takes
+            the value that would have saved most decode steps in the rollouts so far: one of ``prediction_points``, time
+            slices, or 0, which is no probe.
+        plugins: Methods of papers, each by its name or the class path of a :class:`lit_grpo.plugins.Plugin`, optionally
+            with its fields: ``[april, {knapsack: {budget: 256}}]``. docs/modes.md and docs/budgets.md have all that
+            ship. By default none: rollouts are synchronous, every prompt gets ``num_generations`` completions, and the
+            policy is trained on all of them.
     """
 
     def __init__(

@@ -26,29 +26,30 @@ EXACT_RELATIVE_GAP, ROUNDED_RELATIVE_GAP = 0.02, 0.1
 
 
 class WeightSync(pl.Callback):
-    """Hand the policy's weights over before the first rollout and after every update, and prove that they arrived.
+    """Send the policy's weights to the generator before the first rollout and after every update, and verify them.
 
-    The generator must hold every tensor of the policy with the content that was sent (digests are compared), and answer
-    with the policy's version. Then every engine scores some hundred given tokens, whose log-probs must be the policy's
+    The generator must hold every tensor of the policy with the content that was sent (digests are compared), and report
+    the policy's version. Then every engine scores some hundred given tokens, whose log-probs must match the policy's
     (see :class:`lit_grpo.rollout.proof.SyncProof`). If not, the run stops, and the generator refuses to sample. A
     generator without weights of its own scores nothing. Before the first step on a batch, the log-probs that it was
     sampled with are compared with the policy's.
 
     Args:
-        max_logprob_gap: How far, in nats and on average, the log-probs of a batch's tokens may be from the policy's. A
-            sampler in bfloat16 beside a policy in float32 stays below a tenth of this.
-        max_token_gap: How far, in nats, the log-prob of one token may be from the policy's; one token in a thousand may
-            be further off, and none 20 times as far. Like ``max_logprob_gap`` it applies to completions that the
-            present version sampled from their first token. With ``model.objective.correction`` a larger gap only warns.
-            ``auto`` is 0.05 where the generator decodes with the policy's own weights in float32, since gaps are then
-            about 1e-5, and 2 elsewhere, for bfloat16 and engines with other kernels.
-        max_relative_gap: How far the log-probs of the given tokens may be from the policy's on average, relative to
-            their spread. In bfloat16 it is about 0.01, in float32 1e-6. ``auto`` is 0.02 where policy and engine
-            compute in float32, which shows an engine that computes a model in another way than transformers, and 0.1
-            elsewhere.
-        max_gap_growth: How much the rounding error that would explain the gap may grow, as a multiple of the largest at
-            earlier syncs. It shows weights that lack one small update. If it grows more, all weights are sent once
-            more, and then it may be twice as large.
+        max_logprob_gap: Max mean difference, in nats per token, between a batch's log-probs from the generator and from
+            the policy. With a generator in bfloat16 and a policy in float32, the difference stays below a tenth of the
+            default.
+        max_token_gap: Max difference, in nats, between one token's log-prob from the generator and from the policy. One
+            token in a thousand may differ by more, and none by 20 times as much. Like ``max_logprob_gap`` it applies to
+            completions that the present version sampled from their first token. With ``model.objective.correction`` a
+            larger difference only warns. ``auto`` is 0.05 if the generator decodes with the policy's own weights in
+            float32, since differences are then about 1e-5, and 2 for bfloat16 and for engines with other kernels.
+        max_relative_gap: Max mean difference between the engine's and the policy's log-probs of the given tokens,
+            relative to their spread. It is about 0.01 in bfloat16 and 1e-6 in float32. ``auto`` is 0.02 if policy and
+            engine compute in float32, which detects an engine that computes a model differently from transformers, and
+            0.1 if not.
+        max_gap_growth: Max growth of the rounding error that would explain the difference, as a multiple of the largest
+            at earlier syncs. It detects weights that lack one small update. If the error grows more, all weights are
+            sent once more, and then it may be twice as large.
     """
 
     @checks_arguments("weight_sync.")

@@ -78,45 +78,46 @@ class GRPOModule(EvaluationModule):
             Hugging Face id of a causal language model with safetensors, or of a LoRA adapter for one. Also a GGUF file,
             and ``smollm2`` after ``python -m lit_grpo smollm2``. From Python also a loaded model (or ``PeftModel``), or
             a pair of it and its tokenizer.
-        generator: What decodes completions.
+        generator: The generator that decodes completions.
         rewards: Reward functions; a rollout's reward is their weighted sum. From Python also functions, and paths.
-        keep_special_tokens: Whether the text of a completion that reward functions get has special tokens of the
-            tokenizer, such as ``<think>`` where it is one. Without it they are left out of the text; the tokens that
-            end a completion always are.
+        keep_special_tokens: Keep the tokenizer's special tokens, such as ``<think>`` if it is one, in the completion
+            text that reward functions get. By default they are left out of the text. The tokens that end a completion
+            are always left out.
         on_reward_error: ``raise`` stops the run when a reward function fails; ``none`` counts it as no
             reward for the rollouts concerned.
         reward_timeout_s: Seconds after which a call of a reward function counts as failed.
-        reward_workers: How many calls of reward functions that are not ``async`` run at a time, in threads.
+        reward_workers: Number of threads that call reward functions which are not ``async``.
         num_generations: G, the completions per prompt.
-        sampling: How completions are sampled for training. Truncation (top_p, top_k, min_p) is refused
-            here, because the objective needs the log-probs of the distribution sampled from.
+        sampling: Sampling parameters for training. Truncation (top_p, top_k, min_p) is refused here, because the
+            objective needs the log-probs of the distribution sampled from.
         eval_num_generations: Completions per prompt in validation and test.
-        eval_sampling: How completions are sampled in validation, test and predict; as in training by default.
-        pass_at_k: The k of the pass@k reported in validation; each at most ``eval_num_generations``.
-        pass_threshold: A completion passes when the function of ``pass_reward`` gives at least this.
-        pass_reward: The name of the reward function that decides who passes, which may be an environment's own; by
-            default the first of ``rewards``.
-        advantages: How rewards become advantages.
-        objective: What an optimizer step minimises.
-        num_iterations: How often a rollout batch is gone through.
-        num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
-        max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and a prompt with some of
-            its completions or by itself. ``auto`` estimates it from the free memory, and halves it and begins
-            the step again when memory runs out all the same.
-        sequence_parallel_size: How many ranks share the tokens of a micro-batch (Ulysses), for sequences that are too
-            long for one; each takes all of them in attention, for its part of the heads.
-        max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.
-        max_skipped_updates: An update whose loss or gradient is not finite changes no weight and is counted in
-            ``update/skipped``; so many of them in a row end the run. Of the first few the rollouts are written to the
-            run's folder, ``broken-update-N-rank-R.safetensors``.
+        eval_sampling: Sampling parameters for validation, test and predict; those of training by default.
+        pass_at_k: Values of k for which validation reports pass@k; each at most ``eval_num_generations``.
+        pass_threshold: A completion is correct if the reward function named by ``pass_reward`` returns at least this
+            value.
+        pass_reward: Name of the reward function that decides whether a completion is correct, for pass@k; it may be an
+            environment's own reward. By default the first of ``rewards``.
+        advantages: Computing advantages from rewards.
+        objective: The loss that an optimizer step minimises.
+        num_iterations: Number of passes over each rollout batch (mu in the GRPO paper; TRL's ``num_iterations``).
+        num_minibatches: Number of optimizer steps per pass over a rollout batch; its prompts are divided among them.
+        max_tokens_per_micro_batch: Max tokens per micro-batch: completions, and a prompt with some of its completions
+            or by itself. ``auto`` estimates it from the free memory; if memory runs out all the same, it halves the
+            number and restarts the step.
+        sequence_parallel_size: Number of ranks that split the tokens of a micro-batch (Ulysses), for sequences that are
+            too long for one rank. In attention each rank processes all tokens, for its part of the heads.
+        max_grad_norm: Max gradient norm, to which larger gradients are clipped; 0 does not clip.
+        max_skipped_updates: Number of skipped updates in a row that ends the run. An update whose loss or
+            gradient is not finite is skipped: it changes no weight and is counted in ``update/skipped``. The rollouts
+            of the first few are written to the run's folder, as ``broken-update-N-rank-R.safetensors``.
         optimizer: Any torch optimizer; AdamW with a learning rate of 1e-6 by default.
         lr_scheduler: Any torch LR scheduler, stepped once per optimizer step; constant by default.
-        dtype: What the policy's weights are loaded in. Keep float32 and choose the compute precision with
+        dtype: Data type of the policy's weights. Keep float32 and choose the compute precision with
             ``trainer.precision``: bfloat16 weights lose updates of a learning rate of 1e-6 to rounding.
         lora: Train LoRA adapters instead of all weights; needs peft. The KL term's reference is then the policy without
             them, so it takes no memory. A policy that is an adapter of peft already (of SFT, say) is trained on as it
             is, with no ``lora`` or the same; the reference is then its base with the adapter as it was.
-        reference: Where the KL term's reference lives, and whether it moves.
+        reference: The reference policy of the KL term: its place in memory and its updates.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them; ``selective`` keeps
             the results of matrix products and of attention, and so costs little time.
         sampling_seed: With the same seed, data and weights a run samples the same completions. The command

@@ -109,14 +109,14 @@ class SamplingParams:
     """How completions are sampled.
 
     Args:
-        temperature: Divides the logits; 0 is greedy decoding (validation and predict only).
+        temperature: Temperature that divides the logits; 0 is greedy decoding (validation and predict only).
         top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: Keep this many most likely tokens; 0 keeps all.
-        min_p: Drop tokens less likely than this share of the likeliest one; 0 keeps all.
-        max_tokens: The most tokens that are sampled of one completion, the end-of-sequence token included.
+        min_p: Drop tokens whose probability is below this fraction of the likeliest token's; 0 keeps all.
+        max_tokens: Max number of sampled tokens per completion, including the end-of-sequence token.
         stop: A completion ends once its text contains one of these strings (which it keeps).
-        max_observed: The most tokens of one completion that the policy only reads, such as a tool's answers; they do
-            not count in ``max_tokens``.
+        max_observed: Max number of environment tokens per completion, such as tool results. They are masked from the
+            loss and do not count towards ``max_tokens``.
     """
 
     temperature: Annotated[float, Limit(least=0, finite=True)] = 1.0

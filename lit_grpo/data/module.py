@@ -50,33 +50,34 @@ class PromptDataModule(LightningDataModule):
     Python also a ``datasets.Dataset`` or a list of dicts, and for ``policy`` a loaded model with its tokenizer.
 
     Args:
-        policy: Whose tokenizer renders the prompts: ``tiny``, a folder or a hub id.
+        policy: The policy whose tokenizer renders the prompts: ``tiny``, a folder or a hub id.
         train: Source of the training prompts.
         validation: Source of the validation prompts; without it ``fit`` does not validate.
         test: Source of the test prompts.
         predict: Source of the prompts to complete with ``predict``.
-        batch_size: Prompts of one training iteration, on each rank; together no more than there are.
-        eval_batch_size: Prompts of one batch in validation, test and predict, on each rank.
+        batch_size: Prompts per training iteration and rank; over all ranks no more than there are training prompts.
+        eval_batch_size: Prompts per batch and rank in validation, test and predict.
         prompt_column: The column that holds the prompt, as text or as a list of chat messages
             (``{"role": ..., "content": ...}``). Content may be in parts of text (``{"type": "text", "text": ...}``),
             which are joined; earlier messages may hold tool calls and their answers.
         template: Text that makes the prompt of several columns, for instance
             ``"Question: {question} Answer:"``; ``prompt_column`` is then unused.
         system_prompt: A system message to begin every conversation with.
-        chat_template: Whether the tokenizer's chat template renders prompts. Without a value: where the
-            prompt is a list of messages, or ``system_prompt`` is given.
+        chat_template: Render prompts with the tokenizer's chat template. By default it renders prompts that are lists
+            of messages, and all prompts if ``system_prompt`` is set.
         chat_template_kwargs: Variables for the chat template, for instance ``enable_thinking: false``.
         continue_final_message: Continue conversations that end in an assistant message; they are unusable otherwise.
         split_special_tokens: Encode control tokens that a row's text spells, such as ``<|im_end|>``, as plain
             characters. By default they become control tokens, and a warning counts the rows. Earlier turns of the
-            assistant are left as they are. What tools, environments and agents say is always plain characters.
-        columns: New names for columns, as the reward functions know them: ``{answer: solution}`` hands
-            them the column ``solution`` as ``answer``. Prompts are made of the old names.
-        max_prompt_tokens: The longest prompt that is taken; prompts are never cut.
-        unusable_rows: Whether rows without a usable prompt (missing, empty, malformed or too long) are
-            an error (``refuse``) or are left out with a warning (``drop``).
-        shuffle: Whether each epoch goes through the training prompts in an order of its own.
-        seed: Of that order.
+            assistant are left as they are. Text from tools, environments and agents is always encoded as plain
+            characters.
+        columns: New names of columns for reward functions: ``{answer: solution}`` passes the column ``solution`` as
+            ``answer``. Prompts use the old names.
+        max_prompt_tokens: Max tokens per prompt; a longer prompt is unusable, and prompts are never cut.
+        unusable_rows: Rows without a usable prompt (missing, empty, malformed or too long) are an error (``refuse``) or
+            are left out with a warning (``drop``).
+        shuffle: Shuffle the training prompts in each epoch.
+        seed: Seed of the shuffling.
     """
 
     @checks_arguments("data.")

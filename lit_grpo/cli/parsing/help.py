@@ -21,12 +21,12 @@ OUR_TEXTS = {
     "print_config": "Show all settings and exit.",
     "seed_everything": "The seed of sampling and of the order of the prompts.",
     "ckpt_path": "The checkpoint to resume from: a path, or last for that of run.name.",
-    "trainer.max_steps": "Optimizer steps of the whole run, those before a checkpoint included.",
+    "trainer.max_steps": "Optimizer steps of the whole run, including those before its checkpoint.",
     "trainer.val_check_interval": "Training iterations from one validation to the next.",
     "trainer.devices": "Number of devices; each one is a rank, with a process of its own.",
-    "trainer.accelerator": "The kind of the devices.",
-    "trainer.strategy": "How several devices train one policy; fsdp2 shards it.",
-    "trainer.precision": "float32 by default; bf16-mixed is for GPUs that have bfloat16.",
+    "trainer.accelerator": "Type of device to train on.",
+    "trainer.strategy": "Strategy for training on several devices; fsdp2 shards the policy.",
+    "trainer.precision": "Compute precision: float32 by default; bf16-mixed is for GPUs with bfloat16.",
 }
 """Help for fields whose own help, by Lightning or jsonargparse, names what does not apply here."""
 OUR_TYPES = {

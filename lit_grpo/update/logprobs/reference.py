@@ -1,4 +1,4 @@
-"""Where the KL term's reference lives, and whether it moves."""
+"""The reference policy of the KL term: its place in memory and its updates."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ SYNC_STEPS = 512
 
 @dataclass(frozen=True)
 class ReferenceSettings:
-    """The policy that the KL term holds on to; the first one, unless it moves.
+    """The reference policy of the KL term: the initial policy, unless ``mixup_alpha`` updates it.
 
     Args:
-        offload: Keep its weights in host memory; the device has them while a batch's log-probs under the reference are
-            computed, and not during the backward pass. Of no use on a CPU.
-        mixup_alpha: Moves the reference: to ``mixup_alpha x policy + (1 - mixup_alpha) x reference``, every
+        offload: Keep the reference's weights in host memory. The device has them only while a batch's log-probs under
+            the reference are computed, not during the backward pass. Of no use on a CPU.
+        mixup_alpha: Update the reference to ``mixup_alpha x policy + (1 - mixup_alpha) x reference``, every
             ``sync_steps`` optimizer steps (TR-DPO, arXiv 2404.09656; TRL's ``sync_ref_model`` and
             ``ref_model_mixup_alpha``, 0.6 there). In (0, 1]; 1 takes the policy as it is.
-        sync_steps: Optimizer steps from one move to the next.
+        sync_steps: Optimizer steps between two updates of the reference.
     """
 
     offload: bool = False

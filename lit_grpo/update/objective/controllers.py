@@ -16,11 +16,12 @@ class EntropyBonus:
     """A reward for undecided distributions: ``-coefficient x`` the mean entropy of a token is added to the loss.
 
     Args:
-        coefficient: Its weight; with a target, where it begins. 0 without a target computes no gradient of the entropy.
+        coefficient: Weight of the entropy bonus; its initial value if ``target`` is set. 0 without a target computes no
+            gradient of the entropy.
         target: Mean entropy, in nats, to hold: the coefficient grows by ``delta`` after a step at or below it, falls by
             ``delta`` after one above, and counts only while the entropy was at or below (Skywork-OR1, arXiv 2505.22312;
             TRL's ``use_adaptive_entropy``).
-        delta: Step of the coefficient.
+        delta: Change of the coefficient per step, if ``target`` is set.
         min_coefficient: The smallest coefficient under a target.
         max_coefficient: The largest coefficient under a target.
     """

@@ -40,16 +40,18 @@ KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 @dataclass(frozen=True)
 class KLTerm:
-    """How far the policy may leave the reference.
+    """The KL term of the loss, which keeps the policy near the reference.
 
     Args:
         beta: Weight of the KL term to the first policy; 0 loads no reference model.
-        estimator: ``k1``, ``k2`` or ``k3`` (Schulman).
-        place: ``loss`` adds it to every token's loss. ``reward`` takes its sum over a completion from the reward,
-            before advantages, with the log-probs that the completion was sampled with.
-        importance_weighted: Multiply it by the probability ratio, so that the gradient stays that of the divergence
-            on stale tokens (DeepSeek-V3.2, arXiv 2512.02556; TRL's ``use_bias_correction_kl``). In the loss only.
-        target: Adapt beta after every batch so that the mean KL of a token comes near this (arXiv 1909.08593).
+        estimator: KL estimator: ``k1``, ``k2`` or ``k3`` (Schulman).
+        place: ``loss`` adds the KL term to every token's loss. ``reward`` subtracts its sum over a completion from the
+            reward, before advantages, with the log-probs that the completion was sampled with.
+        importance_weighted: Multiply the KL term by the probability ratio, so that the gradient stays that of the
+            divergence on stale tokens (DeepSeek-V3.2, arXiv 2512.02556; TRL's ``use_bias_correction_kl``). In the loss
+            only.
+        target: Target of the mean KL per token; ``beta`` is adapted after every batch to approach it (arXiv
+            1909.08593).
         horizon: Completions over which an adaptive beta moves by at most a fifth.
     """
 

@@ -57,42 +57,44 @@ def _check_bounds(objective: Objective) -> None:
 
 @dataclass(frozen=True)
 class Objective:
-    """What an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names.
+    """The loss that an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names.
 
     Args:
-        loss: ``dapo`` (each token of the step alike; it clips at 0.2 on both sides, and DAPO's higher upper clip is
-            ``epsilon`` 0.2 and ``epsilon_high`` 0.28), ``grpo`` (each completion alike), ``dr_grpo``, ``gspo``,
-            ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md has each one's formula,
-            source and defaults. An objective of your own is the import path of a
+        loss: ``dapo`` (every token of the step has the same weight; clips at 0.2 on both sides; for DAPO's higher upper
+            clip set ``epsilon`` 0.2 and ``epsilon_high`` 0.28), ``grpo`` (every completion has the same weight),
+            ``dr_grpo``, ``gspo``, ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md
+            has each one's formula, source and defaults. An objective of your own is the import path of a
             :class:`lit_grpo.update.objective.recipes.Recipe`, as in ``my_file.ROW``.
-        ratio: What a probability ratio is taken over: ``token``, ``turn`` (all tokens between two answers of an
-            environment; Turn-PPO) or ``sequence``.
-        normalization: What a token counts: ``token`` (each token alike), ``sequence`` (each completion alike),
-            ``constant`` (by the limit on completion length) or ``sequence_sum`` (a completion by its length).
+        ratio: Unit over which the probability ratio is computed: ``token``, ``turn`` (all tokens between two answers of
+            an environment; Turn-PPO) or ``sequence``.
+        normalization: Weight of each token in the loss: ``token`` (equal for all tokens), ``sequence`` (equal for all
+            completions), ``constant`` (one over the limit on completion length) or ``sequence_sum`` (each completion
+            weighs as much as it has tokens).
         epsilon: How far the probability ratio may fall below 1 before it is clipped.
-        epsilon_high: How far it may rise above 1; ``epsilon`` where that is set alone. For ``cispo`` the largest
-            weight itself.
-        delta: Dual clip: the most that a ratio counts for a completion with a negative advantage.
-        parameters: What else the loss takes, by name, as in ``{temperature_positive: 1.5}`` for ``sapo``;
+        epsilon_high: How far the probability ratio may rise above 1 before it is clipped. If only ``epsilon`` is set,
+            its value is used. For ``cispo``, the largest weight itself.
+        delta: Dual clip: max probability ratio for a completion with a negative advantage.
+        parameters: Further parameters of the loss by name, as in ``{temperature_positive: 1.5}`` for ``sapo``;
             docs/objectives.md lists the parameters of each loss.
         kl: The KL term to the first policy.
         entropy: The entropy bonus.
-        correction: How the generator's log-probs are reconciled with the trainer's.
-        proximal: What ratios are taken to: ``sampled`` (the log-probs that tokens were sampled with), ``recomputed``
-            (the trainer's own before the first update on the batch), ``interpolated`` (between the sampler's and the
-            policy's now, by the age of a token; no forward pass) or ``snapshots`` (the trainer's own at the version
-            that sampled each token, whose weights the host keeps). By default ``recomputed`` with a correction, and
-            ``sampled`` without.
-        snapshot_gib: Host memory, in GiB, that the snapshots of one rank may take; by default its share of what is
-            free when training starts.
-        mask_truncated: Leave completions out that ended at the limit on their length; their advantages count in
-            their group, and they count as completions in the denominator.
-        top_entropy_quantile: Learn only from this share of a step's tokens, those with the highest entropy.
-        off_policy_threshold: Leave a completion with a negative advantage out where the policy's log-probs have fallen
-            by more than this, in nats per token, below those that it was sampled with.
-        off_policy_kl: Leave a completion without a positive advantage out whose estimated KL divergence of the sampler
-            from the policy, summed over its tokens, in nats, is not below this (F-TIS; 50 there).
-        step_size: How much of the learning rate an optimizer step gets.
+        correction: Importance-sampling correction for the difference between the generator's and the trainer's
+            log-probs.
+        proximal: Log-probs in the denominator of the probability ratio: ``sampled`` (those that tokens were sampled
+            with), ``recomputed`` (the trainer's own before the first update on the batch), ``interpolated`` (between
+            the behavior policy's and the current policy's, by the age of a token; no forward pass) or ``snapshots``
+            (the trainer's own at the version that sampled each token, whose weights are kept in host memory). By
+            default ``recomputed`` with a correction, and ``sampled`` without.
+        snapshot_gib: Max host memory, in GiB, for the snapshots of one rank; by default the rank's part of the memory
+            that is free when training starts.
+        mask_truncated: Leave completions that ended at the length limit out of the loss. Their rewards still count in
+            their group's advantages, and they still count as completions in the loss's denominator.
+        top_entropy_quantile: Fraction of a step's tokens to train on, those with the highest entropy.
+        off_policy_threshold: Leave out a completion with a negative advantage if the policy's log-probs are on average
+            more than this, in nats per token, below those that it was sampled with.
+        off_policy_kl: Leave out a completion without a positive advantage if its estimated KL divergence of the
+            behavior policy from the policy, summed over its tokens, in nats, is not below this (F-TIS; 50 there).
+        step_size: Fraction of the learning rate that an optimizer step uses.
     """
 
     loss: str = "dapo"
@@ -126,12 +128,12 @@ class Objective:
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """What the ratio is taken over."""
+        """The unit over which the probability ratio is computed."""
         return self.ratio or self.recipe.ratio
 
     @property
     def normalized_by(self) -> Normalization:
-        """What a token counts."""
+        """The weight of each token in the loss."""
         return self.normalization or self.recipe.normalization
 
     @property
@@ -150,7 +152,7 @@ class Objective:
 
     @property
     def proximal_policy(self) -> Proximal:
-        """What ratios are taken to."""
+        """The log-probs in the denominator of the probability ratio."""
         return self.proximal or ("recomputed" if self.correction.active else "sampled")
 
     @property

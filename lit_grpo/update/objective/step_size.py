@@ -18,13 +18,13 @@ StepSizeRule = Literal["fixed", "effective_samples"]
 
 @dataclass(frozen=True)
 class StepSize:
-    """How much of the learning rate an optimizer step gets.
+    """Fraction of the learning rate that an optimizer step uses.
 
     Args:
-        rule: ``fixed`` takes all of it. ``effective_samples`` takes ``sqrt(min(1, ess / full_ess))`` of it, where
-            ``ess`` is the effective sample size of the step's completions, as a share, under the weights policy /
-            sampler (VCPO, arXiv 2602.17616).
-        full_ess: From which share on the step is whole; 1 in VCPO.
+        rule: ``fixed``: use the full learning rate. ``effective_samples``: multiply it by ``sqrt(min(1, ess /
+            full_ess))``, where ``ess`` is the effective sample size of the step's completions, as a fraction of their
+            number, under the weights policy / behavior policy (VCPO, arXiv 2602.17616).
+        full_ess: Effective-sample-size fraction from which the full learning rate is used; 1 in VCPO.
     """
 
     rule: StepSizeRule = "fixed"
