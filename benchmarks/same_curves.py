@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.earlier_commit import earlier_commit
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
-BEFORE = "ad8b6fa"
-TASKS, SEEDS, UPDATES = ("arithmetic", "knights"), 3, 6
+BEFORE = "23f661f"
+TASKS, SEEDS, UPDATES = ("arithmetic", "knights", "calculator", "catch"), 3, 6
 MEASURED = ("time/", "perf/", "memory/", "lengths/", "epoch", "step")
 ORDER = ("rollout/",)
 """Figures of the order in which completions were decoded, which a length predictor decides."""
