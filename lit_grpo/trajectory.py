@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,14 +60,12 @@ def _array(values_T: Values, dtype: str) -> np.ndarray:
     return np.ascontiguousarray(values_T if detach is None else detach().cpu().numpy(), dtype=dtype)
 
 
-def _tensor(memory: bytearray, dtype: torch.dtype, begin: int, count: int) -> torch.Tensor:
-    """A tensor on that memory, from byte ``begin`` on; it may take part in autograd, wherever it is asked for."""
+def _tensor(values_T: np.ndarray) -> torch.Tensor:
+    """A tensor on the memory of an array; it may take part in autograd, wherever it is asked for."""
     import torch
 
     with torch.inference_mode(False):
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+        return torch.from_numpy(values_T)
 
 
 class Trajectory:
@@ -81,6 +78,9 @@ class Trajectory:
 
     A token takes eight bytes, and there are no tensors until they are asked for: ``logprobs_T`` is then the memory that
     is kept, the others are copies. Ids, log-probs and versions can be assigned as a whole.
+
+    Of its ``num_tokens`` a policy has sampled ``num_sampled``, and ``num_trained`` are learnt from. ``oldest_version``
+    is that of its oldest sampled token; None where there is none.
 
     Where its turns were sampled after other tokens than those before them here, such as a conversation whose earlier
     turns were written again without their reasoning, ``contexts`` has for each turn the tokens between the prompt and
@@ -95,7 +95,16 @@ class Trajectory:
         contexts: See above; none where every turn was sampled after all that is before it.
     """
 
-    __slots__ = ("_memory", "_num_tokens", "contexts", "entropy", "segments")
+    __slots__ = (
+        "_memory",
+        "contexts",
+        "entropy",
+        "num_sampled",
+        "num_tokens",
+        "num_trained",
+        "oldest_version",
+        "segments",
+    )
 
     def __init__(
         self,
@@ -106,9 +115,10 @@ class Trajectory:
         entropy: float = math.nan,
         contexts: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._memory, self._num_tokens = bytearray(), 0  # ids (int32), then log-probs (float32)
-        self.token_ids_T, self.logprobs_T = token_ids_T, logprobs_T
-        self.segments = _segments(versions_T, trained_T)
+        ids_T = _array(token_ids_T, "int32")
+        self.num_tokens = len(ids_T)
+        self._memory = bytearray(ids_T) + bytearray(_array(logprobs_T, "float32"))  # ids, then log-probs
+        self._set_segments(_segments(versions_T, trained_T))
         self.entropy = entropy
         self.contexts = tuple(map(tuple, contexts))
 
@@ -116,34 +126,25 @@ class Trajectory:
     def blank(cls, num_tokens: int) -> Trajectory:
         """Return so many tokens that mean nothing, where only lengths count; their version is 0."""
         trajectory = Trajectory()
-        trajectory._memory, trajectory._num_tokens = bytearray(8 * num_tokens), num_tokens
-        trajectory.segments = _uniform(num_tokens, 0, True) if num_tokens else ()
+        trajectory._memory, trajectory.num_tokens = bytearray(8 * num_tokens), num_tokens
+        trajectory._set_segments(_uniform(num_tokens, 0, True) if num_tokens else ())
         return trajectory
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, observed ones among them."""
-        return self._num_tokens
-
-    @property
-    def num_sampled(self) -> int:
-        """Number of tokens that a policy has sampled."""
-        return sum(segment.num_tokens for segment in self.segments if segment.version is not None)
+    def _set_segments(self, segments: tuple[Segment, ...]) -> None:
+        """Keep its segments, and what is counted of them."""
+        self.segments = segments
+        self.num_sampled = self.num_trained = 0
+        self.oldest_version: int | None = None
+        for num_tokens, version, trained in segments:
+            self.num_trained += num_tokens if trained else 0
+            if version is not None:
+                self.num_sampled += num_tokens
+                self.oldest_version = min(version, version if self.oldest_version is None else self.oldest_version)
 
     @property
     def num_observed(self) -> int:
         """Number of tokens that no policy has sampled."""
-        return sum(segment.num_tokens for segment in self.segments if segment.version is None)
-
-    @property
-    def num_trained(self) -> int:
-        """Number of tokens that are learnt from."""
-        return sum(segment.num_tokens for segment in self.segments if segment.trained)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The version of its oldest sampled token; None where there is none."""
-        return min((segment.version for segment in self.segments if segment.version is not None), default=None)
+        return self.num_tokens - self.num_sampled
 
     @property
     def newest_version(self) -> int | None:
@@ -151,28 +152,29 @@ class Trajectory:
         return max((segment.version for segment in self.segments if segment.version is not None), default=None)
 
     @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens, int32, and their log-probs, float32: the memory that is kept."""
+        ids_T = np.frombuffer(self._memory, np.int32, self.num_tokens)
+        return ids_T, np.frombuffer(self._memory, np.float32, offset=ids_T.nbytes)
+
+    @property
     def token_ids_T(self) -> torch.Tensor:
         """The tokens, int64; a copy."""
-        import torch
-
-        return _tensor(self._memory, torch.int32, 0, self._num_tokens).long()
+        return _tensor(self.arrays[0].astype(np.int64))
 
     @token_ids_T.setter
     def token_ids_T(self, token_ids_T: Values) -> None:
-        logprobs = self._memory[4 * self._num_tokens :]
-        self._memory, self._num_tokens = bytearray(_array(token_ids_T, "int32")) + logprobs, len(token_ids_T)
+        logprobs = self._memory[4 * self.num_tokens :]
+        self._memory, self.num_tokens = bytearray(_array(token_ids_T, "int32")) + logprobs, len(token_ids_T)
 
     @property
     def logprobs_T(self) -> torch.Tensor:
         """Their log-probs, float32; what is written to it is kept."""
-        import torch
-
-        begin = 4 * self._num_tokens
-        return _tensor(self._memory, torch.float32, begin, (len(self._memory) - begin) // 4)
+        return _tensor(self.arrays[1])
 
     @logprobs_T.setter
     def logprobs_T(self, logprobs_T: Values) -> None:
-        self._memory = self._memory[: 4 * self._num_tokens] + bytearray(_array(logprobs_T, "float32"))
+        self._memory = self._memory[: 4 * self.num_tokens] + bytearray(_array(logprobs_T, "float32"))
 
     @property
     def versions_T(self) -> torch.Tensor:
@@ -181,7 +183,7 @@ class Trajectory:
 
     @versions_T.setter
     def versions_T(self, versions_T: Values) -> None:
-        self.segments = _segments(versions_T)
+        self._set_segments(_segments(versions_T))
 
     @property
     def turns(self) -> list[list[int]]:
@@ -254,7 +256,11 @@ class Trajectory:
     @property
     def sampled_ids(self) -> list[int]:
         """The tokens of all turns, without those that were observed."""
-        return [token for turn in self.turns for token in turn]
+        token_ids: list[int] = self.token_ids_T.tolist()
+        sampled: list[int] = []
+        for begin, end in self.places_of_turns:
+            sampled += token_ids[begin:end]
+        return sampled
 
     @property
     def trained_T(self) -> torch.Tensor:
@@ -263,20 +269,19 @@ class Trajectory:
 
     def _spread(self, values: Sequence[int]) -> torch.Tensor:
         """Give each token the value of its segment, int64."""
-        import torch
-
-        counts = torch.tensor([segment.num_tokens for segment in self.segments], dtype=torch.int64)
-        return torch.tensor(values, dtype=torch.int64).repeat_interleave(counts)
+        counts = np.array([segment.num_tokens for segment in self.segments], np.int64)
+        return _tensor(np.repeat(np.array(values, np.int64), counts))
 
     def take(self, other: Trajectory) -> None:
         """Become what another is, and share its memory."""
-        self._memory, self._num_tokens = other._memory, other._num_tokens
-        self.segments, self.entropy, self.contexts = other.segments, other.entropy, other.contexts
+        self._memory, self.num_tokens = other._memory, other.num_tokens
+        self.entropy, self.contexts = other.entropy, other.contexts
+        self._set_segments(other.segments)
 
     def until(self, num_tokens: int) -> Trajectory:
         """Return its first tokens; ``entropy`` stays, as the best that is known of them."""
         part = Trajectory(self.token_ids_T[:num_tokens], self.logprobs_T[:num_tokens], entropy=self.entropy)
-        part.segments = _segments(self.versions_T[:num_tokens], self.trained_T[:num_tokens])
+        part._set_segments(_segments(self.versions_T[:num_tokens], self.trained_T[:num_tokens]))
         return part
 
     def thinned(self, kept: torch.Tensor) -> Trajectory:
@@ -289,7 +294,7 @@ class Trajectory:
         trained_T[trained_T.clone()] = kept
         places = trained_T.nonzero().flatten().tolist()
         part = self.until(places[-1] + 1 if places else 0)
-        part.segments = _segments(part.versions_T, trained_T[: part.num_tokens])
+        part._set_segments(_segments(part.versions_T, trained_T[: part.num_tokens]))
         return part
 
     def followed_by(
@@ -302,8 +307,8 @@ class Trajectory:
             entropy=self.entropy,
         )
         new = [OBSERVED if version is None else version] * len(token_ids)
-        whole.segments = _segments(
-            [*self.versions_T.tolist(), *new], [*self.trained_T.tolist(), *([True] * len(token_ids))]
+        whole._set_segments(
+            _segments([*self.versions_T.tolist(), *new], [*self.trained_T.tolist(), *([True] * len(token_ids))])
         )
         return whole
 
@@ -312,26 +317,17 @@ EMPTY = Trajectory()
 """Nothing yet; it is never written to."""
 
 
-@dataclass(frozen=True)
-class Branch:
+class Branch(NamedTuple):
     """Tokens that some sequences have in common, at the positions from ``begin`` to before ``end``.
 
-    Args:
-        parent: The number of the branch that ends where this one begins; None for one that begins at position 0.
-        begin: Of its first token.
-        end: The position after its last token.
-        members: The numbers of the sequences that pass through it, ascending.
+    ``parent`` is the number of the branch that ends where this one begins, None for one that begins at position 0, and
+    ``members`` are the numbers of the sequences that pass through it, ascending.
     """
 
     parent: int | None
     begin: int
     end: int
     members: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """At least one."""
-        return self.end - self.begin
 
 
 def prefix_tree(sequences: Sequence[np.ndarray], least: int = 1) -> list[Branch]:
@@ -346,6 +342,8 @@ def prefix_tree(sequences: Sequence[np.ndarray], least: int = 1) -> list[Branch]
         least: Fewer common tokens than these are left with each sequence, so that a branch of several members has at
             least so many.
     """
+    if len({sequence[:least].tobytes() for sequence in sequences}) == len(sequences):  # so that none shares so many
+        return [Branch(None, 0, len(own), (number,)) for number, own in enumerate(sequences) if len(own)]
     contents = [np.ascontiguousarray(sequence).tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=contents.__getitem__)  # those with a common prefix are neighbours
     common = [0, *(num_common(sequences[a], sequences[b]) for a, b in itertools.pairwise(order))]

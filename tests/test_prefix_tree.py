@@ -41,13 +41,13 @@ def test_a_tree_of_random_sequences(seed: int, least: int) -> None:
         assert [token for branch in parts for token in sequence[branch.begin : branch.end]] == sequence
     for branch in branches:
         texts = {tuple(sequences[member][: branch.end]) for member in branch.members}
-        assert len(texts) == 1 and branch.num_tokens >= (least if len(branch.members) > 1 else 1)
+        assert len(texts) == 1 and branch.end - branch.begin >= (least if len(branch.members) > 1 else 1)
     for number in range(len(branches)):  # depth-first: what descends from a branch follows it
         below = [place for place, other in enumerate(branches) if is_below(branches, other, number)]
         assert below == list(range(number + 1, number + 1 + len(below)))
     if least == 1:
         distinct = {tuple(sequence[: end + 1]) for sequence in sequences for end in range(len(sequence))}
-        assert sum(branch.num_tokens for branch in branches) == len(distinct)
+        assert sum(branch.end - branch.begin for branch in branches) == len(distinct)
 
 
 def is_below(branches: list[Branch], branch: Branch, above: int) -> bool:

@@ -204,7 +204,7 @@ def packed(
             PackedGroup(
                 groups[-1].end if groups else 0,
                 part.prefix_tokens,
-                tuple(branch.num_tokens for branch in tree),
+                tuple(branch.end - branch.begin for branch in tree),
                 carried_at=None if part.has_prompt else carried_tokens,
                 parents=tuple(branch.parent for branch in tree),
             )

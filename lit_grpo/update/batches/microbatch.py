@@ -177,10 +177,10 @@ def _bundles(group: Members, max_tokens: int, least_shared: int) -> list[_Bundle
     begun: set[int] = set()  # branches of the last bundle
     for member in sorted(range(len(paths)), key=paths.__getitem__):  # depth first
         path = paths[member]
-        more = 1 + sum(tree[number].num_tokens for number in path if number not in begun)
+        more = 1 + sum(tree[number].end - tree[number].begin for number in path if number not in begun)
         if begun.isdisjoint(path) or bundles[-1].num_tokens + more > max_tokens:
             begun.clear()
-            bundles.append(_Bundle([member], 1 + sum(tree[number].num_tokens for number in path)))
+            bundles.append(_Bundle([member], 1 + sum(tree[number].end - tree[number].begin for number in path)))
         else:
             bundles[-1] = _Bundle([*bundles[-1].members, member], bundles[-1].num_tokens + more)
         begun |= {*path}
