@@ -91,7 +91,7 @@ def test_each_hop_of_the_walk_is_there() -> None:
 def test_the_readme_is_read_in_five_minutes_and_the_written_pages_in_an_evening() -> None:
     made = {"architectures", "methods", "metrics", "migration"}  # of tables, to look things up in
     written = [page.stat().st_size for page in PAGES[1:] if page.stem not in made]
-    assert (ROOT / "README.md").stat().st_size <= 9_800 and sum(written) <= 145_500
+    assert (ROOT / "README.md").stat().st_size <= 9_800 and sum(written) <= 165_000
 
 
 def test_the_first_page_leads_to_the_answers_of_ten_questions() -> None:
