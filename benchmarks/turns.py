@@ -168,7 +168,7 @@ class LockStep(Environments):
 
     def on_idle(self) -> Answer | None:
         """All together."""
-        return self._answer() if len(self._events) == self._ledger.num_awaiting_env else None
+        return self._answer() if len(self._events) == len(self._ledger.awaiting_env) else None
 
 
 def ours(work: Work, lock_step: bool) -> Row:

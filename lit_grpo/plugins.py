@@ -94,7 +94,7 @@ class Listener:
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """A rollout begins; ``ledger`` tells what is in work for as long as it lasts.
 
-        ``ledger.awaiting_env`` are the requests that waited for their environments when the last rollout ended: a
+        ``ledger.awaiting_env`` has the requests that waited for their environments when the last rollout ended: a
         listener that held them answers for them in this one.
         """
 

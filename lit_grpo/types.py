@@ -22,6 +22,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -29,6 +30,7 @@ from lit_grpo.limits import Count, Limit, Number, check_fields
 from lit_grpo.trajectory import EMPTY, OBSERVED, Segment, Trajectory
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from lit_grpo.trajectory import Values
@@ -42,6 +44,7 @@ __all__ = [
     "FinishReason",
     "GroupKey",
     "Key",
+    "Observation",
     "PassRule",
     "Prompt",
     "PromptBatch",
@@ -52,6 +55,7 @@ __all__ = [
     "SamplingParams",
     "Segment",
     "Span",
+    "StepEvents",
     "Trajectory",
 ]
 
@@ -89,11 +93,11 @@ class Clock:
 
     slots: int = 0
     kv_limit: int | None = None
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    began: array[float] = field(default_factory=lambda: array("d"))
-    ended: array[float] = field(default_factory=lambda: array("d"))
-    kv_tokens: array[int] = field(default_factory=lambda: array("q"))
-    prefilled: array[int] = field(default_factory=lambda: array("q"))
+    steps: array[int] = field(default_factory=partial(array, "q"))
+    began: array[float] = field(default_factory=partial(array, "d"))
+    ended: array[float] = field(default_factory=partial(array, "d"))
+    kv_tokens: array[int] = field(default_factory=partial(array, "q"))
+    prefilled: array[int] = field(default_factory=partial(array, "q"))
 
     def add(self, steps: int, began: float, ended: float, kv_tokens: int, prefilled: int) -> None:
         """Note a call that took so many steps."""
@@ -343,6 +347,40 @@ class Completion(Trajectory):
 
     def __repr__(self) -> str:
         return f"Completion({self.request.key}, {self.num_tokens} tokens, {self.finish_reason!r}, {self.text!r})"
+
+
+@dataclass
+class Observation:
+    """Features of some completions when they have ``num_tokens`` tokens.
+
+    With 0 tokens they are features of prompts, which all completions of a prompt share: ``keys`` are then the first two
+    parts of a request's key. ``features`` (float32) has a row for each of ``keys``. From a generator with the ability
+    ``hidden_states`` a row is the last hidden state, the mean log-prob so far and the entropy of the next token.
+    """
+
+    keys: Sequence[Key] | Sequence[GroupKey]
+    num_tokens: int
+    features: np.ndarray
+
+
+@dataclass
+class StepEvents:
+    """What a step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the completions that finished.
+
+    ``num_steps`` is above 1 if the generator took several decode steps in which nothing finished. ``set_aside`` are
+    requests that had to leave because memory was short, with their tokens as prefixes; they can be submitted again.
+    ``message`` tells the user what went wrong, if anything. ``prefilled_tokens`` counts the prompt tokens that went
+    through the policy, if the generator knows.
+    """
+
+    num_active: int = 0
+    num_tokens: int = 0
+    num_steps: int = 1
+    prefilled_tokens: int = 0
+    finished: list[Completion] = field(default_factory=list)
+    set_aside: list[Request] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
+    message: str = ""
 
 
 @dataclass(slots=True)

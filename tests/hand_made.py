@@ -316,7 +316,7 @@ class Environment(Listener):
 
     def on_step(self, events: Any) -> Answer:
         self._step += 1
-        self.most_away = max(self.most_away, self.ledger.num_awaiting_env)
+        self.most_away = max(self.most_away, len(self.ledger.awaiting_env))
         return self._answer()
 
     def on_idle(self) -> Answer:

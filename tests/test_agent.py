@@ -575,10 +575,10 @@ class Drops(Listener):
         self.ledger = ledger
 
     def on_step(self, events: StepEvents) -> Answer | None:
-        return Answer(drop=self.ledger.decoding) if not events.finished else None
+        return Answer(drop=list(self.ledger.decoding)) if not events.finished else None
 
     def on_idle(self) -> Answer | None:
-        return Answer(drop=[request.key for request in self.ledger.awaiting_env]) if self.told else None
+        return Answer(drop=list(self.ledger.awaiting_env)) if self.told else None
 
 
 def dropped(worker: Trajectories, told: Sequence[Any], generator: Callable[..., Scripted] = Scripted) -> None:

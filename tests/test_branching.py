@@ -208,7 +208,11 @@ class RandomForks(Environment):
         ended = {each.request.key for each in events.finished}
         forks = {key: [path] for key in self.ledger.decoding if key not in ended and (path := self._path(key))}
         self.forked |= {(*key[:2], path) for key, (path,) in forks.items()}
-        submit = [each for request in self.ledger.awaiting_env for each in self._within(request, request.prefix, 1)]
+        submit = [
+            each
+            for entry in self.ledger.awaiting_env.values()
+            for each in self._within(entry.request, entry.request.prefix, 1)
+        ]
         return Answer(go_on=answer.go_on, fork=forks, submit=submit)
 
     def on_completion(self, completion: Completion) -> Answer:

@@ -33,7 +33,7 @@ METRICS = {"reward": 0.8123, "val/pass@1": 0.941, "tokens/s": 2312.4, "peak_GiB"
 
 def at_work(done: int) -> RolloutCount:
     flight: Any = SimpleNamespace(
-        num_decoding=64, num_queued=100, num_awaiting_env=0, num_slots=64, longest_env_wait_s=3.2
+        decoding=range(64), num_queued=100, awaiting_env=(), num_slots=64, longest_env_wait_s=3.2
     )
     rollout = RolloutCount(flight, math.nan)
     rollout.tokens = 10_000
@@ -106,7 +106,7 @@ def test_a_line_says_how_many_wait_for_their_environment() -> None:
     rollout = at_work(36)
     assert "wait" not in as_plain(rollout.fields("rollout"))
     waiting: Any = SimpleNamespace(
-        num_decoding=4, num_queued=12, num_awaiting_env=12, num_slots=8, longest_env_wait_s=3.2
+        decoding=range(4), num_queued=12, awaiting_env=range(12), num_slots=8, longest_env_wait_s=3.2
     )
     rollout = RolloutCount(waiting, math.nan)
     assert rollout.total == 28

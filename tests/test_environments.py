@@ -72,7 +72,7 @@ class DropsAway(Listener):
         self.ledger = ledger
 
     def on_idle(self) -> Answer | None:
-        return Answer(drop=[request.key for request in self.ledger.awaiting_env]) if self.told.is_set() else None
+        return Answer(drop=list(self.ledger.awaiting_env)) if self.told.is_set() else None
 
 
 @pytest.mark.parametrize("fails", [False, True])

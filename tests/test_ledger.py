@@ -119,7 +119,7 @@ def test_a_request_that_was_preempted_goes_on_with_its_tokens_before_all_others(
     assert ledger.progress() == {first.key: 12, second.key: 10}
     for each in (second, first, third):
         ledger.remove(each.key)
-    assert not ledger and ledger.requests == [] and ledger.num_queued == 0
+    assert not ledger.groups and ledger.requests == [] and ledger.num_queued == 0
     assert list(ledger.spans) == [
         (second.key, Span(1, 0, 7, 1)),
         (second.key, Span(1, 9, 12, 1)),
@@ -164,16 +164,12 @@ def test_what_comes_back_from_its_environment_is_first_and_what_has_never_been_q
     ledger = RequestLedger()
     ledger.begin(3, NoLengths(), Blocks(), None)
     enter(ledger, first, second, away=[third])
-    assert (
-        ledger.admit(1) == [first]
-        and ledger.awaiting_env == [third]
-        and (ledger.num_queued, ledger.num_awaiting_env) == (1, 1)
-    )
+    assert ledger.admit(1) == [first] and list(ledger.awaiting_env) == [third.key] and ledger.num_queued == 1
     ledger.await_env(first.after(tokens(5)))
-    assert ledger.num_decoding == 0 and ledger.awaiting_env == [third, first]
+    assert not ledger.decoding and list(ledger.awaiting_env) == [third.key, first.key]
     ledger.resume(third)
     ledger.resume(first.after(tokens(6)))
-    assert [ledger.admit(1)[0].path for _ in range(3)] == [(0,), (1,), (2,)] and ledger.awaiting_env == []
+    assert [ledger.admit(1)[0].path for _ in range(3)] == [(0,), (1,), (2,)] and not ledger.awaiting_env
 
 
 def test_a_rollout_leaves_all_that_is_unfinished_for_the_next_one() -> None:
@@ -190,8 +186,12 @@ def test_a_rollout_leaves_all_that_is_unfinished_for_the_next_one() -> None:
     ]
     before = ledger.copy()
     ledger.begin(1, NoLengths(), Blocks(), None)
-    ledger.enter(ledger.of(("a", 0)), {each.key: each for each in ledger.of(("a", 0), away=True)})
-    assert [each.prefix.num_tokens for each in ledger.admit(1)] == [4] and ledger.num_awaiting_env == 1
+    assert list(ledger.awaiting_env) == [first.key]  # a listener that held it is told at the beginning
+    ledger.enter([each.request for each in entries], {key: each.request for key, each in ledger.awaiting_env.items()})
+    assert [each.prefix.num_tokens for each in ledger.admit(1)] == [4] and list(ledger.awaiting_env) == [first.key]
     ledger.remove(second.key)
-    assert [each.prefix.num_tokens for each in before.of(("a", 0))] == [3, 4, 0]
-    assert [each.path for each in before.of(("a", 0), away=True)] == [(0,)]
+    assert [(each.request.prefix.num_tokens, each.state) for each in before.of(("a", 0))] == [
+        (3, "awaiting_env"),
+        (4, "queued"),
+        (0, "queued"),
+    ]

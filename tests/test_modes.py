@@ -165,7 +165,7 @@ def test_what_a_checkpoint_has_unscored_is_whole_again() -> None:
     ended(buffer, b0.after(tokens(5)).ended("stop"))
     other = RolloutBuffer(rule)
     other.load_state_dict(buffer.state_dict())
-    assert [group.prompt.prompt_id for group in other.whole()] == ["b"] and other.whole() == []
+    assert [group.prompt.prompt_id for group in other.renew(0).unscored] == ["b"] and other.renew(0).unscored == ()
     assert other.num_waiting == 2
 
 

@@ -208,7 +208,7 @@ def test_checkpoints_keep_what_turns_were_sampled_after() -> None:
     buffer.open([only(groups).request])
     ended(buffer, only(groups))
     other.load_state_dict(copy.deepcopy(buffer.state_dict()))
-    (group,) = other.whole()
+    (group,) = other.renew(0).unscored
     assert group.rollouts[0].completion.contexts == only(groups).contexts
 
 

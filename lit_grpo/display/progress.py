@@ -80,7 +80,7 @@ class RolloutCount:
     @property
     def total(self) -> int:
         """All completions of this rollout."""
-        return self.done + self._ledger.num_decoding + self._ledger.num_queued + self._ledger.num_awaiting_env
+        return self.done + len(self._ledger.decoding) + self._ledger.num_queued + len(self._ledger.awaiting_env)
 
     @property
     def mean_tokens(self) -> float:
@@ -105,7 +105,7 @@ class RolloutCount:
     @property
     def _waiting(self) -> str:
         """How many completions wait for their environment, and for how long."""
-        away = self._ledger.num_awaiting_env
+        away = len(self._ledger.awaiting_env)
         if not away:
             return ""
         return f"{away} of {self.total} wait for their environment, longest {duration(self._ledger.longest_env_wait_s)}"
@@ -118,7 +118,7 @@ class RolloutCount:
         return [
             Field(f"{name} {self.done}/{self.total} completions", 0, "cyan"),
             Field("", 5, "cyan", share=self.done / max(self.total, 1)),
-            Field(f"{self._ledger.num_decoding}/{self._ledger.num_slots} slots", 3),
+            Field(f"{len(self._ledger.decoding)}/{self._ledger.num_slots} slots", 3),
             Field(self._waiting, 2),
             Field(f"{count(self.tokens_per_s)} tokens/s", 2),
             Field(_time(self.seconds_left, "to go"), 1),

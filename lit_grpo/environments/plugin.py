@@ -313,7 +313,7 @@ class Trajectories(Plugin):
     def on_idle(self) -> Answer | None:
         """Do the same, in lock-step once all environments at work have answered."""
         if self.lock_step:
-            away = [self.drivers[request.key] for request in self._ledger.awaiting_env if request.key in self.drivers]
+            away = [self.drivers[key] for key in self._ledger.awaiting_env if key in self.drivers]
             wait([driver.work for driver in away if driver.waits])
         return self._answer() if self._events or self._going_on else None
 
@@ -337,7 +337,7 @@ class Trajectories(Plugin):
             key = driver.request.key
             if self.drivers.get(key) is not driver:
                 continue  # the trajectory was discarded meanwhile
-            if not self._ledger.awaits_env(key):
+            if key not in self._ledger.awaiting_env:
                 of_others.append((driver, event))
                 continue
             if isinstance(event, Exception):

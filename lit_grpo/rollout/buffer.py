@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_grpo.process.values import find_foreign
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
-from lit_grpo.scheduling.ledger import RequestLedger
+from lit_grpo.scheduling.ledger import Entry, RequestLedger
 from lit_grpo.types import (
     EMPTY,
     Completion,
@@ -45,10 +45,17 @@ class _Open:
 
 @dataclass(frozen=True)
 class Renewal:
-    """What a buffer made of its open groups for another policy: tokens that were lost, and tokens that stay."""
+    """What a buffer made of its open groups for another policy.
+
+    Args:
+        num_discarded: Tokens that were lost.
+        num_continued: Tokens that stay.
+        unscored: Groups of a checkpoint that are whole and are to be scored.
+    """
 
     num_discarded: int = 0
     num_continued: int = 0
+    unscored: Sequence[RolloutGroup] = ()
 
 
 class RolloutBuffer:
@@ -116,23 +123,26 @@ class RolloutBuffer:
     @property
     def unfinished(self) -> list[Request]:
         """What is to be decoded, in the order of arrival; what waits for its environment is not among it."""
-        return [request for group in self._groups for request in self.ledger.of(group, away=False)]
+        entries = (entry for group in self._groups for entry in self.ledger.of(group))
+        return [entry.request for entry in entries if entry.state != "awaiting_env"]
 
     @property
     def away(self) -> list[Request]:
         """What waits for its environment, in the order of arrival."""
-        return [request for group in self._groups for request in self.ledger.of(group, away=True)]
+        entries = (entry for group in self._groups for entry in self.ledger.of(group))
+        return [entry.request for entry in entries if entry.state == "awaiting_env"]
 
     @property
     def asks(self) -> bool:
         """Whether anything is unfinished, to be decoded or away."""
-        return bool(self.ledger)
+        return bool(self.ledger.groups)
 
     @property
     def prompts(self) -> dict[GroupKey, Prompt]:
         """The prompts of groups that are not whole."""
         items = self._groups.items()
-        return {key: each.prompt for key, each in items if each.due is None or each.completions or key in self.ledger}
+        unfinished = self.ledger.groups
+        return {key: each.prompt for key, each in items if each.due is None or each.completions or key in unfinished}
 
     def finish(self, completion: Completion) -> None:
         """Take a completion, whose request has left the ledger."""
@@ -143,7 +153,9 @@ class RolloutBuffer:
 
         What is released in parts is never whole.
         """
-        return None if key in self.ledger or self.rule.releases_parts else _close(self._groups[key])
+        if key in self.ledger.groups or self.rule.num_completions is not None:
+            return None
+        return _close(self._groups[key])
 
     def renew(self, version: int) -> Renewal:
         """Let open groups go on as the rule says, before the policy of ``version`` samples.
@@ -154,29 +166,35 @@ class RolloutBuffer:
             ValueError: A prefix was sampled by a version that is yet to come.
         """
         num_discarded = num_continued = 0
+        unscored: list[RolloutGroup] = []
         self._version = version
         for key, group in self._groups.items():
-            begun = [request for request in self.ledger.of(key) if request.prefix.num_tokens]
-            lost = [request for request in begun if self._is_lost(request.prefix, version)]
-            stale = [each for each in group.completions.values() if self._is_stale(each, version)]
-            if group.due is not None:
-                ended = [rollout.completion for rollout in group.due.rollouts]
-                if any(self._is_stale(each, version) for each in ended):
-                    group.due, group.completions = None, {each.request.path: each for each in ended}
-                    stale = [each for each in ended if self._is_stale(each, version)]
-            for each in stale:
-                del group.completions[each.request.path]
-            for request in (*lost, *(each.request for each in stale)):
-                self.ledger.restart(request.after(EMPTY))
-            num_lost = sum(each.num_tokens for each in (*(request.prefix for request in lost), *stale))
-            group.num_restarts += num_lost > 0
+            ended = [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
+            if any(self._is_stale(each, version) for each in ended):
+                group.due, group.completions, ended = None, {each.request.path: each for each in ended}, []
+            stays: list[Trajectory] = [*ended]
+            num_lost = 0
+            for request in [entry.request for entry in self.ledger.of(key)]:
+                if self._is_lost(request.prefix, version):
+                    num_lost += request.prefix.num_tokens
+                    self.ledger.ask(request.after(EMPTY))
+                else:
+                    stays.append(request.prefix)
+                    num_continued += request.prefix.num_tokens
+            for each in list(group.completions.values()):
+                if self._is_stale(each, version):
+                    num_lost += each.num_tokens
+                    del group.completions[each.request.path]
+                    self.ledger.ask(each.request.after(EMPTY))
+                else:
+                    stays.append(each)
             num_discarded += num_lost
-            num_continued += sum(request.prefix.num_tokens for request in self.ledger.of(key))
-            due = [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
-            having = (*(request.prefix for request in self.ledger.of(key)), *group.completions.values(), *due)
-            versions = [each.oldest_version for each in having if each.oldest_version is not None]
-            group.oldest = min(versions, default=None)
-        return Renewal(num_discarded, num_continued)
+            group.num_restarts += num_lost > 0
+            group.oldest = min((each.oldest_version for each in stays if each.oldest_version is not None), default=None)
+            is_whole = key not in self.ledger.groups and self.rule.num_completions is None
+            if is_whole and group.completions and group.due is None:
+                unscored.append(_close(group))
+        return Renewal(num_discarded, num_continued, tuple(unscored))
 
     def _is_lost(self, prefix: Trajectory, version: int) -> bool:
         oldest, newest = prefix.oldest_version, prefix.newest_version
@@ -202,7 +220,7 @@ class RolloutBuffer:
             having += group.completions.values()
             having += [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
             if self.rule.leftovers == "keep":
-                having += [request.prefix for request in self.ledger.of(key)]
+                having += [entry.request.prefix for entry in self.ledger.of(key)]
         segments = [segment for each in having for segment in each.segments if segment.trained]
         versions = {segment.version for segment in segments if segment.version is not None}
         return {each for each in versions if version - each <= self.rule.max_staleness}
@@ -212,7 +230,7 @@ class RolloutBuffer:
     def ready(self, num_steps: int = 0) -> bool:
         """Whether there is enough for a release, after so many decode steps of a rollout."""
         rule, groups = self.rule, self._groups.values()
-        if not self.asks:
+        if not self.ledger.groups:
             return True
         if rule.num_steps is not None:
             return num_steps >= rule.num_steps and any(self._gives(group) for group in groups)
@@ -222,7 +240,8 @@ class RolloutBuffer:
             enough = sum(group.due is not None for group in groups) >= rule.num_groups
         else:
             return False  # it waits for all
-        return enough and not any(self._is_due_now(group) for key, group in self._groups.items() if key in self.ledger)
+        unfinished = self.ledger.groups
+        return enough and not any(self._is_due_now(group) for key, group in self._groups.items() if key in unfinished)
 
     def _gives(self, group: _Open) -> bool:
         return group.due is not None or (self.rule.releases_parts and bool(group.completions))
@@ -236,13 +255,6 @@ class RolloutBuffer:
             return True
         return group.oldest is not None and self._version + rule.num_updates - group.oldest > rule.max_staleness
 
-    def whole(self) -> list[RolloutGroup]:
-        """Make groups of what a checkpoint had of groups that are whole and were not scored; return them."""
-        if self.rule.releases_parts:
-            return []
-        waiting = [group for key, group in self._groups.items() if group.completions and key not in self.ledger]
-        return [_close(group) for group in waiting if group.due is None]
-
     @property
     def num_waiting(self) -> int:
         """Groups, or parts of them, that are due and have not been given out."""
@@ -252,7 +264,8 @@ class RolloutBuffer:
     def num_left(self) -> int:
         """Groups that stay open once all that is out has been learnt from, those among them that leave in parts."""
         items = self._groups.items()
-        return sum(not group.is_out or key in self.ledger or bool(group.completions) for key, group in items)
+        unfinished = self.ledger.groups
+        return sum(not group.is_out or key in unfinished or bool(group.completions) for key, group in items)
 
     def close(self) -> list[RolloutGroup]:
         """Make groups of what has ended, where groups leave in parts; return them, to be scored."""
@@ -288,7 +301,7 @@ class RolloutBuffer:
             if group.is_out and group.due is not None:
                 group.learnt += [replace(rollout, kept=False, learnt=True) for rollout in group.due.rollouts]
                 group.due, group.is_out = None, False
-                if key not in self.ledger and not group.completions:
+                if key not in self.ledger.groups and not group.completions:
                     del self._groups[key]
 
     # ---- rollouts that come to nothing ----------------------------------------------------------------
@@ -312,7 +325,7 @@ class RolloutBuffer:
     def state_dict(self) -> dict[str, Any]:
         """All open groups, as plain values and tensors."""
         groups, ledger = self._before or (self._groups, self.ledger)
-        return {"groups": [_group_state(group, ledger.of(key), ledger.of(key, True)) for key, group in groups.items()]}
+        return {"groups": [_group_state(group, ledger.of(key)) for key, group in groups.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what had been kept."""
@@ -321,7 +334,7 @@ class RolloutBuffer:
             group = _group(saved)
             self._groups[group.prompt.prompt_id, group.prompt.visit] = group
             for each in saved["unfinished"]:
-                self.ledger.restart(_request(group.prompt, each), away=each["path"] in saved["away"])
+                self.ledger.ask(_request(group.prompt, each), away=each["path"] in saved["away"])
 
     def give_columns(self, prompts: Iterable[Prompt]) -> None:
         """Give the groups of a checkpoint the columns of their rows, which are those of ``prompts`` by their ids."""
@@ -348,19 +361,16 @@ def group_requests(
 
 def _close(group: _Open) -> RolloutGroup:
     """Let what has ended be due, beside what is due already; return it alone, which is to be scored."""
-    rollouts = [_rewarded_by_turn(group.prompt, group.completions[path]) for path in sorted(group.completions)]
+    rollouts: list[Rollout] = []
+    for _, completion in sorted(group.completions.items()):
+        turn_rewards = () if completion.episode is None else completion.episode.turn_rewards
+        rollouts.append(Rollout(group.prompt, completion, turn_rewards=turn_rewards))
     before = [] if group.due is None else group.due.rollouts
     group.due, group.completions = RolloutGroup(group.prompt, [*before, *rollouts]), {}
     return RolloutGroup(group.prompt, rollouts)
 
 
-def _rewarded_by_turn(prompt: Prompt, completion: Completion) -> Rollout:
-    """Return the rollout of a completion, with what its turns earned where its environment says so."""
-    turn_rewards = () if completion.episode is None else completion.episode.turn_rewards
-    return Rollout(prompt, completion, turn_rewards=turn_rewards)
-
-
-def _group_state(group: _Open, unfinished: Sequence[Request], away: Sequence[Request]) -> dict[str, Any]:
+def _group_state(group: _Open, unfinished: Sequence[Entry]) -> dict[str, Any]:
     """As plain values; what has not been scored yet is whole again when it is loaded.
 
     Columns that no checkpoint can hold, such as times, are left out: :meth:`RolloutBuffer.give_columns` brings them.
@@ -371,8 +381,8 @@ def _group_state(group: _Open, unfinished: Sequence[Request], away: Sequence[Req
     columns = {name: value for name, value in group.prompt.columns.items() if find_foreign({name: value}) is None}
     return {
         "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids), "columns": columns},
-        "unfinished": [_request_state(request) for request in unfinished],
-        "away": sorted(list(request.path) for request in away),
+        "unfinished": [_request_state(entry.request) for entry in unfinished],
+        "away": sorted(list(entry.request.path) for entry in unfinished if entry.state == "awaiting_env"),
         "completions": [_completion_state(completion) for completion in group.completions.values()],
         "due": None if group.due is None else [_rollout_state(rollout) for rollout in group.due.rollouts],
         "learnt": [_rollout_state(rollout) for rollout in group.learnt],

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lit_grpo.scheduling.layouts import Blocks, KVLayout
+from lit_grpo.types import Observation, StepEvents
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.policy.weights import PolicyWeights
     from lit_grpo.rollout.weights.tensors import SyncReport
-    from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request
+    from lit_grpo.types import Key, Prompt, Request
+
+__all__ = [
+    "Capacity",
+    "Decoder",
+    "GenerationError",
+    "Generator",
+    "Observation",
+    "Scorer",
+    "StepEvents",
+]
 
 
 @dataclass(frozen=True)
@@ -38,40 +48,6 @@ class Capacity:
     layout: KVLayout = Blocks()  # noqa: RUF009 (frozen)
     evicts: bool = False
     kept_share: float = math.inf
-
-
-@dataclass
-class Observation:
-    """Features of some completions when they have ``num_tokens`` tokens.
-
-    With 0 tokens they are features of prompts, which all completions of a prompt share: ``keys`` are then the first two
-    parts of a request's key. ``features`` (float32) has a row for each of ``keys``. From a generator with the ability
-    ``hidden_states`` a row is the last hidden state, the mean log-prob so far and the entropy of the next token.
-    """
-
-    keys: Sequence[Key] | Sequence[GroupKey]
-    num_tokens: int
-    features: np.ndarray
-
-
-@dataclass
-class StepEvents:
-    """What a step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the completions that finished.
-
-    ``num_steps`` is above 1 if the generator took several decode steps in which nothing finished. ``set_aside`` are
-    requests that had to leave because memory was short, with their tokens as prefixes; they can be submitted again.
-    ``message`` tells the user what went wrong, if anything. ``prefilled_tokens`` counts the prompt tokens that went
-    through the policy, if the generator knows.
-    """
-
-    num_active: int = 0
-    num_tokens: int = 0
-    num_steps: int = 1
-    prefilled_tokens: int = 0
-    finished: list[Completion] = field(default_factory=list)
-    set_aside: list[Request] = field(default_factory=list)
-    observations: list[Observation] = field(default_factory=list)
-    message: str = ""
 
 
 class Decoder(Protocol):

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, Listener, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.stats import RolloutStats
+from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_queues
 
@@ -84,54 +87,35 @@ class RolloutLoop:
         """
         self.buffer.begin()
         try:
-            return self.decode(until)
+            return LoopRun(self).decode(until)
         except BaseException:
             self.buffer.undo()
             raise
 
-    def decode(
-        self, until: Callable[[int], bool], admits: Callable[[], bool] = lambda: True, closes: bool = True
-    ) -> RolloutStats:
-        """Decode as :meth:`run`, and leave to the buffer whatever has come of it, on an exception too.
-
-        Args:
-            until: See :meth:`run`.
-            admits: Whether requests that wait may begin.
-            closes: Whether groups that leave in parts are to be scored at the end.
-        """
-        renewal = self.buffer.renew(self.generator.version)
-        run = LoopRun(self, admits)
-        run.stats.num_discarded, run.stats.num_continued = renewal.num_discarded, renewal.num_continued
-        try:
-            run.decode(until)
-            run.end(closes)
-        except BaseException:
-            run.abandon()
-            raise
-        return run.stats
-
 
 class LoopRun:
-    """One run of the loop: at each event it changes one entry of the ledger, and tells the listeners.
+    """One run of the loop: the ledger takes what each step brings, and the listeners hear of it.
 
     Args:
-        loop: Whose generator, buffer and listeners take part.
-        admits: Whether requests that wait may begin.
+        loop: The loop whose generator, buffer and listeners take part.
+        admits: Says whether requests that wait may begin; by default they always may.
 
     Attributes:
         stats: What the run has cost so far.
     """
 
-    def __init__(self, loop: RolloutLoop, admits: Callable[[], bool]) -> None:
+    def __init__(self, loop: RolloutLoop, admits: Callable[[], bool] | None = None) -> None:
         self._start = time.perf_counter()
         self._admits = admits
         self._generator, self._buffer, self._ledger = loop.generator, loop.buffer, loop.buffer.ledger
         self._plan, self._lengths = loop.plan, loop.lengths
+        self._renewal = self._buffer.renew(self._generator.version)
         self._hearing = {hook: overriding(loop.listeners, hook) for hook in ROLLOUT_HOOKS}  # nobody else is called
-        observers = [(each, point) for each in self._hearing["observes"] if (point := each.observes) is not None]
-        self._observers = [(point.num_tokens, listener.observe) for listener, point in observers]
-        observed = {num_tokens for num_tokens, _ in self._observers}
-        self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points, *observed}))
+        self._observers: dict[int, list[Listener]] = {}  # by the number of tokens at which they look
+        for listener in self._hearing["observes"]:
+            if (point := listener.observes) is not None:
+                self._observers.setdefault(point.num_tokens, []).append(listener)
+        self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points, *self._observers}))
         capacity = self._capacity = self._generator.capacity()
         forks = any(listener.forks for listener in loop.listeners)
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
@@ -141,46 +125,52 @@ class LoopRun:
         layout, kv_tokens = capacity.layout, capacity.kv_tokens
         self._ledger.begin(capacity.slots, self._lengths, layout, kv_tokens, queues, points, forks)
         self.stats = RolloutStats(spans=self._ledger.spans, predicted=self._ledger.expected)
+        self.stats.num_discarded = self._renewal.num_discarded
+        self.stats.num_continued = self._renewal.num_continued
 
-    def decode(self, until: Callable[[int], bool]) -> None:
-        """Decode until that is so."""
-        ledger = self._ledger
-        asked = [*self._buffer.unfinished, *self._buffer.away]
-        away = {request.key: request for request in self._buffer.away}
-        for listener in self._hearing["on_rollout_start"]:
-            listener.on_rollout_start(ledger)
-        self._tell(self._buffer.whole())
-        self._enter(asked, away)
-        self._generator.expect({request.group: request.prompt for request in asked}.values())
-        self.stats.scheduling_s = time.perf_counter() - self._start
-        while self._goes_on(until):
-            began = time.perf_counter()
-            self._admit()
-            if not ledger.num_decoding:
-                raise ValueError("All requests have ended, and the rollout waits for more: open more groups.")
-            if not self._capacity.evicts:
-                self._preempt(ledger.overflow())
-            admitted = time.perf_counter()
-            events = self._generator.step()
-            stepped = time.perf_counter()
-            if not events.num_active and not events.set_aside:
-                raise RuntimeError(f"The generator lost {ledger.num_decoding} requests that were in flight.")
-            self._capacity = self._generator.capacity()
-            self._take(events)
-            self.stats.add_step(events, self._capacity, admitted - self._start, stepped - self._start)
-            self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
+    def decode(self, until: Callable[[int], bool], closes: bool = True) -> RolloutStats:
+        """Decode as :meth:`RolloutLoop.run`, and leave to the buffer whatever has come of it, on an exception too.
+
+        Args:
+            until: Says whether the run is over, after so many steps.
+            closes: Whether groups that leave in parts are to be scored at the end.
+        """
+        generator, ledger, stats = self._generator, self._ledger, self.stats
+        try:
+            away = {request.key: request for request in self._buffer.away}
+            asked = [*self._buffer.unfinished, *away.values()]
+            for listener in self._hearing["on_rollout_start"]:
+                listener.on_rollout_start(ledger)
+            self._tell(self._renewal.unscored)
+            self._enter(asked, away)
+            generator.expect({request.group: request.prompt for request in asked}.values())
+            stats.scheduling_s = time.perf_counter() - self._start
+            while self._goes_on(until):
+                began = time.perf_counter()
+                self._admit()
+                admitted = time.perf_counter()
+                events = generator.step()
+                stepped = time.perf_counter()
+                self._take(events)
+                stats.add_step(events, self._capacity, admitted - self._start, stepped - self._start)
+                stats.scheduling_s += admitted - began + time.perf_counter() - stepped
+            self._end_run(closes)
+        except BaseException:
+            self._abandon()
+            raise
+        return stats
 
     def _goes_on(self, until: Callable[[int], bool]) -> bool:
         """Whether there is more to decode, once listeners have asked for what they want."""
         ledger = self._ledger
         while True:
-            is_idle = not (ledger.num_decoding or ledger.num_queued)
+            is_idle = not (ledger.decoding or ledger.num_queued)
             for listener in self._hearing["on_idle"]:
                 if is_idle or listener.lock_step:
-                    self._follow(listener.on_idle())
+                    self._follow([listener.on_idle()])
             if until(self.stats.num_steps):
                 return False
-            if ledger.num_decoding or ledger.num_queued or not ledger.num_awaiting_env:
+            if ledger.decoding or ledger.num_queued or not ledger.awaiting_env:
                 return True
             time.sleep(AWAY_S)
 
@@ -196,29 +186,38 @@ class LoopRun:
             return
         if any(request.sampling.max_observed for request in requests):
             self._keeps_prompts = self._generator.keeps_ended = True
-        hearing = self._hearing["on_requests"]
-        held = {request.key: request for listener in hearing for request in listener.on_requests(requests)}
-        self._ledger.enter(requests, {**away, **held})
+        held = dict(away)
+        for listener in self._hearing["on_requests"]:
+            held |= {request.key: request for request in listener.on_requests(requests)}
+        self._ledger.enter(requests, held)
 
     def _admit(self) -> None:
-        """Fill the free slots, and let go of prompts whose last sample has been admitted."""
-        ledger = self._ledger
-        if not self._capacity.free_slots or not ledger.num_queued or not self._admits():
-            return
-        requests = ledger.admit(self._capacity.free_slots)
-        if requests:
-            self._generator.submit(requests, [ledger.expected[request.key] for request in requests])
-            self._release(requests)
-        elif not ledger.num_decoding:
-            waiting = f"{ledger.num_queued} requests wait and no slot decodes"
-            raise RuntimeError(f"The plan {self._plan} admits none, while {waiting}.")
+        """Fill the free slots, let go of prompts whose last sample has been admitted, and make room for a step.
+
+        Raises:
+            ValueError: Nothing is left to decode.
+        """
+        ledger, free_slots = self._ledger, self._capacity.free_slots
+        if free_slots and ledger.num_queued and (self._admits is None or self._admits()):
+            requests = ledger.admit(free_slots)
+            if requests:
+                self._generator.submit(requests, [ledger.expected[request.key] for request in requests])
+                self._release(requests)
+            elif not ledger.decoding:
+                waiting = f"{ledger.num_queued} requests wait and no slot decodes"
+                raise RuntimeError(f"The plan {self._plan} admits none, while {waiting}.")
+        if not ledger.decoding:
+            raise ValueError("All requests have ended, and the rollout waits for more: open more groups.")
+        if not self._capacity.evicts and (leaving := ledger.overflow()):
+            for request in self._stop(leaving):
+                ledger.preempt(request)
+            self.stats.num_set_aside += len(leaving)
 
     def _release(self, requests: Iterable[Request]) -> None:
         """Let go of the prompts of these requests that no other needs."""
         if not self._keeps_prompts:
             prompts = {request.group: request.prompt for request in requests}
-            may_admit = self._ledger.may_admit
-            self._generator.release([prompt for group, prompt in prompts.items() if not may_admit(group)])
+            self._generator.release([prompts[group] for group in prompts if not self._ledger.may_admit(group)])
 
     def _stop(self, keys: Iterable[Key]) -> list[Request]:
         """Take requests that decode out of the generator; return them in this order, with what they have come to."""
@@ -229,32 +228,23 @@ class LoopRun:
         self._capacity = self._generator.capacity()
         return [stopped[key] for key in keys]
 
-    def _preempt(self, keys: Iterable[Key]) -> None:
-        """Take the youngest out of a generator whose next step would not fit, and let them wait."""
-        for request in self._stop(keys):
-            self._ledger.preempt(request)
-            self.stats.num_set_aside += 1
-
     # ---- what comes out -----------------------------------------------------------------------------
 
     def _take(self, events: StepEvents) -> None:
-        """Learn what a step brought, and tell the listeners."""
+        """Let the ledger take what a step brought, tell the listeners, and do what they ask for."""
         ledger = self._ledger
-        ledger.step += events.num_steps
-        ledger.kv_tokens = self._capacity.kv_tokens
-        for request in events.set_aside:
-            ledger.preempt(request)
-            self.stats.num_set_aside += 1
+        if not events.num_active and not events.set_aside:
+            raise RuntimeError(f"The generator lost {len(ledger.decoding)} requests that were in flight.")
+        self._capacity = self._generator.capacity()
+        finished = ledger.take(events, self._capacity.kv_tokens)
+        self.stats.num_set_aside += len(events.set_aside)
         for each in events.observations:
-            ledger.observe(each.keys, each.num_tokens, each.features)
-            for num_tokens, observe in self._observers:
-                if num_tokens == each.num_tokens:
-                    observe(each)
+            for listener in self._observers.get(each.num_tokens, ()):
+                listener.observe(each)
         answers = [listener.on_step(events) for listener in self._hearing["on_step"]]
-        for completion in ledger.in_order(events.finished):
+        for completion in finished:
             answers += self._end_turn(completion)
-        for answer in answers:
-            self._follow(answer)
+        self._follow(answers)
         if ledger.points and events.observations:
             self._park(events.observations)
 
@@ -269,9 +259,11 @@ class LoopRun:
 
     def _end_turn(self, completion: Completion) -> list[Answer | None]:
         """Take a request out of its slot: it is over, unless a listener lets it go on or holds it."""
-        key = completion.request.key
-        heard = (listener.on_turn(completion) for listener in self._hearing["on_turn"])
-        answer = next((each for each in heard if each is not None), None)
+        key, answer = completion.request.key, None
+        for listener in self._hearing["on_turn"]:
+            answer = listener.on_turn(completion)
+            if answer is not None:
+                break
         if answer is None or not (key in answer.hold or any(request.key == key for request in answer.go_on)):
             return [answer, *self._end(completion)]
         self._ledger.await_env(completion.request.after(completion))
@@ -279,15 +271,15 @@ class LoopRun:
 
     def _end(self, completion: Completion) -> list[Answer | None]:
         """Let listeners know that a completion has ended, and of its group, unless they ask for more of that."""
-        entry = self._ledger.remove(completion.request.key)
-        self._ledger.finish(entry.job, completion.num_sampled)
+        entry = self._ledger.finish(completion)
         if self._ledger.points or entry.state == "awaiting_env":
             self._release([completion.request])
         self._count(entry, completion)
         self._buffer.finish(completion)
         answers = [listener.on_completion(completion) for listener in self._hearing["on_completion"]]
-        for request in (each for answer in answers if answer is not None for each in answer.submit):
-            self._buffer.ask(request)
+        for answer in answers:
+            for request in () if answer is None else answer.submit:
+                self._buffer.ask(request)
         return answers + self._close(completion.request.group)
 
     def _count(self, entry: Entry, trajectory: Trajectory) -> None:
@@ -304,41 +296,41 @@ class LoopRun:
             self._generator.release([group.prompt])
         return self._tell([group])
 
-    def _follow(self, answer: Answer | None) -> None:
-        """Do what a listener has asked for.
+    def _follow(self, answers: Iterable[Answer | None]) -> None:
+        """Do what listeners have asked for, in this order, and then what they ask for on hearing of that.
 
         Raises:
             ValueError: It asks for what cannot be.
         """
-        if answer is None:
-            return
-        if answer.hold:
-            raise ValueError(f"A listener holds {answer.hold[0]}, which has not just come to the end of a turn.")
-        answers: list[Answer | None] = []
         ledger, buffer = self._ledger, self._buffer
-        self._resume(answer)
-        for completion in answer.finish:
-            self._away(completion.request.key, "finishes")
-            answers += self._end(completion)
-        further = [*answer.submit, *self._divide(answer.fork)]
-        for request in further:
-            request.check_prefix()
-            buffer.ask(request)
-        if answer.open:
-            buffer.open(answer.open)
-            self._generator.expect({request.group: request.prompt for request in answer.open}.values())
-        self._enter([*further, *answer.open], {})
-        for key in answer.drop:
-            request = self._stop([key])[0] if ledger.is_decoding(key) else ledger.request(key)
-            entry = ledger.remove(key)
-            if entry.state != "decoding":
-                self._release([request])
-            self._count(entry, request.prefix)
-            for listener in self._hearing["on_drop"]:
-                listener.on_drop(request)
-            answers += self._close(request.group)
-        for each in answers:
-            self._follow(each)
+        for answer in answers:
+            if answer is None:
+                continue
+            if answer.hold:
+                raise ValueError(f"A listener holds {answer.hold[0]}, which has not just come to the end of a turn.")
+            further: list[Answer | None] = []
+            self._resume(answer)
+            for completion in answer.finish:
+                self._away(completion.request.key, "finishes")
+                further += self._end(completion)
+            requests = [*answer.submit, *self._divide(answer.fork)]
+            for request in requests:
+                request.check_prefix()
+                buffer.ask(request)
+            if answer.open:
+                buffer.open(answer.open)
+                self._generator.expect({request.group: request.prompt for request in answer.open}.values())
+            self._enter([*requests, *answer.open], {})
+            for key in list(answer.drop):
+                request = self._stop([key])[0] if key in ledger.decoding else ledger.request(key)
+                entry = ledger.remove(key)
+                if entry.state != "decoding":
+                    self._release([request])
+                self._count(entry, request.prefix)
+                for listener in self._hearing["on_drop"]:
+                    listener.on_drop(request)
+                further += self._close(request.group)
+            self._follow(further)
 
     def _resume(self, answer: Answer) -> None:
         """Let requests that wait for their environments wait for a slot, to go on from their prefixes."""
@@ -361,14 +353,14 @@ class LoopRun:
 
     def _away(self, key: Key, does: str) -> Request:
         """Return a request that waits for its environment; ``does`` is what a listener does with it."""
-        if not self._ledger.awaits_env(key):
+        if key not in self._ledger.awaiting_env:
             raise ValueError(f"A listener {does} {key}, which is not away; hold it first, at the end of a turn.")
         return self._ledger.request(key)
 
     def _divide(self, forks: Mapping[Key, Sequence[SamplePath]]) -> list[Request]:
         """Let requests that decode wait before all others; return those that begin with what each has come to."""
         for key in forks:
-            if not self._ledger.is_decoding(key):
+            if key not in self._ledger.decoding:
                 raise ValueError(
                     f"A listener forks {key}, which is not being decoded; submit requests that begin with a part of "
                     "it, with prefix=trajectory.until(num_tokens)."
@@ -380,14 +372,14 @@ class LoopRun:
 
     # ---- the end ------------------------------------------------------------------------------------
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Leave the generator as if nothing had been asked of it."""
         self._lengths.end(commit=False)
         self._put_back()
         for listener in self._hearing["on_rollout_end"]:
             listener.on_rollout_end(failed=True)
 
-    def end(self, closes: bool) -> None:
+    def _end_run(self, closes: bool) -> None:
         """Wait for the rewards, tell the last lengths, and add up."""
         self._put_back()
         if closes:
@@ -397,7 +389,8 @@ class LoopRun:
             listener.on_rollout_end(failed=False)
         gathered = time.perf_counter()
         self._ledger.tell_lengths()
-        self.stats.finish(self._capacity.slots)
+        if self.stats.lengths:
+            self.stats.step_bound = slot_bound(np.array(self.stats.lengths), self._capacity.slots)
         self.stats.reward_wait_s = gathered - decoded
         self.stats.rollout_s = gathered - self._start
         self.stats.scheduling_s += time.perf_counter() - gathered

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.loop import LoopRun, RolloutLoop
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.types import PromptBatch, RolloutGroup
 
@@ -145,12 +145,15 @@ class RolloutPump:
 
     def _run(self, loop: RolloutLoop) -> None:
         try:
-            self._stats = loop.decode(self._is_over, admits=lambda: not self._stopping, closes=False)
+            self._stats = LoopRun(loop, self._admits).decode(self._is_over, closes=False)
         except BaseException as error:
             self._error = error
         with self._turn:
             self._at_rest = self._stopping = True
             self._turn.notify_all()
+
+    def _admits(self) -> bool:
+        return not self._stopping
 
     def _is_over(self, num_steps: int) -> bool:
         """Let others look between two steps, and rest as long as there is nothing to decode."""

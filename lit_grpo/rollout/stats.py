@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.types import Clock, Key, Span
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class RolloutStats:
     slot_s: float = 0.0
     kv_tokens_peak: int = 0
     step_bound: int = 0
-    lengths: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[int] = field(default_factory=partial(array, "q"))
     spans: Sequence[tuple[Key, Span]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     predicted: dict[Key, float] = field(default_factory=dict)
@@ -79,11 +79,6 @@ class RolloutStats:
         self.clock.add(events.num_steps, began_s, ended_s, capacity.kv_tokens_in_use, events.prefilled_tokens)
         if events.message:
             self.messages.append(events.message)
-
-    def finish(self, num_slots: int) -> None:
-        """Add up at the end of a rollout in so many slots."""
-        if self.lengths:
-            self.step_bound = slot_bound(np.array(self.lengths), num_slots)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures by the names they are logged under."""

@@ -14,7 +14,7 @@ import numpy as np
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout, smallest_budget
 from lit_grpo.scheduling.queue import Queue
-from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath, Span
+from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath, Span, StepEvents
 
 State = Literal["queued", "decoding", "awaiting_env", "at_probe"]
 RETRY_STEPS = 8
@@ -82,6 +82,9 @@ class RequestLedger:
     group.
 
     Attributes:
+        groups: The unfinished requests of each group by their paths, in the order in which they were asked.
+        decoding: Those that decode, in the order of admission.
+        awaiting_env: Those that wait for their environments, in the order in which they began to.
         num_slots: Requests that decode at a time.
         kv_tokens: The KV tokens there is memory for; None for no limit.
         forks: Whether further requests may begin within unfinished ones.
@@ -91,7 +94,7 @@ class RequestLedger:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[GroupKey, dict[SamplePath, Entry]] = {}
+        self.groups: dict[GroupKey, dict[SamplePath, Entry]] = {}
         self.begin(1, NoLengths(), Blocks(), None)
 
     def begin(
@@ -123,8 +126,10 @@ class RequestLedger:
         self._lengths, self._layout = lengths, layout
         self._queues = list(queues) or [Queue(lengths, num_slots)]
         self._free = list(range(num_slots))[::-1]
-        self._decoding: dict[Key, Entry] = {}  # in the order of admission
-        self._awaiting: dict[Key, Entry] = {}  # in the order in which they began to wait
+        self.decoding: dict[Key, Entry] = {}
+        self.awaiting_env: dict[Key, Entry] = {}
+        for entries in self.groups.values():
+            self.awaiting_env |= {each.job.key: each for each in entries.values() if each.state == "awaiting_env"}
         self._decoding_of: Counter[GroupKey] = Counter()
         self._table: _Table | None = None  # of those that decode; None where they have changed
         self._prompt_tokens = 0  # KV tokens of the prompts of those that decode
@@ -135,27 +140,13 @@ class RequestLedger:
 
     # ---- what is unfinished -------------------------------------------------------------------------
 
-    def __bool__(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._groups)
-
-    def __contains__(self, group: GroupKey) -> bool:
-        """Whether any request of a group is unfinished."""
-        return group in self._groups
-
-    def of(self, group: GroupKey, away: bool | None = None) -> list[Request]:
-        """Return the unfinished requests of a group, in the order in which they were asked.
-
-        Args:
-            group: Its key.
-            away: Whether those that wait for their environments, or the others; None for both.
-        """
-        entries = self._groups.get(group, {}).values()
-        return [each.request for each in entries if away is None or away == (each.state == "awaiting_env")]
+    def of(self, group: GroupKey) -> list[Entry]:
+        """Return the unfinished requests of a group, in the order in which they were asked."""
+        return list(self.groups.get(group, {}).values())
 
     def num_of(self, group: GroupKey) -> int:
         """Return how many requests of a group are unfinished."""
-        return len(self._groups.get(group, ()))
+        return len(self.groups.get(group, ()))
 
     def request(self, key: Key) -> Request:
         """Return an unfinished request with what it has come to; what decodes, as it was admitted."""
@@ -164,19 +155,9 @@ class RequestLedger:
     @property
     def requests(self) -> list[Request]:
         """All unfinished requests: those that decode in the order of admission, then what waits, then what is away."""
-        entries = [entry for group in self._groups.values() for entry in group.values()]
+        entries = [entry for group in self.groups.values() for entry in group.values()]
         waiting = (entry for entry in entries if entry.state in ("queued", "at_probe"))
-        return [entry.request for entry in (*self._decoding.values(), *waiting, *self._awaiting.values())]
-
-    @property
-    def decoding(self) -> list[Key]:
-        """The keys of the requests that decode, in the order of admission."""
-        return list(self._decoding)
-
-    @property
-    def num_decoding(self) -> int:
-        """How many requests decode."""
-        return len(self._decoding)
+        return [entry.request for entry in (*self.decoding.values(), *waiting, *self.awaiting_env.values())]
 
     @property
     def num_queued(self) -> int:
@@ -184,44 +165,19 @@ class RequestLedger:
         return sum(map(len, self._queues))
 
     @property
-    def num_awaiting_env(self) -> int:
-        """How many requests wait for their environments."""
-        return len(self._awaiting)
-
-    @property
-    def awaiting_env(self) -> list[Request]:
-        """The requests that wait for their environments, with what they have come to."""
-        return [entry.request for entry in self._awaiting.values()]
-
-    @property
     def longest_env_wait_s(self) -> float:
         """Seconds for which a request has waited for its environment in this rollout, the longest of all that do."""
-        since = [entry.since for entry in self._awaiting.values()]
+        since = [entry.since for entry in self.awaiting_env.values()]
         return time.monotonic() - min(since) if since else 0.0
-
-    def is_decoding(self, key: Key) -> bool:
-        """Whether a request decodes."""
-        return key in self._decoding
-
-    def awaits_env(self, key: Key) -> bool:
-        """Whether a request waits for its environment."""
-        return key in self._awaiting
-
-    def in_order(self, completions: Sequence[Completion]) -> Sequence[Completion]:
-        """Sort completions of requests that decode in the order of their admission."""
-        if len(completions) < 2:
-            return completions
-        ranks = {key: rank for rank, key in enumerate(self._decoding)}
-        return sorted(completions, key=lambda completion: ranks[completion.request.key])
 
     def progress(self) -> dict[Key, int]:
         """Return the tokens that have been sampled of each request that decodes."""
-        return {key: self.step - each.begin + each.had - each.observed for key, each in self._decoding.items()}
+        return {key: self.step - each.begin + each.had - each.observed for key, each in self.decoding.items()}
 
     def may_admit(self, group: GroupKey) -> bool:
         """Whether a request of a group may be admitted: one that waits now, or will at a probe or for its turn."""
         last = len(self.points)
-        entries = self._groups.get(group, {}).values()
+        entries = self.groups.get(group, {}).values()
         return any(entry.state != "decoding" or (entry.stage or 0) < last for entry in entries)
 
     def stops_at(self, num_tokens: int) -> bool:
@@ -233,35 +189,30 @@ class RequestLedger:
     def copy(self) -> RequestLedger:
         """Return the unfinished requests as they are, in a ledger of their own without a rollout."""
         copied = RequestLedger()
-        copied._groups = {
+        copied.groups = {
             group: {path: Entry(each.request, each.job, each.state) for path, each in entries.items()}
-            for group, entries in self._groups.items()
+            for group, entries in self.groups.items()
         }
         return copied
 
     # ---- changes of state ---------------------------------------------------------------------------
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: Request, away: bool = False) -> None:
         """Note a request that is to decode, or its other prefix where it is no part of the rollout yet.
+
+        Args:
+            request: With the tokens that it goes on from.
+            away: Whether it waits for its environment first, when the next rollout begins.
 
         Raises:
             ValueError: It is in work already.
         """
-        entries = self._groups.setdefault(request.group, {})
+        entries = self.groups.setdefault(request.group, {})
         entry = entries.get(request.path)
         if entry is None:
-            entries[request.path] = Entry(request, job_of(request))
-        elif entry.stage is not None or request.key in self._awaiting:
+            entry = entries[request.path] = Entry(request, job_of(request))
+        elif entry.stage is not None or request.key in self.awaiting_env:
             raise ValueError(_twice(request.key))
-        else:
-            entry.request, entry.state = request, "queued"
-
-    def restart(self, request: Request, away: bool = False) -> None:
-        """Let a request be queued, or ``away``, when the next rollout begins, whatever its state was in the last."""
-        entries = self._groups.setdefault(request.group, {})
-        if request.path not in entries:
-            entries[request.path] = Entry(request, job_of(request))
-        entry = entries[request.path]
         entry.request, entry.state = request, "awaiting_env" if away else "queued"
 
     def enter(self, requests: Sequence[Request], away: Mapping[Key, Request]) -> None:
@@ -271,25 +222,30 @@ class RequestLedger:
             requests: Those asked; they are queued in this order, but for those away.
             away: Those that wait for their environments first, with what they begin with.
         """
-        entries = [self._entry(request.key) for request in requests]
-        for entry in entries:
-            entry.sampled_before = entry.request.prefix.num_sampled
+        waiting: list[Job] = []
+        queued: list[Job] = []
         for request in away.values():
+            entry = self._entry(request.key)
+            entry.sampled_before = entry.request.prefix.num_sampled
             self.await_env(request)
+            waiting.append(entry.job)
             self.spans.group(request.group)
-        queued = [entry for entry in entries if entry.job.key not in away]
-        for entry in queued:
+        for request in requests:
+            if request.key in away:
+                continue
+            entry = self._entry(request.key)
             if entry.stage is not None:
-                raise ValueError(_twice(entry.job.key))
-            entry.stage = 0
-            self.spans.group(entry.job.group)
-        for jobs in ([self._awaiting[key].job for key in away], [entry.job for entry in queued]):
+                raise ValueError(_twice(request.key))
+            entry.sampled_before, entry.stage = entry.request.prefix.num_sampled, 0
+            queued.append(entry.job)
+            self.spans.group(request.group)
+        for jobs in (waiting, queued):
             if jobs:
                 self._lengths.begin(jobs)
-                estimates = self._lengths.estimate(jobs).tolist()
-                self.expected |= zip((job.key for job in jobs), estimates, strict=True)
+                for job, tokens in zip(jobs, self._lengths.estimate(jobs).tolist(), strict=True):
+                    self.expected[job.key] = tokens
         if queued:
-            self._queues[0].add([entry.job for entry in queued])
+            self._queues[0].add(queued)
 
     def admit(self, free_slots: int) -> list[Request]:
         """Let queued requests decode, at most so many, in the order of the plan; return them.
@@ -297,40 +253,73 @@ class RequestLedger:
         What memory has refused is offered to it again every ``RETRY_STEPS`` steps, and once something has left. Those
         that have passed fewer probes come first.
         """
-        jobs: list[Job] = []
+        admitted: list[Request] = []
         if not free_slots or (self._refused and self.step % RETRY_STEPS):
-            return []
+            return admitted
         for queue in self._queues:
-            jobs += queue.admit(free_slots - len(jobs), self._admits)
+            for job in queue.admit(free_slots - len(admitted), self._admits):
+                admitted.append(self.decoding[job.key].request)
             if len(queue):
                 break
-        return [self._decoding[job.key].request for job in jobs]
+        return admitted
 
     def _admits(self, job: Job) -> bool:
         """Let a queued request decode where it fits, else say ``False``. Where nothing decodes, any request fits."""
         smallest = smallest_budget(self._layout, job.prompt_tokens, job.room)
         entry = self._entry(job.key)
-        prefix = entry.request.prefix
+        prefix, group = entry.request.prefix, job.key[:2]
         had, observed = prefix.num_tokens, prefix.num_observed if prefix.num_tokens else 0
-        scarce = self.kv_tokens is not None and self._decoding and self._most_tokens + smallest > self.kv_tokens
+        scarce = self.kv_tokens is not None and self.decoding and self._most_tokens + smallest > self.kv_tokens
         if scarce and self._forecast(job, had, observed) > (self.kv_tokens or 0):
             self._refused = True
             return False
         entry.state, entry.slot, entry.begin = "decoding", self._free.pop(), self.step
         entry.had, entry.observed = had, observed
-        self._decoding[job.key] = entry
+        self.decoding[job.key] = entry
+        self._table = None
         self._most_tokens += smallest
-        self._count(job, 1)
+        self._decoding_of[group] += 1
+        if self._decoding_of[group] == 1:  # the first of its group
+            self._prompt_tokens += self._layout.prompt(job.prompt_tokens)
         return True
+
+    def take(self, events: StepEvents, kv_tokens: int | None) -> Sequence[Completion]:
+        """Take what a step of the generator has brought; return what has finished, in the order of admission.
+
+        What is shown of prompts, lengths are told at once; what is shown of completions, together with what has ended.
+
+        Args:
+            events: Of the step. What it has preempted is queued again.
+            kv_tokens: The KV tokens there is memory for after it.
+        """
+        self.step += events.num_steps
+        self.kv_tokens = kv_tokens
+        for request in events.set_aside:
+            self.preempt(request)
+        for each in events.observations:
+            if each.num_tokens not in self._lengths.points:
+                continue
+            if each.num_tokens:
+                keys, rows = self._observed.setdefault(each.num_tokens, ([], []))
+                keys += cast("Sequence[Key]", each.keys)
+                rows.append(each.features)
+            else:
+                self._lengths.observe(each.keys, 0, each.features)
+        if len(events.finished) < 2:
+            return events.finished
+        finished = {completion.request.key: completion for completion in events.finished}
+        return [finished[key] for key in self.decoding if key in finished]
 
     def _leave(self, key: Key) -> Entry:
         """Take a request out of its slot."""
-        entry = self._decoding.pop(key)
+        entry, group = self.decoding.pop(key), key[:2]
         job = entry.job
         self._free.append(entry.slot)
+        self._refused, self._table = False, None
         self._most_tokens -= smallest_budget(self._layout, job.prompt_tokens, job.room)
-        self._refused = False
-        self._count(job, -1)
+        self._decoding_of[group] -= 1
+        if not self._decoding_of[group]:  # the last of its group
+            self._prompt_tokens -= self._layout.prompt(job.prompt_tokens)
         if entry.begin < self.step:
             self.spans.add(key, entry.slot, entry.begin, self.step)
         self._queues[entry.stage or 0].left(job)
@@ -357,7 +346,7 @@ class RequestLedger:
         if entry.state == "decoding":
             self._leave(request.key)
         entry.state, entry.since = "awaiting_env", time.monotonic()
-        self._awaiting[request.key] = entry
+        self.awaiting_env[request.key] = entry
         self._replace(entry, request)
 
     def resume(self, request: Request) -> None:
@@ -365,7 +354,7 @@ class RequestLedger:
 
         One that is queued for the first time in the rollout comes in the order of arrival.
         """
-        entry = self._awaiting.pop(request.key)
+        entry = self.awaiting_env.pop(request.key)
         entry.state = "queued"
         self._replace(entry, request)
         if entry.stage is None:
@@ -376,58 +365,49 @@ class RequestLedger:
 
     def remove(self, key: Key) -> Entry:
         """Take a request out of the ledger, in whatever state it is; return its entry."""
-        entries = self._groups[key[:2]]
+        entries = self.groups[key[:2]]
         entry = entries.pop(key[2])
         if not entries:
-            del self._groups[key[:2]]
+            del self.groups[key[:2]]
         if entry.state == "decoding":
             self._leave(key)
         elif entry.state == "awaiting_env":
-            self._awaiting.pop(key, None)
+            self.awaiting_env.pop(key, None)
         elif entry.stage is not None:
             self._queues[entry.stage].drop(entry.job)
+        return entry
+
+    def finish(self, completion: Completion) -> Entry:
+        """Take a request out that has come to its end; return its entry.
+
+        Lengths are told of it with others; as long as requests are queued, these ask how long they will take.
+        """
+        entry = self.remove(completion.request.key)
+        self._ended.append((entry.job, completion.num_sampled))
+        if len(self._ended) >= max(len(self.expected) // _PORTIONS, 1) and self.num_queued:
+            self.tell_lengths()
         return entry
 
     def end(self, stopped: Iterable[Request]) -> list[Entry]:
         """End a rollout: what decoded waits with the prefixes of ``stopped``. Return all entries."""
         for request in stopped:
             self._leave(request.key).request = request
-        entries = [entry for group in self._groups.values() for entry in group.values()]
+        entries: list[Entry] = []
+        for group in self.groups.values():
+            entries += group.values()
         for entry in entries:
             entry.stage = None
             entry.state = "awaiting_env" if entry.state == "awaiting_env" else "queued"
+        self.awaiting_env.clear()
         return entries
 
     def _entry(self, key: Key) -> Entry:
-        return self._groups[key[:2]][key[2]]
+        return self.groups[key[:2]][key[2]]
 
     def _replace(self, entry: Entry, request: Request) -> None:
         """Give an entry another prefix; what a shorter one has lost is sampled again, and counts again."""
         entry.request = request
         entry.sampled_before = min(entry.sampled_before, request.prefix.num_sampled)
-
-    # ---- lengths ------------------------------------------------------------------------------------
-
-    def observe(self, keys: Sequence[Key] | Sequence[GroupKey], num_tokens: int, features: np.ndarray) -> None:
-        """Note what the policy shows of some completions; what it shows of prompts, lengths are told at once.
-
-        What it shows at other numbers of tokens than the lengths want to see is left out. The arguments are those of
-        :meth:`lit_grpo.scheduling.jobs.LearntLengths.observe`.
-        """
-        if num_tokens not in self._lengths.points:
-            return
-        if not num_tokens:
-            self._lengths.observe(keys, 0, features)
-            return
-        all_keys, rows = self._observed.setdefault(num_tokens, ([], []))
-        all_keys += cast("Sequence[Key]", keys)
-        rows.append(features)
-
-    def finish(self, job: Job, num_tokens: int) -> None:
-        """Note that a completion has ended; as long as others are queued, lengths will be asked how long they take."""
-        self._ended.append((job, num_tokens))
-        if len(self._ended) >= max(len(self.expected) // _PORTIONS, 1) and self.num_queued:
-            self.tell_lengths()
 
     def tell_lengths(self) -> None:
         """Tell lengths what has come since the last time: what was observed, then what has ended, each once."""
@@ -440,19 +420,12 @@ class RequestLedger:
 
     # ---- memory -------------------------------------------------------------------------------------
 
-    def _count(self, job: Job, change: int) -> None:
-        """Note that a request has begun to decode, or does no longer."""
-        self._table = None
-        self._decoding_of[job.group] += change
-        if self._decoding_of[job.group] == max(change, 0):  # the first of its group, or none is left
-            self._prompt_tokens += change * self._layout.prompt(job.prompt_tokens)
-
     @property
     def _rows(self) -> _Table:
         if self._table is None:
             columns = [
                 (each.had - each.begin, each.job.prompt_tokens, each.job.room, each.observed)
-                for each in self._decoding.values()
+                for each in self.decoding.values()
             ]
             self._table = _Table(*np.array(columns, dtype=np.int64).reshape(-1, 4).T)
         return self._table
@@ -465,7 +438,7 @@ class RequestLedger:
         """Return those that have to leave for the next step to fit: the youngest; one is always left."""
         if self.kv_tokens is None or self._most_tokens <= self.kv_tokens:
             return []
-        held, staying, leaving = self._held(), list(self._decoding.values()), []
+        held, staying, leaving = self._held(), list(self.decoding.values()), []
         members, prompts = self._decoding_of.copy(), self._prompt_tokens
         total = int(held.sum())
         while total + prompts > self.kv_tokens and len(staying) > 1:
@@ -490,7 +463,7 @@ class RequestLedger:
         What may yet be observed is not foreseen: jobs are taken out of their slots where it does not fit.
         """
         self._lengths.progress(self.progress())
-        jobs, rows = [*(each.job for each in self._decoding.values()), job], self._rows
+        jobs, rows = [*(each.job for each in self.decoding.values()), job], self._rows
         had, limits = np.append(self.step + rows.offsets, has), np.append(rows.limits, job.room)
         totals = np.ceil(self._lengths.estimate(jobs)) + np.append(rows.observed, observed)
         remaining = np.clip(totals, had + 1, limits) - had
