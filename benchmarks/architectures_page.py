@@ -12,36 +12,37 @@ from benchmarks.report import RESULTS
 
 HEAD = """# Architectures
 
-What becomes of each causal language model that transformers {transformers} knows, measured on small random models by
-`python -m benchmarks.architectures` (`{result}`). **{exact} families are exact**: sampled and learnt log-probs, the
-gradient, the export and the export with LoRA adapters agree with plain Hugging Face forwards, one unpadded row at a
-time. The largest differences are {gap:.1e} nats in a log-prob, {gradient:.1e} of the norm in a gradient and
-{lora:.1e} nats in an export with adapters. **{refused} are refused** in one sentence before the first token. {other}
+This page lists the support of each causal language model in transformers {transformers}, measured on small random
+models by `python -m benchmarks.architectures` (`{result}`). **{exact} families are exact**: the log-probs of sampling
+and training, the gradient, the export and the export with LoRA adapters agree with plain Hugging Face forwards of one
+unpadded row at a time. The largest differences are {gap:.1e} nats in a log-prob, {gradient:.1e} of the norm in a
+gradient and {lora:.1e} nats in an export with adapters. **{refused} families are refused** with an error message before
+the first token. {other}
 
-- *Slots*: whether the embedded generator decodes the family. Where it does not, take vLLM; the update is exact.
-- *Prefix*: whether a prompt goes through the update once for its group. Where not, once for each completion.
-- *vLLM*: whether weights that are sent to an engine decode exactly (`python -m benchmarks.architectures_vllm`,
-  `{vllm_result}`, float32, vLLM {vllm}'s CPU build). Of {vllm_known} families with a class there **{vllm_exact} are
-  exact**, to {vllm_gap:.1e} nats. *Not here* is of the CPU build, or of a package that it lacks; a GPU may differ.
-  {vllm_rounded}
+- *Slots*: whether the generator `slots` decodes the family. If not, use vLLM; the update is exact.
+- *Prefix*: whether the update computes a prompt once per group. If not, it computes it once per completion.
+- *vLLM*: whether vLLM decodes exactly with weights that are sent to it (`python -m benchmarks.architectures_vllm`,
+  `{vllm_result}`, float32, vLLM {vllm}'s CPU build). Of {vllm_known} families that vLLM has, **{vllm_exact} are
+  exact**, to {vllm_gap:.1e} nats. *Not here* means that the CPU build, or a package that it lacks, cannot run the
+  family; a GPU may differ. {vllm_rounded}
 
-A family that is not in the table is judged in the same way when a run loads it, by a few tokens."""
+A family that is not in the table is tested in the same way, on a few tokens, when a run loads it."""
 REASON_WORDS = {
     r"depends on those that follow it": "a token's hidden state depends on those that follow it",
     r"not its output embedding applied": "its logits are not its output embedding applied to its last hidden state",
-    r"names no longest sequence": "its config names no longest sequence; add max_position_embeddings",
+    r"names no longest sequence": "its config has no max length; add max_position_embeddings",
     r"holds no usable model": "transformers has no causal language model of its config",
     r"a forward over tok": "a forward over tokens fails",
     r"attention cannot be replaced": "its attention cannot be replaced",
     r"experts without the bias": "experts are chosen without the bias of their router, on a CPU",
     r"keeps old weights": "keeps old experts and attention sinks when new weights are sent",
     r"layers with a sliding window": "its sliding window is one token longer; set max_model_len to the window at most",
-    r"its layers remember more than keys and values": "layers remember more than keys and values",
-    r"hidden states come out [\d.]+% off": "layers remember more than keys and values",
+    r"layers remember more than keys and values": "its layers have state beyond a KV cache",
+    r"hidden states come out [\d.]+% off": "its layers have state beyond a KV cache",
     r"peft gives MODEL no adapters for": "peft has no adapters for `all-linear`; name other layers",
-    r"parameters of vLLM's model got no weight": "vLLM's model has parameters that the policy has not",
-    r"log-probs that vLLM's engine gives": "vLLM computes it in another way",
-    r"could not start an engine": "no engine starts",
+    r"parameters of vLLM's model got no weight": "vLLM's model has parameters that the policy lacks",
+    r"log-probs that vLLM's engine gives": "vLLM computes it differently",
+    r"could not start an engine": "the engine does not start",
     r"could not (?:score given tokens|load the policy's weights)": "the engine fails",
 }
 """The short form of a reason, by what its sentence holds; a sentence without one is cut."""
@@ -76,8 +77,8 @@ def _parts(result: dict[str, Any], name: str, with_vllm: dict[str, Any], name_wi
         kinds.setdefault(kind, []).append(row["family"])
     for kind in sorted(kinds, reverse=True):
         yield f"| {' | '.join(kind)} | {_names(kinds[kind])} |"
-    yield "\n## Why not\n\nA run says each in a whole sentence, with the remedy.\n"
-    yield "| what | reason | families |\n|---|---|---|"
+    yield "\n## Reasons\n\nThe error message of a run has each reason in full, with the remedy.\n"
+    yield "| not supported | reason | families |\n|---|---|---|"
     yield from _reasons("policy", ((row["family"], row["detail"]) for row in counts["refused"]))
     slots = ((row["family"], row["slots"]) for row in exact if row["slots"] != "decode")
     yield from _reasons("slots, and so prefix", slots)
@@ -99,7 +100,7 @@ def _head(
     counts: dict[str, list[dict[str, Any]]],
 ) -> str:
     others = [row["family"] for row in result["rows"] if row["outcome"] not in counts]
-    told = f"{len(counts['not built'])} could not be built so small, or want a package that is not installed."
+    told = f"{len(counts['not built'])} could not be built that small, or need a package that is not installed."
     if others:
         told += f" **Wrong or failing:** {', '.join(others)}."
     exact, exact_in_vllm = counts["exact"], [row for row in with_vllm["rows"] if row["outcome"] == "exact"]
@@ -134,8 +135,8 @@ def _in_vllm(row: dict[str, Any] | None) -> str:
 def _rounded(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    told = " and ".join(f"`{row['family']}` ({row['gap']:.1e} nats)" for row in rows)
-    return f"It computes a part of {told} with rounding or by an approximation."
+    named = " and ".join(f"`{row['family']}` ({row['gap']:.1e} nats)" for row in rows)
+    return f"It computes a part of {named} with rounding or by an approximation."
 
 
 def _reasons(what: str, sentences: Iterator[tuple[str, str]]) -> Iterator[str]:

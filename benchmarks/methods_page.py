@@ -15,32 +15,33 @@ GRPO = "grpo"
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """The 0.975 quantile of Student's t by degrees of freedom, from 1 on."""
 MEASURES = ("over_run", "end")
-HEAD = """# What each method gave
+HEAD = """# Results by method
 
-Each method beside plain GRPO at an **equal budget of generated tokens** (`python -m benchmarks.methods`, `{result}`, on
-{cpu}, one thread). A run ends when it has generated its task's tokens, however many updates that is.
+This page compares each method with plain GRPO at an **equal budget of generated tokens** (`python -m
+benchmarks.methods`, `{result}`, on {cpu}, one thread). A run ends when it has generated the tokens of its task's
+budget, with any number of updates.
 
-*Over the run* is held-out exact match as the mean over the budget, *at the end* what the run has come to by then; both
-in percent. A *gain* is the mean difference in points from plain GRPO of the same seed, with the 95% interval of
-Student's t over the seeds. A method **gave nothing** where the interval of the gain over the run has 0 in it: with so
-few seeds no gain was seen, and there may still be one. Of twenty methods without effect one falls outside its interval
-by chance. *Length* is the mean number of tokens of a completion in the
-last quarter of the updates, *CPU s* the seconds of rollouts and updates; those of `mt_grpo`, `capo` and `copo` were
-measured beside other work, which doubled them. All policies are small; what a large model would show is not known.
+*Mean over the run* is the held-out exact match averaged over the budget, *at the end* the final one; both in percent,
+higher is better. A *gain* is the mean difference in points from plain GRPO with the same seed, with the 95% interval of
+Student's t over the seeds. The result is **nothing** if the interval of the gain over the run includes 0: with so few
+seeds no gain was seen, and there may still be one. Of twenty methods without effect, one is expected outside its
+interval by chance. *Length* is the mean number of tokens per completion in the last quarter of the updates, *CPU s* the
+seconds of rollouts and updates; those of `mt_grpo`, `capo` and `copo` were measured while other work ran, which doubled
+them. All policies are small; results with large models are not known.
 
-Rows that are named by what they set (`groups of 4`, `half as many completions`, `two iterations`, `loss grpo`) have no
-method: what a method gives that sets the same is its difference from them. `half as many completions` is what forking
-ones begin with on tasks of several turns.
+Rows named after a setting (`groups of 4`, `half as many completions`, `two iterations`, `loss grpo`) use no method. The
+gain of a method that includes such a setting is its difference from that row. Tree methods begin with `half as many
+completions` on tasks of several turns.
 
-A run of `word_problems` has ten updates, in which a prompt comes once or twice. What goes by earlier visits hardly acts
-there (`prompt_gdro` begins with the ninth), and `early` rules have a warm-up of 4 updates in place of 20. `spaco` has
-no row there: a completion of ten tokens is one chunk, so that it is plain GRPO.
+A run of `word_problems` has ten updates, in which a prompt is sampled once or twice. Methods that use earlier samplings
+of a prompt hardly act there (`prompt_gdro` begins with the ninth update), and `early` rules have a warm-up of 4 updates
+in place of 20. `spaco` has no row there: a completion of ten tokens is one chunk, so it equals plain GRPO.
 
-All these methods are off by default. [Papers](papers.md) says where each is from, [choosing](choosing.md) what to take
-first.
+All these methods are off by default. [Papers](papers.md) gives their sources, [choosing](choosing.md) recommends
+settings.
 """
 MEANS = ("seeds", "updates", "length", "CPU s")
-COLUMNS = ("method", "over the run", "gain", "at the end", "gain", "gave", *MEANS, "set by")
+COLUMNS = ("method", "mean over the run", "gain", "at the end", "gain", "result", *MEANS, "setting")
 
 
 class Gain(NamedTuple):
@@ -54,14 +55,14 @@ class Gain(NamedTuple):
 
     @property
     def word(self) -> str:
-        """What the method gave."""
+        """The result of the method in a word."""
         if math.isnan(self.reach):
             return "one seed"
         return "nothing" if abs(self.mean) <= self.reach else "more" if self.mean > 0 else "less"
 
 
 def newest() -> Path:
-    """The newest result file, or where today's is to be."""
+    """The newest result file, or the path of today's if there is none."""
     return max(RESULTS.glob("methods-2*.json"), default=result_path("methods", "cpu"))
 
 

@@ -46,7 +46,8 @@ def test_a_report_has_every_panel_of_the_specification_that_has_data_and_the_own
     assert [panel["title"] for panel in content["sections"][-1]["panels"]] == ["mine/<b>bold</b>", "mine/words"]
     (rewards,) = [p for p in content["sections"][0]["panels"] if p["title"] == "Rewards by function"]
     assert rewards["metrics"] == ["rewards/correct/mean", "rewards/format/mean"]
-    assert rewards["about"][0]["means"] == "Mean of one reward function, unweighted, where it applies."
+    means = "Mean of one reward function, unweighted, over completions to which it applies."
+    assert rewards["about"][0]["means"] == means
 
 
 def test_panels_and_sections_and_axes_without_data_are_left_out(tmp_path: Path) -> None:
@@ -127,11 +128,11 @@ def test_the_heading_says_that_a_reward_is_hacked_in_training_and_on_held_out_pr
         ({"rewards": None}, ""),
     ],
 )
-def test_the_chart_of_who_passes_names_the_reward_that_decides(tmp_path: Path, model: Any, title: str) -> None:
+def test_the_chart_of_pass_at_k_names_the_reward_that_decides(tmp_path: Path, model: Any, title: str) -> None:
     run = make_run(tmp_path / "run", names=["val/pass@1"])
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
     panels = [panel["title"] for section in content_of(run)["sections"] for panel in section["panels"]]
-    assert panels == [f"Held-out prompts passed{title}"]
+    assert panels == [f"Held-out pass@k{title}"]
 
 
 def test_a_run_is_running_as_long_as_it_holds_its_folder_and_stopped_if_updates_are_missing(tmp_path: Path) -> None:

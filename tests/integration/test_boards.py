@@ -259,7 +259,7 @@ def test_a_workspace_names_only_metrics_that_there_are() -> None:
     names = ["val/pass@8", "rewards/digits/mean", "lengths/spearman_at_32", "lengths/within_at_8"]
     assert all(any(family.match(name) for family in families) for name in names)
     stacked = [plot.title for plot in plots if plot.plot_type == "stacked-area"]
-    assert set(stacked) == {"Seconds of a step", "Tokens by updates since they were sampled (shares)"}
+    assert set(stacked) == {"Seconds of a training iteration", "Tokens by updates since they were sampled (fractions)"}
 
 
 def test_a_run_from_python_tells_its_settings_too(

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from lit_grpo.tools.dashboard.specification import Metric, Section, sections
 
-HEAD = """# What a run logs
+HEAD = """# Metrics
 
-A run writes a row for each update to `metrics.csv`, and the same values to TensorBoard and Weights & Biases, in the
-sections of this page. A `*` stands for a name or a number. A metric that TRL logs by the same name has the same
-meaning. `NaN` is the mean of nothing. A reward function adds its own with `log_metric`. Curves can be drawn by
-updates, `num_tokens`, `num_completions` or `time/total_s`, which all continue in a resumed run. Each report and the
-boards show these texts too; all are made from `lit_grpo/tools/dashboard/metrics.yaml`.
+A run writes one row per update to `metrics.csv`, and the same values to TensorBoard and Weights & Biases, in the
+sections of this page. A `*` in a name stands for a name or a number. A metric that TRL logs by the same name has the
+same meaning. A mean over no values is `NaN`. A reward function adds its own metrics with `log_metric`. Curves can be
+drawn by updates, `num_tokens`, `num_completions` or `time/total_s`; all of these continue in a resumed run. Reports,
+TensorBoard and W&B show these texts too. All are made from `lit_grpo/tools/dashboard/metrics.yaml`.
 """
 
 
@@ -24,7 +24,7 @@ def metrics_page() -> str:
 def _section(section: Section) -> Iterator[str]:
     yield f"## {section.title}\n"
     yield f"{section.about}\n"
-    yield "| metric | what it is | normal | if not |"
+    yield "| metric | meaning | normal value | if it differs |"
     yield "|---|---|---|---|"
     needs = dict.fromkeys([None, *(metric.when for metric in section.metrics)])
     for needed in needs:

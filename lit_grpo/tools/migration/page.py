@@ -9,10 +9,10 @@ from lit_grpo.tools.migration.table import TRL, VERL, Counterpart
 
 HEAD = """# From TRL and verl
 
-`python -m lit_grpo from-trl CONFIG.yaml` turns a config for `trl grpo --config` (TRL 1.16) into one of ours. Comments
-at its top name the fields that have another meaning here. `--rows N` is the number of training prompts, for a config
-that counts epochs; `--devices N` is the number of devices of the run; `--output FILE` is the file to write. No field
-is dropped silently: a field that TRL does not have, or that would change the training and is not supported, is
+`python -m lit_grpo from-trl CONFIG.yaml` converts a config for `trl grpo --config` (TRL 1.16) to a config of lit_grpo.
+Comments at its top name the fields that have another meaning here. `--rows N` is the number of training prompts, for a
+config that counts epochs; `--devices N` is the number of devices of the run; `--output FILE` is the file to write. No
+field is dropped silently: a field that TRL does not have, or that would change the training and is not supported, is
 refused in one sentence. Fields that are left out have TRL's defaults.
 
 This page is made from the table that the command uses."""
@@ -32,7 +32,7 @@ def _sections() -> Iterator[str]:
     taken = {name: row for name, row in TRL.items() if row.kind in ("same", "changed")}
     yield from _table(TITLES["taken"], "TRL", taken)
     for kind in ("none", "refused"):
-        yield f"\n## {TITLES[kind]}\n\n| TRL | why |\n|---|---|"
+        yield f"\n## {TITLES[kind]}\n\n| TRL | reason |\n|---|---|"
         reasons: dict[str, list[str]] = {}
         for name, row in TRL.items():
             if row.kind == kind:
@@ -42,7 +42,7 @@ def _sections() -> Iterator[str]:
 
 
 def _table(title: str, trainer: str, rows: Mapping[str, Counterpart]) -> Iterator[str]:
-    yield f"\n## {title}\n\n| {trainer} | here | |\n|---|---|---|"
+    yield f"\n## {title}\n\n| {trainer} | lit_grpo | note |\n|---|---|---|"
     alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for name, row in rows.items():
         alike.setdefault((row.fields, row.note), []).append(name)
@@ -51,7 +51,7 @@ def _table(title: str, trainer: str, rows: Mapping[str, Counterpart]) -> Iterato
 
 
 def _beside(fields: Sequence[str], note: str) -> str:
-    """Return a note without the field that it begins with, which stands beside it."""
+    """Return a note without the field name that it begins with, because the table has that in its own column."""
     return re.sub(rf"^(?:{'|'.join(map(re.escape, fields))})(?:[:,;] |$)", "", note)
 
 

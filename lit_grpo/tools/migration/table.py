@@ -44,7 +44,7 @@ def _refused(note: str, **defaults: Any) -> dict[str, Counterpart]:
 
 
 BATCH = (
-    "TRL counts completions a device, here prompts are counted: data.batch_size = per_device_train_batch_size x "
+    "TRL counts completions per device, here prompts are counted: data.batch_size = per_device_train_batch_size x "
     "steps_per_generation / num_generations; model.num_minibatches = steps_per_generation / "
     "gradient_accumulation_steps; micro-batches are counted in tokens and change no gradient"
 )
@@ -53,8 +53,8 @@ LOSS = (
     "bnpo is dapo here; with importance_sampling_level sequence a token-normalised loss becomes gspo, in which "
     "sequences count alike"
 )
-TRUNCATED = "log-probs of truncated sampling are not those that the update learns from; set it in model.eval_sampling"
-SCHEDULE = "model.lr_scheduler: WarmupDecayLR, stepped once an optimizer step"
+TRUNCATED = "log-probs of truncated sampling are not those that the update computes; set it in model.eval_sampling"
+SCHEDULE = "model.lr_scheduler: WarmupDecayLR, stepped once per optimizer step"
 SERVER = "servers are started by the run, or named in model.generator.urls (python -m lit_grpo serve)"
 CORRECTION = "only where vLLM decodes: the slots' log-probs are the trainer's"
 REWARDS = (
@@ -71,15 +71,15 @@ TRL: dict[str, Counterpart] = {
     # What is trained
     "model_name_or_path": _same("model.policy"),
     "dtype": _changed("float32 or bfloat16 weights; auto is float32", "float32", "model.dtype"),
-    "use_peft": _changed("model.lora, where it is true", False, "model.lora"),
+    "use_peft": _changed("model.lora, if it is true", False, "model.lora"),
     "lora_r": _same("model.lora.r", 16),
     "lora_alpha": _same("model.lora.alpha", 32),
-    "lora_target_modules": _same("model.lora.target_modules", None, "where TRL has none: peft-default, as TRL trains"),
+    "lora_target_modules": _same("model.lora.target_modules", None, "if TRL has none: peft-default, as TRL trains"),
     "use_rslora": _same("model.lora.rslora", False),
     "load_in_4bit": _changed("model.lora.base: nf4", False, "model.lora.base"),
     **_none("adapters have no dropout: log-probs would not be those sampled with", lora_dropout=0.05),
     **_none("NF4's own constants are not quantised again, which takes 0.4 bits a weight", use_bnb_nested_quant=False),
-    **_none("said by what it is", lora_task_type="CAUSAL_LM", bnb_4bit_quant_storage=None),
+    **_none("implied by the model and by model.lora.base", lora_task_type="CAUSAL_LM", bnb_4bit_quant_storage=None),
     **_refused(
         "only LoRA on linear layers is trained, over full or NF4 weights",
         lora_target_parameters=None, lora_modules_to_save=None, use_dora=False, load_in_8bit=False,
@@ -127,7 +127,7 @@ TRL: dict[str, Counterpart] = {
     "warmup_steps": _changed(SCHEDULE, 0, "model.lr_scheduler.warmup_steps"),
     **_refused("give the optimizer's own arguments as model.optimizer.NAME", optim_args=None,
                optim_target_modules=None),
-    "lr_scheduler_kwargs": _changed("of warmup_stable_decay alone: num_decay_steps is decay_steps; min_lr_ratio is 0",
+    "lr_scheduler_kwargs": _changed("only for warmup_stable_decay: num_decay_steps is decay_steps; min_lr_ratio is 0",
                                     None, "model.lr_scheduler"),
     # Sampling
     "max_completion_length": _same("model.sampling.max_tokens", 512),
@@ -135,7 +135,7 @@ TRL: dict[str, Counterpart] = {
     "generation_kwargs": _changed("only stop, as model.sampling.stop", None, "model.sampling.stop"),
     "chat_template_kwargs": _same("data.chat_template_kwargs"),
     **_refused(TRUNCATED, top_p=1.0, top_k=0, min_p=None),
-    **_refused("a penalty changes the distribution that the update learns from", repetition_penalty=1.0),
+    **_refused("a penalty changes the distribution that completions are sampled from", repetition_penalty=1.0),
     **_refused("completions are free text", vllm_structured_outputs_regex=None),
     **_refused("set max_turns of the plug-in environments in rollout.plugins", max_tool_calling_iterations=None),
     **_none("the embedded generator has a cache and a scheduler of its own", cache_implementation=None,
@@ -156,7 +156,7 @@ TRL: dict[str, Counterpart] = {
     # Objective
     "loss_type": _changed(LOSS, "dapo", "model.objective.loss"),
     "importance_sampling_level": _changed(LOSS, "token", "model.objective.ratio"),
-    "epsilon": _same("model.objective.epsilon", 0.2, "of the losses that clip"),
+    "epsilon": _same("model.objective.epsilon", 0.2, "for the losses that clip"),
     "epsilon_high": _same("model.objective.epsilon_high", None, "cispo's largest weight; must be given for it"),
     "delta": _same("model.objective.delta"),
     "sapo_temperature_neg": _same("model.objective.parameters.temperature_negative", 1.05),
@@ -166,8 +166,8 @@ TRL: dict[str, Counterpart] = {
     "vespo_k_neg": _same("model.objective.parameters.k_negative", 3.0),
     "vespo_lambda_neg": _same("model.objective.parameters.lambda_negative", 2.0),
     "beta": _same("model.objective.kl.beta", 0.0),
-    "use_bias_correction_kl": _changed("where there is a KL term", True, "model.objective.kl.importance_weighted"),
-    "sync_ref_model": _changed("model.reference.mixup_alpha, where it is true", False, "model.reference.mixup_alpha"),
+    "use_bias_correction_kl": _changed("if there is a KL term", True, "model.objective.kl.importance_weighted"),
+    "sync_ref_model": _changed("model.reference.mixup_alpha, if it is true", False, "model.reference.mixup_alpha"),
     "ref_model_mixup_alpha": _same("model.reference.mixup_alpha", 0.6),
     "ref_model_sync_steps": _same("model.reference.sync_steps", 512),
     "scale_rewards": _same("model.advantages.scale", "group"),
@@ -177,7 +177,7 @@ TRL: dict[str, Counterpart] = {
     "top_entropy_quantile": _same("model.objective.top_entropy_quantile", 1.0),
     "off_policy_mask_threshold": _same("model.objective.off_policy_threshold"),
     "entropy_coef": _same("model.objective.entropy.coefficient", 0.0),
-    "use_adaptive_entropy": _changed("model.objective.entropy.target, where it is true", False,
+    "use_adaptive_entropy": _changed("model.objective.entropy.target, if it is true", False,
                                      "model.objective.entropy.target"),
     "entropy_target": _same("model.objective.entropy.target", 0.2),
     "entropy_coef_delta": _same("model.objective.entropy.delta", 0.005),
@@ -204,7 +204,7 @@ TRL: dict[str, Counterpart] = {
     "eval_strategy": _changed(EVALUATION, "no", "data.validation"),
     "eval_steps": _changed(EVALUATION, None, "trainer.val_check_interval"),
     "num_generations_eval": _same("model.eval_num_generations", None, "num_generations by default"),
-    "per_device_eval_batch_size": _changed("TRL counts completions, here prompts", 8, "data.eval_batch_size"),
+    "per_device_eval_batch_size": _changed("here prompts are counted", 8, "data.eval_batch_size"),
     "output_dir": _changed("run.dir and run.name; an earlier run there is moved aside", None, "run.name", "run.dir"),
     "report_to": _changed("wandb is run.wandb: online", "none", "run.wandb"),
     "project": _changed("run.wandb_project", "huggingface", "run.wandb_project"),
@@ -237,7 +237,7 @@ TRL: dict[str, Counterpart] = {
     **_none("the head is computed in blocks without it", use_liger_kernel=False, liger_kernel_config=None),
     **_none("decoding has a cache of its own", use_cache=False),
     **_none("memory that runs out halves model.max_tokens_per_micro_batch: auto", auto_find_batch_size=False),
-    **_none("of no meaning in GRPO", ignore_bias_buffers=False),
+    **_none("has no meaning in GRPO", ignore_bias_buffers=False),
     **_refused("GRPO's loss has none", label_smoothing_factor=0.0, neftune_noise_alpha=None),
 }  # fmt: skip
 """By the field of TRL 1.16: GRPOConfig, ModelConfig, and the script's own arguments."""

@@ -47,7 +47,7 @@ REWARDS: dict[str, dict[str, Any]] = {
 
 
 OLD = {
-    "warmup_ratio": "give warmup_steps, a share of the run where it is below 1, such as warmup_steps: 0.1",
+    "warmup_ratio": "give warmup_steps, a fraction of the run if it is below 1, such as warmup_steps: 0.1",
     "max_prompt_length": "leave it out, and give fit --data.max_prompt_tokens; rows with longer prompts are refused, "
     "or left out with --data.unusable_rows drop, and no prompt is cut",
     "environment_factory": "leave it out, and give fit --rollout.plugins environments:factory=my_env.py:Game",
