@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,7 +31,7 @@ from lit_grpo.memory import PeakMemory
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
-from lit_grpo.update.batches.layout import Member, Members, by_prompt, in_rows, packed
+from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
@@ -45,6 +45,9 @@ class Scale:
 
     device: str = "cuda"
     tiny: bool = False
+
+    most_tokens: ClassVar[int] = 2**20
+    """Of a micro-batch, so that there is one."""
 
     @property
     def small(self) -> Sizes:
@@ -96,7 +99,8 @@ def _gaps(policy: Any, groups: list[RolloutGroup], scale: Scale) -> list[float]:
     """How far sampled log-probs are from those of the policy's own forward, by completion."""
     gaps = []
     for rollout in (group.rollouts[0] for group in groups):
-        micro_batch = in_rows([Members((), [Member(0, rollout, 0.0)])]).to(torch.device(scale.device, 0))
+        (row,) = make_micro_batches([rollout], [0.0], scale.most_tokens, shared_prefix=False)
+        micro_batch = row.to(torch.device(scale.device, 0))
         logprobs_N, _ = micro_batch_logprobs(policy, micro_batch, 1.0)
         gaps.append(float((logprobs_N.cpu() - rollout.completion.logprobs_T).abs().max()))
     return gaps
@@ -107,8 +111,11 @@ def update_alive(scale: Scale) -> list[Row]:
     policy: Any = random_qwen3(scale.small, scale.device).train()
     work = Work(16, 8, 4, vocab_size=16) if scale.tiny else Work(256, 256, 16, vocab_size=16)
     (group,) = work.groups()
-    members = [Member(row, rollout, rollout.reward - 0.5) for row, rollout in enumerate(group.rollouts)]
-    layouts = {"shared prefix": packed(by_prompt(members)), "rows": in_rows([Members((), members)])}
+    advantages = [rollout.reward - 0.5 for rollout in group.rollouts]
+    layouts = {
+        name: make_micro_batches(group.rollouts, advantages, scale.most_tokens, shares_prefix).rows[0]
+        for name, shares_prefix in (("shared prefix", True), ("rows", False))
+    }
     gradients, rows = list[torch.Tensor](), list[Row]()
     for name, micro_batch in layouts.items():
         memory = PeakMemory(torch.device(scale.device))
@@ -116,7 +123,7 @@ def update_alive(scale: Scale) -> list[Row]:
             policy.zero_grad()
             memory.reset()
             begun = scale.wait()
-            with shared_prefixes(policy) if micro_batch.groups else nullcontext():
+            with shared_prefixes(policy) if micro_batch.stretches else nullcontext():
                 there = micro_batch.to(torch.device(scale.device, 0))
                 with scale.precision():
                     logprobs_N, _ = micro_batch_logprobs(policy, there, 1.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,12 +52,10 @@ def main() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-    from lit_grpo.update.prefix.layout import PackedGroup, key_labels
+    from lit_grpo.update.prefix.layout import key_labels
 
-    first = PackedGroup(0, PROMPT, RESPONSES)
-    row = PROMPT + sum(RESPONSES)
-    second = PackedGroup(row, CARRIED, (20,), carried_at=row + 20)
-    num_tokens, labels_3K = row + 20, key_labels([first, second])
+    stretches = _row([(PROMPT, RESPONSES, False), (CARRIED, (20,), True)])
+    num_tokens, labels_3K = PROMPT + sum(RESPONSES) + 20, key_labels(stretches)
     torch.manual_seed(0)
     shape, dtype = (1, NUM_HEADS, num_tokens, case.head_size), getattr(torch, case.dtype)
     keys = (1, NUM_KV_HEADS, labels_3K.shape[1], case.head_size)
@@ -75,7 +73,7 @@ def main() -> None:
         found = [twins.real(each) for each in (output, *gradients)] if case.interpreted else []
     figures: dict[str, Any] = {"kernels": [asdict(kernel) for kernel in kernels]}
     if case.interpreted:
-        expected = _row_by_row(first, second, [each.detach().double() for each in real], weights, scaling, case.window)
+        expected = _one_by_one(stretches, [each.detach().double() for each in real], weights, scaling, case.window)
         names = ("output", "query", "key", "value")
         figures["gaps"] = {
             name: float((one.double() - other).abs().max())
@@ -98,9 +96,9 @@ def _compilations(case: Case, twins: Twins) -> dict[str, int]:
     torch._dynamo.reset()
     count = {"masks": 0, "attention": 0}
     dtype, graphs = getattr(torch, case.dtype), lambda: counters["stats"]["unique_graphs"]
-    for groups in _layouts(case.rows):
-        labels_3K = key_labels(groups)
-        num_tokens = groups[-1].end
+    for stretches in _layouts(case.rows):
+        labels_3K = key_labels(stretches)
+        num_tokens = sum(stretch.length for stretch in stretches if not stretch.carried)
         query = torch.empty((1, NUM_HEADS, num_tokens, case.head_size), dtype=dtype, device="cuda", requires_grad=True)
         keys = (1, NUM_KV_HEADS, labels_3K.shape[1], case.head_size)
         key = torch.empty(keys, dtype=dtype, device="cuda", requires_grad=True)
@@ -115,21 +113,32 @@ def _compilations(case: Case, twins: Twins) -> dict[str, int]:
     return count
 
 
+def _row(groups: Sequence[tuple[int, Sequence[int], bool]]) -> list[Any]:
+    """Return the stretches of a row of groups: tokens of the prompt, of each response, and whether it is carried."""
+    from lit_grpo.update.prefix.layout import Stretch
+
+    stretches = list[Stretch]()
+    start, carried_at = 0, sum(sum(lengths) + (0 if carried else prompt) for prompt, lengths, carried in groups)
+    for prompt, lengths, carried in groups:
+        stretches.append(Stretch(carried_at if carried else start, 0, prompt, len(stretches) + len(lengths), carried))
+        carried_at, start = (carried_at + prompt, start) if carried else (carried_at, start + prompt)
+        for length in lengths:
+            stretches.append(Stretch(start, prompt, length, last=len(stretches)))
+            start += length
+    return stretches
+
+
 def _layouts(num_rows: int) -> Iterator[list[Any]]:
     """First a short row, then rows of one to four groups of one to six responses; some have a carried prompt."""
-    from lit_grpo.update.prefix.layout import PackedGroup
-
-    yield [PackedGroup(0, 60, (20, 20))]
+    yield _row([(60, (20, 20), False)])
     rng = random.Random(0)
     for number in range(1, num_rows):
-        groups, start = list[PackedGroup](), 0
+        groups = list[tuple[int, Sequence[int], bool]]()
         for _ in range(rng.randint(1, 4)):
-            group = PackedGroup(start, rng.randint(1, 60), tuple(rng.randint(0, 40) for _ in range(rng.randint(1, 6))))
-            start = group.end
-            groups.append(group)
+            groups.append((rng.randint(1, 60), [rng.randint(0, 40) for _ in range(rng.randint(1, 6))], False))
         if number % 5 == 4:
-            groups.append(PackedGroup(start, 7, (3, 5), carried_at=start + 8))
-        yield groups
+            groups.append((7, (3, 5), True))
+        yield _row(groups)
 
 
 def _on_gpu(mask: Any, twins: Twins) -> Any:
@@ -155,32 +164,27 @@ def _sees_by(labels: Any, window: int | None) -> Any:
         return flex.prefix_block_mask(labels, window, 0)
 
 
-def _row_by_row(
-    first: Any, second: Any, inputs: list[Any], weights: Any, scaling: float, window: int | None
+def _one_by_one(
+    stretches: Sequence[Any], inputs: list[Any], weights: Any, scaling: float, window: int | None
 ) -> list[Any]:
     """Return output and gradients of each response with its prompt by itself, in float64, without any packing."""
     import torch
 
     query, key, value = (each.requires_grad_() for each in inputs)
-    output = torch.zeros_like(query)
-    for group in (first, second):
-        begin = group.response_start
-        for length in (0, *group.branch_tokens):
-            ours = torch.arange(begin, begin + length)
-            prompt = torch.arange(group.prompt_start, group.prompt_start + group.prompt_tokens)
-            seen = torch.cat([prompt, ours])
-            asking = ours if length else (prompt if group.carried_at is None else ours)
-            distance = torch.arange(len(seen))[-len(asking) :, None] - torch.arange(len(seen)) if len(asking) else None
-            if distance is not None:
-                sees = (distance >= 0) & (distance < (window or len(seen)))
-                output = output.index_add(
-                    2,
-                    asking,
-                    torch.nn.functional.scaled_dot_product_attention(
-                        query[:, :, asking], key[:, :, seen], value[:, :, seen], sees, scale=scaling, enable_gqa=True
-                    ),
-                )
-            begin += length
+    output, prompt = torch.zeros_like(query), stretches[0]
+    for stretch in stretches:
+        prompt = prompt if stretch.first else stretch
+        if stretch.carried or not stretch.length:
+            continue
+        asking = torch.arange(stretch.start, stretch.start + stretch.length)
+        before = torch.arange(prompt.start, prompt.start + prompt.length)
+        seen = asking if stretch is prompt else torch.cat([before, asking])
+        distance = torch.arange(len(seen))[-len(asking) :, None] - torch.arange(len(seen))
+        sees = (distance >= 0) & (distance < (window or len(seen)))
+        alone = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, asking], key[:, :, seen], value[:, :, seen], sees, scale=scaling, enable_gqa=True
+        )
+        output = output.index_add(2, asking, alone)
     return [output.detach(), *torch.autograd.grad(output, (query, key, value), weights.double())]
 
 

@@ -34,7 +34,7 @@ from lit_grpo.types import (
     SamplingParams,
 )
 from lit_grpo.update.advantages.shaping import Shaping
-from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
+from lit_grpo.update.batches.layout import MicroBatches, PackedRow, RowPart, lay_out, lay_out_padded
 from lit_grpo.update.selection import Selection
 
 MAX_TOKENS = 12
@@ -83,10 +83,16 @@ def as_groups(rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
 
 def make_micro_batch(
     rollouts: Sequence[Rollout], advantages_C: Sequence[float | torch.Tensor], shared_prefix: bool = True
-) -> MicroBatch:
+) -> PackedRow:
     """Lay all these rollouts out as one micro-batch."""
-    members = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]
-    return packed(by_prompt(members)) if shared_prefix else in_rows([Members((), members)])
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    for place, rollout in enumerate(rollouts):
+        prompts.setdefault(rollout.prompt.token_ids, []).append(place)
+    if shared_prefix:
+        row = lay_out(rollouts, [RowPart(prompt_ids, members) for prompt_ids, members in prompts.items()])
+    else:
+        row = lay_out_padded(rollouts, range(len(rollouts)))
+    return MicroBatches([row], shared_prefix).with_advantages(advantages_C).rows[0]
 
 
 @torch.no_grad()

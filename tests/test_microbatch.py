@@ -11,9 +11,9 @@ import torch
 from hand_made import make_micro_batch, make_rollout
 
 from lit_grpo.types import Completion, Rollout
-from lit_grpo.update.batches.layout import MicroBatch
+from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
-from lit_grpo.update.prefix.layout import PackedGroup
+from lit_grpo.update.prefix.layout import Stretch
 
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], float]
 
@@ -27,7 +27,12 @@ def test_a_packed_micro_batch_holds_each_prompt_once_and_points_at_predecessors(
     micro_batch = make_micro_batch(rollouts, [1.5, -0.5, 2.0])
     assert micro_batch.input_ids_BT.tolist() == [[5, 6, 7, 9, 4, 5]]  # the last token of a completion predicts nothing
     assert micro_batch.position_ids_BT.tolist() == [[0, 1, 2, 2, 3, 0]]
-    assert micro_batch.groups == (PackedGroup(0, 2, (1, 2), parents=(None, None)), PackedGroup(5, 1, ()))
+    assert micro_batch.stretches == (
+        Stretch(0, 0, 2, last=2),
+        Stretch(2, 2, 1, last=1),
+        Stretch(3, 2, 2, last=2),
+        Stretch(5, 0, 1, last=3),
+    )
     assert micro_batch.source_N.tolist() == [1, 2, 1, 3, 4, 5]
     assert micro_batch.target_ids_N.tolist() == [7, 8, 9, 4, 3, 9]
     assert micro_batch.sampled_logprobs_N.tolist() == [-0.5, -0.25, -1.0, -3.0, -4.0, -2.0]
@@ -55,7 +60,7 @@ def test_in_rows_each_completion_has_a_prompt_of_its_own() -> None:
     micro_batch = make_micro_batch(rollouts, [1.5, -0.5], shared_prefix=False)
     assert micro_batch.input_ids_BT.tolist() == [[5, 6, 7, 8], [5, 0, 0, 0]]
     assert micro_batch.position_ids_BT.tolist() == [[0, 1, 2, 3]] * 2
-    assert micro_batch.groups == ()
+    assert micro_batch.stretches == ()
     assert micro_batch.source_N.tolist() == [1, 2, 3, 4]
     assert micro_batch.target_ids_N.tolist() == [7, 8, 2, 9]
     assert micro_batch.lengths_C.tolist() == [3, 1]
@@ -65,7 +70,8 @@ def test_in_rows_each_completion_has_a_prompt_of_its_own() -> None:
 def test_without_rollouts_it_is_one_row_of_one_token_and_no_completion(shared_prefix: bool) -> None:
     micro_batch = make_micro_batch([], [], shared_prefix)
     assert micro_batch.input_ids_BT.tolist() == micro_batch.position_ids_BT.tolist() == [[0]]
-    assert micro_batch.groups == ((PackedGroup(0, 1, ()),) if shared_prefix else ())
+    assert micro_batch.stretches == ((Stretch(0, 0, 1, last=0),) if shared_prefix else ())
+    assert micro_batch.weight == (0.0 if shared_prefix else 1.0)
     for name in ("source_N", "target_ids_N", "sampled_logprobs_N", "advantages_N", "lengths_C"):
         assert getattr(micro_batch, name).shape == (0,), name
     assert micro_batch.source_N.dtype == micro_batch.target_ids_N.dtype == torch.int64
@@ -79,7 +85,7 @@ def test_an_id_that_looks_like_padding_is_a_token_like_any_other(shared_prefix: 
     assert micro_batch.source_N.tolist() == [1, 2, 3]
 
 
-HOST = ("groups", "prompts", "rows", "chunks", "places", "weights")
+HOST = ("stretches", "carried", "in_row", "rows", "places", "num_trained", "chunk", "weight")
 
 
 def test_moving_to_a_device_moves_every_field() -> None:
@@ -94,9 +100,13 @@ def test_no_rollouts_make_no_micro_batch() -> None:
     assert len(make_micro_batches([], [], 8)) == 0
 
 
-def test_micro_batches_are_laid_out_when_asked_for_and_empty_ones_follow() -> None:
+def test_micro_batches_are_laid_out_once_and_empty_ones_follow() -> None:
     made = make_micro_batches([make_rollout([n], [7] * n) for n in (3, 2)], [1.0, 2.0], 6).and_empty(2)
-    assert next(iter(made)) is not next(iter(made))
+    assert next(iter(made)) is next(iter(made))
+    others = made.with_advantages([torch.tensor([0.5, 0.25, 0.0]), 3.0])
+    assert [batch.advantages_N.tolist() for batch in made] == [[1.0] * 3, [2.0] * 2, [], []]
+    assert [batch.advantages_N.tolist() for batch in others] == [[0.5, 0.25, 0.0], [3.0] * 2, [], []]
+    assert all(one.input_ids_BT is other.input_ids_BT for one, other in zip(made, others, strict=True))
     assert [batch.lengths_C.tolist() for batch in made] == [[3], [2], [], []]
     assert [batch.rows for batch in made] == [(0,), (1,), (), ()]
 
@@ -111,10 +121,12 @@ def test_a_group_that_fits_is_never_split_and_the_last_micro_batch_of_a_larger_o
     fits, large = [make_rollout([5] * 4, [7] * 6)] * 2, [make_rollout([6] * 5, [7] * 7)] * 4
     made = make_micro_batches([*large, *fits], [0.0] * 6, 20)  # 4 + 2 x 6 = 16 tokens; 5 + 4 x 7 = 33 in two of 19
     first, second, third = made
-    assert first.groups == (PackedGroup(0, 5, (6, 6), carried_at=12, parents=(None, None)),)
-    assert second.groups == (PackedGroup(0, 5, (6, 6), parents=(None, None)),)
-    assert third.groups == (PackedGroup(0, 4, (5, 5), parents=(None, None)),)
-    assert first.prompts == second.prompts != third.prompts == (None,)
+    carried, prompt = Stretch(12, 0, 5, last=2, carried=True), Stretch(0, 0, 5, last=2)
+    assert first.stretches == (carried, Stretch(0, 5, 6, last=1), Stretch(6, 5, 6, last=2))
+    assert second.stretches == (prompt, Stretch(5, 5, 6, last=1), Stretch(11, 5, 6, last=2))
+    assert third.stretches == (Stretch(0, 0, 4, last=2), Stretch(4, 4, 5, last=1), Stretch(9, 4, 5, last=2))
+    (span,) = first.carried
+    assert second.in_row == ((slice(0, 5), span),) and second.carried == third.carried == third.in_row == ()
     assert first.input_ids_BT.tolist() == [[7] * 12] and first.position_ids_BT.tolist() == [[*range(5, 11)] * 2]
     assert first.source_N.tolist() == [12, *range(6), 12, *range(6, 12)]  # behind the row, the prompt's last token
 
@@ -122,26 +134,25 @@ def test_a_group_that_fits_is_never_split_and_the_last_micro_batch_of_a_larger_o
 def test_a_carried_prompt_needs_no_token_in_the_row() -> None:
     rollouts = [make_rollout([6] * 5, [7])] * 7
     first, second = make_micro_batches(rollouts, [0.0] * 7, 8)
-    assert first.groups == (PackedGroup(0, 1, ()), PackedGroup(0, 5, (), carried_at=1))
+    assert first.stretches == (Stretch(1, 0, 5, last=0, carried=True), Stretch(0, 0, 1, last=1))
+    assert first.weight == 0 and second.weight == 1
     assert first.input_ids_BT.tolist() == [[0]] and first.source_N.tolist() == [1] * 4
-    assert second.groups == (PackedGroup(0, 5, ()),) and second.source_N.tolist() == [4] * 3
+    assert second.stretches == (Stretch(0, 0, 5, last=0),) and second.source_N.tolist() == [4] * 3
 
 
 def test_a_prompt_may_be_alone_in_its_row() -> None:
     rollouts = [make_rollout([6] * 5, [7] * 6)]
     first, second = make_micro_batches(rollouts, [1.0], 6)
-    assert first.groups == (PackedGroup(0, 5, (5,), carried_at=5, parents=(None,)),) and first.source_N.tolist() == [
-        5,
-        *range(5),
-    ]
-    assert second.groups == (PackedGroup(0, 5, ()),) and second.lengths_C.tolist() == []
-    assert first.prompts == second.prompts != (None,)
+    assert first.stretches == (Stretch(5, 0, 5, last=1, carried=True), Stretch(0, 5, 5, last=1))
+    assert first.source_N.tolist() == [5, *range(5)]
+    assert second.stretches == (Stretch(0, 0, 5, last=0),) and second.lengths_C.tolist() == []
+    assert second.in_row == ((slice(0, 5), first.carried[0]),)
 
 
 def test_the_part_with_the_prompt_shares_a_micro_batch_with_another_group_and_the_others_come_before() -> None:
     large, small = [make_rollout([6] * 5, [7] * 7)] * 4, [make_rollout([5], [7])]
     made = list(make_micro_batches([*small, *large], [0.0] * 5, 21))
-    assert [[group.prompt_tokens for group in batch.groups] for batch in made] == [[5], [5, 1]]
+    assert [[prompt.length for prompt, _ in prompts_and_spans(batch)] for batch in made] == [[5], [5, 1]]
 
 
 def test_a_rollout_longer_than_the_budget_is_an_error_that_says_what_works() -> None:
@@ -154,14 +165,20 @@ def test_a_rollout_longer_than_the_budget_is_an_error_that_says_what_works() -> 
     assert len(make_micro_batches(rollouts, [1.0, 1.0], 4)) == 3
 
 
-def groups_and_prompts(micro_batch: MicroBatch) -> list[tuple[PackedGroup, Any]]:
-    return list(zip(micro_batch.groups, micro_batch.prompts, strict=True))
+def prompts_and_spans(micro_batch: PackedRow) -> list[tuple[Stretch, Any]]:
+    """Each prompt of a row, with its span where other rows see it; without a token that stands for nothing."""
+    carried = iter(micro_batch.carried)
+    in_row = {place.start: span for place, span in micro_batch.in_row}
+    return [
+        (stretch, next(carried) if stretch.carried else in_row.get(stretch.start))
+        for stretch in micro_batch.stretches
+        if stretch.first == 0 and (stretch.carried or micro_batch.weight)
+    ]
 
 
-def rows_of(micro_batch: MicroBatch) -> list[Row]:
+def rows_of(micro_batch: PackedRow) -> list[Row]:
     """Prompt, completion, log-probs and advantage of each completion, read back through the N axis alone."""
     tokens, positions = micro_batch.input_ids_BT.flatten(), micro_batch.position_ids_BT.flatten()
-    carried = [prompt for group, prompt in groups_and_prompts(micro_batch) if group.carried_at is not None]
     columns = zip(micro_batch.source_N, micro_batch.target_ids_N, micro_batch.sampled_logprobs_N, strict=True)
     rows = []
     advantages = [each[0].item() for each in micro_batch.advantages_N.split(micro_batch.lengths_C.tolist())]
@@ -169,7 +186,7 @@ def rows_of(micro_batch: MicroBatch) -> list[Row]:
         sources, targets, logprobs = zip(*(next(columns) for _ in range(length)), strict=True)
         last, own = int(sources[0]), [int(source) for source in sources[1:]]
         if last >= len(tokens):
-            prompt = list(carried[last - len(tokens)].token_ids)
+            prompt = list(micro_batch.carried[last - len(tokens)].token_ids)
         else:
             prompt = tokens[last - int(positions[last]) : last + 1].tolist()
         assert positions[own].tolist() == list(range(len(prompt), len(prompt) - 1 + length))
@@ -185,9 +202,10 @@ def test_a_prompt_is_in_the_row_of_the_last_micro_batch_that_has_responses_to_it
     rollouts = [make_rollout(rng.choice(prompts), [7] * rng.randint(1, 20)) for _ in range(40)]
     places: dict[tuple[int, ...], list[tuple[bool, Any]]] = {}
     for micro_batch in make_micro_batches(rollouts, [0.0] * 40, rng.randint(20, 100)):
-        for (group, prompt), ids in zip(groups_and_prompts(micro_batch), prompt_ids(micro_batch), strict=True):
-            if not is_dummy(group, prompt):
-                places.setdefault(ids, []).append((group.carried_at is not None, prompt))
+        row = micro_batch.input_ids_BT[0]
+        for prompt, span in prompts_and_spans(micro_batch):
+            ids = span.token_ids if prompt.carried else tuple(row[prompt.rows].tolist())
+            places.setdefault(ids, []).append((prompt.carried, span))
     for carried in places.values():
         assert [is_carried for is_carried, _ in carried] == [True] * (len(carried) - 1) + [False]
         assert len({id(prompt) for _, prompt in carried}) == 1
@@ -203,22 +221,13 @@ def test_few_prompts_are_carried_at_a_time_however_many_groups_there_are(num_gro
     begun: set[int] = set()
     most = 0
     for micro_batch in make_micro_batches(rollouts, [0.0] * len(rollouts), 64):
-        for group, prompt in groups_and_prompts(micro_batch):
-            if group.carried_at is not None:
-                begun.add(id(prompt))
+        for prompt, span in prompts_and_spans(micro_batch):
+            if prompt.carried:
+                begun.add(id(span))
             else:
-                begun.discard(id(prompt))
+                begun.discard(id(span))
         most = max(most, len(begun))
     assert 1 <= most <= 3
-
-
-def prompt_ids(micro_batch: MicroBatch) -> list[tuple[int, ...]]:
-    """The prompt of each group: as it stands in the row, or as it is carried."""
-    row = micro_batch.input_ids_BT[0].tolist()
-    return [
-        tuple(row[group.start : group.start + group.prompt_tokens]) if group.carried_at is None else prompt.token_ids
-        for group, prompt in groups_and_prompts(micro_batch)
-    ]
 
 
 def row_of(rollout: Rollout, advantage: float) -> Row:
@@ -227,26 +236,21 @@ def row_of(rollout: Rollout, advantage: float) -> Row:
     return (rollout.prompt.token_ids, tokens, logprobs, float(torch.tensor(advantage)))
 
 
-def is_dummy(group: PackedGroup, prompt: Any) -> bool:
-    return group == PackedGroup(0, 1, ()) and prompt is None
-
-
-def num_budgeted(micro_batch: MicroBatch) -> int:
+def num_budgeted(micro_batch: PackedRow) -> int:
     """What a micro-batch takes of the budget."""
-    if micro_batch.groups:
-        pairs = [(g, p) for g, p in groups_and_prompts(micro_batch) if not is_dummy(g, p)]
-        in_row = [group.prompt_tokens for group, _ in pairs if group.carried_at is None]
-        return sum(in_row) + sum(sum(group.branch_tokens) for group, _ in pairs) + len(micro_batch.lengths_C)
+    if micro_batch.stretches:
+        in_row = sum(stretch.length for stretch in micro_batch.stretches if not stretch.carried)
+        return (in_row if micro_batch.weight else 0) + len(micro_batch.lengths_C)
     return len(micro_batch.lengths_C) * (micro_batch.input_ids_BT.shape[1] + 1)
 
 
-def goes_once(micro_batch: MicroBatch) -> bool:
+def goes_once(micro_batch: PackedRow) -> bool:
     """Whether each beginning of a completion goes through the policy once, and each token through the head."""
     beginnings, tokens = set(), set()
     for prompt, completion, _, _ in rows_of(micro_batch):
         beginnings |= {(prompt, completion[:end]) for end in range(1, len(completion))}
         tokens |= {(prompt, completion[:end]) for end in range(1, len(completion) + 1)}
-    in_row = sum(sum(group.branch_tokens) for group in micro_batch.groups)
+    in_row = sum(stretch.length for stretch in micro_batch.stretches if stretch.first) if micro_batch.weight else 0
     through_head = len(micro_batch.distinct(micro_batch.target_ids_N))
     shares = micro_batch.distinct_U is not None
     return in_row == len(beginnings) and (through_head == len(tokens) or not shares)

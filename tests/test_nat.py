@@ -14,7 +14,7 @@ from test_learner import PlainSteps, make_learner, ragged_groups
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.nat import Prefix, RandomTokens, Uniform
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.batches.layout import MicroBatch
+from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.controllers import EntropyBonus
@@ -131,10 +131,10 @@ def test_the_cut_of_a_prefix_is_the_one_that_its_formula_says() -> None:
 
 def test_what_comes_after_the_cut_does_not_go_through_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     learner, _ = make_learner(selection=Prefix(0.25))
-    seen: list[MicroBatch] = []
+    seen: list[PackedRow] = []
     loss = learner.passes._loss
 
-    def watched(micro_batch: MicroBatch, **others: Any) -> torch.Tensor:
+    def watched(micro_batch: PackedRow, **others: Any) -> torch.Tensor:
         seen.append(micro_batch)
         return loss(micro_batch, **others)
 

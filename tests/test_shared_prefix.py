@@ -6,9 +6,8 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from lit_grpo.update.prefix import flex
 from lit_grpo.update.prefix import layout as prefix_layout
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.prefix.layout import PackedGroup, group_pieces, key_labels
+from lit_grpo.update.prefix.layout import Stretch, attention_pieces, key_labels
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.prefix.support import prefix_refusal
 
@@ -219,8 +218,7 @@ def test_what_was_carried_of_a_prompt_is_given_up_in_its_last_micro_batch() -> N
         with shared_prefixes(model):
             for micro_batch in make_micro_batches(rollouts, [0.0] * 10, 10):
                 micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
-                (prompt,) = micro_batch.prompts
-                assert prompt is not None
+                (prompt,) = micro_batch.spans
                 references += [weakref.ref(carried) for carried in prompt._carried.values()]
         assert len(references) == 3 * (2 * 3 + 1)  # keys and values of three layers, and the last hidden state
         assert not any(reference() for reference in references)
@@ -256,7 +254,8 @@ def test_a_tree_of_rollouts_has_the_log_probs_and_gradients_of_the_plain_path(na
     (micro_batch,) = make_micro_batches(rollouts, [0.0] * len(rollouts), 10_000, least_shared=1)
     num_alone = sum(rollout.completion.num_tokens - 1 for rollout in rollouts)
     num_distinct = 2 * (5 + 2 * 6 + 4 * 7 + 8 * 8 - 7)  # three leaves of each tree have a sibling, or longer ones
-    assert sum(sum(group.branch_tokens) for group in micro_batch.groups) <= num_distinct < num_alone / 1.5
+    in_branches = sum(stretch.length for stretch in micro_batch.stretches if stretch.first)
+    assert in_branches <= num_distinct < num_alone / 1.5
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3-mixed"])
@@ -278,25 +277,63 @@ def test_what_completions_begin_with_in_common_stands_in_the_row_once_from_32_to
         [(40, [7, 7]), (40, [8, 8, 8]), (31, [9, 9])]
     )]  # fmt: skip
     (micro_batch,) = make_micro_batches(rollouts, [0.0] * 3, 10_000)
-    assert micro_batch.groups == (PackedGroup(0, 1, (40, 1, 2, 32), parents=(None, 0, 0, None)),)
+    assert micro_batch.stretches == tuple(stretches_of([Group(1, (40, 1, 2, 32), (None, 0, 0, None))]))
     assert micro_batch.position_ids_BT[0].tolist() == [0, *range(1, 41), 41, 41, 42, *range(1, 33)]
     assert micro_batch.distinct_U is not None and len(micro_batch.distinct_U) == 40 + 2 + 3 + 33 - 1  # one first token
 
 
+class Group(NamedTuple):
+    """A prompt and the tree of its responses: tokens of each branch, and the branch before it, None for the prompt."""
+
+    prompt: int
+    branches: tuple[int, ...]
+    parents: tuple[int | None, ...]
+    carried: bool = False
+
+    def below(self, number: int) -> list[int]:
+        """The branches that come after one, directly or not."""
+        children = [child for child, parent in enumerate(self.parents) if parent == number]
+        return [each for child in children for each in (child, *self.below(child))]
+
+
+def flat(prompt: int, *branches: int, carried: bool = False) -> Group:
+    return Group(prompt, branches, (None,) * len(branches), carried)
+
+
+def stretches_of(groups: list[Group]) -> list[Stretch]:
+    """Where groups stand in a row, one after another; carried prompts after it."""
+    stretches: list[Stretch] = []
+    start, carried_at = 0, sum(sum(group.branches) + (0 if group.carried else group.prompt) for group in groups)
+    for group in groups:
+        number = len(stretches)
+        stretches.append(
+            Stretch(
+                carried_at if group.carried else start, 0, group.prompt, number + len(group.branches), group.carried
+            )
+        )
+        carried_at += group.prompt if group.carried else 0
+        start += 0 if group.carried else group.prompt
+        for branch, (length, parent) in enumerate(zip(group.branches, group.parents, strict=True)):
+            above = stretches[number if parent is None else number + 1 + parent]
+            last = number + 1 + max([branch, *group.below(branch)])
+            stretches.append(Stretch(start, above.first + above.length, length, last))
+            start += length
+    return stretches
+
+
 def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[PackedGroup], window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Group], window: int | None
 ) -> torch.Tensor:
     """The definition: one mask over the whole row, token by token."""
     spans, carried = [], []  # group, the branches that it comes after and its own, position
     for number, group in enumerate(groups):
-        prompt = [((number,), position) for position in range(group.prompt_tokens)]
-        (spans if group.carried_at is None else carried).extend(prompt)
+        prompt = [((number,), position) for position in range(group.prompt)]
+        (carried if group.carried else spans).extend(prompt)
         ways: list[tuple[int, ...]] = []
         ends: list[int] = []
-        for index, length in enumerate(group.branch_tokens):
-            parent = group.parents[index] if group.parents else None
+        for index, (length, parent) in enumerate(zip(group.branches, group.parents, strict=True)):
             way = (number, index) if parent is None else (*ways[parent], index)
-            first = group.prompt_tokens if parent is None else ends[parent]
+            first = group.prompt if parent is None else ends[parent]
             spans += [(way, first + place) for place in range(length)]
             ways.append(way)
             ends.append(first + length)
@@ -310,16 +347,18 @@ def dense_attention(
     return scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
 
 
-def random_tree(rng: random.Random) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Tokens of some branches, and the branch before each, in depth-first order; no parents where it is flat."""
+def random_tree(rng: random.Random) -> Group:
+    """A prompt and the tree of its responses, in depth-first order; the prompt may be carried."""
     way: list[int] = []
     parents: list[int | None] = []
     for number in range(rng.randint(0, 7)):
         del way[rng.randint(0, len(way)) :]
         parents.append(way[-1] if way else None)
         way.append(number)
-    flat = rng.random() < 0.3
-    return tuple(rng.randint(0, 12) for _ in parents), () if flat else tuple(parents)
+    branches = tuple(rng.randint(0, 12) for _ in parents)
+    if rng.random() < 0.3:
+        parents = [None] * len(parents)
+    return Group(rng.randint(1, 15), branches, tuple(parents), carried=rng.random() < 0.4)
 
 
 @pytest.mark.parametrize("masked_rows", [4, 512])
@@ -329,21 +368,15 @@ def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
 ) -> None:
     monkeypatch.setattr(prefix_layout, "MASKED_ROWS", masked_rows)
     rng = random.Random(seed)
-    groups, start, num_carried = [], 0, 0
-    for _ in range(rng.randint(1, 3)):
-        responses, parents = random_tree(rng)
-        carried_at = num_carried if rng.random() < 0.4 else None
-        group = PackedGroup(start, rng.randint(1, 15), responses, carried_at, parents)
-        num_carried += 0 if group.carried_at is None else group.prompt_tokens
-        groups.append(group)
-        start = group.response_start + sum(responses)
-    groups = [g if g.carried_at is None else replace(g, carried_at=g.carried_at + start) for g in groups]
+    groups = [random_tree(rng) for _ in range(rng.randint(1, 3))]
+    num_carried = sum(group.prompt for group in groups if group.carried)
+    start = sum(group.prompt + sum(group.branches) for group in groups) - num_carried
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, 4, start, 8), (1, 2, start + num_carried, 8), (1, 2, start + num_carried, 8)]
     ours = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     for window in (None, 1, 2, 5, 11, 100):
-        pieces = [piece for group in groups for piece in group_pieces(group, window)]
+        pieces = attention_pieces(stretches_of(groups), window)
         actual, expected = (
             piecewise_attention(ours[0], ours[1], ours[2], pieces, 0.3),
             dense_attention(theirs[0], theirs[1], theirs[2], groups, window),
@@ -359,37 +392,38 @@ def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 def test_the_attention_of_gpus_is_the_same_softmax(window: int | None) -> None:
     groups = [
-        PackedGroup(0, 7, (4, 0, 9)),
-        PackedGroup(20, 6, (1, 2), carried_at=232),
-        PackedGroup(23, 3, ()),
-        PackedGroup(26, 1, (5, 100, 60, 25, 15), parents=(None, None, 1, 2, 1)),
+        flat(7, 4, 0, 9),
+        flat(6, 1, 2, carried=True),
+        flat(3),
+        Group(1, (5, 100, 60, 25, 15), parents=(None, None, 1, 2, 1)),
     ]
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, 232, 16), (1, 2, 238, 16), (1, 2, 238, 16)]
+    num_tokens = 20 + 3 + 3 + 206
+    shapes = [(1, 4, num_tokens, 16), (1, 2, num_tokens + 6, 16), (1, 2, num_tokens + 6, 16)]
     query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
-    mask = prefix_block_mask(key_labels(groups), window, 232)
+    mask = prefix_block_mask(key_labels(stretches_of(groups)), window, num_tokens)
     actual = flex_prefix_attention(query, key, value, mask, 0.3)  # it has no backward pass on a CPU
     torch.testing.assert_close(actual, dense_attention(query, key, value, groups, window), rtol=0, atol=1e-5)
 
 
 def test_a_short_row_is_filled_up_to_two_blocks_which_nobody_sees() -> None:
-    groups = [PackedGroup(0, 4, (3, 2)), PackedGroup(9, 5, (2,), carried_at=11)]
+    groups = [flat(4, 3, 2), flat(5, 2, carried=True)]
     query, key, value = torch.randn(1, 2, 11, 16), torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16)
-    mask = prefix_block_mask(key_labels(groups), None, 11)
+    mask = prefix_block_mask(key_labels(stretches_of(groups)), None, 11)
     assert mask.seq_lengths == (129, 129) and mask.kv_num_blocks.shape[-1] == 2
     actual = flex_prefix_attention(query, key, value, mask, 0.3)
     torch.testing.assert_close(actual, dense_attention(query, key, value, groups, None), rtol=0, atol=1e-5)
 
 
 def test_the_pieces_of_a_group_repeat_no_key_and_pad_no_query() -> None:
-    group = PackedGroup(10, 4, (2, 0, 3))
-    pieces = [(piece.queries, piece.keys, piece.causal, piece.merges) for piece in group_pieces(group, None)]
-    prompt, first, second = slice(10, 14), slice(14, 16), slice(16, 19)
+    stretches = stretches_of([flat(4, 2, 0, 3)])
+    pieces = [(piece.queries, piece.keys, piece.causal, piece.merges) for piece in attention_pieces(stretches, None)]
+    prompt, first, second = slice(0, 4), slice(4, 6), slice(6, 9)
     assert pieces == [
         (prompt, prompt, True, False),
         (first, first, True, False),
         (second, second, True, False),
-        (slice(14, 19), prompt, False, True),
+        (slice(4, 9), prompt, False, True),
     ]
 
 
@@ -444,7 +478,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_the_plain_path() -> None:
 
 
 def test_selective_checkpointing_keeps_what_flex_attention_gives() -> None:
-    mask = prefix_block_mask(key_labels([PackedGroup(0, 3, (2, 3))]), None, 8)
+    mask = prefix_block_mask(key_labels(stretches_of([flat(3, 2, 3)])), None, 8)
     query = torch.randn(1, 2, 8, 16)
     with KeptBytes() as kept:
         flex_prefix_attention(query, query, query, mask, 0.25)

@@ -30,7 +30,7 @@ def test_a_micro_batch_reaches_the_device_in_one_copy() -> None:
         there = micro_batch.to("meta")
     assert copies.count == 1
     tensors = {name: value for name, value in vars(micro_batch).items() if isinstance(value, torch.Tensor)}
-    assert len(tensors) == 9 and there.groups == micro_batch.groups and there.rows == micro_batch.rows
+    assert len(tensors) == 9 and there.stretches == micro_batch.stretches and there.rows == micro_batch.rows
     assert there.labels_3K is not None and there.labels_3K.shape == (3, len(micro_batch.input_ids_BT[0]))
     for name, tensor in tensors.items():
         assert getattr(there, name).is_meta and getattr(there, name).shape == tensor.shape

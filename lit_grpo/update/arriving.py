@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
-from lit_grpo.update.batches.microbatch import MicroBatches
+from lit_grpo.update.batches.layout import MicroBatches
 from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.normalization import StepTotals
@@ -65,7 +65,7 @@ class ArrivingGradient:
 
     def exchange(self, empty: Step) -> None:
         """Exchange the gradient between ranks, none of which knew the last of its micro-batches, by an empty one."""
-        micro_batches = MicroBatches(self._passes.settings.shares_prefix, [()])
+        micro_batches = MicroBatches([], self._passes.settings.shares_prefix).and_empty(1)
         gathered = self._passes.gradient(micro_batches, empty, first=False)
         assert gathered is not None  # several ranks have a fixed budget
         self._gathered.append(gathered)

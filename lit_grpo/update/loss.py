@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_grpo.policy.sharding import compute
-from lit_grpo.update.batches.layout import MicroBatch
+from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import check_mode
@@ -39,7 +39,7 @@ class MicroBatchLoss:
     settings: LearnerSettings
     rows: SequenceParallel
 
-    def __call__(self, micro_batch: MicroBatch, owner: int, step: Step, gathered: Gathered) -> torch.Tensor:
+    def __call__(self, micro_batch: PackedRow, owner: int, step: Step, gathered: Gathered) -> torch.Tensor:
         """Return the share of the step's loss, with its gradient; of another rank's micro-batch 0, with its gradient.
 
         Args:
@@ -79,7 +79,7 @@ class MicroBatchLoss:
 
 
 def tokens_of(
-    objective: Objective, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, micro_batch: MicroBatch, step: Step
+    objective: Objective, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, micro_batch: PackedRow, step: Step
 ) -> Tokens:
     """Return what the objective sees of a micro-batch that has gone through the policy."""
     old_logprobs_N, sampled_logprobs_N = logprobs_N.detach(), micro_batch.sampled_logprobs_N
@@ -110,7 +110,7 @@ def tokens_of(
 @torch.no_grad()
 def _gather(
     gathered: Gathered,
-    micro_batch: MicroBatch,
+    micro_batch: PackedRow,
     step: Step,
     tokens: Tokens,
     loss: torch.Tensor,

@@ -11,7 +11,7 @@ import torch
 
 from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.update.logprobs.checkpointing import KeptBytes
-from lit_grpo.update.prefix.layout import PackedGroup
+from lit_grpo.update.prefix.layout import Stretch
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
 
 if TYPE_CHECKING:
@@ -144,6 +144,6 @@ def _forward(model: PreTrainedModel, shares_prefix: bool, num_tokens: int) -> ob
     """Run so many tokens through the decoder; return the result, which keeps what its backward pass needs."""
     input_ids_BT = torch.zeros((1, num_tokens), dtype=torch.int64, device=model.device)
     positions_BT = torch.arange(num_tokens, device=model.device)[None]
-    layout = {"shared_prefix": SharedPrefix([PackedGroup(0, num_tokens, ())])} if shares_prefix else {}
+    layout = {"shared_prefix": SharedPrefix([Stretch(0, 0, num_tokens, last=0)])} if shares_prefix else {}
     with shared_prefixes(model) if shares_prefix else nullcontext():
         return decoder_of(model)(input_ids=input_ids_BT, position_ids=positions_BT, use_cache=False, **layout)

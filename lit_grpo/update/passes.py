@@ -15,7 +15,8 @@ from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.policy.sharding import compute, is_scattered, scatter
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import GroupKey, Key, Rollout
-from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
+from lit_grpo.update.batches.layout import MicroBatches
+from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
@@ -154,7 +155,7 @@ class PolicyPasses:
                 signal, noise = (float(self.ranks.sum(end**power)) / max(num_prompts, 1) ** 2 for power in (2, 1))
                 norms.append(SquaredNorm(square, signal, noise))
         if self.ranks.size > 1 and num_micro_batches:
-            exchange = MicroBatches(self.settings.shares_prefix, [()])
+            exchange = MicroBatches([], self.settings.shares_prefix).and_empty(1)
             found += filter(None, [self.gradient(exchange, step.of_prompts(()), first=False)])
         norms.append(SquaredNorm(self._squared_norm(), 1.0, 1 / max(num_prompts, 1)))
         return Gathered.together(found), norms

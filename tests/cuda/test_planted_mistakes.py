@@ -61,7 +61,7 @@ def pinned_one_by_one(tensors: Any, device: torch.device) -> Any:
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
-def left_on_the_host(batch: layout.MicroBatch, device: Any, to: Any = layout.MicroBatch.to) -> layout.MicroBatch:
+def left_on_the_host(batch: layout.PackedRow, device: Any, to: Any = layout.PackedRow.to) -> layout.PackedRow:
     return replace(to(batch, device), advantages_N=batch.advantages_N)
 
 
@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[Where, Callable[[Patch], None]]] = {
     "a step picks rows by a mask": ("slots", instead(picks_rows, (generator_module, "sample_tokens"))),
     "recordings outlive weights that moved": ("slots", instead(nothing, (GraphedDecoder, "refresh"))),
     "copies in bfloat16 outlive an update": ("slots in bf16-mixed", instead(nothing, (LoweredWeights, "refresh"))),
-    "a tensor stays on the host": ("update", instead(left_on_the_host, (layout.MicroBatch, "to"))),
+    "a tensor stays on the host": ("update", instead(left_on_the_host, (layout.PackedRow, "to"))),
     "a micro-batch comes tensor by tensor": ("update", instead(pinned_one_by_one, (layout, "in_one_copy"))),
     "lengths are read to spread values": (
         "update", instead(spread_by_lengths, (policy_loss, "spread"), (loss_module, "spread")),

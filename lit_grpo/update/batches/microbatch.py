@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from lit_grpo.trajectory import prefix_tree
 from lit_grpo.types import Rollout
-from lit_grpo.update.batches.layout import (
-    LEAST_SHARED,
-    Member,
-    Members,
-    MicroBatch,
-    SpanKey,
-    by_prompt,
-    in_rows,
-    packed,
-)
-from lit_grpo.update.batches.packing import Part, pack_groups, pack_rows
+from lit_grpo.update.batches.layout import LEAST_SHARED, MicroBatches, RowPart, lay_out, lay_out_padded
 from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
 
@@ -40,64 +32,13 @@ def least_tokens(
     """
     if not shared_prefix:
         return max(map(num_row_tokens, rollouts), default=1)
-    cut = chunks or {}
-    longest = [
-        max((chunk.end - chunk.begin for chunk in cut.get(row, ())), default=rollout.completion.num_tokens)
-        for row, rollout in enumerate(rollouts)
-    ]
-    return max(1, *(len(rollout.prompt.token_ids) for rollout in rollouts), *longest) if rollouts else 1
-
-
-@dataclass(frozen=True)
-class MicroBatches(Iterable[MicroBatch]):
-    """The micro-batches of a step, each laid out when its turn comes, so that only one of them takes memory.
-
-    They are to go through the policy in their order: of a prompt that has responses in several, the last has it in its
-    row, and those before carry it (see :class:`~lit_grpo.update.prefix.carried.CarriedSpan`). Chunks of a completion
-    come last first, each with those before it carried.
-
-    Args:
-        shared_prefix: Lay them out packed; otherwise in rows.
-        bins: The members of each micro-batch; none make an empty one.
-        chunks: Those of each rollout that is cut, by its row.
-        least_shared: The fewest tokens that completions of a prompt share, where they begin with the same.
-    """
-
-    shared_prefix: bool
-    bins: Sequence[Sequence[Members]]
-    chunks: Mapping[int, Sequence[Chunk]] = field(default_factory=dict)
-    least_shared: int = LEAST_SHARED
-
-    def __len__(self) -> int:
-        return len(self.bins)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        split = {members.prompt_ids for bin in self.bins for members in bin if not members.has_prompt}
-        spans: dict[SpanKey, CarriedSpan] = {prompt_ids: CarriedSpan(prompt_ids) for prompt_ids in split}
-        for bin in self.bins:
-            chunks = [(members, member) for members in bin for member in members.members if member.chunk]
-            for members, member in chunks:
-                self._add_spans(members.prompt_ids, member, spans)
-            yield packed(bin, spans, self.least_shared) if self.shared_prefix else in_rows(bin)
-            for _, member in chunks:
-                if member.chunk == next(chunk for chunk in self.chunks[member.row] if chunk.weight):
-                    for chunk in self.chunks[member.row]:
-                        spans.pop(("chunk", member.row, chunk.end), None)
-
-    def _add_spans(self, prompt_ids: tuple[int, ...], member: Member, spans: dict[SpanKey, CarriedSpan]) -> None:
-        """Add a span for each chunk before this one, where it is the first of its completion to have its turn."""
-        token_ids, before = member.rollout.completion.token_ids_T.tolist(), spans[prompt_ids]
-        for chunk in self.chunks[member.row]:
-            if chunk.begin >= member.begin:
-                return
-            key = ("chunk", member.row, chunk.end)
-            if key not in spans:
-                spans[key] = CarriedSpan(token_ids[chunk.begin : chunk.end], before, chunk.weight)
-            before = spans[key]
-
-    def and_empty(self, number: int) -> MicroBatches:
-        """Return these, and as many empty ones after them."""
-        return replace(self, bins=[*self.bins, *[()] * number])
+    least = 1
+    for row, rollout in enumerate(rollouts):
+        longest = rollout.completion.num_tokens
+        if chunks and row in chunks:
+            longest = max(chunk.end - chunk.begin for chunk in chunks[row])
+        least = max(least, len(rollout.prompt.token_ids), longest)
+    return least
 
 
 def make_micro_batches(
@@ -108,7 +49,7 @@ def make_micro_batches(
     chunks: Mapping[int, Sequence[Chunk]] | None = None,
     least_shared: int = LEAST_SHARED,
 ) -> MicroBatches:
-    """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first.
+    """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first, and lay them out.
 
     Best fit by length packs them. A prompt counts once for all of its completions, in the micro-batch that has it in
     its row. Completions that begin with the same tokens stay together if they fit, and those tokens count once. The
@@ -118,7 +59,7 @@ def make_micro_batches(
         rollouts: In any order; those with the same prompt tokens share it.
         advantages_C: One a rollout: a number, or a tensor with one for each of its tokens that is learnt from.
         max_tokens: Prompt and completion tokens of a micro-batch; in rows, padding counts as well.
-        shared_prefix: Lay them out packed; otherwise in rows (see :class:`MicroBatch`).
+        shared_prefix: Lay them out packed; otherwise in padded rows (see :class:`PackedRow`).
         chunks: Of packed rollouts, by their place, those that are cut. A chunk is a micro-batch of its own, and what it
             sees of the completion before it does not count towards its tokens.
         least_shared: The fewest tokens that completions of a prompt share, where they begin with the same.
@@ -126,62 +67,127 @@ def make_micro_batches(
     Raises:
         ValueError: ``max_tokens`` is less than :func:`least_tokens`; the message says the smallest that works.
     """
-    chunks = chunks or {}
     least = least_tokens(rollouts, shared_prefix, chunks)
     if least > max_tokens:
         what = "a prompt or a completion" if shared_prefix else "a prompt with its completion"
         raise ValueError(
             f"max_tokens_per_micro_batch is {max_tokens}, but {what} has {least} tokens; set it to at least {least}."
         )
-    pairs = enumerate(zip(rollouts, advantages_C, strict=True))
-    scored = [Member(row, rollout, advantage) for row, (rollout, advantage) in pairs]
-    if not shared_prefix:
-        in_bins = pack_rows([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
-        return MicroBatches(False, [[Members((), [scored[row] for row in rows])] for rows in in_bins])
-    groups = by_prompt(scored)
-    whole = [replace(group, members=[one for one in group.members if one.row not in chunks]) for group in groups]
-    cut = [[one for one in group.members if one.row in chunks] for group in groups]
-    bundles = [_bundles(group, max_tokens, least_shared) for group in whole]
-    lengths = [[bundle.num_tokens for bundle in its] for its in bundles]
-    bins: list[Sequence[Members]] = []
-    for parts in pack_groups([len(group.prompt_ids) for group in groups], lengths, max_tokens):
-        for part in (part for part in parts if part.has_prompt):
-            for member in cut[part.group]:
-                in_turn = [chunk for chunk in reversed(chunks[member.row]) if chunk.weight]
-                bins += [[Members(groups[part.group].prompt_ids, [member._replace(chunk=c)], False)] for c in in_turn]
-        bins.append([whole[part.group].part(_members(bundles, part), part.has_prompt) for part in parts])
-    return MicroBatches(True, bins, chunks, least_shared)
+    if shared_prefix:
+        cut = _cut_groups(rollouts, max_tokens, chunks or {}, least_shared)
+        rows = [lay_out(rollouts, parts, least_shared) for parts in cut]
+    else:
+        padded = pack_padded([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
+        rows = [lay_out_padded(rollouts, members) for members in padded]
+    return MicroBatches(rows, shared_prefix).with_advantages(advantages_C)
 
 
-@dataclass(frozen=True)
-class _Bundle:
-    """Completions of a prompt, by number, that stay in one micro-batch, and the tokens that they take of it."""
+def _cut_groups(
+    rollouts: Sequence[Rollout], max_tokens: int, chunks: Mapping[int, Sequence[Chunk]], least_shared: int
+) -> list[list[RowPart]]:
+    """Say which completions go through the policy together, the fullest micro-batch first.
 
-    members: Sequence[int]
-    num_tokens: int
+    A group that fits is never split. Of a larger one a part has the prompt, with completions or by itself; the others
+    have micro-batches of their own right before, so that few groups are begun at a time, as chunks of completions have.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for place, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.prompt.digest, []).append(place)
+    with_prompt, sizes = list[RowPart](), list[int]()
+    split, in_chunks = list[list[RowPart]](), list[list[RowPart]]()  # those that are before, by group
+    for members in groups.values():
+        prompt_ids = rollouts[members[0]].prompt.token_ids
+        whole = [member for member in members if member not in chunks]
+        bundles, lengths = _bundles(
+            [rollouts[member].completion.arrays[0] for member in whole], max_tokens, least_shared
+        )
+        first, *more = best_fit(lengths, max_tokens, taken=len(prompt_ids))
+        parts = [[whole[number] for bundle in part for number in bundles[bundle]] for part in (first, *more)]
+        span = CarriedSpan(prompt_ids) if more or len(whole) < len(members) else None
+        with_prompt.append(RowPart(prompt_ids, parts[0], span=span))
+        sizes.append(len(prompt_ids) + sum(lengths[bundle] for bundle in first))
+        split.append([RowPart(prompt_ids, part, before=span) for part in parts[1:]])
+        in_chunks.append([])
+        for member in members:
+            if member in chunks and span is not None:
+                in_chunks[-1] += _cut_completion(rollouts[member], member, chunks[member], span)
+    cut: list[list[RowPart]] = []
+    fitted = best_fit(sizes, max_tokens)
+    fitted.sort(key=lambda some: -sum(sizes[group] for group in some))
+    for some in fitted:
+        for before in (split, in_chunks):
+            cut += [[part] for group in some for part in before[group]]
+        cut.append([with_prompt[group] for group in some])
+    return cut
 
 
-def _members(bundles: Sequence[Sequence[_Bundle]], part: Part) -> list[int]:
-    """Return the completions of a part, bundle by bundle."""
-    return [member for number in part.responses for member in bundles[part.group][number].members]
+def _cut_completion(rollout: Rollout, member: int, chunks: Sequence[Chunk], prompt: CarriedSpan) -> list[RowPart]:
+    """Return a part for each chunk that has a backward pass, the last first: it follows the chunks before it."""
+    token_ids_T, before = rollout.completion.arrays[0], prompt
+    last = max((number for number, chunk in enumerate(chunks) if chunk.weight), default=-1)
+    parts: list[RowPart] = []
+    for number, chunk in enumerate(chunks[: last + 1]):
+        span = None
+        if number < last:
+            span = CarriedSpan(token_ids_T[chunk.begin : chunk.end].tolist(), before, chunk.weight)
+        if chunk.weight:
+            parts.insert(0, RowPart(rollout.prompt.token_ids, [member], before, span, chunk))
+        before = span or before
+    return parts
 
 
-def _bundles(group: Members, max_tokens: int, least_shared: int) -> list[_Bundle]:
-    """Put completions together that begin with the same tokens, as many as fit; in the order of the first of each."""
-    tree = group.tree(least_shared)
-    paths: list[list[int]] = [[] for _ in group.members]
+def _bundles(token_ids: Sequence[np.ndarray], max_tokens: int, least_shared: int) -> tuple[list[list[int]], list[int]]:
+    """Put completions together that begin with the same tokens, as many as fit; in the order of the first of each.
+
+    Returns:
+        The completions of each bundle, by number, and the tokens that they take.
+    """
+    tree = prefix_tree([token_ids_T[:-1] for token_ids_T in token_ids], least_shared)
+    paths: list[list[int]] = [[] for _ in token_ids]
     for number, branch in enumerate(tree):
         for member in branch.members:
             paths[member].append(number)
-    bundles: list[_Bundle] = []
+    bundles: list[tuple[list[int], int]] = []
     begun: set[int] = set()  # branches of the last bundle
     for member in sorted(range(len(paths)), key=paths.__getitem__):  # depth first
-        path = paths[member]
-        more = 1 + sum(tree[number].end - tree[number].begin for number in path if number not in begun)
-        if begun.isdisjoint(path) or bundles[-1].num_tokens + more > max_tokens:
-            begun.clear()
-            bundles.append(_Bundle([member], 1 + sum(tree[number].end - tree[number].begin for number in path)))
+        together = not begun.isdisjoint(paths[member])
+        more = 1 + sum(tree[number].end - tree[number].begin for number in paths[member] if number not in begun)
+        if together and bundles[-1][1] + more <= max_tokens:
+            bundles[-1] = [*bundles[-1][0], member], bundles[-1][1] + more
         else:
-            bundles[-1] = _Bundle([*bundles[-1].members, member], bundles[-1].num_tokens + more)
-        begun |= {*path}
-    return sorted(bundles, key=lambda bundle: min(bundle.members))
+            begun.clear()
+            bundles.append(([member], 1 + sum(tree[number].end - tree[number].begin for number in paths[member])))
+        begun.update(paths[member])
+    bundles.sort(key=lambda bundle: min(bundle[0]))
+    return [members for members, _ in bundles], [num_tokens for _, num_tokens in bundles]
+
+
+def best_fit(sizes: Sequence[int], capacity: int, taken: int = 0) -> list[list[int]]:
+    """Put each item, largest first, into the fullest bin that has room for it, or into a new one; return bins of items.
+
+    Best-fit decreasing: at most 11/9 of the fewest bins possible, plus 4 (D. S. Johnson, "Near-optimal bin packing
+    algorithms", 1973). No item may be larger than ``capacity``. Of the first bin ``taken`` tokens are taken beforehand.
+    """
+    bins: list[list[int]] = [[]] if taken else []
+    room = [(capacity - taken, 0)] if taken else []  # (free tokens, bin), in order
+    for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        place = bisect_left(room, (sizes[item], 0))
+        if place < len(room):
+            free, number = room.pop(place)
+        else:
+            free, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(item)
+        insort(room, (free - sizes[item], number))
+    return bins
+
+
+def pack_padded(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack rows that are padded to the longest of their bin, the longest first; return the rows of each bin."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    bins = []
+    while order:
+        rows = capacity // lengths[order[0]]
+        bins.append(order[:rows])
+        order = order[rows:]
+    return bins

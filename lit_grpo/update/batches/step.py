@@ -11,7 +11,7 @@ import torch
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.types import Completion, GroupKey, Key, Rollout, RolloutGroup
 from lit_grpo.update.auxiliary import Term
-from lit_grpo.update.batches.layout import MicroBatch
+from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.metrics import MicroBatchSums, read_sums
 from lit_grpo.update.normalization import Part, StepTotals
@@ -78,7 +78,7 @@ class Step:
             for rollout, advantage in zip(self.rollouts, self.advantages, strict=True)
         ]
 
-    def values_of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
+    def values_of(self, values: Mapping[Key, torch.Tensor], micro_batch: PackedRow) -> torch.Tensor:
         """Return the values of a micro-batch's completions one after another, shape N, on its device.
 
         Args:
@@ -93,18 +93,16 @@ class Step:
         values_N = torch.cat([*rows, next(iter(values.values()), none)[:0]])
         return in_one_copy({"values": values_N}, micro_batch.lengths_C.device)["values"]
 
-    def part_of(self, micro_batch: MicroBatch) -> Part | None:
+    def part_of(self, micro_batch: PackedRow) -> Part | None:
         """Say of what a micro-batch's tokens are a part; None where completions are whole."""
-        if self.weights is None and not micro_batch.chunks:
+        if self.weights is None and micro_batch.chunk is None:
             return None
         completions = [self.rollouts[row].completion for row in micro_batch.rows]
         weights = self.weights or {one.request.key: torch.ones(one.num_trained) for one in completions}
         lengths_C = torch.tensor([len(weights[one.request.key]) for one in completions], dtype=torch.int64)
-        weights_C = torch.tensor(micro_batch.weights, dtype=torch.float32)
-        there = in_one_copy({"lengths": lengths_C, "weights": weights_C}, micro_batch.lengths_C.device)
-        weights_N = self.values_of(weights, micro_batch)
-        of_chunks_N = there["weights"].repeat_interleave(micro_batch.lengths_C, output_size=len(weights_N))
-        return Part(weights_N * of_chunks_N, there["lengths"])
+        lengths_C = in_one_copy({"lengths": lengths_C}, micro_batch.lengths_C.device)["lengths"]
+        of_chunk = 1.0 if micro_batch.chunk is None else micro_batch.chunk.weight
+        return Part(self.values_of(weights, micro_batch) * of_chunk, lengths_C)
 
 
 @dataclass

@@ -17,12 +17,12 @@ from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes, shares
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lit_grpo.update.batches.layout import MicroBatch
+    from lit_grpo.update.batches.layout import PackedRow
 
 
 def micro_batch_logprobs(
     model: PreTrainedModel,
-    micro_batch: MicroBatch,
+    micro_batch: PackedRow,
     temperature: float,
     entropy_gradient: bool = False,
     ranks: SequenceParallel = ALONE,
@@ -42,7 +42,7 @@ def micro_batch_logprobs(
         RuntimeError: The micro-batch is packed and gradient checkpointing would run the layers again where the model's
             attention has been switched back; call it, and ``backward``, inside ``shared_prefixes(model)``.
     """
-    if micro_batch.groups and not shares_prefix(model):
+    if micro_batch.stretches and not shares_prefix(model):
         if torch.is_grad_enabled() and model.training and model.is_gradient_checkpointing:
             raise RuntimeError(
                 "Gradient checkpointing runs the layers again in backward; put both passes into `with "
@@ -51,7 +51,8 @@ def micro_batch_logprobs(
         with shared_prefixes(model):
             return micro_batch_logprobs(model, micro_batch, temperature, entropy_gradient, ranks, owner)
     target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
-    hidden_uD, target_ids_u = predecessors(model, micro_batch, ranks), ranks.own_part(target_ids_U)
+    hidden_uD = predecessors(model, micro_batch, ranks)
+    target_ids_u = target_ids_U if ranks.size == 1 else ranks.own_part(target_ids_U)
     logprobs_U, entropy_U = head_logprobs(model, hidden_uD, target_ids_u, temperature, entropy_gradient)
     if ranks.size > 1:
         both_U2 = ranks.join(owner, torch.stack([logprobs_U, entropy_U], 1), len(target_ids_U))
@@ -59,21 +60,19 @@ def micro_batch_logprobs(
     return micro_batch.spread(logprobs_U), micro_batch.spread(entropy_U)
 
 
-def predecessors(model: PreTrainedModel, micro_batch: MicroBatch, ranks: SequenceParallel = ALONE) -> torch.Tensor:
+def predecessors(model: PreTrainedModel, micro_batch: PackedRow, ranks: SequenceParallel = ALONE) -> torch.Tensor:
     """Return the last hidden states (u, D) that predict the distinct completion tokens, of several ranks each a part.
 
     Inside ``shared_prefixes(model)``.
     """
-    layout = SharedPrefix(micro_batch.groups, micro_batch.prompts, ranks, micro_batch.labels_3K, micro_batch.chunks)
-    layout.compute_carried(model)
-    row = micro_batch.input_ids_BT, micro_batch.position_ids_BT
-    if micro_batch.groups:
-        hidden_BTD = layout.hidden_states(model, *row)
+    row, source_U = micro_batch, micro_batch.distinct(micro_batch.source_N)
+    if row.stretches:
+        layout = SharedPrefix(row.stretches, row.carried, row.in_row, ranks, row.labels_3K)
+        layout.compute_carried(model)
+        hidden_TD = layout.hidden_states(model, row.input_ids_BT, row.position_ids_BT)
     else:
-        hidden_BTD = hidden_states(model, row[0], position_ids=row[1])
-    return layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(
-        0, ranks.own_part(micro_batch.distinct(micro_batch.source_N))
-    )
+        hidden_TD = hidden_states(model, row.input_ids_BT, position_ids=row.position_ids_BT).flatten(0, 1)
+    return hidden_TD.index_select(0, source_U if ranks.size == 1 else ranks.own_part(source_U))
 
 
 def head_logprobs(

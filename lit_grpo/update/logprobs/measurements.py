@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lit_grpo.types import Key, Rollout
-    from lit_grpo.update.batches.layout import MicroBatch
+    from lit_grpo.update.batches.layout import PackedRow
 
 OfHidden = Callable[["PreTrainedModel", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Measures tokens, shape (n, ...), of the model, the last hidden states (n, D) that predict them, their ids (n,), and
@@ -31,17 +31,17 @@ Measurement = Literal["logprobs", "entropy", "scores"] | OfHidden
 
 
 def logprobs_and_scores(
-    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, ranks: SequenceParallel = ALONE
+    model: PreTrainedModel, micro_batch: PackedRow, temperature: float, ranks: SequenceParallel = ALONE
 ) -> torch.Tensor:
     """Return for each completion token its log-prob, and ``|d log pi(token) / d h|^2``, shape (N, 2).
 
     ``h`` is the last hidden state that predicts the token, so the gradient is ``head^T (1[v = token] - p_v)``; the
     backward pass is the head's alone. No ``.grad`` changes.
     """
-    with shared_prefixes(model) if micro_batch.groups else nullcontext(), torch.no_grad():
+    with shared_prefixes(model) if micro_batch.stretches else nullcontext(), torch.no_grad():
         hidden_uD = predecessors(model, micro_batch, ranks)
     target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
-    target_ids_u = ranks.own_part(target_ids_U)
+    target_ids_u = target_ids_U if ranks.size == 1 else ranks.own_part(target_ids_U)
     with torch.enable_grad():
         hidden_uD.requires_grad_()
         head = linear_head(model)
@@ -52,14 +52,14 @@ def logprobs_and_scores(
             logprobs_u, _ = linear_logprobs(hidden_uD, target_ids_u, still, temperature)
         (gradient_uD,) = torch.autograd.grad(logprobs_u.sum(), hidden_uD)
     both_u2 = torch.stack([logprobs_u.detach(), gradient_uD.to(logprobs_u.dtype).square().sum(-1)], 1)
-    return micro_batch.spread(ranks.join(0, both_u2, len(target_ids_U)))
+    return micro_batch.spread(both_u2 if ranks.size == 1 else ranks.join(0, both_u2, len(target_ids_U)))
 
 
 @torch.no_grad()
 def measure(
     what: Measurement,
     rollouts: Sequence[Rollout],
-    micro_batches: Iterable[MicroBatch],
+    micro_batches: Iterable[PackedRow],
     model: PreTrainedModel,
     temperature: float,
     device: torch.device,
@@ -91,7 +91,7 @@ def measure(
 
 
 def _measured(
-    what: Measurement, model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, ranks: SequenceParallel
+    what: Measurement, model: PreTrainedModel, micro_batch: PackedRow, temperature: float, ranks: SequenceParallel
 ) -> torch.Tensor:
     def forward() -> torch.Tensor:
         if what == "scores":
@@ -104,13 +104,13 @@ def _measured(
     return compute(model, forward)
 
 
-def _of_hidden(
-    what: OfHidden, model: PreTrainedModel, micro_batch: MicroBatch, ranks: SequenceParallel
-) -> torch.Tensor:
+def _of_hidden(what: OfHidden, model: PreTrainedModel, micro_batch: PackedRow, ranks: SequenceParallel) -> torch.Tensor:
     """Measure each token by itself: completions that begin alike share hidden states, but not advantages."""
-    with shared_prefixes(model) if micro_batch.groups else nullcontext():
+    with shared_prefixes(model) if micro_batch.stretches else nullcontext():
         hidden_uD = predecessors(model, micro_batch, ranks)
     target_ids_N = micro_batch.target_ids_N
+    if ranks.size == 1:
+        return what(model, micro_batch.spread(hidden_uD), target_ids_N, micro_batch.advantages_N)
     hidden_ND = micro_batch.spread(ranks.join(0, hidden_uD, len(micro_batch.distinct(target_ids_N))))
     own = [ranks.own_part(each) for each in (hidden_ND, target_ids_N, micro_batch.advantages_N)]
     return ranks.join(0, what(model, *own), len(target_ids_N))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,67 +27,56 @@ class CarriedSpan:
 
     def __init__(self, token_ids: Sequence[int], before: CarriedSpan | None = None, weight: float = 1.0) -> None:
         self.token_ids, self.before, self.weight = tuple(token_ids), before, weight
+        self.num_before = 0 if before is None else before.end
+        """Tokens that it follows."""
+        self.end = self.num_before + len(self.token_ids)
+        """The position after its last token."""
         self.is_known = False
         """Whether it has been through the model."""
-        self._carried: dict[Hashable, _Carried] = {}
+        self._carried: dict[Hashable, torch.Tensor] = {}
+        self._gradients: dict[Hashable, torch.Tensor] = {}
 
     @property
     def chain(self) -> list[CarriedSpan]:
         """All that it follows, a prompt first, and itself."""
         return [*([] if self.before is None else self.before.chain), self]
 
-    @property
-    def num_before(self) -> int:
-        """Tokens that it follows."""
-        return sum(len(span.token_ids) for span in self.chain[:-1])
-
     def keep(self, name: Hashable, tensor: torch.Tensor) -> None:
         """Note what is to be lent under a name."""
-        self._carried[name] = _Carried(tensor)
+        self._carried[name] = tensor.detach()
 
     def lend(self, name: Hashable) -> torch.Tensor:
         """Return it, a leaf where gradients are computed."""
-        return self._carried[name].lend()
+        if torch.is_grad_enabled() and not self._carried[name].requires_grad:
+            leaf = self._carried[name] = self._carried[name].detach().requires_grad_()
+            leaf.register_post_accumulate_grad_hook(partial(self._add_gradient, name))
+        return self._carried[name]
+
+    def _add_gradient(self, name: Hashable, leaf: torch.Tensor) -> None:
+        """Sum up in float32 at least, however many micro-batches there are."""
+        assert leaf.grad is not None
+        gradient, leaf.grad = leaf.grad, None
+        if name in self._gradients:
+            self._gradients[name] += gradient
+        else:
+            self._gradients[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
     def settle(self, name: Hashable, tensor: torch.Tensor, place: Index) -> torch.Tensor:
         """Return a tensor that has, at ``place``, the same again with its graph; its gradient grows by those left here.
 
         What was kept is given up, so that a second call changes nothing, as when layers run again in the backward pass.
         """
-        carried = self._carried.pop(name, None)
-        gradient = None if carried is None else carried.settle()
+        self._carried.pop(name, None)
+        gradient = self._gradients.pop(name, None)
         if gradient is None:
             return tensor
         return _AddGradient.apply(tensor, gradient * self.weight, place)  # pyright: ignore[reportReturnType]
 
-
-class _Carried:
-    """A tensor, and the gradient of what was computed from it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._leaf = tensor.detach(), None
-        self._gradient: torch.Tensor | None = None
-
-    def lend(self) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return self._tensor
-        if self._leaf is None:
-            self._leaf = self._tensor.detach().requires_grad_()
-            self._leaf.register_post_accumulate_grad_hook(self._add)
-        return self._leaf
-
-    def _add(self, leaf: torch.Tensor) -> None:
-        """Sum up in float32 at least, however many micro-batches there are."""
-        assert leaf.grad is not None
-        gradient, leaf.grad = leaf.grad, None
-        if self._gradient is None:
-            self._gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        else:
-            self._gradient += gradient
-
-    def settle(self) -> torch.Tensor | None:
-        self._leaf = None  # its hook refers to this
-        return self._gradient
+    def forget(self) -> None:
+        """Give up all that is kept: no micro-batch of this pass needs it any more."""
+        self.is_known = False
+        self._carried.clear()
+        self._gradients.clear()
 
 
 class _AddGradient(torch.autograd.Function):

@@ -20,7 +20,8 @@ class SequenceParallel:
     Through the policy's layers a rank takes neighbouring tokens of the row, all equally many; in attention it has all
     tokens, of its part of the heads. The last hidden states come together again, and of the predicted tokens each rank
     takes a part through the head. Rows of all of these ranks go through one after another: each is of one rank, the
-    owner, whose loss it counts in, and the others give their part of its gradient.
+    owner, whose loss it counts in, and the others give their part of its gradient. A rank that shares with no other
+    (size 1) calls :meth:`in_turn` alone.
 
     Args:
         size: How many ranks share a row; neighbours, so that the run's ranks are a multiple of it.
@@ -62,43 +63,32 @@ class SequenceParallel:
             yield from enumerate(turn)
 
     def hidden_states(
-        self, model: Any, input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor, **kwargs: Any
+        self, model: Any, input_ids_BT: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Return the last hidden states (B, T, D) of rows, of which each rank takes its part through the layers."""
-        if self.size == 1:
-            return hidden_states(model, input_ids_BT, position_ids=position_ids_BT, **kwargs)
-        ids, positions = self._own_part(input_ids_BT, 1), self._own_part(position_ids_BT, 1)
+        ids, positions = self.own_part(input_ids_BT, 1), self.own_part(position_ids, 1)
         part_BtD = hidden_states(model, ids, position_ids=positions, **kwargs)
         whole_BTD: Any = _Join.apply(part_BtD, self._group)
         return whole_BTD[:, : input_ids_BT.shape[1]]
 
     def to_heads(self, num_tokens: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Make of this rank's tokens of all heads all ``num_tokens`` of its heads, shape (1, heads, T, head size)."""
-        if self.size == 1:
-            return parts
         whole: Any = _ToHeads.apply(self._group, *parts)
         return tuple(each[:, :, :num_tokens] for each in whole)
 
     def to_tokens(self, heads: torch.Tensor) -> torch.Tensor:
         """Make this rank's tokens of all heads of all tokens of its heads."""
-        if self.size == 1:
-            return heads
         tokens: Any = _ToTokens.apply(self._group, self._padded(heads, 2))
         return tokens
 
-    def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part along the first axis; the last ones are filled up with zeros."""
-        return tensor if self.size == 1 else self._own_part(tensor, 0)
+    def own_part(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Return this rank's part along an axis; the last ones are filled up with zeros."""
+        return self._padded(tensor, dim).chunk(self.size, dim)[self.own]
 
     def join(self, owner: int, part: torch.Tensor, length: int) -> torch.Tensor:
         """Put all parts along the first axis together, up to ``length``; the gradient is the owner's."""
-        if self.size == 1:
-            return part
         whole: Any = _JoinForOwner.apply(part, self._group, owner)
         return whole[:length]
-
-    def _own_part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return self._padded(tensor, dim).chunk(self.size, dim)[self.own]
 
     def _padded(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Fill up with zeros to a multiple of the ranks, one at least for each."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from lit_grpo.policy.architecture.decoder import attention_name
+from lit_grpo.policy.architecture.decoder import attention_name, hidden_states
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.prefix.layout import PackedGroup, Piece, group_pieces, key_labels
+from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels
 from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 
 if TYPE_CHECKING:
@@ -29,33 +29,26 @@ _LAST_HIDDEN = "last hidden state"
 
 
 class SharedPrefix:
-    """What the attention of all layers must know of a packed row; travels with the forward as a keyword argument.
+    """The attention of all layers to a packed row; travels with the forward as a keyword argument.
 
     Args:
-        groups: Prompts and responses, and where they stand in the row.
-        prompts: By group, those that are carried from one micro-batch to the next, or the last of the spans that stand
-            for the prompt and what follows it; none by default.
-        chunks: By group, the span that is its one response, where later micro-batches have used it; none by default.
+        stretches: Where prompts and responses stand in the row, and which of them see which.
+        carried: The spans that carried stretches end with.
+        in_row: What other rows have seen of this one, with its place.
         ranks: Those that share the row.
-        labels_3K: What :func:`key_labels` tells of the groups, on the row's device; by default it is copied there.
+        labels_3K: What :func:`key_labels` tells of the stretches, on the row's device; by default it is copied there.
     """
 
     def __init__(
         self,
-        groups: Sequence[PackedGroup],
-        prompts: Sequence[CarriedSpan | None] = (),
+        stretches: Sequence[Stretch],
+        carried: Sequence[CarriedSpan] = (),
+        in_row: Sequence[tuple[slice, CarriedSpan]] = (),
         ranks: SequenceParallel = ALONE,
         labels_3K: torch.Tensor | None = None,
-        chunks: Sequence[CarriedSpan | None] = (),
     ) -> None:
-        self.groups, self.ranks, self._labels_3K = tuple(groups), ranks, labels_3K
-        self.num_tokens = max((group.end for group in groups), default=0)
-        split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
-        self._carried = [prompt for group, prompt in split if group.carried_at is not None]
-        self._in_row = [(slice(g.start, g.start + g.prompt_tokens), p) for g, p in split if g.carried_at is None]
-        for group, chunk in zip(self.groups, chunks, strict=False):
-            if chunk is not None:
-                self._in_row.append((slice(group.response_start, group.response_start + len(chunk.token_ids)), chunk))
+        self.stretches, self.ranks, self.num_tokens = stretches, ranks, 0
+        self._carried, self._in_row, self._labels_3K = carried, in_row, labels_3K
         self.calls: list[tuple[Hashable, int | None]] = []
         """The layers that have attended so far, each with its sliding window, ``None`` for full attention."""
         self._pieces: dict[int | None, list[Piece]] = {}
@@ -66,40 +59,41 @@ class SharedPrefix:
 
         Where the model's layers take all ranks, a rank with fewer of them goes through the layers as often.
         """
-        unknown = [span for last in self._carried for span in last.chain if not span.is_known]
-        most = int(Ranks(model.device).max(len(unknown))) if is_scattered(model) else len(unknown)
+        unknown: list[CarriedSpan | None] = []
+        for last in self._carried:
+            unknown += [span for span in last.chain if not span.is_known]
+        if is_scattered(model):
+            unknown += [None] * (int(Ranks(model.device).max(len(unknown))) - len(unknown))
         for span in unknown:
-            span.keep(_LAST_HIDDEN, self._run_alone(model, span)[0, -1:].clone())
-            span.is_known = True
-        for _ in range(most - len(unknown)):
-            self._run_alone(model, None)
+            self._run_alone(model, span)
 
     @torch.no_grad()
-    def _run_alone(self, model: PreTrainedModel, span: CarriedSpan | None) -> torch.Tensor:
-        """Return the hidden states (1, T, D) of a span, which remembers what is computed of it; of None, of a token."""
-        token_ids = (0,) if span is None else span.token_ids
-        before = None if span is None else span.before
-        first, length = 0 if span is None else span.num_before, len(token_ids)
-        if before is None:
-            alone = SharedPrefix([PackedGroup(0, length, ())], [span], self.ranks)
-        else:
-            group = PackedGroup(0, first, (length,), carried_at=length)
-            alone = SharedPrefix([group], [before], self.ranks, chunks=[span])
+    def _run_alone(self, model: PreTrainedModel, span: CarriedSpan | None) -> None:
+        """Run a span by itself, which remembers what is computed of it; of None, a token that stands for nothing."""
+        token_ids, before = ((0,), None) if span is None else (span.token_ids, span.before)
+        first, length = 0 if before is None else before.end, len(token_ids)
+        stretches = [Stretch(0, first, length, last=0)]
+        if before is not None:
+            stretches = [Stretch(length, 0, first, last=1, carried=True), Stretch(0, first, length, last=1)]
+        in_row = [] if span is None else [(slice(0, length), span)]
+        alone = SharedPrefix(stretches, [] if before is None else [before], in_row, self.ranks)
         input_ids_T = in_one_copy({"ids": torch.tensor(token_ids)}, model.device)["ids"]
-        positions_BT = torch.arange(first, first + length, device=model.device)[None]
-        return alone.hidden_states(model, input_ids_T[None], positions_BT)
+        positions_T = torch.arange(first, first + length, device=model.device)
+        hidden_TD = alone.hidden_states(model, input_ids_T[None], positions_T[None])
+        if span is not None:
+            span.keep(_LAST_HIDDEN, hidden_TD[length - 1 : length].clone())
+            span.is_known = True
 
     def hidden_states(
         self, model: PreTrainedModel, input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor
     ) -> torch.Tensor:
-        """Run the packed row through the layers; return its last hidden states (1, T, D)."""
-        return self.ranks.hidden_states(model, input_ids_BT, position_ids_BT, shared_prefix=self)
-
-    def with_carried_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Append the last hidden states of carried prompts to those of the row."""
-        for place, prompt in self._in_row:
-            hidden_TD = prompt.settle(_LAST_HIDDEN, hidden_TD, (slice(place.stop - 1, place.stop),))
-        carried = [prompt.lend(_LAST_HIDDEN) for prompt in self._carried]
+        """Run the packed row through the layers; return its last hidden states (T, D), then those of carried spans."""
+        self.num_tokens = input_ids_BT.shape[1]
+        run = hidden_states if self.ranks.size == 1 else self.ranks.hidden_states
+        hidden_TD = run(model, input_ids_BT, position_ids=position_ids_BT, shared_prefix=self)[0]
+        for place, span in self._in_row:
+            hidden_TD = span.settle(_LAST_HIDDEN, hidden_TD, (slice(place.stop - 1, place.stop),))
+        carried = [span.lend(_LAST_HIDDEN) for span in self._carried]
         return torch.cat([hidden_TD, *carried]) if carried else hidden_TD
 
     def attend(
@@ -111,7 +105,7 @@ class SharedPrefix:
         window: int | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Let each prompt see itself, and each response its prompt and itself; return the shape of ``query``."""
+        """Let each token see what comes before it, however the row is laid out; return the shape of ``query``."""
         key, value = self._carry((layer, "key"), key), self._carry((layer, "value"), value)
         self.calls.append((layer, window))
         if query.device.type != "cpu":
@@ -119,24 +113,25 @@ class SharedPrefix:
                 self._masks[window] = prefix_block_mask(self._labels(query.device), window, query.shape[2])
             return flex_prefix_attention(query, key, value, self._masks[window], scaling)
         if window not in self._pieces:
-            self._pieces[window] = [piece for group in self.groups for piece in group_pieces(group, window)]
+            self._pieces[window] = attention_pieces(self.stretches, window)
         return piecewise_attention(query, key, value, self._pieces[window], scaling)
 
     def _labels(self, device: torch.device) -> torch.Tensor:
         if self._labels_3K is None:
-            self._labels_3K = in_one_copy({"labels": key_labels(self.groups)}, device)["labels"]
+            self._labels_3K = in_one_copy({"labels": key_labels(self.stretches)}, device)["labels"]
         return self._labels_3K
 
     def _carry(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep what is computed of prompts in the row, and append carried ones to the row."""
-        for place, prompt in self._in_row:
+        """Keep what is computed of spans in the row, and append carried ones to the row."""
+        for place, span in self._in_row:
             index = (slice(None), slice(None), place)
-            if prompt.is_known:
-                tensor = prompt.settle(name, tensor, index)
+            if span.is_known:
+                tensor = span.settle(name, tensor, index)
             else:
-                prompt.keep(name, tensor[index])
-        carried = [span.lend(name) for last in self._carried for span in last.chain]
-        return torch.cat([tensor, *carried], 2) if carried else tensor
+                span.keep(name, tensor[index])
+        if not self._carried:
+            return tensor
+        return torch.cat([tensor, *(span.lend(name) for last in self._carried for span in last.chain)], 2)
 
 
 def shared_prefix_attention(
@@ -153,7 +148,7 @@ def shared_prefix_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within the groups of ``shared_prefix``, in the signature of Hugging Face attention functions.
+    """Attend within the row of ``shared_prefix``, in the signature of Hugging Face attention functions.
 
     Raises:
         ValueError: The model caps its attention scores, has attention sinks, or keys unlike its values.
@@ -167,9 +162,11 @@ def shared_prefix_attention(
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     # Autocast leaves normed queries and keys in float32; attention runs in the values' dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    query, key, value = shared_prefix.ranks.to_heads(shared_prefix.num_tokens, query, key, value)
+    ranks = shared_prefix.ranks
+    if ranks.size > 1:
+        query, key, value = ranks.to_heads(shared_prefix.num_tokens, query, key, value)
     output = shared_prefix.attend(module, query, key, value, sliding_window, scaling)
-    return shared_prefix.ranks.to_tokens(output).transpose(1, 2), None
+    return (output if ranks.size == 1 else ranks.to_tokens(output)).transpose(1, 2), None
 
 
 def shares_prefix(model: PreTrainedModel) -> bool:

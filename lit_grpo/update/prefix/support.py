@@ -16,7 +16,7 @@ from lit_grpo.policy.architecture.decoder import (
 )
 from lit_grpo.policy.sharding import compute
 from lit_grpo.process.terminal import first_line
-from lit_grpo.update.prefix.layout import PackedGroup
+from lit_grpo.update.prefix.layout import Stretch
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if "longrope" in str(rope):
         return "its positions turn differently for a long row"
-    layout = SharedPrefix([PackedGroup(0, _PROMPT, _RESPONSES)])
+    layout = SharedPrefix([Stretch(0, 0, 3, last=2), Stretch(3, 3, 2, last=1), Stretch(5, 3, 3, last=2)])
     try:
         with torch.no_grad():
             error = compute(model.eval(), lambda: _relative_error(model, layout))
