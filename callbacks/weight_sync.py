@@ -20,9 +20,9 @@ from lit_grpo.update.metrics import GapLimits
 from .rollout_scheduler import RolloutScheduler
 
 EXACT_GAP, ROUNDED_GAP = 0.05, 2.0
-"""How far a token's log-prob may be off, in nats: if both sides compute alike in float32, and if one of them rounds."""
+"""Max difference of a token's log-prob in nats, if both sides compute in the same way in float32, and if not."""
 EXACT_RELATIVE_GAP, ROUNDED_RELATIVE_GAP = 0.02, 0.1
-"""How far the log-probs of given tokens may be off, relative to their spread: in float32, and in other types."""
+"""Max difference of log-probs of given tokens, relative to their spread, in float32 and in other types."""
 
 
 class WeightSync(pl.Callback):

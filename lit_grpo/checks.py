@@ -88,8 +88,8 @@ def check_checkpoint(checkpoint: Mapping[str, Any], weights: Mapping[str, torch.
     """Refuse a checkpoint that another program wrote, or that is of another policy.
 
     Args:
-        checkpoint: What is to be loaded.
-        weights: Those that it is to be loaded into, by name.
+        checkpoint: The checkpoint to load.
+        weights: The policy's weights by name, into which the checkpoint is to be loaded.
 
     Raises:
         ValueError: It is foreign, or lacks one of the weights, or has one more or of another shape.
@@ -134,7 +134,7 @@ def check_trainer(trainer: pl.Trainer, dtype: str) -> None:
 
     Args:
         trainer: The trainer of a run.
-        dtype: ``model.dtype``.
+        dtype: Data type of the policy's weights, ``model.dtype``.
 
     Raises:
         ValueError: The trainer has one of these.
@@ -166,7 +166,7 @@ def check_stepping(optimizer: torch.optim.Optimizer, scheduler: Any, total_updat
     """Refuse an optimizer or a schedule that cannot be stepped once per update with nothing but gradients.
 
     Args:
-        optimizer: What takes the steps.
+        optimizer: The optimizer that takes the steps.
         scheduler: The schedule that is stepped after each; None for none.
         total_updates: Updates of the whole run, if they are known.
 
@@ -211,7 +211,7 @@ def check_monitors(trainer: pl.Trainer, validates: bool, names: Sequence[str], m
     Args:
         trainer: The trainer of a run.
         validates: Whether the run has validation prompts.
-        names: What a validation logs, such as ``val/reward``.
+        names: Names of the metrics that a validation logs, such as ``val/reward``.
         may_log: Whether the user's own reward functions or callbacks may log more.
 
     Returns:
@@ -367,8 +367,8 @@ def check_prompt_lengths(
 
     Args:
         prompts: By split; ``train`` is sampled with ``sampling``, all others with ``eval_sampling``.
-        sampling: For training.
-        eval_sampling: For all else.
+        sampling: Sampling parameters for training.
+        eval_sampling: Sampling parameters for validation, test and predict.
         context: The most tokens that the model takes.
 
     Returns:
@@ -420,7 +420,7 @@ def check_micro_batch(
 
     Args:
         prompts: For training, at least one.
-        sampling: For training.
+        sampling: Sampling parameters for training.
         max_tokens: The most that go through the model at once.
         shares_prefix: Whether a prompt may be in another micro-batch than its completion.
         most_of_chunk: The most tokens of a completion that are in one micro-batch, where longer ones are cut.

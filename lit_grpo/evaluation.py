@@ -22,13 +22,14 @@ EVAL_MEANS = ("reward", "completion_length", "truncated")
 
 
 class EvaluationModule(pl.LightningModule):
-    """Counts which completions of held-out prompts pass, follows the reward functions, and hands rows to a writer.
+    """Computes pass@k of held-out prompts, logs the reward functions, and passes rows to a writer.
 
     Args:
-        rewards: Reward functions.
+        rewards: The reward functions.
         pass_at_k: The k of the pass@k reported.
         pass_threshold: A completion passes when the function of ``pass_reward`` gives at least this.
-        pass_reward: The name of the function that decides who passes; by default the first. A plug-in may bring it.
+        pass_reward: Name of the reward function that decides whether a completion is correct; by default the first. A
+            plug-in may provide it.
 
     Attributes:
         reward_curves: The reward functions in training.

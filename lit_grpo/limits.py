@@ -1,4 +1,4 @@
-"""Which values a field may have, said in its annotation and checked in one place.
+"""Allowed values of fields, declared in their annotations and checked in one place.
 
 For example::
 
@@ -34,17 +34,17 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class Limit:
-    """Which numbers a field takes; a bound that is left out does not bind, and no field takes NaN.
+    """Bounds of a numeric field; a bound that is left out does not apply, and NaN is never allowed.
 
     On a field that is text it says that nothing else is: a number or ``yes`` in a config is text in quotes alone.
 
     Args:
-        least: The smallest.
-        above: What they are larger than.
-        most: The largest.
-        below: What they are smaller than.
+        least: The smallest allowed number.
+        above: Bound that the number must exceed.
+        most: The largest allowed number.
+        below: Bound below which the number must be.
         finite: Whether infinity is refused.
-        remedy: What to do, or why, after the sentence.
+        remedy: End of the error message: the remedy or the reason.
     """
 
     least: float | None = None
@@ -106,8 +106,8 @@ def check_fields(settings: Any, place: str = "") -> None:
     """Check the fields of a dataclass against their annotations: limits, and the words of literals.
 
     Args:
-        settings: The dataclass.
-        place: What stands before a field's name in messages, such as ``reference.``.
+        settings: The dataclass to check.
+        place: Prefix of field names in messages, such as ``reference.``.
 
     Raises:
         ValueError: A field has a value that it does not take.

@@ -1,4 +1,4 @@
-"""How much memory a phase took at its peak, how much is free, whether it ran out, and how freed memory goes back."""
+"""Device and host memory: the peak of a phase, free memory, out-of-memory errors, and returning freed memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PeakMemory:
     Where the system cannot reset the resident set's peak (anywhere but Linux), it is that of the whole run.
 
     Args:
-        device: Whose memory.
+        device: The device whose memory is measured.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ class Ranks:
     Sums and maxima are in float64, which not every device has: they lie on the host, but for ranks that talk on GPUs.
 
     Args:
-        device: Of this rank.
+        device: Device of this rank.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

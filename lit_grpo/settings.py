@@ -1,4 +1,4 @@
-"""Settings as plain values: what a dict says becomes the dataclass that it is meant for."""
+"""Settings as plain values: a dict is converted to the dataclass of the parameter's annotation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def by_name(setting: str, spec: str | Mapping[str, Any], rows: Mapping[str, Row]
         setting: What the user has set, for messages.
         spec: The name of a row, or the class path of a dataclass of ``kind``; after a colon fields and their values,
             as in ``april:batches_in_work=3,max_staleness=4``; or a mapping of one name to its fields.
-        rows: Those that have a name, dataclasses.
+        rows: The named rows, dataclasses.
         kind: What they are.
 
     Raises:
@@ -99,8 +99,8 @@ def find_row(setting: str, name: str, rows: Mapping[str, Row], kind: type[Row]) 
 
     Args:
         setting: What the user has set, for messages.
-        name: See above.
-        rows: Those that have a name.
+        name: Name of a row, or the import path of the user's own row.
+        rows: The named rows.
         kind: What they are.
 
     Raises:
@@ -147,7 +147,7 @@ def _value(field: str, text: str) -> Any:
 
 
 def _imported(path: str) -> Any:
-    """What a path names; None for one without a module."""
+    """Return the object that a path names; None if the path has no module."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name) if module else None
 

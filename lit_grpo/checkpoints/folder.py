@@ -114,7 +114,7 @@ def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> N
 
     Args:
         tensors: Whole tensors, or shards.
-        path: The folder.
+        path: Path of the checkpoint's folder.
         alone: Whether this process reads without the other ranks.
 
     Raises:

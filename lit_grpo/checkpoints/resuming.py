@@ -1,4 +1,4 @@
-"""What a run is told is kept in its checkpoints, so that what it is told on resuming holds, or is refused."""
+"""The settings of a run are saved in its checkpoints; changed settings are applied on resuming, or refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Told = dict[str, Any]
 SCHEDULE = "model.lr_scheduler"
 OPTIMIZER = "model.optimizer"
 BESIDE = ("last_epoch", "base_lrs", "params", "initial_lr")
-"""What a scheduler or a parameter group counts or takes from elsewhere, and nobody sets."""
+"""Entries of a scheduler or a parameter group that are counted or derived, not set by a user."""
 
 PLUGINS = "rollout.plugins"
 
 
 def told_of_run(trainer: Any, policy: Any, settings: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
-    """All that a run is told and its checkpoints keep.
+    """Return all settings of a run that its checkpoints save.
 
     Args:
-        trainer: Lightning's.
-        policy: Its name; a loaded model is not told.
-        settings: Of the update.
-        optimizer: Which has taken no step.
-        scheduler: Of its learning rate, or none.
+        trainer: Lightning's Trainer.
+        policy: Name of the policy; a loaded model is not recorded.
+        settings: Settings of the update.
+        optimizer: The optimizer, before its first step.
+        scheduler: Scheduler of its learning rate, or None.
     """
     of_update = {f"model.{name}": getattr(settings, name) for name in ("objective", "advantages")}
     told = told_of({**of_update, "model.policy": policy})
@@ -73,7 +73,7 @@ def _plugin(given: str | Mapping[str, Mapping[str, Any] | None]) -> str:
 
 
 def differences(before: Told, now: Told) -> dict[str, str]:
-    """What a setting was and is now, by name."""
+    """Return the changed settings by name, with their old and new values."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {name: f"{name} was {before.get(name)} and is now {now.get(name)}" for name in names}
 

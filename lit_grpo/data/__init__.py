@@ -1,4 +1,4 @@
-"""Where prompts come from: rows of any source, rendered, tokenised and put into batches."""
+"""Prompts: rows of any source, rendered, tokenised and put into batches."""
 
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.sources import FileRows, HubRows, RowSource

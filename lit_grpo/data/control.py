@@ -37,7 +37,7 @@ class ControlTokens:
     tokens that are ordinary text, such as runs of line breaks, are none.
 
     Args:
-        tokenizer: The policy's.
+        tokenizer: The policy's tokenizer.
 
     Attributes:
         ids: The id of each control token, by its text.

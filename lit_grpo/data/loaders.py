@@ -34,10 +34,10 @@ class PromptLoader:
     Args:
         prompts: The N prompts, at least one.
         batch_size: P, the prompts of one batch on one rank.
-        rank: Which rank's batches these are.
+        rank: The rank for which batches are drawn.
         world_size: W, the number of ranks.
-        seed: Of the order.
-        shuffle: Whether an epoch has an order of its own, or that of ``prompts``.
+        seed: Seed of the shuffling.
+        shuffle: Whether each epoch is shuffled; if not, it has the order of ``prompts``.
         chooser: Says which prompts are asked; by default all.
         rewriting: Says what they are asked with; by default what their rows say.
     """
@@ -240,7 +240,7 @@ class EvalLoader:
     Args:
         prompts: All prompts, at least one.
         batch_size: The most prompts of a batch.
-        rank: Which rank's batches these are.
+        rank: The rank for which batches are drawn.
         world_size: W, the number of ranks.
     """
 

@@ -163,10 +163,10 @@ class PromptDataModule(LightningDataModule):
         self.renderer = replace(self.renderer, conversing=conversing)
 
     def plug_in(self, rule: PromptRule | None, rewriting: Rewriting | None, on_demand: bool) -> None:
-        """Let plug-ins say which training prompts are asked, with what, and when.
+        """Let plug-ins select and rewrite training prompts, and draw them on demand.
 
         Args:
-            rule: Which prompts are asked when they are due; None for all.
+            rule: Rule that selects the prompts to sample; None for all prompts.
             rewriting: Says what they are asked with; None for what their rows say.
             on_demand: Whether a session draws prompts as it needs them, and batches come empty.
 

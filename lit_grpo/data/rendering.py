@@ -38,11 +38,11 @@ class Conversing(Protocol):
     """Goes on with a conversation after its prompt, such as a plug-in with tools or environments."""
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], plain_rows: bool = False) -> None:
-        """Learn of the tokenizer, and of the variables of its chat template, before any prompt is rendered.
+        """Receive the tokenizer and the variables of its chat template, before any prompt is rendered.
 
         Args:
-            tokenizer: The policy's.
-            options: The variables.
+            tokenizer: The policy's tokenizer.
+            options: Variables of the chat template.
             plain_rows: Whether control tokens that rows spell are encoded as plain characters.
 
         Raises:

@@ -24,10 +24,10 @@ class PromptWriter:
     has no tokens, the very same prompt is returned. The question itself is never cut.
 
     Args:
-        renderer: Of prompts.
-        tokenizer: The policy's.
-        rows: What the prompts are made of, by their ids.
-        what: What the texts are, for messages.
+        renderer: Renders prompts.
+        tokenizer: The policy's tokenizer.
+        rows: The rows from which prompts are rendered, by the ids of the prompts.
+        what: Name of the texts in messages.
 
     Attributes:
         most_tokens: The most tokens of a prompt together with its text.
@@ -69,8 +69,8 @@ class PromptWriter:
 
         Args:
             prompt: As its row says.
-            text: The answer.
-            share: Which share of the text's tokens is given, rounded down, but one token at least.
+            text: The text of the answer.
+            share: Fraction of the text's tokens to append, rounded down, but one token at least.
 
         Raises:
             ValueError: The tokenizer cannot use the text; the message goes on after the row's number.
@@ -96,12 +96,12 @@ class PromptWriter:
 
 
 def check_rewriting(rewriting: Rewriting, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-    """Rewrite all prompts once, as large as they may get; no prompt is longer from then on.
+    """Rewrite each prompt once to the longest form that it may take, to check its length before the run.
 
     Args:
-        rewriting: With its writer.
+        rewriting: The rewriting of prompts, with its writer.
         prompts: As their rows say.
-        source: Where the rows come from, for messages.
+        source: Source of the rows, for messages.
 
     Returns:
         The rewritten prompt that is longest, and the one that has the largest token.

@@ -104,7 +104,7 @@ class RolloutCount:
 
     @property
     def _waiting(self) -> str:
-        """How many completions wait for their environment, and for how long."""
+        """Number of completions that wait for their environment, and the time of the longest wait."""
         away = len(self._ledger.awaiting_env)
         if not away:
             return ""

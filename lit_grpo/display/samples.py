@@ -36,7 +36,7 @@ class Samples:
     """A block of lines for each sample, folded to the width of the terminal.
 
     Args:
-        title: The first line.
+        title: Title, printed on the first line.
         samples: The samples to show.
     """
 
@@ -80,8 +80,8 @@ def ends(console: Console, text: str, width: int, most: int, head: int) -> list[
         console: The console that will print the text.
         text: The text; control characters in it are made visible, and empty lines left out.
         width: The most columns of a line.
-        most: The most lines.
-        head: How many of them are from the beginning. A line after them says how many characters are left out.
+        most: Max number of lines.
+        head: Number of lines from the beginning. The line after them has the number of characters that are left out.
     """
     reach = 2 * width * most  # so many characters are enough to fill all lines from either end
     if len(text) > 2 * reach:

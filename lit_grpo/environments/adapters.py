@@ -46,7 +46,7 @@ OWN_MOVE = "PLAYER_ACTION"
 """The kind of a message by which TextArena repeats a move; some games send it in their own name."""
 _RANDOMNESS = threading.Lock()
 _SERVERS_ERROR = re.compile(r"\(code: (?P<code>\w+)\)\Z")
-"""How the message of an error of OpenEnv's client ends, where its server has answered with one."""
+"""The end of an error message of OpenEnv's client, if its server has answered with an error."""
 
 
 class _Earning:
@@ -63,12 +63,12 @@ class _Earning:
         self.done = bool(done)
 
     def turn_reward(self) -> float:
-        """What the step of the last turn earned; 0 for a turn that was cut off, and is no step."""
+        """Return the reward of the last turn's step; 0 for a truncated turn, which made no step."""
         last, self._last = self._last, 0.0
         return last
 
     def get_reward(self) -> float:
-        """What all steps earned."""
+        """Return the sum of the rewards of all steps."""
         return self._earned
 
 
@@ -201,7 +201,7 @@ class TextArena:
         return said
 
     def get_reward(self) -> float:
-        """What the game gave at its end; 0 for one that has not come to it."""
+        """Return the reward of the game at its end; 0 if it has not ended."""
         return self._reward
 
     def _move(self, text: str) -> None:
@@ -275,7 +275,7 @@ _HAS_TOOLS = "has tool servers, and none is started; take a taskset without, and
 
 
 def _refusal(task: Any) -> str | None:
-    """Why a task cannot be asked here; None where it can."""
+    """Return why a task is not supported; None if it is."""
     if task.data.prompt is None:
         return "has no prompt, and nobody else asks; give it one"
     if task.NEEDS_CONTAINER:

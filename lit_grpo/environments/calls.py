@@ -24,14 +24,14 @@ class Call(NamedTuple):
 
 
 class BrokenCall(NamedTuple):
-    """What was meant as a call, and cannot be read: its text, and why."""
+    """A malformed tool call: its text, and why it cannot be parsed."""
 
     text: str
     why: str
 
 
 class Turn(NamedTuple):
-    """What an assistant's turn says: its text without calls, its reasoning, and its calls in their order."""
+    """A parsed turn of the assistant: its text without calls, its reasoning, and its calls in order."""
 
     content: str
     reasoning: str = ""
@@ -52,7 +52,7 @@ class Turn(NamedTuple):
 
 
 class CallFormat(NamedTuple):
-    """How calls are written.
+    """A format of tool calls.
 
     Args:
         opening: Finds where a call begins.
@@ -327,10 +327,10 @@ def read_turn(text: str, form: CallFormat, tools: Mapping[str, Tool], thinking: 
 
     Args:
         text: The turn, without the token that ends it.
-        form: How calls are written.
-        tools: What may be called; their schemas give arguments their types.
-        thinking: Whether what came before the turn has begun its reasoning. If the turn never ends that, it is read as
-            if it had not been begun.
+        form: The format of tool calls.
+        tools: Tools that may be called, by name; their schemas give arguments their types.
+        thinking: Whether the text before the turn has opened its reasoning. If the turn never closes it, the turn is
+            read as if reasoning had not been opened.
     """
     thinking = thinking and "</think>" in text
     said: list[str] = []
@@ -392,15 +392,15 @@ def _left_over(text: str, marks: Mapping[str, int]) -> list[BrokenCall]:
 
 
 def read_response(parser: Any, template: Mapping[str, Any], text: str, marks: Mapping[str, int]) -> Turn:
-    """Read a turn as a response template of transformers says.
+    """Read a turn with a response template of transformers.
 
     The parser of transformers takes a call that is cut, or two that are run together, for one with the arguments that
     it finds. So what it leaves out of a call makes that a broken one.
 
     Args:
-        parser: What ``get_response_parser`` of a tokenizer returns; it has read what came before the turn.
+        parser: The parser that a tokenizer's ``get_response_parser`` returns; it has read the text before the turn.
         template: The response template that the parser follows.
-        text: The turn.
+        text: The text of the turn.
         marks: Texts that stand in calls alone, with how often they do in one call.
     """
     try:

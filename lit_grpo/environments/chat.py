@@ -41,7 +41,7 @@ CUT = "\n... {} characters are left out here ...\n"
 
 
 class _Following(NamedTuple):
-    """Where what follows a turn begins, counted in tokens from the first control token after the turn's text on.
+    """The tokens that follow a turn, counted from the first control token after the turn's text.
 
     Args:
         head: The tokens before the answer; a turn may end with any of them.
@@ -55,7 +55,7 @@ class _Following(NamedTuple):
 
 
 class Chat:
-    """A tokenizer's chat template, for conversations that go on.
+    """A tokenizer's chat template, for conversations that are extended turn by turn.
 
     New messages are rendered after a short made-up conversation, of which everything up to the end of its assistant's
     turn is cut off. So the tokens of a conversation are those that were sampled and those that each answer adds,
@@ -65,13 +65,14 @@ class Chat:
     Args:
         tokenizer: The policy's.
         options: Variables of its chat template.
-        form: How calls are written, a name of :data:`lit_grpo.environments.calls.FORMATS` or
+        form: Format of tool calls, a name of :data:`lit_grpo.environments.calls.FORMATS` or
             :data:`lit_grpo.environments.calls.RESPONSE_TEMPLATES`. By default the tokenizer's ``response_template``,
-            else the first of these with which a made-up call that the chat template has written can be read back.
+            else the first format that parses a sample call rendered by the chat template.
         plain_rows: Whether rows are encoded as plain characters too.
 
     Attributes:
-        form: How calls are read; ``response_template`` for the tokenizer's own, None where no call is read back.
+        form: Format with which calls are parsed; ``response_template`` for the tokenizer's own, None if no format
+            parses the sample call.
 
     Raises:
         ValueError: There is no chat template, or one that does not end turns with a token of their own.
@@ -108,10 +109,10 @@ class Chat:
     # ---- what policies write --------------------------------------------------------------------------
 
     def read(self, token_ids: Sequence[int], before: Sequence[int], tools: Mapping[str, Tool]) -> Turn:
-        """Read a turn that was sampled.
+        """Parse a sampled turn.
 
         Args:
-            token_ids: Of the turn.
+            token_ids: Token ids of the turn.
             before: The tokens before it, which may have begun its reasoning.
             tools: What may be called.
         """
@@ -148,7 +149,7 @@ class Chat:
         """Return a row's conversation and what follows it, for :meth:`beginning`.
 
         Args:
-            prompt: Its row is covered with ``plain_rows`` alone.
+            prompt: The prompt; control tokens in its row are encoded as plain characters only with ``plain_rows``.
             added: A text of an environment, at the end of the last user message.
             more: Messages after the prompt.
 
@@ -199,7 +200,7 @@ class Chat:
         """Return the tokens between a turn and the next one: messages of tools or the user, and the next one's start.
 
         Args:
-            messages: At least one.
+            messages: The messages to add, at least one.
             last: The last token of the turn. Where it is not one that ends turns, such a one comes first.
 
         Raises:
@@ -237,10 +238,10 @@ class Chat:
     def check(
         self, schemas: Sequence[Mapping[str, Any]], calls: bool, responds: bool, rewrites: bool = False
     ) -> list[str]:
-        """Try the turns that will come, with reasoning in them and without; return what the user has to know.
+        """Test the chat template on turns with and without reasoning; return warnings for the user.
 
         Args:
-            schemas: Of tools.
+            schemas: Schemas of the tools.
             calls: Whether turns may call tools.
             responds: Whether the user may answer.
             rewrites: Whether each turn is sampled after the conversation as the template writes it then.
@@ -293,7 +294,7 @@ class Chat:
         return told
 
     def check_once(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Do the same for tools that are known only later; nothing the second time.
+        """Run :meth:`check` for tools that are known only later, once for each set of tools.
 
         Raises:
             ValueError: As for :meth:`check`.
@@ -306,7 +307,7 @@ class Chat:
         return told
 
     def check_ends(self, eos_ids: Sequence[int]) -> list[str]:
-        """Return what the user has to know of the tokens at which the policy stops."""
+        """Return warnings for the user about the tokens at which the policy stops."""
         after = self._after_call
         if after is None or {*after.head} & {*eos_ids}:
             return []
@@ -318,10 +319,10 @@ class Chat:
         ]
 
     def _check_calls(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Check that calls can be read; return what the user has to know.
+        """Check that tool calls can be parsed; return warnings for the user.
 
         Raises:
-            ValueError: Neither a made-up call nor one of a tool was read back.
+            ValueError: Neither a sample call nor a call of a tool could be parsed.
         """
         for schema in schemas:  # a template may be made for these tools alone
             self.form = self.form or self._form_of(schema)
@@ -415,7 +416,7 @@ class Chat:
         return _Following(head, 0, frozenset(last) - {*head})
 
     def _following_of_call(self, turn: Sequence[Message], answer: Message, form: str) -> _Following | None:
-        """Find where what follows a call begins; None where the template does not show the answer.
+        """Find the beginning of the text after a tool call; None if the template does not show the answer.
 
         The end of the turn is what ends other turns too, else the last token that the call has without an answer,
         such as Gemma's ``<|tool_response>``. Where that belongs to the call, the turn has no end of its own, as GLM's.
@@ -441,7 +442,7 @@ class Chat:
         return self._text([*before, answer]).startswith(start + _MARK)
 
     def _refusal(self, messages: Sequence[Message], *more: Message) -> str | None:
-        """Why the template does not take messages; None where it does."""
+        """Return why the template does not accept messages; None if it does."""
         try:
             self._text([*messages, *more])
         except UnusableRow as error:

@@ -1,4 +1,4 @@
-"""What an environment is: TRL's class as it is, and what may be added to it.
+"""The interface of environments: TRL's unchanged, with optional members.
 
 TRL's contract (``environment_factory``)::
 
@@ -68,10 +68,10 @@ class Kind:
     Args:
         type: The class; None where there are only functions.
         make: Returns a fresh environment.
-        tools: What the policy may call, by name.
+        tools: Tools that the policy may call, by name.
         columns: The columns that ``reset`` takes; None for all of them.
-        required: Those of them that have no default.
-        methods: Which of the optional methods it has.
+        required: The columns that ``reset`` takes without a default.
+        methods: Names of the optional methods that the environment has.
     """
 
     type: type | None
@@ -98,7 +98,7 @@ class Kind:
 
     @property
     def can_be_restored(self) -> bool:
-        """Whether a trajectory can go on from a state that was kept; functions have none."""
+        """Whether a trajectory can resume from a saved state; functions have no state."""
         return self.type is None or "state" in self.methods
 
     @property
@@ -108,7 +108,7 @@ class Kind:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template shows of the tools."""
+        """The schemas of the tools, for the chat template."""
         return [dict(tool.schema) for tool in self.tools.values()]
 
     def arguments(self, prompt: Prompt) -> dict[str, Any]:

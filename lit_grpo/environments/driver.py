@@ -39,14 +39,14 @@ class Earlier(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """A trajectory asks for its next turn.
+    """A request of a trajectory for its next turn.
 
     Args:
-        request: Its prefix is what the turn is sampled after.
-        how: ``go_on`` after what was sampled before and what was observed since; ``again`` without what was sampled
-            before, which is lost; ``rewritten`` after other tokens, written by the chat template.
-        state: What the trajectory can be restored from, if others may begin within it.
-        earlier: The turns before this one, where they are not in the request's prefix.
+        request: The request whose prefix the turn is sampled after.
+        how: ``go_on``: after the sampled tokens and the environment tokens so far; ``again``: from the beginning, the
+            sampled tokens are lost; ``rewritten``: after other tokens, rendered by the chat template.
+        state: State from which the trajectory can be restored, if others may branch from it.
+        earlier: The turns before this one, if they are not in the request's prefix.
     """
 
     request: Request
@@ -56,11 +56,11 @@ class Sample:
 
 
 Event = Sample | Completion | Exception | None
-"""What a trajectory tells the rollout: its next turn, its end, an error that ends the run, or that it is dropped."""
+"""An event from a trajectory to the rollout: its next turn, its end, an error that ends the run, or None (dropped)."""
 
 
 class TrajectoryDriver:
-    """A trajectory and its environment.
+    """Drives a trajectory and its environment.
 
     :meth:`play` runs on the event loop of ``calls``, beside decoding, and calls :meth:`sample` for each turn. The
     rollout takes what the trajectory asks for out of ``events`` between two steps, and brings each turn to
@@ -73,9 +73,10 @@ class TrajectoryDriver:
         chat: Encodes messages and reads turns.
         limits: Time limits, retries, and the max number of turns.
         calls: Makes calls of users' code.
-        log: Counts what happens.
-        events: Where :meth:`play` puts what it asks the rollout for.
-        keeps_states: Whether each turn asks the environment for its state, so that others can begin there.
+        log: Counts the trajectory's events.
+        events: Queue into which :meth:`play` puts its events for the rollout.
+        keeps_states: Whether the environment's state is saved at each turn, so that other trajectories can branch
+            there.
         apart: Whether calls of this trajectory have threads of their own.
 
     Attributes:
@@ -87,7 +88,7 @@ class TrajectoryDriver:
         waits: Whether the rollout waits for the environment.
         work: Done as soon as there is something in ``events`` for which the rollout waits.
         waited_s: Seconds in which the environment was at work.
-        began: When the trajectory began, in seconds of ``time.monotonic``.
+        began: Start of the trajectory, in seconds of ``time.monotonic``.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class TrajectoryDriver:
     # ---- the trajectory --------------------------------------------------------------------------------
 
     async def play(self, request: Request, state: Mapping[str, Any] | None = None) -> Completion | None:
-        """Play the trajectory to its end, again with a fresh environment if the environment fails.
+        """Play the trajectory to its end; restart it with a fresh environment if the environment fails.
 
         Args:
-            request: What the first turn is sampled after, if ``state`` is given.
-            state: What an earlier environment has said for a checkpoint or a fork; by default it is reset.
+            request: The request whose prefix the first turn is sampled after, if ``state`` is given.
+            state: State of an earlier environment, from a checkpoint or a branch; by default the environment is reset.
 
         Returns:
             The trajectory with its :class:`lit_grpo.types.Episode`; None if its environment failed too often.
@@ -204,7 +205,7 @@ class TrajectoryDriver:
         return self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
 
     async def _restore(self, request: Request, state: Mapping[str, Any]) -> Request:
-        """Go on where an earlier environment was; return the request of the next turn."""
+        """Restore the state of an earlier environment; return the request of the next turn."""
         self._has_sampled = True
         await self.environment.restore(state["environment"])
         for name in ("messages", "turn_rewards", "num_turns"):
@@ -218,7 +219,7 @@ class TrajectoryDriver:
         return self.chat.read(sampled, before, self.kind.tools)
 
     def _follow(self, completion: Completion, answers: Sequence[Message]) -> Request | None:
-        """Return the request of the next turn; None if it would observe more than it may."""
+        """Return the request of the next turn; None if it would exceed ``max_observed``."""
         observed = self.chat.following(answers, completion.turns[-1][-1])
         if completion.num_observed + len(observed) > self.request.sampling.max_observed:
             return None
@@ -241,7 +242,7 @@ class TrajectoryDriver:
         return LiveEnvironment(self.kind, self.limits, self.calls, self.log, self._apart, lambda: self._is_over)
 
     def _count_failure(self, failure: Failure) -> None:
-        """Count a failure, and close the environment that has failed beside what follows."""
+        """Count a failure, and close the failed environment in the background."""
         self.log.counts["failures"] += 1
         self._num_failed += 1
         self._has_lost = self._has_lost or self._has_sampled
@@ -249,10 +250,10 @@ class TrajectoryDriver:
         self.calls.start(self.environment.close())
 
     async def state(self) -> dict[str, Any]:
-        """Return what the trajectory can be restored from.
+        """Return the state from which the trajectory can be restored.
 
         Raises:
-            Failure: The environment cannot say its state, or no checkpoint can hold the state.
+            Failure: The environment cannot return its state, or no checkpoint can hold the state.
         """
         own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns", "said", "asked")}
         return copied(own | {"environment": await self.environment.state()})
@@ -260,7 +261,7 @@ class TrajectoryDriver:
     # ---- the rollout's side ------------------------------------------------------------------------------
 
     def start(self, request: Request | None = None, state: Mapping[str, Any] | None = None) -> None:
-        """Begin to play; with a ``state`` go on after the prefix of ``request``, where that state was taken."""
+        """Start to play; with a ``state`` resume after the prefix of ``request``, where that state was saved."""
         if request is not None and state is not None:
             self.token_ids = request.prefix.token_ids_T.tolist()
         self.waits = True
@@ -292,20 +293,20 @@ class TrajectoryDriver:
             self.work.set_result(None)
 
     def _asking(self, request: Request, state: Mapping[str, Any] | None) -> Sample:
-        """Return what asks the rollout for a turn."""
+        """Return the event that asks the rollout for a turn."""
         how: Literal["go_on", "again"] = "again" if self._has_lost else "go_on"
         if self._has_lost:
             self._has_sampled = self._has_lost = False
         return Sample(request, how, None if state is None else dict(state))
 
     def took(self, event: Event) -> None:
-        """The rollout has taken what the trajectory asked for."""
+        """The rollout has taken an event of the trajectory."""
         self.waits = False
         if isinstance(event, Sample):
             self.token_ids = event.request.prefix.token_ids_T.tolist()
 
     def take_turn(self, completion: Completion) -> None:
-        """Bring a turn, which ends what :meth:`sample` waits for."""
+        """Deliver a sampled turn, for which :meth:`sample` waits."""
         self.token_ids, self._has_sampled = completion.token_ids_T.tolist(), True
         self.waits, self.work, self._since = True, Future(), time.monotonic()
         self.calls.start(self._bring(completion))
@@ -386,7 +387,7 @@ class RerenderingDriver(TrajectoryDriver):
         return sample if self.num_turns == 0 else replace(sample, how="rewritten")
 
     def took(self, event: Event) -> None:
-        """The rollout has taken what the trajectory asked for."""
+        """The rollout has taken an event of the trajectory."""
         super().took(event)
         if isinstance(event, Sample) and event.earlier is not None:
             self.earlier = event.earlier

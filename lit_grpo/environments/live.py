@@ -31,7 +31,7 @@ class Limits:
     Args:
         tool_timeout_s: Max seconds per call.
         trajectory_timeout_s: Max seconds of all calls of a trajectory together.
-        retries: How often a trajectory restarts with a fresh environment after its environment has failed.
+        retries: Max number of restarts of a trajectory with a fresh environment after failures.
         reset_timeout_s: Max seconds for constructing an environment, and for its reset.
         max_turns: Max turns of the policy; None for as many as the trajectory's tokens allow.
         max_answer_tokens: Max tokens of one answer of a tool or the user.

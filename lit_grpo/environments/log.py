@@ -1,4 +1,4 @@
-"""What has happened to trajectories: counts of a rollout, and what a user should be told of."""
+"""Counts of what happened to the trajectories of a rollout, and warnings for the user."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lit_grpo.plugins import CannotGoOn
 
 logger = logging.getLogger(__name__)
 MOST_BATCHES_GONE = 3
-"""After so many batches in a row whose trajectories were all dropped the run ends."""
+"""Number of batches in a row with only dropped trajectories after which the run ends."""
 COUNTED = (
     *("tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "shortened_answers", "cut_short"),
     *("failures", "retries", "dropped", "timeouts", "restarted", "unkept"),
 )
-"""What is counted, by the names of the metrics."""
+"""Names of the counted metrics."""
 
 
 class EnvironmentLog:
-    """Counts what happens to the trajectories of a rollout, on this rank, and tells each thing once.
+    """Counts what happens to the trajectories of a rollout, on this rank, and logs each warning once.
 
     Args:
         kinds: The kinds of environment.
-        more: Further names that are counted.
+        more: Names of further counts.
 
     Attributes:
         counts: Of this rollout, by name; beside :data:`COUNTED` the numbers ``ended``, ``turns``, ``rows``,
             ``waited_s`` and ``lasted_s`` of all trajectories, from which means are made.
-        tried_states: Names of the kinds whose first state has been looked at.
+        tried_states: Names of the kinds whose first state has been checked.
         tool_calls: Calls of each tool in this run.
     """
 
@@ -47,17 +47,17 @@ class EnvironmentLog:
         self._num_gone, self._failure = 0, ""  # batches in a row whose trajectories were all dropped, and why
 
     def tell(self, sentence: str) -> None:
-        """Warn the user, once."""
+        """Log a warning once."""
         self.tell_once(sentence, "%s", sentence)
 
     def tell_once(self, what: str, message: str, *values: Any) -> None:
-        """Warn the user if nothing has been told of ``what`` yet; ``values`` are put into the message."""
+        """Log a warning once for each ``what``; ``values`` are put into the message."""
         if what not in self._told:
             self._told.add(what)
             logger.warning(message, *values)
 
     def tell_failure(self, sentence: str) -> None:
-        """Warn of the first failure of each kind; the others are counted."""
+        """Log a warning for the first failure of each kind; further failures are only counted."""
         self._failure = sentence
         self.tell(
             f"The environment {sentence}. The trajectory begins again with a fresh one, or is left out of its group; "

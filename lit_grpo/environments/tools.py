@@ -19,8 +19,8 @@ class Tool:
 
     Args:
         name: By which it is called.
-        function: What is called; a method of an environment takes the environment first.
-        schema: What the chat template shows of it, ``{"type": "function", "function": {...}}``.
+        function: The function to call; a method of an environment takes the environment as first argument.
+        schema: Schema of the tool for the chat template, ``{"type": "function", "function": {...}}``.
         is_method: Whether the first argument of ``function`` is an environment.
         is_async: Whether a call returns a coroutine.
     """

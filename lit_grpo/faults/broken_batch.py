@@ -47,7 +47,7 @@ class BrokenBatches:
 
         Args:
             skipped: Whether the update is skipped, because the gradient or the loss is not finite on some rank.
-            version: The policy's version.
+            version: Version of the policy.
             rank: The rank of this process.
             rollouts: The rollouts of the update.
             advantages: The advantage of each rollout.

@@ -1,4 +1,4 @@
-"""What only shows or writes a run: it may fail, and the run goes on."""
+"""Observers, which only show or record a run: if one fails, the run continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Observers:
     """Keeps failures of observers from ending a run.
 
     Attributes:
-        failures: How often each observer has failed, by name.
+        failures: Number of failures of each observer, by name.
     """
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class Observers:
 
     @contextmanager
     def may_fail(self, name: str, where: str = "") -> Iterator[None]:
-        """Go on after an error of the code within; the first of each name is a warning.
+        """Continue after an error of the code within; the first error of each name is logged as a warning.
 
         The error of a collective is raised, because another rank is gone.
 
         Args:
-            name: The observer.
-            where: What it was doing, for the warning.
+            name: Name of the observer.
+            where: Action during which it failed, for the warning.
         """
         try:
             yield

@@ -18,7 +18,7 @@ class Phases:
     """The current phase of a run (rollout, reward, update, weight sync, validation, checkpoint), and the time in each.
 
     Attributes:
-        name: The current phase.
+        name: Name of the current phase.
         moved_at: The time of the last movement: a decoding step, a micro-batch or a change of phase.
     """
 

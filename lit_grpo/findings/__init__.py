@@ -1,1 +1,1 @@
-"""What a run's metrics show to be wrong with its learning, each as one sentence: while it goes, and after it."""
+"""Problems of learning that a run's metrics show, each as one sentence, during the run and after it."""

@@ -1,4 +1,4 @@
-"""What a batch teaches: nothing, where its rewards say of no completion that it is better than another."""
+"""Batches without a learning signal: those in which no group's rewards differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 LESSON = ("frac_reward_zero_std", "advantages/max_abs")
 """The metrics that tell what a batch teaches."""
 PATIENCE = 3
-"""So many batches in a row that teach nothing are worth a word."""
+"""Number of batches in a row without a learning signal after which a warning is logged."""
 LEAST_ADVANTAGE = 1e-6
 """A smaller advantage is rounding."""
 
@@ -25,11 +25,11 @@ def teaches_nothing(frac_uniform: float, max_advantage: float) -> bool:
 
 
 class LessonCount:
-    """Counts the batches of a run that have taught nothing.
+    """Counts the batches of a run without a learning signal.
 
     Attributes:
-        num_batches: All.
-        num_empty: Those that have taught nothing.
+        num_batches: Number of batches.
+        num_empty: Number of batches without a learning signal.
         is_worth_a_word: Whether so many of them have come in a row.
     """
 
@@ -50,13 +50,13 @@ class LessonCount:
 
 
 class LessonWatch:
-    """Notices a run whose updates teach nothing, once."""
+    """Detects, once, that a run's batches have no learning signal."""
 
     def __init__(self) -> None:
         self._in_a_row, self._told = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"in_a_row": self._in_a_row, "told": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How the reward and each reward function have moved over a run, and what is wrong when they part."""
+"""Changes of the reward and of each reward function over a run, and warnings if they diverge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ errors, which are usual for one test, would give false alarms; ``tests/test_find
 DOUBTFUL = 2.0
 """A change of fewer standard errors may be noise."""
 LEAST_SHARE = 0.2
-"""The function that decides who passes has no part in a rise if it gives less than this share, noise included."""
+"""The function that decides pass@1 has no part in a rise if it contributes less than this fraction, noise included."""
 NAMED_SHARE = 0.25
 """Functions that give at least this share of a rise are named."""
 CEILING = 0.9
@@ -34,7 +34,7 @@ ROUNDING = 1e-6
 
 
 class Place(NamedTuple):
-    """Where curves come from: how many first rows are the beginning, what a row is, and what is said of the place."""
+    """The source of curves: the number of first rows that count as the beginning, the unit of a row, and its name."""
 
     num_first: int
     rows: str
@@ -47,7 +47,7 @@ HELD_OUT = Place(num_first=3, rows="validations", where=" on held-out prompts", 
 
 
 class Change(NamedTuple):
-    """How the mean of a curve differs between the first rows and the last."""
+    """Difference of a curve's mean between the first rows and the last."""
 
     first: float
     last: float
@@ -82,7 +82,7 @@ class RewardCurves:
 
     Args:
         weights: The weights of all reward functions by name.
-        passes: Which function decides who passes, and from which value on.
+        passes: The reward function that decides whether a completion is correct, and its threshold.
         place: Whether rows are of updates or of validations.
 
     Attributes:

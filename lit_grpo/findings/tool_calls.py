@@ -42,7 +42,7 @@ class ToolCalls:
         self._num_failed[name] += num_failed
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         errors = {name: dict(those) for name, those in list(self._errors.items())}
         return {
             "calls": dict(self._num_calls),

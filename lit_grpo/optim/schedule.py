@@ -25,8 +25,8 @@ class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
         total_steps: Optimizer steps of the run.
         warmup_steps: Of these how many the rise takes; with any, the first step is made with a learning rate of 0.
         shape: ``linear``, ``cosine`` (half a period) or ``constant``.
-        decay_steps: How many of the last steps the fall takes; by default all after the rise. MiniCPM takes a tenth of
-            the run.
+        decay_steps: Number of steps of the decay at the end; by default all steps after the warmup. MiniCPM uses a
+            tenth of the run.
         last_epoch: Steps made, less one.
 
     Raises:
@@ -62,7 +62,7 @@ class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied by at a step."""
+        """Return the factor of the learning rate at a step."""
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if self.shape == "constant":

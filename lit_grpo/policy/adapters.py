@@ -23,7 +23,7 @@ class LoraSettings:
     """Train low-rank adapters (LoRA, arXiv 2106.09685) and keep the weights of the policy frozen.
 
     Args:
-        r: The rank.
+        r: Rank of the adapters.
         alpha: The adapters' output is scaled by ``alpha / r``.
         target_modules: Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or
             of a module or parameter that holds all experts of a layer (``experts``). ``all-linear`` is all linear
@@ -202,7 +202,7 @@ def check_config(config: Any, name: str = "model.policy") -> None:
 
     Args:
         config: The adapter's configuration, of peft.
-        name: What the message calls the policy.
+        name: Name of the policy in the message.
 
     Raises:
         ValueError: It is of another kind, or has a setting whose effect cannot be merged into the weights.

@@ -34,7 +34,7 @@ def fingerprint(policy: PreTrainedModel, source: str | Given) -> str:
 
     Args:
         policy: The policy right after loading, whole, with the adapter that it came with.
-        source: Its name, or the loaded model that was given.
+        source: Name of the policy, or the loaded model that was given.
     """
     hashed, has_packed = blake2b(digest_size=16), False
     for name, weight in (*policy.named_parameters(), *persistent_buffers(policy)):

@@ -32,10 +32,10 @@ class GGUFError(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
     Args:
-        facts: Its numbers and texts by name, without lists.
+        facts: Numbers and texts of the header by name, without lists.
         num_weights: The number of weights by their type, such as ``Q4_1``.
         num_bytes: The bytes of the weights by their type.
         num_tensors: The number of tensors.
@@ -52,7 +52,7 @@ class GGUFFile:
     """A policy in a GGUF file, with its tokenizer.
 
     Args:
-        path: The file.
+        path: Path of the GGUF file.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class GGUFFile:
         *(OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
         struct.error,
     )
-    """What a reader raises for a file that it cannot read; transformers' own checks little."""
+    """Errors that a reader raises for a file that it cannot read; transformers' reader checks little."""
 
     @property
     def place(self) -> str:
@@ -114,7 +114,7 @@ class GGUFFile:
 
     @cached_property
     def header(self) -> Header:
-        """What the file says of itself.
+        """The header of the file.
 
         Raises:
             GGUFError: The package gguf is not installed, or the file is damaged.

@@ -109,7 +109,7 @@ class SavedFiles:
 
     place: str
     errors = (OSError, ValueError, RuntimeError)
-    """What transformers raises for files that it cannot read."""
+    """Errors that transformers raises for files that it cannot read."""
 
     def options(self) -> dict[str, Any]:
         """Return the options of ``from_pretrained`` that name the files; none, for transformers knows their names."""

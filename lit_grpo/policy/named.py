@@ -14,7 +14,7 @@ class NamedPolicy:
 
     Args:
         folder: The folder, as ``save_pretrained`` writes it.
-        remedy: What a user does if the folder is missing or damaged, as a part of a sentence.
+        remedy: Remedy if the folder is missing or damaged, as part of a sentence.
     """
 
     folder: Path

@@ -112,8 +112,8 @@ def export(
     log-probs of some tokens if the host has memory for a second model.
 
     Args:
-        policy: The model.
-        tokenizer: Its tokenizer.
+        policy: The model to save.
+        tokenizer: Tokenizer of the policy.
         folder: The folder to write to.
         keep: Whether this rank writes the files.
 
@@ -218,7 +218,7 @@ class _Expected:
     """Log-probs of the trained policy at some tokens, and how far a small error moves them.
 
     Args:
-        ids_T: The tokens.
+        ids_T: Ids of the tokens.
         logprobs_TV: The policy's log-probs there.
         moved: The mean change of the log-probs, in nats, when each embedding is off by about 1%.
     """

@@ -29,10 +29,10 @@ class PolicySpec:
 
     Args:
         module: The model. A generator in this process decodes on it; every other generator reads this object only.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizer of the policy.
         keep_special_tokens: Whether the text of a completion keeps its special tokens, except those at its end.
-        keeps_kv: Whether requests that are stopped before a sync go on after it with the keys and values of the old
-            weights, as far as the generator still has them.
+        keeps_kv: Whether requests that are stopped before a sync resume with the KV cache of the old weights, as far as
+            the generator still has it.
         longest_row: The most tokens of a prompt of the run and what may follow it; None where that is not known.
     """
 

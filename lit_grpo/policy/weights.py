@@ -200,7 +200,7 @@ class Adapters:
     """The facts about a policy's LoRA adapters that an engine needs to apply them itself.
 
     Args:
-        rank: The largest rank.
+        rank: Largest rank of the adapters.
         elsewhere: The name of one trained tensor that is no adapter of a linear layer below the head; None without one.
     """
 

@@ -70,8 +70,8 @@ class Calls:
     returns, which may be never, and does not keep the interpreter from exiting. It counts in :data:`MOST_LOST`.
 
     Args:
-        num_threads: How many calls that are not async run at a time, and as many of those that are ``apart``.
-        of: What is called, for messages.
+        num_threads: Number of threads for calls that are not async, and as many more for those that are ``apart``.
+        of: Name of the called functions in messages.
         remedy: What to do if too many calls hang, for messages.
 
     Attributes:
@@ -157,7 +157,7 @@ class Calls:
         than ``timeout_s`` has a :class:`CallTimeout` as its result, and a new thread makes the calls after it.
 
         Args:
-            functions: What to call, without arguments.
+            functions: The functions to call, without arguments.
             is_async: Whether they are async functions.
             timeout_s: The most seconds of one call.
             stop_on_error: Whether sync calls after an error are left out; the results then end with the first error.

@@ -37,7 +37,7 @@ class EventLoop:
     If a function closes the loop's descriptors, the futures of its coroutines raise a :class:`BrokenLoop`.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str = "lit_grpo-loop") -> None:

@@ -10,7 +10,8 @@ def require(package: str, sentence: str) -> None:
 
     Args:
         package: As it is imported.
-        sentence: What needs it, and what to install: ``model.lora needs peft; install the extra lit_grpo[lora].``
+        sentence: Error message with the setting that needs the package and the extra to install: ``model.lora needs
+            peft; install the extra lit_grpo[lora].``
 
     Raises:
         ValueError: It is not installed; its message is the sentence.

@@ -35,7 +35,7 @@ class ProcessEnded(RuntimeError):
     """A process has ended instead of answering.
 
     Attributes:
-        code: What it ended with; that of a signal is negative.
+        code: Exit code of the process; negative if a signal ended it.
     """
 
     def __init__(self, code: int) -> None:

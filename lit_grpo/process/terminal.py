@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What moves a terminal's cursor, its colours, its clipboard, or the direction of what it writes."""
+"""Control characters that change a terminal's cursor, colours, clipboard or text direction."""
 
 
 def visible(text: str) -> str:
@@ -24,8 +24,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     """Write a number with its noun: ``1 update``, ``2 updates``, ``2,048 batches``.
 
     Args:
-        number: How many.
-        noun: Of one.
+        number: The number.
+        noun: The noun in the singular.
         plural: Of several; the noun with an ``s`` by default.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -1,4 +1,4 @@
-"""What a checkpoint can hold: values that its restricted reader gives back, and NumPy's in a form that it can read."""
+"""Values that a checkpoint can hold: those that its restricted reader returns, and NumPy's in a readable form."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _NUMPY = "lit_grpo.numpy"
 The text ``bytes`` in place of a dtype stands for ``b""``.
 """
 UNWRITABLE = (pickle.PickleError, RuntimeError, AttributeError, TypeError, ValueError)
-"""What torch raises where it cannot write a value, or not read it back; a RuntimeError also where it cannot write."""
+"""Errors that torch raises if it cannot write a value or read it back; also a RuntimeError if writing fails."""
 PLAIN = "numbers, text, bytes, lists, tuples, sets, dicts, NumPy arrays and tensors"
-"""What users are told that they may give."""
+"""The allowed types, as named in messages."""
 
 
 class Foreign(NamedTuple):
     """A value that no checkpoint can hold.
 
     Args:
-        place: Where it is in the tree, as in ``['seen'][0]``.
-        value: The value.
-        why: What is wrong with it, such as ``is a datetime``.
+        place: Position of the value in the tree, as in ``['seen'][0]``.
+        value: The value itself.
+        why: The reason, such as ``is a datetime``.
     """
 
     place: str

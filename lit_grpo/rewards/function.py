@@ -44,7 +44,7 @@ class RewardSpec:
         weight: The factor of the function's value in the sum of the rewards. With 0 the value is only logged.
         name: The name in the logs; by default the function's own.
         args: Arguments of the class's ``__init__``, or keyword arguments of the function.
-        retries: How often a call that raises is repeated, at most 10 times. ``reward_timeout_s`` limits all attempts
+        retries: Max number of repetitions of a call that raises, at most 10. ``reward_timeout_s`` limits all attempts
             together.
         retry_pause_s: Seconds before the first retry, at most 60. The pause doubles before each further retry.
         process: Call the function in separate processes, one for each call at a time. A function that exits, crashes
@@ -133,15 +133,15 @@ class RewardFunction:
     Args:
         name: The name in the logs.
         weight: The factor of its value in the sum of the rewards.
-        path: Where it is from, for messages.
+        path: Import path of the function, for messages.
         call: The function, with its ``args`` bound.
         names: The parameters that are filled from a rollout or group.
-        required: Those of ``names`` that have no default.
+        required: Names of parameters in ``names`` without a default.
         takes_columns: Whether it has ``**columns``, and so gets all columns of the data.
         declared: The columns that it needs among ``**columns``, as its attribute ``columns`` says.
         on_group: Whether it scores a group.
         bound: The parameters that ``args`` have filled.
-        retries: How often a call that raises is repeated.
+        retries: Max number of repetitions of a call that raises.
         retry_pause_s: Seconds before the first retry.
     """
 

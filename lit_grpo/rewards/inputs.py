@@ -39,7 +39,7 @@ _LONGEST_TAGS = 200
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far training is, by the names of transformers' ``TrainerState``.
+    """Progress of training, with the field names of transformers' ``TrainerState``.
 
     Args:
         global_step: Optimizer steps that have been made.

@@ -34,7 +34,7 @@ def split_path(path: str, what: str = "reward function") -> tuple[str, str]:
 
     Args:
         path: Of a function or class.
-        what: What it is, for messages; reward functions alone have short names.
+        what: Kind of the object in messages; only reward functions have short names.
 
     Raises:
         ValueError: One of the two is missing.
@@ -52,8 +52,8 @@ def load_object(path: str, what: str = "reward function") -> Any:
     """Import the object that ``path`` names.
 
     Args:
-        path: See :func:`split_path`.
-        what: What the object is, for messages.
+        path: Path of the object, in a form that :func:`split_path` accepts.
+        what: Kind of the object in messages.
 
     Raises:
         ValueError: The file is missing, the module cannot be imported, or it has no such name.

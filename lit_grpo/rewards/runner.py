@@ -22,7 +22,7 @@ from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
 from lit_grpo.types import Prompt, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
-"""What one function gave to the rollouts of a group: a number, an error, or None where it does not apply."""
+"""Values of one reward function for the rollouts of a group: a number, an error, or None if it does not apply."""
 Arguments = list[dict[str, Any]]
 """The keyword arguments of the calls of one function on a group."""
 
@@ -66,7 +66,7 @@ class RewardRunner:
 
     Attributes:
         state: The state of training that functions get as ``trainer_state``; the trainer sets it.
-        metrics: What functions have logged with ``log_metric``.
+        metrics: Metrics that reward functions have logged with ``log_metric``.
         num_errors: Rollouts that a function failed on, with ``on_error="none"``.
 
     Args:
@@ -74,7 +74,7 @@ class RewardRunner:
         on_error: With ``raise``, :meth:`gather` raises a :class:`RewardError`. With ``none``, the function counts as
             not applying to the rollout that it failed on.
         timeout_s: The most seconds that one call may take; ``null`` is no limit.
-        num_workers: How many calls of functions that are not ``async`` run at a time.
+        num_workers: Number of threads that call reward functions which are not ``async``.
     """
 
     @checks_arguments()
@@ -234,7 +234,7 @@ class RewardWatch:
 
     Args:
         functions: The reward functions of the run.
-        on_error: As in :class:`RewardRunner`.
+        on_error: ``raise`` or ``none``, as in :class:`RewardRunner`.
     """
 
     def __init__(self, functions: Sequence[RewardFunction], on_error: Literal["raise", "none"]) -> None:

@@ -1,4 +1,4 @@
-"""How completions are sampled: from prompts to whole, rewarded groups."""
+"""Sampling of completions: from prompts to complete, rewarded groups."""
 
 from importlib import import_module
 from typing import Any

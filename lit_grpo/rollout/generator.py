@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a generator can take at this moment.
+    """The free capacity of a generator.
 
     At most ``slots`` completions are decoded at a time; ``free_slots`` more can be submitted now. ``kv_tokens`` is the
     memory for keys and values in tokens, ``None`` where it is not a limit, ``kv_tokens_in_use`` how much of it is
@@ -71,11 +71,11 @@ class Decoder(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
-        """Admit requests, at most ``capacity().free_slots`` of them; each goes on from its prefix with the next step.
+        """Admit requests, at most ``capacity().free_slots`` of them; each continues from its prefix at the next step.
 
         Args:
-            requests: What to decode.
-            expected: How many tokens are expected of each, for a generator that spreads them.
+            requests: The requests to decode.
+            expected: Expected number of tokens of each request, for a generator that balances requests over servers.
         """
         ...
 
@@ -130,8 +130,8 @@ class Generator(Decoder, Protocol):
         """Take over the policy's weights as ``version``; return what was bound.
 
         Args:
-            weights: By name.
-            version: Of the policy.
+            weights: Tensors by name.
+            version: Version of the policy.
 
         Raises:
             WeightSyncError: Tensors are missing, unknown or not the policy's, or requests are in flight.

@@ -24,7 +24,7 @@ _NUM_TOKENS, _MOST_TOKENS_EACH = 512, 256
 
 
 class Gap(NamedTuple):
-    """How far an engine's log-probs are from the policy's on average, in ``nats`` and ``relative`` to their spread.
+    """Mean difference of an engine's and the policy's log-probs, in ``nats`` and ``relative`` to their spread.
 
     ``rounding`` is the relative error of the policy's embeddings that would move its log-probs as far. ``model``
     is the policy's class.
@@ -94,7 +94,7 @@ class SyncProof:
 
 
 _LEAST_NATS = 1e-6
-"""What float32 rounds a log-prob of -10 to; a gap that is no larger is none."""
+"""Rounding of a log-prob of -10 in float32; a difference that is no larger counts as none."""
 _LEAST_SPREAD = 0.01
 """In nats; for a policy to which all tokens are about equally likely, whose own spread is 0."""
 _ROUNDING = 5e-7

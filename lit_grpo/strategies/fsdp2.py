@@ -37,7 +37,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     Args:
         process_group_backend: The backend; by default nccl on GPUs and gloo on CPUs.
-        timeout: How long a rank waits for the others.
+        timeout: Max time that a rank waits for the others.
     """
 
     def __init__(self, process_group_backend: str | None = None, timeout: timedelta = default_pg_timeout) -> None:

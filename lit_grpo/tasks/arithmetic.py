@@ -49,7 +49,7 @@ class Remainder:
 
     @property
     def num_steps(self) -> int:
-        """How many subtractions its working has."""
+        """Number of subtractions in the written solution."""
         return self.number // self.divisor
 
     @property
@@ -81,8 +81,8 @@ def demonstration(exercise: Remainder, rng: random.Random, hasty: float, impatie
     there, which is hardly ever the remainder.
 
     Args:
-        exercise: The exercise.
-        rng: Decides who answers.
+        exercise: The exercise to answer.
+        rng: Source of randomness.
         hasty: The share of people who answer at once.
         impatient: The share of people who give up half-way.
     """
@@ -100,10 +100,10 @@ def draw_exercise(
     """Draw an exercise of ``split``; the number of steps is geometric, cut at ``max_steps``.
 
     Args:
-        rng: Source of chance.
-        split: Which split the exercise is of.
-        max_divisor: The largest divisor.
-        max_steps: The most subtractions.
+        rng: Source of randomness.
+        split: Split of the exercise.
+        max_divisor: Largest allowed divisor.
+        max_steps: Max number of subtractions.
         more: The chance that there is one more subtraction.
     """
     while True:
@@ -121,8 +121,8 @@ class ArithmeticRows(DrawnRows):
     working). The embedded policy ``tiny`` has been warm-started on the train split with the default limits.
 
     Args:
-        num_rows: How many rows.
-        split: Which exercises: ``train`` or ``validation``; no exercise is in both.
+        num_rows: Number of rows.
+        split: Split of the exercises: ``train`` or ``validation``; no exercise is in both.
         seed: Decides which exercises of the split are drawn, and their order.
         max_divisor: The largest divisor, from 11 to 49.
         max_steps: The most subtractions of a working, from 1 to 18.

@@ -97,8 +97,8 @@ class CalculatorRows(DrawnRows):
     has been warm-started on the train split.
 
     Args:
-        num_rows: How many rows.
-        split: Which expressions: ``train`` or ``validation``.
+        num_rows: Number of rows.
+        split: Split of the expressions: ``train`` or ``validation``.
         seed: Decides which of the split are drawn, and their order.
     """
 

@@ -54,7 +54,7 @@ class Catch:
         return self.board
 
     def turn_reward(self) -> float:
-        """How much nearer the paddle has come to the ball's column."""
+        """Return by how much the paddle has come nearer to the ball's column."""
         gained, self._before = self._before - self._distance, self._distance
         return gained / COLUMNS
 
@@ -78,8 +78,8 @@ class CatchRows(DrawnRows):
     games of the splits differ by their seeds alone.
 
     Args:
-        num_rows: How many rows.
-        split: ``train`` or ``validation``.
+        num_rows: Number of rows.
+        split: Split of the games: ``train`` or ``validation``.
         seed: Decides which games are drawn.
     """
 

@@ -35,7 +35,7 @@ class DrawnRows(RowSource):
     new, there are taken to be no more.
 
     Args:
-        num_rows: How many rows.
+        num_rows: Number of rows.
         split: ``train`` or ``validation``; no prompt is in both.
         seed: Decides which rows of the split are drawn, and their order.
 

@@ -37,7 +37,7 @@ ANSWER_PATTERN = r"(?:^|\.)([A-Ga-g]+)$"
 
 CHARACTERS = "ABCDEFG"
 KNIGHTS = {"&": {2}, "|": {1, 2}, "=": {0, 2}, "^": {1}, "-": {0}, "/": {0, 1}}
-"""How many knights among the two make a claim of each kind true."""
+"""Numbers of knights among the two characters with which a claim of each kind is true."""
 ALPHABET = CHARACTERS + CHARACTERS.lower() + "".join(KNIGHTS) + ":!."
 """Every character of a prompt or of a working."""
 
@@ -88,7 +88,7 @@ class Puzzle:
 
     @property
     def num_characters(self) -> int:
-        """How many characters it has."""
+        """Number of characters in the puzzle."""
         return len(self.claims)
 
     @cached_property
@@ -150,7 +150,7 @@ def demonstration(puzzle: Puzzle, rng: random.Random, hasty: float) -> str:
     """Answer as one of many people would; some guess the answer of a small puzzle, and are hardly ever right.
 
     Args:
-        puzzle: The puzzle.
+        puzzle: The puzzle to answer.
         rng: Decides who answers, and the guess.
         hasty: The share of people who guess if there are three characters.
     """
@@ -165,10 +165,10 @@ def draw_puzzle(
     """Draw a puzzle of ``split`` with one solution; the number of characters is geometric, cut at ``most``.
 
     Args:
-        rng: Source of chance.
-        split: Which split the puzzle is of.
-        fewest: The fewest characters.
-        most: The most characters.
+        rng: Source of randomness.
+        split: Split of the puzzle.
+        fewest: Min number of characters.
+        most: Max number of characters.
         more: The chance that there is one more character.
     """
     letters = CHARACTERS[: geometric(rng, fewest, most, more)]
@@ -198,8 +198,8 @@ class KnightsRows(DrawnRows):
     ``tiny_knights`` has been warm-started on the train split.
 
     Args:
-        num_rows: How many rows.
-        split: Which puzzles: ``train`` or ``validation``; none is in both.
+        num_rows: Number of rows.
+        split: Split of the puzzles: ``train`` or ``validation``; no puzzle is in both.
         seed: Decides which puzzles of the split are drawn, and their order.
         min_characters: The fewest characters of a puzzle, from 3 to 7.
         max_characters: The most, from there to 7.

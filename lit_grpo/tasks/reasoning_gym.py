@@ -108,7 +108,7 @@ def make_dataset(
             attribute with fewer levels is at its last one.
         settings: Fields of the task's config, which go before those of the level.
         seed: Question i of one seed is question i - 1 of the next one.
-        size: How many questions it has.
+        size: Number of questions.
 
     Raises:
         ValueError: There is no such task, level or field, or the task refuses its values.
@@ -155,14 +155,14 @@ class ReasoningGymRows(DrawnRows):
         tasks: The name of a task, several names, or names with weights: ``{chain_sum: 3, gcd: 1}`` draws three
             questions of chain_sum for each of gcd, as long as there are new ones.
             ``lit_grpo.tasks.reasoning_gym.known_tasks()`` lists the names.
-        num_rows: How many rows.
-        split: Which questions: ``train`` or ``validation``; a hash of a question says which split it is of.
+        num_rows: Number of rows.
+        split: Split of the questions: ``train`` or ``validation``; the hash of a question decides its split.
         seed: Decides which questions of the split are drawn, and their order.
         levels: A level of the tasks' curricula, from 0, or several, which are drawn equally often. By default each task
             has its own defaults, which are harder than level 0. Where the plug-in ``curriculum`` chooses, give all
             levels that it may reach.
         settings: Fields of tasks' configs, by task: ``{chain_sum: {max_terms: 3}}``. They go before those of a level.
-        instruction: What follows each question on a line of its own: how the answer is to be marked.
+        instruction: Text on a line of its own after each question, which says how to mark the answer.
 
     Raises:
         ValueError: reasoning-gym is not installed; a task, level or setting is unknown; a weight is not above 0; or
@@ -234,7 +234,7 @@ class ReasoningGymRows(DrawnRows):
 
 
 class ReasoningGymScore:
-    """What reasoning-gym's grader of the row's task gives to the completion's answer, from 0 to 1.
+    """Reward from 0 to 1 of the completion's answer by reasoning-gym's grader of the row's task.
 
     Some graders give a part of the score to an answer that is nearly right; 1 is right. Answers that a grader fails on
     score 0: the first one is warned of, and their share is logged as ``reasoning_gym/failed``. Rows are those of

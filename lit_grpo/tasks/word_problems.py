@@ -52,7 +52,7 @@ class WordProblemRows(DrawnRows):
     """Rows with a ``prompt``, a conversation, and its ``answer``; half of them add, half subtract.
 
     Args:
-        num_rows: How many rows.
+        num_rows: Number of rows.
         split: ``train`` or ``validation``; no pair of numbers is in both.
         seed: Decides which rows of the split are drawn, and their order.
         tool: Whether the examples call the calculator, as in ``configs/word_problems_tool.yaml``.

@@ -1,1 +1,1 @@
-"""What happens around a run: check-up, report, dashboards, simulation, and the commands that lead to them."""
+"""Tools around a run: doctor, report, dashboards, simulation, and their commands."""

@@ -20,9 +20,9 @@ MOMENTS = {"AdamW": 8.0, "AdamW8bit": 2.1, "SGD": 0.0}
 TEMPORARIES = {"AdamW": 4.0, "AdamW8bit": 0.0, "SGD": 0.0}
 """Bytes for each trained weight in float32 that a step takes on a GPU, where torch updates all weights at once."""
 CONTEXT = {"cpu": 0.0, "cuda": 0.75 * 2**30}
-"""What a device takes for itself: on a GPU the CUDA context and workspaces of matrix products (an estimate)."""
+"""Memory that a device takes for itself: on a GPU the CUDA context and workspaces of matrix products (an estimate)."""
 ENGINE_WORK = {"cpu": 0.0, "cuda": 1.5 * 2**30}
-"""What a vLLM engine takes beside weights, keys and values: CUDA graphs and activations (an estimate)."""
+"""Memory of a vLLM engine besides weights and KV cache: CUDA graphs and activations (an estimate)."""
 ENGINE_BLOCK = 16  # tokens
 
 
@@ -55,7 +55,7 @@ class Sizes:
         """Measure models of one and of two layers of this config, with random weights and next to no vocabulary.
 
         Args:
-            config: The policy's.
+            config: The policy's config.
             mixed: Whether the policy computes in bfloat16 with weights in float32.
             weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
         """

@@ -175,7 +175,7 @@ class MetricsCSV(Logger):
     rows after it. Only the last row is kept in memory; the others are read from the file when the columns change.
 
     Args:
-        path: The file.
+        path: Path of the CSV file.
         name: The name of the run; by default that of the file's folder.
     """
 

@@ -85,8 +85,8 @@ def train(
             an environment brings join them.
         max_steps: Optimizer steps of the run.
         batch_size: Prompts of one training iteration.
-        environment: What turns are answered by: a class, or its path (``my_env.py:Game``), or several by the names that
-            rows have in their column ``environment``. Further settings of it stand in ``callbacks``:
+        environment: Environment of the trajectories: a class, or its path (``my_env.py:Game``), or several by the names
+            that rows have in their column ``environment``. Further settings of it are given in ``callbacks``:
             ``{"rollout": {"plugins": [{"environments": {"max_turns": 8}}]}}``.
         tools: Functions that the policy may call, or their paths.
         tokenizer: The tokenizer of a loaded model; by default that of the place the model was loaded from.

@@ -27,7 +27,7 @@ class RunConfig:
             name may have several parts (``exp1/seed0``), but no run may lie in the folder of another.
         dir: The folder of all runs.
         wandb: Log to Weights & Biases too: ``online``, ``offline`` (without account or network) or ``disabled``.
-        wandb_project: The W&B project.
+        wandb_project: Name of the W&B project.
     """
 
     name: str = "grpo"

@@ -32,9 +32,9 @@ def write_config(folder: Path, settings: Mapping[str, Mapping[str, Any] | None],
     """Write ``config.yaml`` of a run from Python, and the rows that were given as objects as ``.jsonl`` beside it.
 
     Args:
-        folder: The run's folder.
+        folder: Folder of the run.
         settings: The fields of each group, as ``fit`` has them; None for a callback that the run is without.
-        seed: Its ``seed_everything``.
+        seed: The run's ``seed_everything``.
 
     Returns:
         The fields that a file cannot hold, each with the reason, such as ``model.rewards (score is defined in a

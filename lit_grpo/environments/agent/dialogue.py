@@ -1,4 +1,4 @@
-"""What an agent and the policy say to each other in one trajectory: which requests go on with it, what they add."""
+"""The conversation of an agent with the policy in one trajectory: accepting requests that continue it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OVER = "This trajectory is over, or was never begun."
 
 
 class Refused(Exception):
-    """A request that is not answered: why, and what to do.
+    """A refused request of an agent, with the reason and the remedy.
 
     Args:
         sentence: For the agent's author.
-        code: In a word.
+        code: Error code, one word.
         status: Of HTTP. Clients of ``openai`` send a 409 again, so that there is none.
     """
 
@@ -37,13 +37,13 @@ class Refused(Exception):
 
 
 class Reply(NamedTuple):
-    """A turn of the policy.
+    """A turn of the policy, as the reply to an agent's request.
 
     Args:
         before: The tokens that it was sampled after, those of the prompt among them.
         token_ids: As they were sampled.
-        logprobs: Of the tokens.
-        message: What they say; arguments of calls are dicts.
+        logprobs: Log-probs of the tokens, in nats.
+        message: The tokens as a message; arguments of tool calls are dicts.
         finish_reason: ``stop``, or ``length`` where the trajectory has no room left.
     """
 
@@ -62,7 +62,7 @@ class Dialogue:
     Args:
         request: The request of the whole trajectory.
         chat: Encodes messages and reads turns.
-        counts: What has happened in this rollout, by name.
+        counts: Counts of events in this rollout, by name.
         tell: Warns the user of something, once.
         sample: Samples a turn after a request's prefix, as a trajectory's driver does
             (:meth:`lit_grpo.environments.driver.TrajectoryDriver.sample`).

@@ -23,7 +23,7 @@ MAX_BYTES = 16 * 2**20
 """The largest request that is read."""
 MODEL = "policy"
 OWN = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens")
-"""What a request may ask of sampling; the run's own stays, and the user is told so where they differ."""
+"""Sampling fields that a request may have; the run's settings are used, and a warning is logged if they differ."""
 ONLY: Mapping[str, Sequence[Any]] = {
     "n": [1],
     "tool_choice": ["auto"],
@@ -36,7 +36,7 @@ ONLY: Mapping[str, Sequence[Any]] = {
     "ignore_eos": [False],
     "min_tokens": [0],
 }
-"""What is refused where it is anything else: tokens would not be sampled as the agent believes."""
+"""Fields with their allowed values; another value is refused, because sampling would not follow it."""
 
 
 class Endpoint:
@@ -49,7 +49,7 @@ class Endpoint:
     asks, which a kill may have left at work in a process of its own.
 
     Attributes:
-        api_key: What clients have to show as bearer token.
+        api_key: Bearer token that clients have to send.
         ends: The tokens that end a turn.
     """
 

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from lit_grpo.environments.agent.endpoint import Endpoint
 
 GIVEN = ("base_url", "api_key", "session_id")
-"""What an agent is given beside a row's columns."""
+"""Parameters that an agent may take in addition to a row's columns."""
 
 
 @dataclass
 class Agent(Trajectories):
-    """Train on what an agent of yours does, through an endpoint that speaks as OpenAI's and vLLM's servers do.
+    """Train the policy in your own agent, which calls it through an endpoint with the APIs of OpenAI and vLLM.
 
     Args:
         run: A function, async or not, by its path as in ``my_agent.py:solve``, or a class with such a method ``run``
@@ -49,11 +49,11 @@ class Agent(Trajectories):
             ``{"reward": 1.0, "turn_rewards": [0.0, 0.5, 0.5]}``, for ``mt_grpo``, ``return_to_go`` or ``gigpo``.
         timeout_s: The most seconds between two requests of an agent, before the first and after the last.
         trajectory_timeout_s: The most seconds of an agent in all. Waiting for the policy counts in neither.
-        retries: How often a trajectory begins again after its agent has failed. After that it is left out of its
-            group: a failure is no reward of 0.
-        num_threads: How many agents that are not async run at a time, and so how many of their completions are decoded
-            at a time. Many threads with HTTP clients hold each other up: an async agent scales further.
-        calls: How the policy writes calls; see the plug-in ``environments``.
+        retries: Max number of restarts of a trajectory after failures of its agent. After that it is left out of its
+            group: a failure does not count as a reward of 0.
+        num_threads: Number of threads for agents that are not async, and so the max number of their completions decoded
+            at a time. Many threads with HTTP clients slow each other down: an async agent scales further.
+        calls: Format of the policy's tool calls, as in the plug-in ``environments``.
     """
 
     _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
@@ -123,11 +123,11 @@ class Agent(Trajectories):
 
 @dataclass(frozen=True, kw_only=True)
 class AgentKind(Kind):
-    """An agent: ``type`` is its class, and None where it is a function.
+    """A kind of agent: ``type`` is its class, None for a function.
 
     Args:
         run: The function or method.
-        given: Which of :data:`GIVEN` it takes.
+        given: The parameters of :data:`GIVEN` that the agent takes.
     """
 
     run: Callable[..., Any]
@@ -207,7 +207,7 @@ class AgentDriver(TrajectoryDriver):
 
     Args:
         args: As for a trajectory.
-        endpoint: Where the agent sends its requests.
+        endpoint: The endpoint to which the agent sends its requests.
         kwargs: As for a trajectory.
     """
 

@@ -58,7 +58,7 @@ class AttentionCall:
     """One call of attention in a forward; a layer may make several, or none.
 
     Args:
-        num_heads: Heads of queries.
+        num_heads: Number of query heads.
         num_kv_heads: Heads of keys and values.
         key_size: Numbers of a head's key.
         value_size: Numbers of a head's value.

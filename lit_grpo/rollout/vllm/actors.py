@@ -28,17 +28,17 @@ _STOP_S = 30.0
 
 
 class Host:
-    """What an actor runs in its own process: a server that ends with it, and with which it ends once that was well.
+    """A server in a Ray actor's process; it ends with the actor, and once it has been ready, the actor ends with it.
 
     The server listens on loopback if the run is on the same machine, and otherwise on the address that Ray knows.
 
     Args:
         files: Configuration and tokenizer, by their paths in a folder.
-        dtype: Of the weights.
-        num_slots: Of the server.
-        num_servers: How many servers may share this machine.
+        dtype: Data type of the weights.
+        num_slots: Number of slots of the server.
+        num_servers: Max number of servers on this machine.
         server_args: The user's arguments for vLLM.
-        token: What lets requests in.
+        token: Token that requests have to send.
         caller: Ray's name of the machine of the run.
     """
 
@@ -172,7 +172,7 @@ class ActorServer:
             return True
 
     def failure(self) -> str:
-        """What went wrong, in one sentence."""
+        """The reason of the failure, in one sentence."""
         return f"Ray does not start the vLLM server at {self.url} again; what it said is in {self.log}."
 
     def stop(self) -> None:
@@ -192,8 +192,8 @@ def start_actors(
 
     Args:
         model: The folder with configuration and tokenizer, whose files are sent to the actors.
-        num_servers: How many to start.
-        restarts: How often Ray starts an actor again that has died, unless ``options`` say so.
+        num_servers: Number of servers to start.
+        restarts: Max number of times that Ray restarts a dead actor, unless ``options`` has ``max_restarts``.
         options: Of each actor, as Ray takes them.
         deadline: Until when Ray may take to start them (of ``time.monotonic``).
         **server: The other arguments of :class:`Host`.

@@ -1,4 +1,4 @@
-"""What vLLM needs before an engine or a server can start, and a request in vLLM's terms."""
+"""Arguments of vLLM's engines and servers, and sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> di
     """Return vLLM's arguments for decoding with the policy's adapters.
 
     Args:
-        adapters: The policy's.
+        adapters: The policy's adapters.
         given: The user's own arguments.
 
     Raises:
@@ -405,8 +405,8 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
     The seed is a hash of the request's key, so the random numbers do not depend on what else is decoded.
 
     Args:
-        request: What is asked for.
-        num_begun: How many of its tokens are there already; for vLLM they are a part of the prompt.
+        request: The request to sample.
+        num_begun: Number of its tokens sampled before; for vLLM they are part of the prompt.
         eos_ids: The tokens that end it.
         keyed: Whether vLLM draws by seed and position. If not, every stretch of tokens gets a seed of its own.
     """

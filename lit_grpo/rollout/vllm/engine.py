@@ -60,15 +60,15 @@ class VLLMGenerator(EngineGenerator):
     has an engine of its own for its prompts.
 
     Args:
-        num_slots: How many completions are decoded at a time (vLLM's ``max_num_seqs``).
-        kv_memory: How much memory keys and values may take: an amount such as ``2.5GiB``, a share of what is free
-            such as ``60%``, or ``auto``, which leaves what gradients, optimizer and update need.
-        sleep_level: What the engine gives back while the policy is updated, on a GPU: 0 nothing, 1 keys and values,
-            with the weights moved to the host, 2 both dropped.
-        adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
-            ``alone``: the base weights travel once, then only adapters, which vLLM applies by itself. ``auto`` is
-            ``alone``, but ``merged`` on a CPU, where vLLM then decodes three times as fast, with sleep level 2, where
-            keys and values are kept over a sync, and where vLLM does not take the adapters.
+        num_slots: Number of completions decoded at a time (vLLM's ``max_num_seqs``).
+        kv_memory: Max memory of the KV cache: an amount such as ``2.5GiB``, a fraction of the free memory such as
+            ``60%``, or ``auto``, which leaves the memory that gradients, optimizer and update need.
+        sleep_level: GPU memory that the engine frees during the update: 0 nothing, 1 the KV cache, with the weights
+            moved to the host, 2 both dropped.
+        adapters: Way of sending LoRA adapters: ``merged`` into the weights, all of which are sent at every sync; or
+            ``alone``: the base weights are sent once, then only adapters, which vLLM applies itself. ``auto`` is
+            ``alone``, except on a CPU (where vLLM decodes three times as fast with ``merged``), with sleep level 2, if
+            the KV cache is kept over a sync, or if vLLM does not support the adapters.
         engine_args: Any other argument of vLLM's ``EngineArgs``, such as ``dtype`` or ``enforce_eager``.
     """
 

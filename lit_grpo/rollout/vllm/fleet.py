@@ -69,10 +69,10 @@ def check_settings(url: str, config: Mapping[str, Any]) -> None:
 
 
 class Introduction:
-    """What a server must serve to decode for a policy.
+    """Requirements on a server to decode for a policy.
 
     Args:
-        policy: The policy.
+        policy: The policy to decode for.
         rank: The rank of the adapters that the server is to take; 0 for none.
         backend: The backend of vLLM's weight transfer that the server must have; empty for files.
     """
@@ -95,9 +95,9 @@ class Server:
         answered: Whether it answered the last look, also where it is not this run's.
         starting: Whether its process was started again, and has not answered since.
         holds_base: Whether it has the base weights that adapters need.
-        adapter: Its name for the adapters that it decodes with.
+        adapter: The server's name for the adapters that it decodes with.
         context: The most tokens of a request.
-        kv_tokens: Its memory for keys and values in tokens, in blocks of ``block``; ``None`` where it does not tell.
+        kv_tokens: Size of its KV cache in tokens, in blocks of ``block``; ``None`` if the server does not report it.
         keyed: Whether it draws random numbers by position.
     """
 
@@ -201,7 +201,7 @@ class Server:
         """Load all weights; return the digests of what the workers hold.
 
         Args:
-            version: Of the policy.
+            version: Version of the policy.
             **source: The arguments of :meth:`lit_grpo.rollout.vllm.worker.WorkerExtension.reload`.
         """
         self.forget_weights()
@@ -254,17 +254,17 @@ class Fleet:
     """The servers of one rank; :class:`lit_grpo.rollout.vllm.server.VLLMServerGenerator` describes most arguments.
 
     Args:
-        num_slots: See there, like all that are not described here.
-        num_servers: See there.
-        devices: See there.
-        urls: See there.
-        sends_changes: Whether a sync sends changes only, where all servers hold what was sent before.
-        over_nccl: Whether weights travel over NCCL, and not in files.
-        weights_folder: See there.
-        timeout_s: See there.
-        start_timeout_s: See there.
-        ray: See there.
-        restarts: See there; the number that is left.
+        num_slots: Number of completions that each server decodes at a time.
+        num_servers: Number of servers to start.
+        devices: GPUs of the servers to start.
+        urls: Addresses of servers that run already.
+        sends_changes: Whether a sync sends only changes, if all servers hold the weights sent before.
+        over_nccl: Whether weights are sent over NCCL instead of in files.
+        weights_folder: Folder for files of weights.
+        timeout_s: Time limit of a request, in seconds.
+        start_timeout_s: Time limit for the start of a server, in seconds.
+        ray: Options of Ray actors; None for processes on this machine.
+        restarts: Number of restarts left.
     """
 
     num_slots: int

@@ -1,4 +1,4 @@
-"""What the generators with vLLM have in common: engines with weights of their own decode the requests."""
+"""Common base of the generators with vLLM: engines with weights of their own decode the requests."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.types import Key, Prompt, Request
 
 Slots = Annotated[int, Limit(least=1, remedy="a completion needs a slot to decode in")]
-"""How many completions an engine decodes at a time."""
+"""Number of completions that an engine decodes at a time."""
 Travel = Literal["auto", "merged", "alone"]
-"""How LoRA adapters travel."""
+"""Way of sending LoRA adapters."""
 
 
 class Room(NamedTuple):
@@ -61,9 +61,9 @@ class EngineGenerator(Versioned, ABC):
     prefixes, so that a request shares keys and values only with requests that began with the same weights.
 
     Args:
-        num_slots: How many completions an engine decodes at a time.
-        adapters: How LoRA adapters travel: ``merged``, ``alone``, or ``auto``, which is ``alone`` where that can be and
-            does not make decoding several times slower, as it does on CPUs.
+        num_slots: Number of completions that an engine decodes at a time.
+        adapters: Way of sending LoRA adapters: ``merged``, ``alone``, or ``auto``, which is ``alone`` if that is
+            possible and does not make decoding several times slower, as it does on CPUs.
         arguments: The user's arguments for vLLM.
 
     Attributes:

@@ -46,7 +46,7 @@ class NCCLGroup:
     It does not outlive the loss of a server: vLLM's transfer fails then as a whole, and a new group has to be made.
 
     Args:
-        clients: Of the servers.
+        clients: Clients of the servers.
         outline: All weights by name, without content.
         patches: Whether to send changes, which vLLM applies in place (``sparse_nccl``).
         device: The GPU that sends.

@@ -68,14 +68,14 @@ class ServerClient:
 
     Args:
         url: The address of the server.
-        token: What lets requests in.
+        token: Token that requests send.
         run: The run that takes the server.
         timeout_s: Seconds without progress after which the server is asked whether it is well.
-        loop: What runs the requests.
+        loop: Event loop that runs the requests.
 
     Attributes:
         model: The server's name for the model to sample with.
-        weights: Its name for the weights that this run has sent.
+        weights: The server's name for the weights that this run has sent.
         vocab_size: A number above the ids of all its tokens.
     """
 
@@ -259,8 +259,8 @@ class ServerClient:
         """Wait for ``work`` as long as the server makes progress with anything, or says that it is well.
 
         Args:
-            work: What waits for the server.
-            asks_engine: Whether the engine is asked too, which answers nothing while it takes weights.
+            work: Coroutine that waits for the server.
+            asks_engine: Whether the engine is checked too, which does not answer while it loads weights.
 
         Raises:
             ServerError: The server has hung: it does not answer, or has made no progress for several time-outs.
@@ -357,7 +357,7 @@ class ServerClient:
         """Sample a completion of ``prompt``, chunk by chunk.
 
         Args:
-            prompt: Its tokens.
+            prompt: Token ids of the prompt.
             fields: vLLM's sampling parameters.
             salt: The engine may use keys and values of requests with the same salt.
 

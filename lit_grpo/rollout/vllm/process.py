@@ -40,8 +40,8 @@ class ServerProcess:
     Args:
         model: The folder with configuration and tokenizer.
         arguments: vLLM's server arguments, by their names with underscores.
-        environment: Of the process.
-        token: What lets requests in.
+        environment: Environment variables of the process.
+        token: Token that requests have to send.
         host: The address that it listens on.
         port: The port; a free one by default.
         flags: More of vLLM's arguments, as on a command line.
@@ -123,7 +123,7 @@ class ServerProcess:
             self.process.wait(_STOP_S)
 
     def failure(self) -> str:
-        """What went wrong, in one sentence; the log will be kept."""
+        """The reason of the failure, in one sentence; the log will be kept."""
         self._failed = True
         how = "did not answer in time; raise start_timeout_s. It"
         if not self.runs:

@@ -35,34 +35,33 @@ class VLLMServerGenerator(EngineGenerator):
     restarted, or whose weights somebody else has changed, are not taken.
 
     Args:
-        num_slots: How many completions each server decodes at a time (vLLM's ``max_num_seqs``).
-        num_servers: How many servers each rank starts; with ``urls`` it starts none.
+        num_slots: Number of completions that each server decodes at a time (vLLM's ``max_num_seqs``).
+        num_servers: Number of servers that each rank starts; with ``urls`` it starts none.
         devices: The GPUs of each server that is started, as ``CUDA_VISIBLE_DEVICES`` names them: ``["1", "2,3"]``.
         urls: Servers that run already, each started with ``python -m lit_grpo serve`` as this user (with
             ``--max-lora-rank`` for adapters alone). The environment variable ``LIT_GRPO_SERVER_TOKEN`` holds their
             token, which that command prints. Of several ranks each takes its share of the servers.
-        transfer: What a sync sends: ``full``, all weights, or ``changes``, the elements that differ from those last
-            sent, for which each side keeps a copy of the weights on its host.
-        adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
-            ``alone``: the base weights travel once, then only adapters, which vLLM applies by itself. ``auto`` is
-            ``alone``, but ``merged`` on a CPU, where vLLM then decodes three times as fast, with ``urls`` or
-            ``transfer: changes``, where keys and values are kept over a sync, and where vLLM does not take the
-            adapters.
-        transport: How weights get to servers: in ``files``, or over ``nccl``, from GPU to GPU with vLLM's weight
-            transfer, where each rank and each worker needs a GPU of its own. A server that is lost while weights travel
-            over NCCL ends the run.
-        weights_folder: Where the files are put, readable by all servers; shared memory by default. Adapters travel in
-            files, whatever the transport.
+        transfer: Content of a sync: ``full``, all weights, or ``changes``, only the elements that differ from those
+            last sent, for which trainer and server each keep a copy of the weights in host memory.
+        adapters: Way of sending LoRA adapters: ``merged`` into the weights, all of which are sent at every sync; or
+            ``alone``: the base weights are sent once, then only adapters, which vLLM applies itself. ``auto`` is
+            ``alone``, except on a CPU (where vLLM decodes three times as fast with ``merged``), with ``urls`` or
+            ``transfer: changes``, if the KV cache is kept over a sync, or if vLLM does not support the adapters.
+        transport: Transport of weights to servers: in ``files``, or over ``nccl``, from GPU to GPU with vLLM's weight
+            transfer, for which each rank and each worker needs a GPU of its own. If a server is lost during a transfer
+            over NCCL, the run ends.
+        weights_folder: Folder for files of weights, readable by all servers; shared memory by default. Adapters are
+            sent in files with both transports.
         timeout_s: Seconds without an answer, or without a token of any completion, after which a server and its engine
             are asked whether they are well. The server counts as hung if one of them does not answer in the same time,
             or if nothing comes for five times as long. While the engine takes weights it is not asked.
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
-        restarts: How often in a run servers that were started here are started again: those that have ended, and those
-            that have hung and still do not answer at the next sync. The others decode meanwhile. If no server is up, a
-            sync waits for those that start, ``start_timeout_s`` at most. A rollout whose last server ends waits too,
-            and its completions go on there if the policy is still the one that was sent. A policy in shards cannot be
-            sent within a rollout, so the run then ends.
+        restarts: Max number of restarts per run of servers that this run started: those that have ended, and those that
+            have hung and still do not answer at the next sync. The other servers decode meanwhile. If no server is up,
+            a sync waits for the starting ones, at most ``start_timeout_s``. A rollout whose last server ends waits too,
+            and its completions resume on the restarted server if the policy is still the one that was sent. A sharded
+            policy cannot be sent within a rollout, so the run then ends.
         ray: Starts each server in an actor of Ray, wherever its cluster has room, with these options of actors, such as
             ``{num_gpus: 1}``. Ray starts an actor again that has died, as often as ``max_restarts`` among them says, or
             else ``restarts``. By default servers are processes on this machine.

@@ -29,7 +29,7 @@ class TextFeatures:
     ``points`` are the numbers of sampled tokens at which a completion is looked at; 0 is its prompt.
 
     Args:
-        policy: Its embeddings are read in place; those of a policy in shards as they last travelled.
+        policy: The policy whose embeddings are read in place; of a sharded policy, the embeddings last sent.
     """
 
     points: tuple[int, ...] = ()
@@ -81,8 +81,8 @@ class Stream:
     tokens were there when the engine was asked.
 
     Args:
-        request: What is asked for.
-        expected: How many tokens are expected of it.
+        request: The request that is sampled.
+        expected: Expected number of tokens.
         salt: The engine may use keys and values of requests with the same salt.
     """
 
@@ -103,7 +103,7 @@ class Stream:
 
     @property
     def num_sampled(self) -> int:
-        """How many of its tokens were sampled."""
+        """Number of sampled tokens."""
         return len(self.token_ids) - self.num_observed
 
     def first_sampled(self, count: int) -> tuple[list[int], list[float]]:
@@ -137,7 +137,8 @@ class Streams:
     """The requests in flight, in the order in which they came, and what a step reports of them.
 
     Args:
-        policy: Its tokenizer makes texts, and its embeddings make features for the prediction of lengths.
+        policy: The policy whose tokenizer decodes texts, and whose embeddings are features for the prediction of
+            lengths.
     """
 
     def __init__(self, policy: PolicySpec | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How weights reach a generator, and the proof that they arrived."""
+"""Sending weights to a generator, and verifying them."""
 
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 

@@ -29,7 +29,7 @@ class AdapterWeights(PolicyWeights):
 
     Args:
         policy: The model, with adapters.
-        with_base: Whether the base weights travel too.
+        with_base: Whether the base weights are sent too.
         dtype: The type that the generator computes in; by default the policy's, even if its adapters have another.
     """
 

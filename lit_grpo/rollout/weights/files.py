@@ -32,7 +32,7 @@ class PrivateFolder:
 
     Args:
         prefix: The beginning of the folder's name.
-        parent: Where the folder is made; by default among temporary files.
+        parent: Folder in which the private folder is made; by default the one for temporary files.
     """
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What of the weights travels: all of them, or only the elements that changed."""
+"""The weights that a sync sends: all of them, or only the elements that changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Shipment:
 
     Args:
         weights: All weights, by name.
-        held: What the receivers hold, on the host. It is brought up to date, where changes are to follow.
+        held: Copy of the receivers' weights in host memory. It is updated, if changes are to follow.
         changes: Whether to send changes only.
     """
 

@@ -8,8 +8,9 @@ class Tool(NamedTuple):
 
     Args:
         module: The module whose function ``main`` takes the arguments.
-        what: The line.
-        help: What ``--help`` shows of a command that takes the settings of a run, as ``fit`` does; others have parsers.
+        what: Line of the command in the overview.
+        help: Text of ``--help`` for a command that takes the settings of a run, as ``fit`` does; other commands have
+            their own parsers.
     """
 
     module: str

@@ -38,7 +38,7 @@ class DoctorCLI(LikeFitCLI):
 
     Args:
         folders: Removes the temporary folder at the end.
-        report: Takes the findings.
+        report: Report that collects the findings.
         kwargs: Arguments of LightningCLI.
     """
 

@@ -1,4 +1,4 @@
-"""What plans made of a trace, and the table of it."""
+"""Simulate scheduling policies on a trace, and print a table of the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What a plan made of the batches of a trace, one after the other."""
+    """Result of a scheduling policy on the batches of a trace, one after the other."""
 
     plan: str
     bound: int
@@ -50,9 +50,9 @@ def print_table(source: str, engine: Engine, outcomes: list[PlanResult], cost: S
 
     Args:
         source: The trace, as it was asked for.
-        engine: What decoded.
-        outcomes: What each plan made of it.
-        cost: What a step takes; None to print no times.
+        engine: The engine that decoded.
+        outcomes: Result of each scheduling policy.
+        cost: Cost of a decode step; None to print no times.
     """
     from rich.console import Console
     from rich.table import Table
@@ -224,7 +224,7 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
 
 
 def _lengths(trace: Trace, noise: Noise, seed: int) -> LearntLengths:
-    """What is known of a batch's lengths; ``seed`` is another for each batch, whose errors are its own."""
+    """Return the length estimates of a batch; a different ``seed`` for each batch draws different errors."""
     if noise == "recorded":
         if trace.predicted is None:
             raise ValueError(f"{trace.name} has rows without predicted: give --noise a number or none.")

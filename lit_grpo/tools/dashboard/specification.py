@@ -19,9 +19,9 @@ class Metric:
 
     Args:
         name: The name in the logs; a ``*`` stands for a name or a number.
-        means: What is measured.
+        means: Meaning of the metric.
         normal: The values of a healthy run.
-        otherwise: What to do about other values.
+        otherwise: Remedy for other values.
         best: Whether larger or smaller values are better; None if neither.
         when: The settings with which it is logged.
         limit: Whether the other metrics of its panel must stay below it.
@@ -45,7 +45,7 @@ class Panel:
     """A chart of some metrics by update.
 
     Args:
-        title: The title.
+        title: Title of the chart.
         metrics: Names, or patterns with a ``*``; metrics that a run has not logged are left out.
         stacked: Whether the metrics are parts of a sum.
     """

@@ -71,8 +71,8 @@ class CheckUp(pl.Callback):
 
     Args:
         report: Takes and prints the findings.
-        scheduler: The run's RolloutScheduler.
-        sync: The run's WeightSync.
+        scheduler: RolloutScheduler of the run.
+        sync: WeightSync of the run.
         folder: A folder for checkpoints on the run's disk; None if nothing can be written there.
         folder_error: The reason for None.
     """

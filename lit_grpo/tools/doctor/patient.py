@@ -21,15 +21,15 @@ from lit_grpo.update.logprobs.measurements import measure
 
 @dataclass
 class Patient:
-    """A run in its ``on_train_start``.
+    """The run that ``doctor`` examines, in its ``on_train_start``.
 
     Args:
-        trainer: The run's trainer.
-        module: The run's module.
-        data: The run's data.
-        scheduler: The run's RolloutScheduler.
-        sync: The run's WeightSync.
-        report: Takes the findings.
+        trainer: Lightning's Trainer of the run.
+        module: GRPOModule of the run.
+        data: PromptDataModule of the run.
+        scheduler: RolloutScheduler of the run.
+        sync: WeightSync of the run.
+        report: Report that collects the findings.
         folder: A folder for checkpoints on the run's disk; None if nothing can be written there.
         folder_error: The reason for None.
         groups: The sampled completions; empty before the check ``samples``.

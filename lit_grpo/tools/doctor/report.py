@@ -21,9 +21,9 @@ class Finding(NamedTuple):
     Args:
         verdict: ``pass``; ``warn`` for something that may be intended; ``fail`` for something with which no run can
             learn; ``skip`` for something that could not be checked.
-        name: What was checked.
-        figure: What was measured.
-        remedy: What to do; empty with ``pass``.
+        name: Name of the check.
+        figure: Measured value.
+        remedy: Remedy; empty with ``pass``.
     """
 
     verdict: Verdict

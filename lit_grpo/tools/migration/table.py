@@ -17,8 +17,8 @@ class Counterpart:
             counterpart and needs none, for the reason in ``note``; ``refused`` would change the training and is not
             supported.
         default: The field's default in the other trainer.
-        fields: Our fields.
-        note: What differs, or why there is no counterpart.
+        fields: Fields of lit_grpo.
+        note: Difference of the meaning, or the reason why there is no counterpart.
     """
 
     kind: Kind

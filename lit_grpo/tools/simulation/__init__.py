@@ -1,4 +1,4 @@
-"""What a plan would make of recorded or made-up lengths."""
+"""Simulation of scheduling policies on recorded or synthetic lengths."""
 
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.tools.simulation.step_cost import StepCost

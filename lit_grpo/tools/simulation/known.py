@@ -11,7 +11,7 @@ from lit_grpo.tools.simulation.traces import Trace, noisy
 
 
 class KnownLengths(NoLengths):
-    """Estimates that are given beforehand and do not change.
+    """Length estimates that are given beforehand and do not change.
 
     Args:
         jobs: All jobs that will be asked for.
@@ -34,8 +34,8 @@ def lengths_of(trace: Trace, noise: float | None, seed: int = 0) -> LearntLength
     """Return a trace's lengths with errors.
 
     Args:
-        trace: Where they are taken from.
+        trace: The trace with the true lengths.
         noise: Spread of the errors' logarithm; 0 for the true lengths, None where nothing is to be known.
-        seed: Of the errors.
+        seed: Seed of the errors.
     """
     return NoLengths() if noise is None else KnownLengths(trace.jobs, noisy(trace.lengths, noise, seed))

@@ -24,12 +24,12 @@ from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams, Spa
 
 @dataclass(frozen=True)
 class Engine:
-    """What decodes.
+    """The simulated engine.
 
     Args:
-        num_slots: Completions that are decoded at a time.
+        num_slots: Number of completions decoded at a time.
         kv_tokens: Tokens that the KV cache holds; None for no limit.
-        layout: How they are set apart.
+        layout: Layout of the KV cache.
     """
 
     num_slots: int
@@ -51,15 +51,15 @@ class Engine:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a plan has made of a trace.
+    """The schedule of a trace by a scheduling policy.
 
     Args:
-        engine: What decoded.
-        spans: Who decoded when, in steps, with the keys of the completions.
+        engine: The engine that decoded.
+        spans: Spans of decoding, in steps, with the keys of the completions.
         ends: Step after which each completion is done, in the order of the trace, shape (completions,).
         segments: ``(start, end, active rows, KV tokens in the first step, and in the last)`` of stretches of steps;
             int64, shape (segments, 5).
-        set_asides: How often a completion was set aside because KV tokens had run out.
+        set_asides: Number of preemptions because KV tokens had run out.
     """
 
     engine: Engine
@@ -109,7 +109,7 @@ class ReplayGenerator:
     or a request that memory has refused is offered again.
 
     Args:
-        engine: What decodes.
+        engine: The engine that decodes.
         lengths: Tokens that each completion comes to.
     """
 
@@ -237,11 +237,11 @@ def simulate(
     """Decode a trace, skipping from one event to the next.
 
     Args:
-        trace: What is decoded; everything waits from the start.
+        trace: The completions to decode; all are queued from the start.
         plan: A plan, or the name of one that ships, with options or without, as in ``rollout.plan``.
-        engine: What decodes.
-        lengths: What is thought of the lengths; nothing by default.
-        points: As in :class:`RolloutLoop`.
+        engine: The engine that decodes.
+        lengths: Length estimates; none by default.
+        points: Numbers of tokens after which completions wait at a probe, as in :class:`RolloutLoop`.
     """
     engine.check(trace)
     recorder, buffer = _Recorder(), RolloutBuffer()

@@ -1,4 +1,4 @@
-"""What a decode step costs."""
+"""Cost of a decode step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepCost:
         Args:
             rows: Rows that decoded in each step, shape (steps,).
             kv_tokens: Tokens held in each step, shape (steps,).
-            seconds: What each step took, shape (steps,).
+            seconds: Seconds of each step, shape (steps,).
         """
         if not len(seconds):
             raise ValueError("There are 0 measured steps: a step cost is fitted to 1 or more.")

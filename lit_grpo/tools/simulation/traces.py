@@ -145,7 +145,7 @@ class Trace:
     """Completions that wait to be decoded, in the order of arrival; all arrays have shape (completions,).
 
     Args:
-        name: What it is called in tables.
+        name: Name of the trace in tables.
         keys: ``(prompt_id, visit, sample_id)`` of each.
         group: A number for each, equal where they share a prompt: 0, 1, ... in the order of arrival.
         prompt_tokens: Tokens of its prompt.
@@ -180,7 +180,7 @@ class Trace:
 
     @cached_property
     def jobs(self) -> list[Job]:
-        """What a plan is told of each completion."""
+        """Return the facts about each completion that a scheduling policy gets."""
         sizes = zip(self.keys, self.prompt_tokens.tolist(), self.max_tokens.tolist(), strict=True)
         return [Job(key, prompt_tokens, max_tokens) for key, prompt_tokens, max_tokens in sizes]
 

@@ -1,4 +1,4 @@
-"""What runs in vLLM's workers: they take weights, prove what they hold, and draw random numbers by position."""
+"""Code that runs in vLLM's workers: loading weights, digests of weights, and random numbers by position."""
 
 from lit_grpo.rollout.vllm.worker.extension import WorkerExtension
 

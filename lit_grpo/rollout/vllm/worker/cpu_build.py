@@ -1,4 +1,4 @@
-"""What a reload needs besides vLLM's own ``reload_weights``, in vLLM 0.32; most of it on CPUs alone.
+"""Additions that a reload needs to ``reload_weights`` of vLLM 0.32; most of them only on CPUs.
 
 On a CPU vLLM computes with packed copies of weights, and two of its reloads leave a packed copy stale:
 

@@ -35,7 +35,7 @@ class Receipt:
     """Notes what a model of vLLM is given while its weights are replaced, and checks that nothing was left out.
 
     Args:
-        model: Its ``load_weights`` notes what comes, until :meth:`close`.
+        model: The model of vLLM, whose ``load_weights`` is recorded until :meth:`close`.
         ties_head: Whether its head is tied to the embeddings.
         held: Copies of the tensors on the host, where patches come: tensors with NaN in the place of what stays.
     """

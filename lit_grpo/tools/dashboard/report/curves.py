@@ -15,7 +15,7 @@ def axis(steps: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, Any]:
     """Return the axis: the updates of each point, and the values of other axes there.
 
     Args:
-        steps: Updates, shape (rows,).
+        steps: Number of the update of each row, shape (rows,).
         columns: Metrics, shape (rows,) each.
     """
     first, last = _bounds(len(steps))

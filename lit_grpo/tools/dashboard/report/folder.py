@@ -24,14 +24,14 @@ class RunRecords:
     """The records in a run's folder.
 
     Args:
-        folder: The folder.
+        folder: Folder of the run.
         running: Whether the run still goes on.
         steps: The updates of the rows of metrics, shape (rows,), ascending.
         columns: Metrics by name, shape (rows,) each; NaN for a missing value.
         config: The run's configuration; empty if it was started from Python.
         config_text: The text of the configuration file.
         versions: The versions of packages at the last start of the run, a line each.
-        samples: Rows of samples.jsonl.
+        samples: Rows of the file samples.jsonl.
         lengths: Rows with ``step``, ``tokens`` and ``predicted``, from trace.jsonl or else from the timelines.
         timelines: Rows of timeline.jsonl; only some if there are many.
         num_timelines: The number of rows of timeline.jsonl.

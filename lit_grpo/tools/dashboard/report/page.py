@@ -20,7 +20,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a run, and return its path.
 
     Args:
-        folder: The run's folder.
+        folder: Folder of the run.
         output: The file; by default ``report.html`` in the folder.
 
     Raises:
