@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout
+from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout, random_groups
 
 from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, PassRule, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRewards
-from lit_grpo.update.batches.microbatch import least_tokens
+from lit_grpo.update.batches.layout import MicroBatches
+from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
@@ -375,3 +376,22 @@ def test_rewards_that_bfloat16_cannot_tell_apart_teach_under_a_default_of_bfloat
         gradients.append(steps.gradients[0])
     assert gradients[0].norm() > 1e-3
     assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 1e-5
+
+
+def test_rollouts_are_cut_and_laid_out_once_for_all_that_is_measured_of_them_and_all_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reference, log-probs before the first step, entropies before each, and two gradients; then another batch."""
+    cut = list[int]()
+
+    def counted(rollouts: Sequence[Rollout], *rest: Any, **options: Any) -> MicroBatches:
+        cut.append(len(rollouts))
+        return make_micro_batches(rollouts, *rest, **options)
+
+    monkeypatch.setattr("lit_grpo.update.passes.make_micro_batches", counted)
+    objective = Objective("grpo", kl=KLTerm(0.3), top_entropy_quantile=0.5)
+    learner, steps = make_learner(objective=objective, num_iterations=2)
+    learner.reference = Reference(make_learner()[0].policy, torch.device("cpu"), ReferenceSettings())
+    for _ in range(2):
+        learner.learn(random_groups(random_policy(), [[1.0, 0.0, 0.5], [0.0, 1.0]]))
+    assert cut == [5, 5] and len(steps.gradients) == 4

@@ -146,6 +146,7 @@ class Learner:
 
     def _end(self, metrics: TokenMetrics, advantages_R: torch.Tensor) -> dict[str, float]:
         """Remember what a batch has shown; return what to log."""
+        self.passes.forget_rows()
         logs = metrics.compute(self.ranks.sum, self.ranks.max)
         self.state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(advantages_R))))
         self.state.history.commit(self.ranks.gather)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,17 +51,15 @@ class MicroBatchLoss:
         """
         objective = self.settings.objective
         check_mode(self.policy, bool(self.settings.gradient_checkpointing))
-
-        def forward() -> tuple[torch.Tensor, torch.Tensor]:
-            return micro_batch_logprobs(
-                self.policy,
-                micro_batch,
-                self.settings.temperature,
-                entropy_gradient=objective.entropy.active,
-                ranks=self.rows,
-                owner=owner,
-            )
-
+        forward = partial(
+            micro_batch_logprobs,
+            self.policy,
+            micro_batch,
+            self.settings.temperature,
+            entropy_gradient=objective.entropy.active,
+            ranks=self.rows,
+            owner=owner,
+        )
         with step.term.watching():
             logprobs_N, entropy_N = compute(self.policy, forward)
         if owner != self.rows.own:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from lit_grpo.budgets.batch_size import SquaredNorm
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.policy.sharding import compute, is_scattered, scatter
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import GroupKey, Key, Rollout
+from lit_grpo.types import Completion, GroupKey, Key, Rollout
 from lit_grpo.update.batches.layout import MicroBatches
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Gathered, Step
@@ -46,6 +46,9 @@ class PolicyPasses:
     def __init__(self, policy: PreTrainedModel, optimization: Optimization, settings: LearnerSettings) -> None:
         self.policy, self.optimization, self.settings = policy, optimization, settings
         self.budget: MicroBatchSize | None = None
+        self._laid_out: dict[
+            Hashable, tuple[list[Completion], MicroBatches]
+        ] = {}  # completions, which the key refers to
         for plugin in (settings.chunking, settings.auxiliary):
             if "own_rows" in plugin.needs and not settings.shares_prefix:
                 name = f"rollout.plugins: {type(plugin).__name__}"
@@ -189,14 +192,26 @@ class PolicyPasses:
     ) -> MicroBatches:
         """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn.
 
+        The same completions under the same budget are cut and laid out once, until :meth:`forget_rows`.
+
         Without ``chunks``, by the place of a rollout, completions are whole: with no gradient they take little memory,
         so that one may have more tokens than the budget where a chunk has not.
         """
         shares_prefix, max_tokens = self.settings.shares_prefix, self._max_tokens(rollouts)
         if chunks is None and self.settings.chunking.most is not None:
             max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
-        own = make_micro_batches(rollouts, advantages, max_tokens, shares_prefix, chunks=chunks)
+        completions = [rollout.completion for rollout in rollouts]
+        key = tuple(map(id, completions)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())
+        if key in self._laid_out:
+            own = self._laid_out[key][1].with_advantages(advantages)
+        else:
+            own = make_micro_batches(rollouts, advantages, max_tokens, shares_prefix, chunks=chunks)
+            self._laid_out[key] = completions, own
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
+
+    def forget_rows(self) -> None:
+        """Forget what has been laid out of a batch, which has been learnt from."""
+        self._laid_out.clear()
 
     def halve_budget(self, rollouts: Sequence[Rollout]) -> None:
         """Go on with half of the budget, on all ranks, which have run out of memory on these rollouts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,26 +47,35 @@ TOKENS_PER_BLOCK = 2048
 LOGITS_PER_BLOCK = {"cpu": 2**21, "cuda": 2**25}  # 8 MiB in float32, most of which caches hold; 128 MiB
 
 
-@dataclass(frozen=True)
 class LogitBlocks:
-    """A head applied to tokens; tensors are in the dtype that matrices are multiplied in."""
+    """A head applied to tokens, in the dtype that matrices are multiplied in.
 
-    hidden_ND: torch.Tensor
-    weight_VD: torch.Tensor
-    bias_V: torch.Tensor | None
-    scale: float
-    cap: float | None
-    temperature: float
+    Attributes:
+        exact: The dtype that sums are kept in.
+        tokens: The tokens, cut into blocks.
+        vocabulary: The vocabulary, cut so that a block has about the same size whatever V is.
+    """
 
-    def tokens(self) -> Iterator[slice]:
-        """Cut the tokens."""
-        yield from _slices(len(self.hidden_ND), TOKENS_PER_BLOCK)
-
-    def vocabulary(self) -> Iterator[slice]:
-        """Cut the vocabulary so that a block has about the same size whatever V is."""
-        logits = LOGITS_PER_BLOCK.get(self.hidden_ND.device.type, 2**21)
-        columns = max(1, logits // max(1, min(len(self.hidden_ND), TOKENS_PER_BLOCK)))
-        yield from _slices(len(self.weight_VD), columns)
+    def __init__(
+        self,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        head: LinearHead,
+        temperature: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.hidden_ND, self.weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
+        self.bias_V = None if bias_V is None else bias_V.to(dtype)
+        self.scale, self.cap, self.temperature = head.scale, head.cap, temperature
+        self.exact = torch.float64 if dtype == torch.float64 else torch.float32
+        num_tokens, size = len(hidden_ND), len(weight_VD)
+        logits = LOGITS_PER_BLOCK.get(hidden_ND.device.type, 2**21)
+        columns = max(1, logits // max(1, min(num_tokens, TOKENS_PER_BLOCK)))
+        self.tokens = [
+            slice(start, min(start + TOKENS_PER_BLOCK, num_tokens)) for start in range(0, num_tokens, TOKENS_PER_BLOCK)
+        ]
+        self.vocabulary = [slice(start, min(start + columns, size)) for start in range(0, size, columns)]
 
     def logits(self, tokens: slice, vocabulary: slice) -> torch.Tensor:
         """Return a block, scaled, capped and divided by the temperature, in the dtype that sums are kept in."""
@@ -85,16 +93,6 @@ class LogitBlocks:
         if self.cap is None:
             return None if slope == 1 else slope
         return (1 - (logits_nv * (self.temperature / self.cap)).square()) * slope
-
-    @property
-    def exact(self) -> torch.dtype:
-        """The dtype that sums are kept in."""
-        return torch.float64 if self.weight_VD.dtype == torch.float64 else torch.float32
-
-
-def _slices(length: int, size: int) -> Iterator[slice]:
-    for start in range(0, length, size):
-        yield slice(start, min(start + size, length))
 
 
 def linear_logprobs(
@@ -138,14 +136,12 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         device = hidden_ND.device.type
-        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        kept_4N = hidden_ND.new_empty((4, len(hidden_ND)), dtype=exact)
-        ctx.dtype, ctx.head, ctx.temperature = dtype, head, temperature
-        blocks = _blocks(ctx, hidden_ND, weight_VD, bias_V)
+        ctx.head, ctx.of_blocks = head, (head, temperature, dtype)
+        blocks = LogitBlocks(hidden_ND, weight_VD, bias_V, *ctx.of_blocks)
+        kept_4N = hidden_ND.new_empty((4, len(hidden_ND)), dtype=blocks.exact)
         with torch.autocast(device, enabled=False):
-            for tokens in blocks.tokens():
+            for tokens in blocks.tokens:
                 kept_4N[:, tokens] = _statistics(blocks, tokens, target_ids_N)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, kept_4N[1:])
         return kept_4N[0].clone(), kept_4N[1].clone()
@@ -157,16 +153,23 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, target_ids_N, kept_3N = ctx.saved_tensors
         logprob_grad_N, entropy_grad_N = grad_outputs
-        blocks = _blocks(ctx, hidden_ND, weight_VD, bias_V)
-        wanted = ctx.needs_input_grad
+        blocks = LogitBlocks(hidden_ND, weight_VD, bias_V, *ctx.of_blocks)
+        wanted, exact = ctx.needs_input_grad, blocks.exact
         logprob_grad_N = torch.zeros_like(kept_3N[0]) if logprob_grad_N is None else logprob_grad_N
-        hidden_grad = torch.zeros_like(hidden_ND, dtype=blocks.exact)
-        weight_grad = _weight_gradient(ctx.head, weight_VD, blocks.exact) if wanted[1] else None
-        bias_grad = torch.zeros_like(bias_V, dtype=blocks.exact) if wanted[2] and bias_V is not None else None
+        hidden_grad = torch.zeros_like(hidden_ND, dtype=exact)
+        weight_grad, bias_grad = None, None
+        if wanted[1] and ctx.head.keeps_gradient:  # added up where it stays
+            weight_grad = weight_VD.grad = torch.zeros_like(weight_VD) if weight_VD.grad is None else weight_VD.grad
+        elif wanted[1]:
+            weight_grad = torch.zeros_like(weight_VD, dtype=exact)
+        if wanted[2] and bias_V is not None:
+            bias_grad = torch.zeros_like(bias_V, dtype=exact)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for vocabulary in blocks.vocabulary():
-                sums = None if weight_grad is None else _sums(weight_grad[vocabulary], blocks.exact)
-                for tokens in blocks.tokens():
+            for vocabulary in blocks.vocabulary:
+                sums = None if weight_grad is None else weight_grad[vocabulary]
+                if sums is not None and sums.dtype != exact:  # to add in place would round
+                    sums = torch.zeros_like(sums, dtype=exact)
+                for tokens in blocks.tokens:
                     entropy_grad_n = None if entropy_grad_N is None else entropy_grad_N[tokens, None]
                     slope_nv = _logit_gradient(
                         blocks, tokens, vocabulary, target_ids_N, kept_3N, logprob_grad_N[tokens, None], entropy_grad_n
@@ -181,30 +184,9 @@ class _LinearLogprobs(torch.autograd.Function):
                     weight_grad[vocabulary] += sums
         if weight_grad is not None and ctx.head.keeps_gradient:
             weight_grad = None if ctx.head.is_tied else weight_grad.new_zeros(()).expand_as(weight_grad)
-        grads = (hidden_grad, weight_grad, bias_grad)
-        cast = [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return *cast, None, None, None
-
-
-def _weight_gradient(head: LinearHead, weight_VD: torch.Tensor, exact: torch.dtype) -> torch.Tensor:
-    """Where the gradient of the head's weight is added up."""
-    if not head.keeps_gradient:
-        return torch.zeros_like(weight_VD, dtype=exact)
-    if weight_VD.grad is None:
-        weight_VD.grad = torch.zeros_like(weight_VD)
-    return weight_VD.grad
-
-
-def _sums(gradient_vD: torch.Tensor, exact: torch.dtype) -> torch.Tensor:
-    """Where a block of the vocabulary is summed over tokens: in place, unless that would round."""
-    return gradient_vD if gradient_vD.dtype == exact else torch.zeros_like(gradient_vD, dtype=exact)
-
-
-def _blocks(ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> LogitBlocks:
-    bias_V = None if bias_V is None else bias_V.to(ctx.dtype)
-    return LogitBlocks(
-        hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype), bias_V, ctx.head.scale, ctx.head.cap, ctx.temperature
-    )
+        weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
+        bias_grad = None if bias_grad is None or bias_V is None else bias_grad.to(bias_V.dtype)
+        return hidden_grad.to(hidden_ND.dtype), weight_grad, bias_grad, None, None, None
 
 
 def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_N: torch.Tensor) -> torch.Tensor:
@@ -215,8 +197,8 @@ def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_N: torch.Tensor) 
     """
     targets_n1 = target_ids_N[tokens, None]
     highest_n1 = torch.full(targets_n1.shape, -torch.inf, dtype=blocks.exact, device=targets_n1.device)
-    total_n1, weighted_n1, target_n1 = (torch.zeros_like(highest_n1) for _ in range(3))
-    for vocabulary in blocks.vocabulary():
+    total_n1, weighted_n1, target_n1 = torch.zeros((3, *highest_n1.shape), dtype=blocks.exact, device=targets_n1.device)
+    for vocabulary in blocks.vocabulary:
         logits_nv = blocks.logits(tokens, vocabulary)
         column_n1, inside_n1 = _columns(targets_n1, vocabulary)
         target_n1 += logits_nv.gather(1, column_n1) * inside_n1
@@ -248,7 +230,7 @@ def _logit_gradient(
 
     Of the log-prob of token t it is ``[v = t] - p_v``; of the entropy ``-p_v (log p_v + entropy)``.
     """
-    entropy_n1, highest_n1, total_n1 = (values[tokens, None] for values in kept_3N)
+    entropy_n1, highest_n1, total_n1 = kept_3N[:, tokens, None]
     logits_nv = blocks.logits(tokens, vocabulary)
     slope = blocks.slope(logits_nv)
     logits_nv -= highest_n1

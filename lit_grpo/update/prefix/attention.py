@@ -61,7 +61,7 @@ class _PiecewiseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
-        query_grad, key_grad, value_grad = (torch.zeros_like(tensor) for tensor in (query, key, value))
+        query_grad, key_grad, value_grad = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for piece in ctx.pieces:
             rows, keys = piece.queries, piece.keys
             query_part, key_part, value_part = _flash_backward(
