@@ -216,6 +216,7 @@ class PolicyPasses:
     def halve_budget(self, rollouts: Sequence[Rollout]) -> None:
         """Go on with half of the budget, on all ranks, which have run out of memory on these rollouts."""
         assert self.budget is not None
+        self.forget_rows()
         self.ranks.warn(self.budget.halve(int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -150,6 +150,8 @@ class MicroBatches(Iterable[PackedRow]):
 
     def __iter__(self) -> Iterator[PackedRow]:
         last_uses = {span: number for number, row in enumerate(self.rows) for span in row.spans}
+        for span in last_uses:
+            span.forget()  # what they may have kept of a pass that was broken off
         for number, row in enumerate(self.rows):
             yield row
             for span in row.spans:
