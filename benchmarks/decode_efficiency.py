@@ -82,8 +82,9 @@ def timed_rollout(generator: Any, prompts: Any, group_size: int, limit: int) -> 
 
     def on_step(num_tokens: int) -> None:
         rows = generator._rows
-        if len(rows):
-            steps.append((num_tokens, int((rows.positions_B + 1).mean())))
+        if rows.requests:
+            prompt_tokens = [len(request.prompt.token_ids) for request in rows.requests]
+            steps.append((num_tokens, int((rows.counts_B + prompt_tokens).mean())))
 
     begin = time.perf_counter()
     roll_out(generator, prompts, group_size, SamplingParams(max_tokens=limit), on_step=on_step)

@@ -19,7 +19,6 @@ from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Generator, StepEvents
-    from lit_grpo.rollout.slots.rows import TokenRows
     from lit_grpo.rollout.stats import RolloutStats
     from lit_grpo.tools.simulation.traces import Trace
 
@@ -39,8 +38,8 @@ class ForcedGenerator(SlotGenerator):
         super().__init__(num_slots, packed_weights=packed_weights)
         self.lengths = lengths
 
-    def _stopped(self, rows: TokenRows) -> np.ndarray:
-        return rows.counts_B >= np.array([self.lengths[request.key] for request in rows.requests])
+    def _stopped(self, tokens_B: np.ndarray) -> np.ndarray:
+        return self._rows.counts_B >= np.array([self.lengths[request.key] for request in self._rows.requests])
 
 
 class ForetoldLengths(NoLengths):
@@ -117,7 +116,7 @@ def roll_out(
 def kv_tokens(generator: SlotGenerator) -> tuple[int, int]:
     """Return the KV tokens that there is memory for at this moment, and those in it that are read: the used ones."""
     rows = generator._rows
-    if not rows:
+    if not rows.requests:
         return generator.capacity().kv_tokens_in_use, 0
     prompts = {request.key[:2]: len(request.prompt.token_ids) for request in rows.requests}
     return generator.capacity().kv_tokens_in_use, int(rows.counts_B.sum()) + sum(prompts.values())

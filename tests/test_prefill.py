@@ -10,11 +10,10 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.policy.architecture.attention import attention_calls
-from lit_grpo.rollout.slots.attention import use_slot_attention
+from lit_grpo.rollout.slots.attention import KVShape, use_slot_attention
 from lit_grpo.rollout.slots.binding import shape_of_calls
 from lit_grpo.rollout.slots.forward import prefill
 from lit_grpo.rollout.slots.kv.cache import SlotCache
-from lit_grpo.rollout.slots.kv.shelves import KVShape
 
 PROMPTS = [tuple(range(2, 30)), (5,) * 20, tuple(range(20, 3, -1))]  # rooms of 32
 COMPLETION = [3 + i * 7 % 25 for i in range(90)]  # on two shelves
@@ -60,11 +59,11 @@ def test_prompts_are_written_to_their_shelf_piece_by_piece(policy: Any, max_toke
 def test_a_completion_computed_anew_is_that_of_a_forward_over_prompt_and_completion(
     policy: Any, max_tokens: int
 ) -> None:
-    cache = SlotCache(shape_of(policy), 120, 2)
+    cache = SlotCache(shape_of(policy), 120, 3)
     prefill(policy, PROMPTS[:1], 1000, cache.write_prompts(["prompt"], [28]))
     cache.admit(["prompt"])
     others = [COMPLETION, COMPLETION[::-1]]
-    hidden_BD = prefill(policy, others, max_tokens, cache.write_completions("prompt", 2, 90), 28)
+    hidden_BD = prefill(policy, others, max_tokens, cache.write_completions("prompt", 2, 90))
     first, second = cache._pieces
     for row, completion in enumerate(others):
         keys, values, hidden_D = reference(policy, [*PROMPTS[0], *completion])
@@ -78,7 +77,7 @@ def test_a_completion_computed_anew_is_that_of_a_forward_over_prompt_and_complet
 def test_a_completion_that_is_put_back_is_the_one_that_was_copied(policy: Any) -> None:
     cache = SlotCache(shape_of(policy), 120, 3)
     prefill(policy, PROMPTS[:1], 1000, cache.write_prompts(["prompt"], [28]))
-    prefill(policy, [COMPLETION, COMPLETION[::-1]], 1000, cache.write_completions("prompt", 2, 90), 28)
+    prefill(policy, [COMPLETION, COMPLETION[::-1]], 1000, cache.write_completions("prompt", 2, 90))
     copies = [cache.copy_completion(row, 90) for row in (0, 1)]
     cache.remove(0)
     cache.write_completions("prompt", 1, 90, copies[:1])  # after the one that has moved

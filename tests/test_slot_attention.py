@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lit_grpo.rollout.slots.attention import AttentionInputs
+from lit_grpo.rollout.slots.attention import AttentionInputs, KVLayer, KVShape
 from lit_grpo.rollout.slots.kv.cache import SlotCache
-from lit_grpo.rollout.slots.kv.shelves import KVLayer, KVShape
 
 ROWS, HEADS, KV_HEADS, SIZE, PROMPT, TOKENS = 8, 8, 4, 64, 100, 96
 SCALING = 0.1

@@ -27,11 +27,11 @@ from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots import generator as slots_module
-from lit_grpo.rollout.slots import prompts as slot_prompts
+from lit_grpo.rollout.slots import kept as kept_module
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import SlotCache
-from lit_grpo.rollout.slots.prompts import KeptCompletions
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, SamplingParams, Segment, Trajectory
@@ -99,7 +99,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
     def sample(logits_BV: torch.Tensor, sampling: Any, positions_B: torch.Tensor) -> Any:
         return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float(), positions_B.float()
 
-    monkeypatch.setattr(TokenRows, "next_uniform_B", property(lambda rows: rows.counts_B))
+    inputs = TokenRows.inputs
+    monkeypatch.setattr(
+        TokenRows, "inputs", lambda rows, decoded: inputs(rows, decoded) | {"uniform": rows.counts_B.copy()}
+    )
     monkeypatch.setattr(slots_module, "sample_tokens", sample)
 
 
@@ -632,7 +635,7 @@ PLACES: list[tuple[Any, str]] = [
     (SlotCache, "remove"),
     (TokenRows, "admit"),
     (TokenRows, "append"),
-    (TokenRows, "completion"),
+    (TokenRows, "trajectory"),
 ]
 
 
@@ -660,7 +663,7 @@ def test_an_interrupt_anywhere_leaves_policy_and_generator_usable(
             rollouts.collect(PROMPTS, 3, sampling, seed=0)
     assert is_as_it_was(training_policy)
     assert generator.capacity().free_slots == 3
-    assert not generator._prompts.states
+    assert generator.capacity().kv_tokens_in_use == 0
     again, _ = rollouts.collect(PROMPTS, 3, sampling, seed=0)
     for before, after in zip(undisturbed, again, strict=True):
         for one, other in zip(before.rollouts, after.rollouts, strict=True):
@@ -706,10 +709,10 @@ def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) 
 def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> None:
     generator, held = make(3), []
     many = [Prompt(f"train/{i}", (2, 3 + i % 30), "") for i in range(90)]
-    rollouts = RolloutLoop(generator, listeners=[Stepped(lambda _: held.append(len(generator._prompts.states)))])
+    rollouts = RolloutLoop(generator, listeners=[Stepped(lambda _: held.append(len(generator._cache.prompts)))])
     rollouts.collect(many, 4, SamplingParams(max_tokens=6), seed=0)
     assert 30 <= max(held) <= 33  # those of 512 tokens, 16 each, and what was needed first
-    assert not generator._prompts.states and not generator._prompts._released
+    assert not generator._cache.prompts and not generator._released
 
 
 def test_what_it_holds_does_not_grow_with_the_group(make: Any) -> None:
@@ -742,8 +745,7 @@ def test_what_is_kept_of_completions_is_not_dropped_when_they_come_back(
         generator.step()
     stopped = generator.abort([request.key for request in todo])
     assert [request.prefix.num_tokens for request in stopped] == [9] * 4  # a quarter of the slots holds twice as many
-    computed: list[int] = []
-    monkeypatch.setattr(slot_prompts, "prefill", lambda policy, sequences, *_: computed.append(len(sequences)))
+    computed = counted_prefill(monkeypatch)
     generator.submit(stopped)
     generator.step()
     assert computed == []
@@ -753,13 +755,14 @@ def test_what_is_kept_of_completions_is_not_dropped_when_they_come_back(
 def counted_prefill(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every sequence that goes through the policy from now on, when a prompt or a prefix is computed."""
     computed: list[int] = []
-    real = slot_prompts.prefill
+    real = kept_module.prefill
 
     def prefill(policy: Any, sequences: Sequence[Sequence[int]], *others: Any) -> torch.Tensor:
         computed.extend(map(len, sequences))
         return real(policy, sequences, *others)
 
-    monkeypatch.setattr(slot_prompts, "prefill", prefill)
+    for module in (slots_module, kept_module):  # prompts and prefixes
+        monkeypatch.setattr(module, "prefill", prefill)
     return computed
 
 
@@ -877,7 +880,7 @@ def test_forks_of_what_has_ended_copy_it(make: Any, policy: Any, monkeypatch: py
     assert listener.metrics(list)["rollout/branched_tokens_saved"] > 100
     for prompt in PROMPTS[:3]:
         computed.remove(len(prompt.token_ids))
-    assert all(number < slot_prompts._LEAST_COPIED for number in computed)  # for which a copy is not worth it
+    assert all(number < kept_module._LEAST_COPIED for number in computed)  # for which a copy is not worth it
     generator.close()
 
 
@@ -891,7 +894,7 @@ def test_what_has_ended_makes_room_for_what_has_not(make: Any, policy: Any) -> N
     kept, rows, cache = KeptCompletions(), generator._rows, generator._cache
 
     def keep(row: int, ended: bool) -> list[Any]:
-        kept.keep(rows.request(row), row, cache, 40, ended)
+        kept.keep(row, rows, cache, 40, ended)
         return list(kept._kept)
 
     with torch.inference_mode():
@@ -930,4 +933,3 @@ def test_after_an_abort_no_keys_and_values_are_held(make: Any) -> None:
     generator.abort([request.key for request in todo])
     assert generator.capacity().kv_tokens_in_use == 0
     generator.close()
-    assert generator._cache is None

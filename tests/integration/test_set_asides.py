@@ -19,7 +19,6 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
-from lit_grpo.rollout.slots import prompts as prompts_module
 from lit_grpo.rollout.slots.generator import KEPT_SHARE, SlotGenerator
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
@@ -144,9 +143,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     place: str,
 ) -> None:
     generator, calls = make(policy, tokenizer, 6), 0
-    modules = {"prefill": prompts_module, "decode_step": slots_module, "sample_tokens": slots_module}
-    module = modules[place]
-    original = getattr(module, place)
+    original = getattr(slots_module, place)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -155,7 +152,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
             raise error
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(module, place, failing)
+    monkeypatch.setattr(slots_module, place, failing)
     groups, stats = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert samples(groups) == samples(expected)
     assert stats.num_set_aside > 1

@@ -8,21 +8,64 @@ travels with the forward call as a keyword argument, so nothing is global.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.policy.architecture.attention import ALL, Sight
 from lit_grpo.policy.architecture.decoder import attention_name
+from lit_grpo.scheduling.layouts import FEW, TIGHT, Pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lit_grpo.rollout.slots.kv.shelves import KVShape
-
-
 ATTENTION_NAME = "lit_grpo_slots"
+_TIGHT_FROM_BYTES = 2**14  # a token
+_SCORES = 2**24  # at a time, where torch's attention cannot be used
 INSTEAD = "let vLLM decode it: --model.generator lit_grpo.rollout.vllm.VLLMGenerator"
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """What the keys and values of one token are in one attention call: heads, and the numbers of each.
+
+    ``sight`` says which tokens a token sees there.
+    """
+
+    num_heads: int
+    key_size: int
+    value_size: int
+    sight: Sight = ALL
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the keys and values of one token look like, by the attention calls of a forward, and where they live."""
+
+    layers: tuple[KVLayer, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        numbers = sum(layer.num_heads * (layer.key_size + layer.value_size) for layer in self.layers)
+        return numbers * self.dtype.itemsize
+
+    @cached_property
+    def head_counts(self) -> list[int]:
+        """The numbers of KV heads that there are, ascending."""
+        return sorted({layer.num_heads for layer in self.layers})
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """How a completion lies: in more pieces, with less that is not used, where that is much memory.
+
+        Not so on a GPU, where operations are many launches and memory is read fast.
+        """
+        return Pieces(TIGHT if self.bytes_per_token >= _TIGHT_FROM_BYTES and self.device.type == "cpu" else FEW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,33 +111,15 @@ class Attention(Protocol):
         ...
 
 
+@dataclass
 class Forward:
-    """Counts the attention calls of one forward; a layer may make several, or none.
+    """One forward: the cache that answers its attention calls, and how many it has made.
 
-    Args:
-        cache: Answers them.
+    A layer may make several calls, or none.
     """
 
-    def __init__(self, cache: Attention) -> None:
-        self._cache = cache
-        self._num_calls = 0
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        cap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Let the cache answer the next call; return shape (rows, heads, T, value size)."""
-        number, self._num_calls = self._num_calls, self._num_calls + 1
-        scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-        sight = self._cache.shape.layers[number].sight
-        # Autocast leaves normed queries and keys in float32; the attention that trains runs in the values' dtype.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        return self._cache.attend(number, AttentionInputs(query, key, value, scaling, sight, cap, sinks))
+    cache: Attention
+    num_calls: int = 0
 
 
 def slot_attention(
@@ -110,8 +135,14 @@ def slot_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend through ``slot_cache``, in the signature of Hugging Face attention functions."""
-    return slot_cache.attend(query, key, value, scaling, softcap, s_aux).transpose(1, 2), None
+    """Let the cache answer the forward's next call, in the signature of Hugging Face attention functions."""
+    cache, number = slot_cache.cache, slot_cache.num_calls
+    slot_cache.num_calls += 1
+    scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
+    # Autocast leaves normed queries and keys in float32; the attention that trains runs in the values' dtype.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    inputs = AttentionInputs(query, key, value, scaling, cache.shape.layers[number].sight, softcap, s_aux)
+    return cache.attend(number, inputs).transpose(1, 2), None
 
 
 def use_slot_attention(model: PreTrainedModel) -> str:
@@ -122,3 +153,54 @@ def use_slot_attention(model: PreTrainedModel) -> str:
     before = attention_name(model)
     model.set_attn_implementation(ATTENTION_NAME)
     return before
+
+
+def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attend with the queries, which are those of the last tokens, over all tokens so far.
+
+    Args:
+        inputs: Queries, scaling and what they see; shape (rows, heads, T, key size).
+        key: Of all tokens, those of the queries last: shape (rows, KV heads, tokens, key size).
+        value: Likewise.
+
+    Returns:
+        The mixed values, shape (rows, heads, T, value size).
+    """
+    num_new, num_tokens, sight = inputs.query.shape[2], key.shape[2], inputs.sight
+    positions_T = torch.arange(num_tokens, device=key.device)
+    if inputs.is_plain:
+        mask_NT = None
+        if num_new < num_tokens or not sight.is_all(num_tokens):
+            mask_NT = sight.sees(positions_T[-num_new:, None], positions_T[None, :])
+        return scaled_dot_product_attention(
+            inputs.query, key, value, attn_mask=mask_NT, is_causal=mask_NT is None, scale=inputs.scaling,
+            enable_gqa=True,
+        )  # fmt: skip
+    rows, heads, _, size = inputs.query.shape
+    grouped = inputs.query.view(rows, key.shape[1], -1, num_new, size)
+    step, parts = max(1, _SCORES // (rows * heads * num_tokens)), []
+    for begin in range(0, num_new, step):
+        query, asking_N = grouped[:, :, :, begin : begin + step], positions_T[-num_new:][begin : begin + step]
+        scores = query @ key[:, :, None].transpose(-1, -2) * inputs.scaling
+        hidden_NT = ~sight.sees(asking_N[:, None], positions_T[None, :])
+        weights = attention_weights(
+            scores, inputs, torch.zeros_like(hidden_NT, dtype=torch.float32).masked_fill_(hidden_NT, -torch.inf)
+        )
+        parts.append((weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2))
+    return torch.cat(parts, 2)
+
+
+def attention_weights(scores: torch.Tensor, inputs: AttentionInputs, mask: torch.Tensor) -> torch.Tensor:
+    """Cap scaled scores, shape (rows, KV heads, queries per KV head, T, columns), add a mask, and take the softmax.
+
+    A head's sink has a part in the sum, and none in what is returned.
+    """
+    scores = scores.float() if scores.dtype != torch.float64 else scores
+    if inputs.cap is not None:
+        scores = torch.tanh(scores / inputs.cap) * inputs.cap
+    scores = scores + mask
+    if inputs.sinks is None:
+        return scores.softmax(-1)
+    sinks = inputs.sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1)
+    sinks = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]

@@ -7,15 +7,16 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.process.copies import in_one_copy
-from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
+from lit_grpo.rollout.slots.attention import Attention, Forward, use_slot_attention
 from lit_grpo.rollout.slots.copies import LoweredWeights, PackedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from lit_grpo.rollout.slots.kv.shelves import ShelfWriter
 
 
 class DecodingMode:
@@ -85,66 +86,11 @@ class DecodingMode:
                 self._lowered = None
 
 
-def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attend with the queries, which are those of the last tokens, over all tokens so far.
-
-    Args:
-        inputs: Queries, scaling and what they see; shape (rows, heads, T, key size).
-        key: Of all tokens, those of the queries last: shape (rows, KV heads, tokens, key size).
-        value: Likewise.
-
-    Returns:
-        The mixed values, shape (rows, heads, T, value size).
-    """
-    num_new, num_tokens, sight = inputs.query.shape[2], key.shape[2], inputs.sight
-    positions_T = torch.arange(num_tokens, device=key.device)
-    if inputs.is_plain:
-        mask_NT = None
-        if num_new < num_tokens or not sight.is_all(num_tokens):
-            mask_NT = sight.sees(positions_T[-num_new:, None], positions_T[None, :])
-        return scaled_dot_product_attention(
-            inputs.query, key, value, attn_mask=mask_NT, is_causal=mask_NT is None, scale=inputs.scaling,
-            enable_gqa=True,
-        )  # fmt: skip
-    rows, heads, _, size = inputs.query.shape
-    grouped = inputs.query.view(rows, key.shape[1], -1, num_new, size)
-    step, parts = max(1, _SCORES // (rows * heads * num_tokens)), []
-    for begin in range(0, num_new, step):
-        query, asking_N = grouped[:, :, :, begin : begin + step], positions_T[-num_new:][begin : begin + step]
-        scores = query @ key[:, :, None].transpose(-1, -2) * inputs.scaling
-        hidden_NT = ~sight.sees(asking_N[:, None], positions_T[None, :])
-        weights = attention_weights(
-            scores, inputs, torch.zeros_like(hidden_NT, dtype=torch.float32).masked_fill_(hidden_NT, -torch.inf)
-        )
-        parts.append((weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2))
-    return torch.cat(parts, 2)
-
-
-_SCORES = 2**24  # at a time, where torch's attention cannot be used
-
-
-def attention_weights(scores: torch.Tensor, inputs: AttentionInputs, mask: torch.Tensor) -> torch.Tensor:
-    """Cap scaled scores, shape (rows, KV heads, queries per KV head, T, columns), add a mask, and take the softmax.
-
-    A head's sink has a part in the sum, and none in what is returned.
-    """
-    scores = scores.float() if scores.dtype != torch.float64 else scores
-    if inputs.cap is not None:
-        scores = torch.tanh(scores / inputs.cap) * inputs.cap
-    scores = scores + mask
-    if inputs.sinks is None:
-        return scores.softmax(-1)
-    sinks = inputs.sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1)
-    sinks = sinks.expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-
-
 def prefill(
     policy: PreTrainedModel,
     sequences: Sequence[Sequence[int]],
     max_tokens: int,
-    cache: Attention,
-    first_position: int = 0,
+    writer: ShelfWriter,
 ) -> torch.Tensor:
     """Run the policy over ``sequences``, in pieces of at most ``max_tokens`` tokens, padding included.
 
@@ -152,8 +98,8 @@ def prefill(
         policy: Switched to slot attention.
         sequences: Tokens, at least one each.
         max_tokens: The most that go through the model at once; each sequence has at least one token in a piece.
-        cache: Takes the keys and values, padded on the right to the longest sequence, and attends.
-        first_position: The position of the first token of each.
+        writer: Takes the keys and values, padded on the right to the longest sequence, and attends. The first token of
+            each sequence stands after those that are written there.
 
     Returns:
         The hidden state of each sequence's last token, shape (rows, hidden size).
@@ -164,6 +110,7 @@ def prefill(
     input_ids_BT = torch.zeros((len(sequences), longest), dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         input_ids_BT[row, : lengths[row]] = torch.tensor(sequence)
+    first_position = writer.written
     there = in_one_copy({"ids": input_ids_BT, "last": torch.tensor(lengths) - 1}, device)
     input_ids_BT, last_B = there["ids"], there["last"]
     rows_B = torch.arange(len(sequences), device=device)
@@ -173,7 +120,7 @@ def prefill(
         piece_BT = input_ids_BT[:, begin : begin + step]
         positions_BT = torch.arange(begin, begin + piece_BT.shape[1], device=device).expand_as(piece_BT)
         hidden_BTD = hidden_states(
-            policy, piece_BT, position_ids=positions_BT + first_position, slot_cache=Forward(cache)
+            policy, piece_BT, position_ids=positions_BT + first_position, slot_cache=Forward(writer)
         )
         state_BD = hidden_BTD[rows_B, (last_B - begin).clamp(0, piece_BT.shape[1] - 1)]
         final_BD = state_BD if final_BD is None else torch.where((last_B >= begin)[:, None], state_BD, final_BD)

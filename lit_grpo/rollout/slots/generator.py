@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -17,23 +16,24 @@ from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.process.copies import in_one_copy
-from lit_grpo.rollout.generator import Capacity, StepEvents
+from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
 from lit_grpo.rollout.sampling import entropy, sample_tokens, to_host
+from lit_grpo.rollout.slots.attention import KVShape
 from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
 from lit_grpo.rollout.slots.copies import check_packing
-from lit_grpo.rollout.slots.forward import DecodingMode, decode_step
+from lit_grpo.rollout.slots.forward import DecodingMode, decode_step, prefill
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
+from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget, check_request, kv_budget_bytes
-from lit_grpo.rollout.slots.kv.shelves import KVShape
-from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS, KeptCompletions, PromptKey, PromptStates, batches
-from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows, with_stop_string
+from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncError, check_complete
 from lit_grpo.scheduling.layouts import prompt_room
 from lit_grpo.scheduling.memory_amount import MemoryAmount
-from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
+from lit_grpo.types import EMPTY, Completion, GroupKey, Key, Prompt, Request, SamplingParams
 
 KEPT_SHARE = 1 / 4
+AHEAD_TOKENS = 512  # of prompts that are prefilled before they are needed
 
 
 class SlotGenerator(Versioned):
@@ -71,6 +71,10 @@ class SlotGenerator(Versioned):
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None
+        self._shape = KVShape((), torch.float32, torch.device("cpu"))
+        self._sampling = SamplingParams()
+        self._expected: dict[GroupKey, Prompt] = {}  # prompts that requests will come for
+        self._released: set[GroupKey] = set()  # prompts in flight that no more requests will come for
         self._clear()
 
     # ---- life -------------------------------------------------------------------------------------
@@ -90,7 +94,7 @@ class SlotGenerator(Versioned):
         if self._fused is not None and model.device.type == "cuda":
             self._fused = self._graphs = GraphedDecoder(self._fused, model.parameters, self.num_slots)
         self._policy, self._tokenizer, self._text_of = model, policy.tokenizer, policy.text_of
-        self._device, self._head = model.device, token_head(model)
+        self._device, self._dtype, self._head = model.device, self._shape.dtype, token_head(model)
         self._eos_ids = np.array(policy.eos_ids)
         self._context = slot_context(model)
         self._mode = DecodingMode(model, keeps_copies=self._graphs is not None, packs=self.packed_weights)
@@ -118,8 +122,7 @@ class SlotGenerator(Versioned):
         self._mode.refresh()
         if self._graphs is not None:
             self._graphs.refresh()
-        self._kept = KeptCompletions()
-        self._forget()
+        self._clear()  # keys and values of other weights
         return report
 
     @property
@@ -136,80 +139,78 @@ class SlotGenerator(Versioned):
     def close(self) -> None:
         """Free the KV memory and everything in flight."""
         self._clear()
-        self._end()
-
-    def _end(self) -> None:
-        """Give the policy back as it was, once nothing is in flight."""
-        if self._mode is not None and not self._num_in_flight:
-            self._mode.end()
-
-    def _without_gradients(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._mode is None else self._mode.without_gradients()
+        self._expected.clear()
+        self._released.clear()
+        self._give_back()
 
     def _clear(self) -> None:
-        self._rows: TokenRows | None = None
-        self._cache: SlotCache | None = None
+        """Hold no requests, tokens, keys or values."""
         self._incoming: list[Request] = []
-        self._prompts, self._kept = PromptStates(), KeptCompletions()
-        self._sampling: SamplingParams | None = None
+        self._rows, self._cache = TokenRows(self.num_slots, 0), SlotCache(self._shape, 0, self.num_slots)
+        self._kept = KeptCompletions()
+
+    def _give_back(self) -> None:
+        """Leave the policy as it was, once nothing is in flight."""
+        if self._mode is not None and not self._num_in_flight:
+            self._mode.end()
 
     # ---- requests ---------------------------------------------------------------------------------
 
     @property
     def _num_in_flight(self) -> int:
-        return (0 if self._rows is None else len(self._rows)) + len(self._incoming)
+        return len(self._rows.requests) + len(self._incoming)
 
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
-        free_slots = self.num_slots - self._num_in_flight
+        num_in_flight = self._num_in_flight
+        free_slots = self.num_slots - num_in_flight
         if self.budget is None:
             return Capacity(self.num_slots, free_slots, kept_share=KEPT_SHARE)
-        if not self._num_in_flight:
-            self.budget.measure(self._shape_now().bytes_per_token)
+        shape = self._shape_now()
+        if not num_in_flight:
+            self.budget.measure(shape.bytes_per_token)
         return Capacity(
             slots=self.num_slots,
             free_slots=free_slots,
             kv_tokens=self.budget.tokens,
-            kv_tokens_in_use=self._allocated_tokens,
-            layout=self._shape_now().pieces,
+            kv_tokens_in_use=self._kept.num_tokens + self._cache.allocated_tokens,
+            layout=shape.pieces,
             kept_share=KEPT_SHARE,
         )
 
-    @property
-    def _allocated_tokens(self) -> int:
-        return self._kept.num_tokens + (0 if self._cache is None else self._cache.allocated_tokens)
+    def _shape_now(self) -> KVShape:
+        """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
+        dtype = compute_dtype(self._device, self._dtype)
+        if dtype != self._shape.dtype:
+            self._shape = replace(self._shape, dtype=dtype)
+        return self._shape
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests, all or none; those in flight at a time share one ``SamplingParams``."""
-        capacity = self.capacity()
-        self._check_free(len(requests), capacity.free_slots)
+        self._check_free(len(requests), self.capacity().free_slots)
         if not requests:
             return
-        sampling = self._sampling if self._num_in_flight and self._sampling is not None else requests[0].sampling
+        sampling = self._sampling if self._num_in_flight else requests[0].sampling
         assert self.budget is not None and self._mode is not None
-        limits = self._context, self.budget.granted_tokens, self.budget.bytes_per_token
         for request in requests:
-            check_request(request, sampling, *limits)
+            check_request(request, sampling, self._context, self.budget)
         self._mode.begin()
         self._sampling = sampling
         self._incoming += requests
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
         """Prefill these prompts some at a time: whenever one is needed, the next ones go through the model with it."""
-        self._prompts.expect(prompts)
+        for prompt in prompts:
+            self._expected[prompt.prompt_id, prompt.visit] = prompt
 
     def release(self, prompts: Iterable[Prompt]) -> None:
         """Keep these prompts no longer than the requests that are in flight need them."""
-        prompts = list(prompts)
-        self._prompts.release(prompts)
-        self._kept.drop((prompt.prompt_id, prompt.visit) for prompt in prompts)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop the prompts that nobody needs any more: released ones, and those of older weights."""
-        needed = {self._prompt_key(request) for request in self._incoming}
-        with self._without_gradients():
-            self._prompts.forget(self._cache, needed, self._version)
+        groups = {(prompt.prompt_id, prompt.visit) for prompt in prompts}
+        for group in groups:
+            self._expected.pop(group, None)
+        self._released |= groups
+        self._kept.drop(groups)
+        self._forget_prompts()
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
         """Stop requests and hand them back, with what they have come to as their prefixes.
@@ -217,39 +218,48 @@ class SlotGenerator(Versioned):
         Their keys and values are kept for a return, in the memory of free slots and a quarter more, if it is there.
         """
         wanted = set(keys)
-        if not wanted:
+        if not wanted or not self._num_in_flight:
             return []
-        rows = enumerate([] if self._rows is None else self._rows.requests)
-        stopped = self._take_out([row for row, request in rows if request.key in wanted])
+        assert self._mode is not None
+        stopped: list[Request] = []
+        with self._mode.without_gradients():
+            for row in reversed(range(len(self._rows.requests))):
+                if (request := self._rows.requests[row]).key in wanted:
+                    stopped.insert(0, request.after(self._rows.trajectory(row)))
+                    self._leave(row)
         stopped += [request for request in self._incoming if request.key in wanted]
         self._incoming = [request for request in self._incoming if request.key not in wanted]
-        self._forget()
-        self._end()
+        self._forget_prompts()
+        self._give_back()
         return stopped
 
-    def _take_out(self, rows: Iterable[int]) -> list[Request]:
-        """Free rows, and return their requests with what they have come to."""
-        requests = []
-        with self._without_gradients():
-            for row in sorted(rows, reverse=True):
-                assert self._rows is not None and self._cache is not None
-                requests.append(self._rows.request(row))
-                if not self._prompts.is_released(requests[-1].group):
-                    self._kept.keep(requests[-1], row, self._cache, self._room_to_keep(self._cache))
-                self._cache.remove(row)
-                self._rows.remove(row)
-        return requests[::-1]
+    def _leave(self, row: int, ended: bool = False) -> None:
+        """Free a row; its keys and values are kept where requests may go on from them, as far as there is room."""
+        if self._rows.requests[row].group not in self._released and (self.keeps_ended or not ended):
+            self._kept.keep(row, self._rows, self._cache, self._room_to_keep(), ended)
+        self._cache.remove(row)
+        self._rows.remove(row)
 
-    def _room_to_keep(self, cache: SlotCache, entering: int = 0) -> int:
+    def _room_to_keep(self, entering: int = 0) -> int:
         """KV tokens of completions without a row that may be kept, where requests with so many tokens enter.
 
         As much as free slots leave, and ``KEPT_SHARE`` more: with the rows it is never more than slots of full length
         and their share, however many completions wait.
         """
         assert self.budget is not None
-        free = self.budget.tokens - cache.allocated_tokens - entering
+        free = self.budget.tokens - self._cache.allocated_tokens - entering
         free_slots = self.num_slots - self._num_in_flight
-        return min(free, int((free_slots + KEPT_SHARE * self.num_slots) * cache.max_tokens))
+        return min(free, int((free_slots + KEPT_SHARE * self.num_slots) * self._cache.max_tokens))
+
+    def _forget_prompts(self) -> None:
+        """Drop the prompts that were released, once nothing in flight needs them."""
+        in_flight = {request.group for request in (*self._rows.requests, *self._incoming)}
+        unneeded = [group for group in self._cache.prompts if group in self._released and group not in in_flight]
+        self._released &= in_flight
+        if unneeded and self._mode is not None:
+            with self._mode.without_gradients():
+                for group in unneeded:
+                    self._cache.drop_prompt(group)
 
     # ---- one step ---------------------------------------------------------------------------------
 
@@ -261,36 +271,127 @@ class SlotGenerator(Versioned):
         if not self._num_in_flight:
             return StepEvents()
         self._check_weights()
-        assert self.budget is not None
+        assert self.budget is not None and self._mode is not None
         events = StepEvents()
         try:
-            with self._without_gradients():
-                self._step(events)
+            with self._mode.without_gradients():
+                is_roomy = self._make_room()
+                if self._incoming:
+                    self._prefill_prompts(events, ahead=is_roomy)
+                    self._admit()
+                self._finish(self._decode(events), events)
         except BaseException as error:
-            allocated_tokens = self._allocated_tokens
-            self._evacuate(events)
+            kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
+            stopped = [request.after(rows.trajectory(row)) for row, request in enumerate(rows.requests)]
+            events.finished, events.set_aside = [], [*stopped, *self._incoming]
+            self._clear()
+            self._expected.clear()
+            self._give_back()
             if not is_out_of_memory(error) or events.num_active or len(events.set_aside) < 2:
                 raise
-            events.message = self.budget.shrink(allocated_tokens, len(events.set_aside))
-        else:
-            self.budget.note_success(self._allocated_tokens)
-        self._end()
+            events.message = self.budget.shrink(kv_tokens, len(events.set_aside))
+            return events
+        self.budget.note_success(self._kept.num_tokens + self._cache.allocated_tokens)
+        self._give_back()
         return events
 
-    def _step(self, events: StepEvents) -> None:
-        rows, cache = self._open()
-        assert self._sampling is not None
-        self._spare_memory(rows, cache)
-        if self._incoming:
-            self._prefill_prompts(cache, events)
-            self._resume(rows, cache)
-        num_decoded, fresh = len(rows), [self._prompt_key(request) for request in self._incoming]
+    def _make_room(self) -> bool:
+        """Have rows and a cache for what is in flight; where the step would pass the budget, give back what it can.
+
+        That is what nobody needs: idle prompts, and room ahead of need. Returns whether memory is no concern, even if
+        all in flight grew to their limit.
+        """
+        room, shape = self._sampling.room, self._shape_now()
+        if not self._cache.num_rows and (self._cache.max_tokens, self._cache.shape) != (room, shape):
+            self._rows, self._cache = TokenRows(self.num_slots, room), SlotCache(shape, room, self.num_slots)
+        cache, budget = self._cache, self.budget
+        assert budget is not None
+        entering = cache.tokens_of([request.prefix.num_tokens for request in self._incoming])
+        self._kept.fit(self._room_to_keep(entering))
+        in_use = self._kept.num_tokens + cache.allocated_tokens
+        if in_use + 2 * self._num_in_flight * cache.max_tokens + AHEAD_TOKENS <= budget.tokens:
+            cache.most_entries = self.num_slots
+            return True
+        prompts = {request.group: request.prompt for request in self._incoming}
+        for group, prompt in prompts.items():
+            entering += 0 if group in cache.prompts else prompt_room(len(prompt.token_ids))
+        is_tight = in_use + cache.growth(self._rows.counts_B - 1) + entering > budget.tokens
+        cache.most_entries = 0 if is_tight else self.num_slots
+        if is_tight:
+            self._kept.fit(0)
+            needed = prompts.keys() | {request.group for request in self._rows.requests}
+            for group in [group for group in cache.prompts if group not in needed]:
+                cache.drop_prompt(group)  # it is computed again in its turn
+            cache.tighten()
+        return False
+
+    def _prefill_prompts(self, events: StepEvents, ahead: bool) -> None:
+        """Compute what is missing of the prompts of incoming requests: keys and values, and their last hidden states.
+
+        Prompts that take the same room go through the policy together. If any is missing, and ``ahead``, some short
+        ones that requests will come for go with it.
+        """
+        cache, budget = self._cache, self.budget
+        assert budget is not None
+        needed = {request.group: request.prompt for request in self._incoming}
+        missing = [(group, prompt) for group, prompt in needed.items() if group not in cache.prompts]
+        if missing and ahead:
+            num_tokens = 0
+            for group, prompt in list(self._expected.items()):
+                num_tokens += prompt_room(len(prompt.token_ids))
+                if num_tokens > AHEAD_TOKENS:
+                    break
+                del self._expected[group]
+                if group not in needed and group not in cache.prompts:
+                    missing.append((group, prompt))
+        by_room: dict[int, list[tuple[GroupKey, Prompt]]] = {}
+        for group, prompt in missing:
+            by_room.setdefault(prompt_room(len(prompt.token_ids)), []).append((group, prompt))
+        budget.prefills = True
+        for room, alike in by_room.items():
+            most = max(1, budget.prefill_tokens // room)
+            for first in range(0, len(alike), most):
+                groups, prompts = zip(*alike[first : first + most], strict=True)
+                sequences = [prompt.token_ids for prompt in prompts]
+                lengths = [*map(len, sequences)]
+                writer = cache.write_prompts(groups, lengths)
+                hidden_BD = prefill(self.policy, sequences, budget.prefill_tokens, writer)
+                for group, hidden_D in zip(groups, hidden_BD, strict=True):
+                    cache.prompts[group].hidden_D = hidden_D.clone()
+                events.prefilled_tokens += sum(lengths)
+                if 0 in self.feature_points:
+                    entropies_B1 = entropy(self._head(hidden_BD), self._sampling.temperature)[:, None]
+                    features_BF = torch.cat([hidden_BD.float(), torch.zeros_like(entropies_B1), entropies_B1], -1)
+                    events.observations.append(Observation(groups, 0, features_BF.cpu().numpy()))
+        budget.prefills = False
+
+    def _admit(self) -> None:
+        """Give rows to the incoming requests; of those with a prefix the cache gets all but its last token."""
+        rows, budget = self._rows, self.budget
+        assert budget is not None
+        if resumed := [request for request in self._incoming if request.prefix.num_tokens]:
+            budget.prefills = True
+            for requests in self._kept.resume(self.policy, resumed, rows, self._cache, budget.prefill_tokens):
+                rows.admit(requests, self._version)
+                entered = {request.key for request in requests}
+                self._incoming = [request for request in self._incoming if request.key not in entered]
+            budget.prefills = False
+        rows.admit(self._incoming, self._version)
+        self._incoming = []
+
+    def _decode(self, events: StepEvents) -> np.ndarray:
+        """Give each row a token: from its last one, or from its prompt if it has none yet; return the tokens."""
+        rows, cache = self._rows, self._cache
+        num_decoded = cache.num_rows  # those of the rows that have tokens
+        fresh, arrays, hidden = [request.group for request in rows.requests[num_decoded:]], rows.inputs(num_decoded), []
+        if num_decoded:
+            inputs = cache.prepare(rows.counts_B[:num_decoded] - 1, arrays)
+            longest = int(arrays["positions"].max())
+            hidden.append(decode_step(self.policy, self._fused, inputs["tokens"], inputs["positions"], longest, cache))
+        else:
+            inputs = in_one_copy({"uniform": torch.from_numpy(arrays["uniform"])}, self._device)
         if fresh:
-            self._enter(self._incoming, rows)
-        inputs = self._inputs(rows, num_decoded, cache)
-        hidden = [self._decode(rows, num_decoded, inputs, cache)] if num_decoded else []
-        if fresh:
-            hidden.append(torch.stack([self._prompts.states[prompt] for prompt in fresh]))
+            hidden.append(torch.stack([cache.prompts[group].hidden_D for group in fresh]))
             cache.admit(fresh)
         hidden_BD = torch.cat(hidden)
         sampled = sample_tokens(self._head(hidden_BD), self._sampling, inputs["uniform"])
@@ -300,125 +401,28 @@ class SlotGenerator(Versioned):
                 f"The policy's logits are NaN or infinite at version {self._version}, so no token can be sampled; "
                 "look for NaN weights or a learning rate that is too high."
             )
-        events.num_active = events.num_tokens = len(rows)
-        events.observations += observe_rows(self.feature_points, rows, hidden_BD, entropies_B)
+        events.num_active = events.num_tokens = len(rows.requests)
+        events.observations += rows.observe(self.feature_points, hidden_BD, entropies_B)
         rows.append(tokens_B, logprobs_B, entropies_B)
-        events.finished = self._finish(rows, cache, self._stopped(rows))
-        if events.finished:
-            self._forget()
+        return tokens_B
 
-    def _inputs(self, rows: TokenRows, num_decoded: int, cache: SlotCache) -> dict[str, torch.Tensor]:
-        """Bring what a step needs to the device in one copy: random numbers, and what is decoded of the first rows."""
-        arrays = {"uniform": rows.next_uniform_B}
-        if not num_decoded:
-            return in_one_copy({name: torch.from_numpy(array) for name, array in arrays.items()}, self._device)
-        arrays |= {"tokens": rows.last_tokens_B[:num_decoded], "positions": rows.positions_B[:num_decoded]}
-        return cache.prepare(rows.counts_B[:num_decoded] - 1, arrays)
-
-    def _decode(
-        self, rows: TokenRows, num_decoded: int, inputs: dict[str, torch.Tensor], cache: SlotCache
-    ) -> torch.Tensor:
-        """Run the policy over the last token of the first rows; return the hidden states, (rows, hidden size)."""
-        longest = int(rows.positions_B[:num_decoded].max())
-        return decode_step(self.policy, self._fused, inputs["tokens"], inputs["positions"], longest, cache)
-
-    def _open(self) -> tuple[TokenRows, SlotCache]:
-        """Rows and cache for the completions in flight; new ones where their size or dtype has changed."""
-        assert self._sampling is not None
-        room, shape = self._sampling.room, self._shape_now()
-        known = self._cache
-        if known is None or (not known.num_rows and (known.max_tokens, known.shape) != (room, shape)):
-            self._rows = TokenRows(self.num_slots, room)
-            self._cache = SlotCache(shape, room, self.num_slots)
-            self._prompts.states.clear()
-        assert self._rows is not None and self._cache is not None
-        return self._rows, self._cache
-
-    def _shape_now(self) -> KVShape:
-        """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
-        dtype = compute_dtype(self._device, self._shape.dtype)
-        return self._shape if dtype == self._shape.dtype else replace(self._shape, dtype=dtype)
-
-    def _is_roomy(self, cache: SlotCache) -> bool:
-        """Whether memory is no concern, even if all in flight grew to their limit."""
-        assert self.budget is not None
-        most = 2 * self._num_in_flight * cache.max_tokens + AHEAD_TOKENS
-        return self._allocated_tokens + most <= self.budget.tokens
-
-    def _spare_memory(self, rows: TokenRows, cache: SlotCache) -> None:
-        """Where the step would pass the budget, give back what nobody needs: idle prompts, and room ahead of need."""
-        assert self.budget is not None
-        entering = sum(cache.tokens_of(request.prefix.num_tokens) for request in self._incoming)
-        self._kept.fit(self._room_to_keep(cache, entering))
-        if self._is_roomy(cache):
-            cache.allow_slack(True)
-            return
-        prompts = {self._prompt_key(request): request.prompt for request in self._incoming}
-        new = sum(prompt_room(len(prompt.token_ids)) for key, prompt in prompts.items() if key not in cache)
-        is_tight = self._allocated_tokens + cache.growth(rows.counts_B - 1) + entering + new > self.budget.tokens
-        cache.allow_slack(not is_tight)
-        if is_tight:
-            self._kept.fit(0)
-            self._prompts.forget_idle(cache, set(prompts))
-            cache.tighten()
-
-    def _prefill_prompts(self, cache: SlotCache, events: StepEvents) -> None:
-        """Compute the keys and values of the prompts that are not there yet, some of like length at a time."""
-        assert self.budget is not None and self._sampling is not None
-        prompts = {self._prompt_key(request): request.prompt for request in self._incoming}
-        ahead = self._is_roomy(cache)
-        with self.budget.prefilling():
-            for batch in batches(
-                self._prompts.missing(prompts, cache, ahead, self._version), self.budget.prefill_tokens
-            ):
-                hidden_BD = self._prompts.compute(self.policy, batch, cache, self.budget.prefill_tokens)
-                events.prefilled_tokens += sum(len(prompt.token_ids) for _, prompt in batch)
-                if 0 in self.feature_points:
-                    entropies_B = entropy(self._head(hidden_BD), self._sampling.temperature)
-                    events.observations.append(observe_prompts([key[:2] for key, _ in batch], hidden_BD, entropies_B))
-
-    def _resume(self, rows: TokenRows, cache: SlotCache) -> None:
-        """Give a row to each request that has a prefix, with the keys and values of all but its last token."""
-        assert self.budget is not None
-        resumed = [request for request in self._incoming if request.prefix.num_tokens]
-        with self.budget.prefilling():
-            most_tokens = self.budget.prefill_tokens
-            for requests in self._kept.resume(self.policy, resumed, self._version, cache, rows, most_tokens):
-                self._enter(requests, rows)
-
-    def _enter(self, requests: Sequence[Request], rows: TokenRows) -> None:
-        rows.admit(requests, self._version)
-        entered = {request.key for request in requests}
-        self._incoming = [request for request in self._incoming if request.key not in entered]
-
-    def _finish(self, rows: TokenRows, cache: SlotCache, stopped_B: np.ndarray) -> list[Completion]:
-        """Take rows out of their slots that a token has ended, or that are at their limit."""
-        assert self._sampling is not None
+    def _finish(self, tokens_B: np.ndarray, events: StepEvents) -> None:
+        """End the completions that their new token has ended, or that are at their limit, and free their rows."""
+        rows, stopped_B = self._rows, self._stopped(tokens_B)
         ended = np.flatnonzero(stopped_B | (rows.sampled_B >= self._sampling.max_tokens)).tolist()
-        finished = [rows.completion(row, "stop" if stopped_B[row] else "length") for row in ended]
-        for completion in finished:
+        for row in ended:
+            reason = "stop" if stopped_B[row] else "length"
+            completion = Completion.of(rows.requests[row].after(EMPTY), rows.trajectory(row), reason)
             completion.text = self._text_of(completion.sampled_ids)
+            events.finished.append(completion)
         for row in reversed(ended):
-            if self.keeps_ended and not self._prompts.is_released(rows.requests[row].group):
-                self._kept.keep(rows.request(row), row, cache, self._room_to_keep(cache), ended=True)
-            cache.remove(row)
-            rows.remove(row)
-        return finished
+            self._leave(row, ended=True)
+        if ended:
+            self._forget_prompts()
 
-    def _stopped(self, rows: TokenRows) -> np.ndarray:
+    def _stopped(self, tokens_B: np.ndarray) -> np.ndarray:
         """Whether the token that each row has just got ends it, shape (rows,)."""
-        assert self._sampling is not None
-        at_end_B = (rows.last_tokens_B[:, None] == self._eos_ids).any(-1)
-        return at_end_B | with_stop_string(rows, self._sampling.stop, self._tokenizer)
-
-    def _evacuate(self, events: StepEvents) -> None:
-        """After an error within a step: hand all requests back, and start from an empty cache."""
-        rows = [] if self._rows is None else [self._rows.request(row) for row in range(len(self._rows))]
-        events.set_aside = [*rows, *self._incoming]
-        events.finished.clear()
-        self._rows = self._cache = None
-        self._incoming, self._kept = [], KeptCompletions()
-        self._prompts.expect_nothing()
-
-    def _prompt_key(self, request: Request) -> PromptKey:
-        return (*request.group, self._version)
+        at_end_B = (tokens_B[:, None] == self._eos_ids).any(-1)
+        if self._sampling.stop:
+            at_end_B |= self._rows.with_stop_string(self._sampling.stop, self._tokenizer)
+        return at_end_B

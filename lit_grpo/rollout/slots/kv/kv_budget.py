@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lit_grpo.memory import free_bytes, update_bytes
@@ -27,6 +25,9 @@ class KVBudget:
     half. After some steps without a shortage both double, up to what was granted; with each shortage it takes twice as
     many steps, so that little is lost where the shortage lasts, and nothing where it passes.
 
+    ``tokens`` and ``prefill_tokens`` are what there is now, ``granted_tokens`` the KV tokens that there were to begin
+    with. ``prefills`` is set while prompts or prefixes go through the model: a failure then is one of these.
+
     Args:
         granted_bytes: The memory for keys and values.
         bytes_per_token: What those of a token take.
@@ -38,28 +39,16 @@ class KVBudget:
 
     def __init__(self, granted_bytes: int, bytes_per_token: int, prefill_tokens: int) -> None:
         self._granted_bytes, self.bytes_per_token = granted_bytes, bytes_per_token
-        self.tokens = self.granted_tokens
+        self.tokens = self.granted_tokens = granted_bytes // bytes_per_token
         self._granted_prefill = self.prefill_tokens = prefill_tokens
         self._most_held = 0
         self._patience, self._num_good = self.PATIENCE, 0
-        self._prefills = False
-
-    @property
-    def granted_tokens(self) -> int:
-        """How many there were to begin with."""
-        return self._granted_bytes // self.bytes_per_token
+        self.prefills = False
 
     def measure(self, bytes_per_token: int) -> None:
         """Count tokens of another size: autocast decides in which dtype keys and values come."""
         self.tokens = self.tokens * self.bytes_per_token // bytes_per_token
-        self.bytes_per_token = bytes_per_token
-
-    @contextmanager
-    def prefilling(self) -> Iterator[None]:
-        """Say that a failure within is one of prompts."""
-        self._prefills = True
-        yield
-        self._prefills = False
+        self.bytes_per_token, self.granted_tokens = bytes_per_token, self._granted_bytes // bytes_per_token
 
     def shrink(self, allocated_tokens: int, num_set_aside: int) -> str:
         """Go on with less after memory ran out; return what the user is told.
@@ -68,11 +57,11 @@ class KVBudget:
             allocated_tokens: KV tokens there were when it did.
             num_set_aside: Completions that had to be set aside for it.
         """
-        if self._prefills and self.prefill_tokens > 1:
+        if self.prefills and self.prefill_tokens > 1:
             self.prefill_tokens //= 2
         else:
             self.tokens = min(self.tokens, int(self.SHRINKAGE * max(self._most_held, allocated_tokens)))
-        self._prefills = False
+        self.prefills = False
         self._patience, self._num_good = 2 * self._patience, 0
         return (
             f"Memory ran out with {allocated_tokens} KV tokens allocated; {num_set_aside} completions were set aside "
@@ -89,17 +78,14 @@ class KVBudget:
             self.prefill_tokens = min(2 * self.prefill_tokens, self._granted_prefill)
 
 
-def check_request(
-    request: Request, sampling: SamplingParams, context: int, kv_tokens: int, bytes_per_token: int
-) -> None:
+def check_request(request: Request, sampling: SamplingParams, context: int, budget: KVBudget) -> None:
     """Check one request.
 
     Args:
         request: The request.
         sampling: That of the requests in flight.
         context: The most tokens that the model takes, prompt and completion together.
-        kv_tokens: The KV tokens that there is memory for.
-        bytes_per_token: The memory of one.
+        budget: The KV tokens that were granted.
 
     Raises:
         ValueError: Its sampling is another, its prompt is empty, or it fits the context or the memory at no time.
@@ -120,11 +106,11 @@ def check_request(
         )
     request.check_prefix()
     smallest = smallest_budget(Pieces(), num_tokens, sampling.room)
-    if smallest > kv_tokens:
+    if smallest > budget.granted_tokens:
         raise ValueError(
             f"Prompt {prompt.prompt_id!r} and {sampling.room} tokens of completion take "
-            f"{_mib(smallest * bytes_per_token)} of keys and values, but kv_memory allows "
-            f"{_mib(kv_tokens * bytes_per_token)}; give at least the former."
+            f"{_mib(smallest * budget.bytes_per_token)} of keys and values, but kv_memory allows "
+            f"{_mib(budget.granted_tokens * budget.bytes_per_token)}; give at least the former."
         )
 
 

@@ -1,0 +1,149 @@
+"""Keys and values of completions that have left their rows, and how requests go on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from lit_grpo.rollout.slots.forward import prefill
+from lit_grpo.rollout.slots.kv.cache import SlotCache
+from lit_grpo.rollout.slots.rows import TokenRows
+from lit_grpo.trajectory import num_common, prefix_tree
+from lit_grpo.types import GroupKey, Key, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_LEAST_COPIED = 16  # tokens of another completion; fewer are computed with the others
+
+
+class _Kept(NamedTuple):
+    """Tokens of a completion without a row, and their keys and values as ``SlotCache.copy_completion`` returns them."""
+
+    group: GroupKey
+    token_ids_T: np.ndarray
+    tensors: list[torch.Tensor]
+    ended: bool  # so that it may never come back
+
+
+class KeptCompletions:
+    """Keys and values of completions that have left their rows and may come back: a cache, and no more.
+
+    Whatever is missing is computed again from the prefixes that requests own.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._kept: dict[Key, _Kept] = {}
+
+    def keep(self, row: int, rows: TokenRows, cache: SlotCache, most_tokens: int, ended: bool = False) -> None:
+        """Copy what a row holds but its last token, if all that is kept stays within ``most_tokens``.
+
+        Those that have ended make room for it, the first of them first.
+        """
+        request, token_ids_T = rows.requests[row], rows.token_ids(row)[:-1].copy()
+        self._forget(request.key)
+        num_tokens = len(token_ids_T)
+        if not 0 < num_tokens <= most_tokens:
+            return
+        for key in [key for key, kept in self._kept.items() if kept.ended]:
+            if self.num_tokens + num_tokens > most_tokens:
+                self._forget(key)
+        if self.num_tokens + num_tokens <= most_tokens:
+            tensors = cache.copy_completion(row, num_tokens)
+            self._kept[request.key] = _Kept(request.group, token_ids_T, tensors, ended)
+            self.num_tokens += num_tokens
+
+    def resume(
+        self, policy: PreTrainedModel, requests: Sequence[Request], rows: TokenRows, cache: SlotCache, most_tokens: int
+    ) -> Iterator[list[Request]]:
+        """Open rows in the cache for requests with prefixes, some at a time, and yield which.
+
+        Of each, what a row or a kept completion of its prompt begins with is copied: all of it, where nothing has been
+        observed since it was kept; the prefix, where it is a fork; all but the tail, where a tool has answered. What is
+        left is computed, with one pass for those of one prompt that have equally much of it. Of requests that begin
+        with the same tokens one is computed first. Nothing more is kept of those that have a row.
+
+        Args:
+            policy: Switched to slot attention.
+            requests: What goes on; their prompts are in the cache.
+            rows: The tokens of those that there are.
+            cache: Takes the rows.
+            most_tokens: The most tokens that go through the model at once.
+        """
+        for wave in _one_of_each_beginning(requests):
+            alike: dict[tuple[GroupKey, int, int], list[tuple[Request, int | list[torch.Tensor]]]] = {}
+            for request in wave:
+                known, source = self._beginning(request, rows)
+                members = alike.setdefault((request.group, request.prefix.num_tokens - 1, known), [])
+                members.append((request, source))
+            for (group, num_tokens, known), members in alike.items():
+                beginnings = []
+                for _, source in members if known else ():
+                    if isinstance(source, int):
+                        beginnings.append(cache.copy_completion(source, known))
+                    else:
+                        beginnings.append([tensor[:, :known] for tensor in source])
+                writer = cache.write_completions(group, len(members), num_tokens, beginnings)
+                if known < num_tokens:
+                    tails = [request.prefix.token_ids_T[known:-1].tolist() for request, _ in members]
+                    prefill(policy, tails, most_tokens, writer)
+                for request, _ in members:
+                    self._forget(request.key)
+                yield [request for request, _ in members]
+
+    def _beginning(self, request: Request, rows: TokenRows) -> tuple[int, int | list[torch.Tensor]]:
+        """Find the longest beginning of a request's prefix, without its last token, that is there; its own first.
+
+        Returns:
+            Its number of tokens, and the row or the tensors that begin with it.
+        """
+        token_ids_T = request.prefix.token_ids_T[:-1].numpy()
+        own = self._kept.get(request.key)
+        if own is not None and num_common(own.token_ids_T, token_ids_T) == len(own.token_ids_T):
+            return len(own.token_ids_T), own.tensors
+        longest, source = _LEAST_COPIED - 1, list[torch.Tensor]()
+        for kept in self._kept.values():
+            if kept.group == request.group and (common := num_common(kept.token_ids_T, token_ids_T)) > longest:
+                longest, source = common, kept.tensors
+        for row, other in enumerate(rows.requests):
+            if other.group == request.group:
+                common = num_common(rows.token_ids(row)[:-1], token_ids_T)
+                if common > longest:
+                    longest, source = common, row
+        return (longest, source) if longest >= _LEAST_COPIED else (0, [])
+
+    def _forget(self, key: Key) -> None:
+        if key in self._kept:
+            self.num_tokens -= len(self._kept.pop(key).token_ids_T)
+
+    def drop(self, groups: set[GroupKey]) -> None:
+        """Keep no more of these groups."""
+        for key in list(self._kept):
+            if key[:2] in groups:
+                self._forget(key)
+
+    def fit(self, num_tokens: int) -> None:
+        """Keep at most so many tokens; what has ended goes before what has not, and of these what came first."""
+        for ended in (True, False):
+            for key, kept in list(self._kept.items()):
+                if kept.ended == ended and self.num_tokens > max(num_tokens, 0):
+                    self._forget(key)
+
+
+def _one_of_each_beginning(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+    """Part requests of which several begin with the same tokens of a prompt: the longest of those, and the others."""
+    groups: dict[GroupKey, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(request.group, []).append(request)
+    later: set[Key] = set()
+    for members in groups.values():
+        tree = prefix_tree([request.prefix.token_ids_T[:-1].numpy() for request in members], _LEAST_COPIED)
+        for branch in tree if len(members) > 1 else []:
+            if branch.parent is None:
+                alike = sorted((members[number] for number in branch.members), key=lambda each: each.prefix.num_tokens)
+                later |= {request.key for request in alike[:-1]}
+    return [each for each in requests if each.key not in later], [each for each in requests if each.key in later]
