@@ -460,6 +460,7 @@ def count_on_a_rank(rank: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_metrics_of_environments_are_those_of_all_ranks(tmp_path: Path) -> None:
     spawn(count_on_a_rank, (str(tmp_path),), nprocs=2)
     (first, both), (second, both_there) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))

@@ -282,6 +282,7 @@ def test_a_mode_in_which_ranks_come_to_layers_at_different_times_is_refused(poli
         scheduler.setup(module.trainer, module, "fit")
 
 
+@pytest.mark.nightly
 def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = ["--data.batch_size", "2", "--data.validation.init_args.num_rows", "8", "--trainer.val_check_interval", "2"]

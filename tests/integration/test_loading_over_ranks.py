@@ -81,7 +81,8 @@ def test_a_rank_that_does_not_read_the_policy_never_holds_it_whole(tmp_path: Pat
     assert max(each["held"] for each in told) < 0.75 * whole, (told, whole)
 
 
-@pytest.mark.parametrize("broken", ["weights", pytest.param("folder", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("broken", ["weights", "folder"])
 def test_what_one_rank_finds_wrong_ends_both_with_one_sentence(
     broken: str, tmp_path: Path, policy_folder: Path
 ) -> None:

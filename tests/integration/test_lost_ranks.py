@@ -110,6 +110,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoint(
     assert steps(folder) == [1, 2, 3, 4, 5]  # one after another, the third of them anew
 
 
+@pytest.mark.nightly
 def test_a_rank_whose_first_rank_is_killed_ends_with_a_sentence() -> None:
     first = f"import os, subprocess, sys\nsubprocess.run([sys.executable, '-c', {WATCHED!r}, str(os.getpid())])"
     run = subprocess.Popen([sys.executable, "-c", first], text=True, stdout=-1, stderr=subprocess.STDOUT)
@@ -118,6 +119,7 @@ def test_a_rank_whose_first_rank_is_killed_ends_with_a_sentence() -> None:
     assert run.stdout.read() == "\nerror: Rank 0 is gone, and the others cannot go on. Update 3 is saved.\n"
 
 
+@pytest.mark.nightly
 def test_lightnings_observer_does_not_end_the_first_rank_before_it_has_said_why() -> None:
     run = subprocess.run([sys.executable, "-c", OBSERVED], capture_output=True, text=True, timeout=60)
     assert run.stderr == "\nerror: Rank 1 is gone, ended by SIGKILL, and the others cannot go on. Update 3 is saved.\n"

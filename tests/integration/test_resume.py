@@ -131,7 +131,7 @@ def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
     assert_same_run(folder, "whole", "killed")
 
 
-@pytest.mark.parametrize("ending", table_rows([signal.SIGKILL, signal.SIGTERM], [signal.SIGTERM]))
+@pytest.mark.parametrize("ending", table_rows([signal.SIGKILL, signal.SIGTERM], []))
 def test_a_run_that_ends_while_a_checkpoint_is_written_beside_it_goes_on_exactly(
     folder: Path, ending: signal.Signals
 ) -> None:

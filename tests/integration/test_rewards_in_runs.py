@@ -60,6 +60,7 @@ def test_predicted_rows_keep_the_columns_of_the_data(folder: Path) -> None:
     assert [row["columns"] for row in rows] == [{"prompt": f"{n}+1=", "answer": str(n + 1), "id": n} for n in range(4)]
 
 
+@pytest.mark.nightly
 def test_a_run_in_which_a_reward_is_hacked_says_so_while_it_goes_on_its_card_and_in_its_report(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

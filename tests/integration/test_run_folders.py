@@ -72,6 +72,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.nightly
 def test_three_runs_begun_at_once_do_not_touch_each_other(folder: Path) -> None:
     runs = [start(folder, *FIT, "--seed_everything", str(seed)) for seed in (1, 2, 3)]
     for run in runs:

@@ -68,6 +68,7 @@ def save(folder: str, rank: str, how: str) -> None:
         print(type(error).__name__, error)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["full", "killed"])
 def test_a_rank_that_cannot_write_leaves_the_checkpoint_before_and_nobody_waits(how: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

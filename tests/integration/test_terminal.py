@@ -172,6 +172,7 @@ def test_a_file_has_a_line_an_update_and_no_control_sequences(
         assert re.fullmatch(pattern.format(number, left), line), line
 
 
+@pytest.mark.nightly
 def test_what_others_print_comes_out_whole_and_a_stopped_run_has_its_card(tmp_path: Path, policy_folder: Path) -> None:
     arguments = set_up(tmp_path, policy_folder, noise=True, max_steps=200, val_check_interval=200)
     seen = run_on_terminal(arguments, 80, 24, tmp_path, "updates 2/200", signal.SIGINT)

@@ -150,6 +150,7 @@ def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, mode: st
     assert generator.version == num_updates
 
 
+@pytest.mark.nightly
 def test_a_run_that_validates_first_makes_one_engine(folder: Path, starts: list[VLLMGenerator]) -> None:
     generator = VLLMGenerator(4, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": BLOCK})
     train(folder, generator)
