@@ -183,7 +183,7 @@ def test_what_does_not_go_with_adapters_alone_is_refused() -> None:
         VLLMGenerator(adapters="alone", sleep_level=2)
     with pytest.raises(
         ValueError,
-        match="transfer changes needs weights that travel with every sync, and adapters alone sends them once",
+        match="transfer changes needs weights that are sent at every sync, but adapters alone sends them once",
     ):
         VLLMServerGenerator(adapters="alone", transfer="changes")
 

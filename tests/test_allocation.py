@@ -283,7 +283,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("dars_equal:budget=3", "dars_equal:budget=3: it has no field 'budget'; it has schedule, most, divided"),
         (
             "knapsack:budget=64,tokens=900",
-            "budget 64 needs completions, and tokens 900 counts tokens; leave one of the two out",
+            "budget 64 needs completions, but tokens 900 counts tokens; remove one of the two settings",
         ),
         ("uniform:tokens=0", "tokens must be at least 1, not 0"),
         ("uniform:tokens=many", "tokens must be"),

@@ -97,7 +97,7 @@ def test_memory_that_runs_out_takes_all_parts_again(policy_folder: Path, monkeyp
 
 
 WHOLE_BATCH = (
-    "needs the whole batch, of all ranks, before its first gradient, and a plug-in with overlap within learns "
+    "needs the whole batch, of all ranks, before its first gradient, but a plug-in with overlap within learns "
     "from groups while others of their batch decode"
 )
 
@@ -121,7 +121,7 @@ WHOLE_BATCH = (
         ),
         (
             {"max_tokens_per_micro_batch": "auto"},
-            "a plug-in with overlap within needs micro-batches of a fixed number of tokens, and "
+            "a plug-in with overlap within needs a fixed number of tokens per micro-batch, but "
             "model.max_tokens_per_micro_batch auto halves the number wherever the memory of a rank runs out",
         ),
     ],

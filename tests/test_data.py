@@ -333,7 +333,7 @@ def test_chat_with_a_tokenizer_that_has_no_template_is_an_error(plain: str) -> N
         ({"template": "one ?"}, "data.template 'one ?' names no column"),
         (
             {"chat_template": False, "system_prompt": "x"},
-            "data.system_prompt needs the tokenizer's chat template, and data.chat_template false leaves it out; set",
+            "data.system_prompt needs the tokenizer's chat template, but data.chat_template false leaves it out; set",
         ),
         ({"chat_template": False, "chat_template_kwargs": {"x": 1}}, "data.chat_template false leaves it out; set"),
         ({"chat_template_kwargs": {"tokenize": False}}, "data.chat_template_kwargs may not set tokenize"),

@@ -388,7 +388,7 @@ def test_a_median_of_two_is_refused_and_a_kl_term_where_rewards_have_no_room_for
         Advantages("mc_grpo").check(2)
     for estimator in ("gdpo", "ngrpo"):
         said = (
-            rf"estimator {estimator} needs rewards without a KL term, and .*kl\.place reward takes .*; set .* to loss"
+            rf"estimator {estimator} needs rewards without a KL term, but .*kl\.place reward takes .*; set .* to loss"
         )
         with pytest.raises(ValueError, match=said):
             check_together([*KLTerm(0.1, place="reward").parts, *Advantages(estimator).parts])

@@ -201,7 +201,7 @@ def test_eptree_forks_within_turns_with_an_environment(kind: type[Counting]) -> 
 def test_an_environment_that_cannot_be_restored_is_refused_where_something_forks(plugin: Any, message: str) -> None:
     session = RolloutSession(make_plugins([plugin, "arpo"]))
     with pytest.raises(
-        ValueError, match=f"arpo needs environments that can be restored in the middle, and .*{message}"
+        ValueError, match=f"arpo needs environments that can be restored in the middle of an episode, but .*{message}"
     ):
         session.check(RunFacts(4, 8, 64, 1, max_observed=64), [])
 

@@ -78,23 +78,23 @@ def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted:
         ("sortedrl:unit=token", "unit must be group or completion, not 'token'"),
         (
             "sortedrl:tokens_per_update=9",
-            "and leftovers discard begins them again; take leftovers keep",
+            "but leftovers discard begins them again; take leftovers keep",
         ),
         ("april:leftovers=mask", "leftovers must be finish, keep or discard, not 'mask'"),
         ("april:overlap=beside", "overlap must be none, within or across, not 'beside'"),
         (
             "april:overlap=within",
-            "overlap within needs every prompt .*, and leftovers keep keeps some",
+            "overlap within needs every prompt .*, but leftovers keep keeps some",
         ),
         (
             f"{OWN}:overlap=across",
-            "overlap across needs unfinished completions to go on, and leftovers finish leaves none unfinished",
+            "overlap across needs unfinished completions to go on, but leftovers finish leaves none unfinished",
         ),
         (
             "sortedrl:overlap=across",
             "overlap across needs unfinished completions .* leftovers discard begins them again",
         ),
-        ("chunked:overlap=across", "tokens_per_update 1024 needs rollouts that end, and overlap across never ends one"),
+        ("chunked:overlap=across", "tokens_per_update 1024 needs rollouts that end, but overlap across never ends one"),
         ("asynchronous:batches_in_work=4", "batches_in_work 4 is more than max_staleness 2 allows.*give at most 3"),
         (
             "asynchronous:max_staleness=0",
@@ -102,7 +102,7 @@ def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted:
         ),
         (
             "april:at_sync=drain",
-            "at_sync drain needs decoding .*, and overlap none stops it; take overlap across",
+            "at_sync drain needs decoding .*, but overlap none stops it; take overlap across",
         ),
         ("april:at_sync=drop", "at_sync must be recompute, keep or drain, not 'drop'"),
     ],

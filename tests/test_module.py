@@ -144,7 +144,7 @@ def naive_step(
         ),
         (
             {"advantages": Advantages("gdpo"), "objective": Objective(kl=KLTerm(0.1, place="reward"))},
-            r"estimator gdpo needs rewards without a KL term, and .*; set .*kl\.place to loss",
+            r"estimator gdpo needs rewards without a KL term, but .*; set .*kl\.place to loss",
         ),
     ],
 )

@@ -243,15 +243,15 @@ def test_the_next_batch_of_the_stream_has_that_size() -> None:
 @pytest.mark.parametrize(
     ("part", "sentence"),
     [
-        (SHARDS, "whole weights on each rank, and trainer.strategy fsdp2 leaves a shard of them there; take ddp"),
+        (SHARDS, "the full weights on each rank, but trainer.strategy fsdp2 shards them; take ddp"),
         (
             LearnerSettings(**SETTINGS, sequence_parallel_size=2).parts()[-1],
-            "whole packed rows of tokens, and prompts, of its own on each rank, and model.sequence_parallel_size 2 "
+            "complete packed rows, and separate prompts, on each rank, but model.sequence_parallel_size 2 "
             "lets ranks share the tokens of each",
         ),
         (
             LearnerSettings(**SETTINGS, max_tokens_per_micro_batch="auto").parts()[-1],
-            "micro-batches of a fixed number of tokens, and .* auto halves the number",
+            "a fixed number of tokens per micro-batch, but .* auto halves the number",
         ),
     ],
 )

@@ -372,9 +372,9 @@ def test_an_objective_that_means_something_else_is_refused(options: dict[str, An
         (
             KLTerm,
             {"target": 0.1},
-            r"kl\.target 0\.1 needs a KL term, and .*beta 0\.0 leaves it out",
+            r"kl\.target 0\.1 needs a KL term, but .*beta 0\.0 leaves it out",
         ),
-        (KLTerm, {"place": "reward"}, r"needs a KL term, and .* set model\.objective\.kl\.beta above 0"),
+        (KLTerm, {"place": "reward"}, r"needs a KL term, but .* set model\.objective\.kl\.beta above 0"),
         (EntropyBonus, {"coefficient": math.inf}, r"entropy\.coefficient must be a finite number"),
         (EntropyBonus, {"target": 0.0}, r"entropy\.target must be above 0"),
         (

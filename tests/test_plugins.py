@@ -118,8 +118,8 @@ def test_parts_that_do_not_go_together_are_named_with_what_each_needs() -> None:
     with pytest.raises(ValueError) as caught:
         check_together([needy, breaking])
     assert str(caught.value) == (
-        "first needs all members of a group to be in one update, and second cuts groups; set cut to false, or leave "
-        "one of the two out."
+        "first needs complete groups in every update, but second cuts groups; set cut to false, or remove one of the "
+        "two settings."
     )
     check_together([needy, Requirement("third", changes={"all_ranks": "lacks some"})])
     check_together([Requirement("alone", needs=frozenset({"whole_groups"}), changes={"whole_groups": "cuts them"})])
@@ -149,13 +149,12 @@ CORRECTED = Correction("token_truncate")
 def test_replay_needs_ratios_to_the_sampler_and_members_that_nobody_else_counts() -> None:
     for proximal in ("recomputed", "interpolated"):
         said = refusal("repo", objective=Objective(proximal=proximal))
-        assert (
-            "repo needs probability ratios to the policy that sampled" in said and f"proximal {proximal} takes" in said
-        )
+        assert "repo needs probability ratios to the behavior policy of each token" in said
+        assert f"proximal {proximal} takes" in said
         assert "set logprobs of it to recomputed, or set model.objective.correction.mode to token_truncate" in said
         assert refusal("repo", objective=Objective(proximal=proximal, correction=CORRECTED)) == ""
         assert refusal("rlep", objective=Objective(proximal=proximal)) == ""
-    assert "estimator dcpo needs every member" in refusal("rlep", advantages=Advantages("dcpo"))
+    assert "estimator dcpo needs every completion" in refusal("rlep", advantages=Advantages("dcpo"))
     kept = Objective(proximal="snapshots", correction=CORRECTED)
     assert "proximal snapshots takes them to policies whose weights it has to keep" in refusal("repo", objective=kept)
     assert refusal("rlep") == refusal(advantages=Advantages("dcpo")) == ""
@@ -286,6 +285,7 @@ def test_what_goes_by_earlier_visits_is_told_that_no_prompt_comes_twice(name: st
         trainer.datamodule = data
         said[steps] = scheduler._unvisited(trainer, module)
     (sentence,) = said[2]
-    assert f"{name} needs prompts that come again, and this run asks for {8 * candidates} of 400 training" in sentence
+    needed = f"{name} needs prompts that are sampled more than once"
+    assert f"{needed}, but this run asks for {8 * candidates} of 400 training" in sentence
     trainer.max_steps = 2
     assert said[200] == RolloutScheduler(plugins=["uniform", "curriculum"])._unvisited(trainer, module) == []

@@ -181,13 +181,13 @@ def test_what_cannot_be_is_refused(policy_folder: Path) -> None:
         ReferenceSettings(mixup_alpha=0.6, sync_steps=0)
     with pytest.raises(
         ValueError,
-        match=r"sync_steps 8 needs a reference that moves, and .* stays where it is; set model\.reference\.mixup_al",
+        match=r"sync_steps 8 needs a reference that moves, but .* stays where it is; set model\.reference\.mixup_al",
     ):
         ReferenceSettings(sync_steps=8)
     offloaded, moving = ReferenceSettings(offload=True), ReferenceSettings(mixup_alpha=0.6)
     for settings, said in ((offloaded, "offload true"), (moving, "mixup_alpha 0.6")):
         with pytest.raises(
-            ValueError, match=f"{said} needs a KL term, and model.objective.kl.beta 0.0 leaves it out; set"
+            ValueError, match=f"{said} needs a KL term, but model.objective.kl.beta 0.0 leaves it out; set"
         ):
             make_module(policy_folder, reference=settings)
         with pytest.raises(

@@ -411,7 +411,7 @@ def test_it_goes_with_modes_whose_groups_are_whole(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sortedrl", "sortedrl_partial", "chunked"])
 def test_groups_that_leave_in_parts_are_refused(mode: str) -> None:
-    with pytest.raises(ValueError, match=rf"rlep needs all members of .*plugins {mode} lets groups leave in parts"):
+    with pytest.raises(ValueError, match=rf"rlep needs complete groups .*plugins {mode} lets groups leave in parts"):
         check("rlep", mode)
 
 

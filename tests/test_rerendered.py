@@ -322,7 +322,7 @@ def test_random_conversations_are_learnt_from_as_they_were_sampled(family: str) 
     [
         (
             Objective("grpo"),
-            "model.objective.normalization sequence needs each completion to be learnt from in one row",
+            "model.objective.normalization sequence needs each completion in one row of the update",
         ),
         (Objective("gspo"), "model.objective.ratio sequence needs each completion"),
         (Objective(off_policy_threshold=0.1), r"model\.objective\.off_policy_threshold 0\.1 needs each completion"),
@@ -340,7 +340,8 @@ def test_what_takes_a_completion_together_is_refused(objective: Objective, messa
 def test_rollouts_in_parts_and_replay_are_refused() -> None:
     rule = Environments(factory=Asks, history="rerendered")
     part = rule.requirement("rollout.plugins environments")
-    for name, message in (("april", "needs every group to be sampled whole"), ("rlep", "needs each completion to be")):
+    refused = {"april": "needs every group to be sampled completely", "rlep": "needs each completion in one row"}
+    for name, message in refused.items():
         other = make_plugins([name])[name]
         with pytest.raises(ValueError, match=message):
             check_together([part, other.requirement(f"rollout.plugins {name}")])

@@ -298,7 +298,7 @@ def test_rounds_need_a_mode_that_waits_for_them(mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["greso", "reference_hint", "rlep"])
 def test_what_goes_by_whole_visits_needs_whole_groups(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} needs all members .* sortedrl lets .*; add unit=group to it"):
+    with pytest.raises(ValueError, match=rf"{name} needs complete groups .* sortedrl lets .*; add unit=group to it"):
         session_of(name, "sortedrl").check(FACTS, [])
     session_of(name, "sortedrl:unit=group").check(FACTS, [])
 
@@ -412,5 +412,5 @@ def test_replacing_needs_our_prompts_and_a_number() -> None:
     with pytest.raises(ValueError, match=r"replace_flat:most=-1: most must be at least 1, not -1"):
         session_of("replace_flat:most=-1")
     own = Requirement("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"})
-    with pytest.raises(ValueError, match=r"replace_flat needs prompts from .*PromptDataModule, and a dataloader of"):
+    with pytest.raises(ValueError, match=r"replace_flat needs prompts from .*PromptDataModule, but a dataloader of"):
         session_of("replace_flat").check(FACTS, [own])

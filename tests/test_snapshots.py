@@ -172,7 +172,7 @@ def test_snapshots_that_may_not_fit_are_refused() -> None:
     [
         (
             {"snapshot_gib": 3.0},
-            r"objective\.snapshot_gib 3\.0 needs snapshots of earlier weights, and .*proximal sampled keeps none; set",
+            r"objective\.snapshot_gib 3\.0 needs snapshots of earlier weights, but .*proximal sampled keeps none; set",
         ),
         ({"proximal": "snapshots", "snapshot_gib": 0.0}, r"snapshot_gib must be above 0, not 0\.0"),
         ({"proximal": "snapshots", "snapshot_gib": math.inf}, r"snapshot_gib must be a finite number above 0, not inf"),

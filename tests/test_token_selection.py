@@ -270,7 +270,7 @@ def test_a_schedule_without_lightning_needs_the_number_of_updates() -> None:
 
 def test_two_choices_of_tokens_are_refused(policy_folder: Path) -> None:
     both: Any = {"objective": Objective(top_entropy_quantile=0.5), "selection": TokenShare(first_tokens=0.5)}
-    said = r"top_entropy_quantile 0\.5 needs all tokens .* TokenShare chooses a share .* first_tokens 0\.5; leave one"
+    said = r"top_entropy_quantile 0\.5 needs all tokens .* TokenShare chooses a share .* first_tokens 0\.5; remove one"
     with pytest.raises(ValueError, match=said):
         make_module(policy_folder, **both)
     with pytest.raises(ValueError, match=said):

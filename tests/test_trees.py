@@ -378,14 +378,14 @@ def test_fields_that_cannot_be_are_refused(spec: str, message: str) -> None:
         (["treepo:segment=64"], "treepo: segment is 64, and sampling.max_tokens is 64, so that no path would divide"),
         (["arpo:width=7"], "arpo: width is 7, and model.num_generations is 8"),
         (["trace:width=7"], "trace: width is 7, and model.num_generations is 8"),
-        (["trace", "aepo"], "trace needs every completion to be sampled by itself.* aepo lets comp"),
+        (["trace", "aepo"], "trace needs every completion to be sampled separately.* aepo lets comp"),
         (
             [{"treepo": {"segment": 8}}, "arpo"],
-            "treepo needs every completion to be sampled by itself.* arpo lets comp",
+            "treepo needs every completion to be sampled separately.* arpo lets comp",
         ),
-        (["eptree", "sortedrl"], "eptree needs all members of a group to be in one update, and .* sortedrl lets"),
-        (["eptree", "april"], "eptree needs every group to be sampled whole in one rollout"),
-        (["aepo", "balanced"], "balanced needs every completion to be sampled by itself"),
+        (["eptree", "sortedrl"], "eptree needs complete groups in every update, but .* sortedrl lets"),
+        (["eptree", "april"], "eptree needs every group to be sampled completely in one rollout"),
+        (["aepo", "balanced"], "balanced needs every completion to be sampled separately"),
     ],
 )
 def test_what_does_not_go_together_is_refused(specs: list[Any], message: str) -> None:

@@ -198,8 +198,8 @@ FACTS = RunFacts(num_prompts=4, num_generations=4, max_tokens=64, updates_per_ba
 @pytest.mark.parametrize("name", ["arpo", "aepo", "trace", "gigpo", "mt_grpo", "return_to_go"])
 def test_a_method_of_turns_is_refused_in_a_run_that_has_none(name: str) -> None:
     """They would enlarge groups alone, count an advantage twice, or do nothing at all."""
-    said = rf"plugins {name} needs .*, and this run has .*; add environments or agent to rollout\.plugins, or leave "
-    with pytest.raises(ValueError, match=rf"{said}rollout\.plugins {name} out\.$"):
+    said = rf"plugins {name} needs .*, but this run has .*; add environments or agent to rollout\.plugins, or remove "
+    with pytest.raises(ValueError, match=rf"{said}rollout\.plugins {name}\.$"):
         RolloutSession(make_plugins([name])).check(FACTS, [ONE_TURN])
     turns = make_plugins([{"environments": {"factory": Catch}}, name])
     RolloutSession(turns).check(FACTS, [])
@@ -209,9 +209,9 @@ def test_rewards_of_turns_that_no_environment_gives_and_a_single_turn_are_refuse
     for told, message in (
         (
             {"tools": [calculate]},
-            "mt_grpo needs what each turn earned .* environments has tools alone, without a method",
+            "mt_grpo needs a reward for each turn, .* environments has tools alone, without a method",
         ),
-        ({"factory": Catch, "max_turns": 1}, "mt_grpo needs completions of several turns, and .* has max_turns 1"),
+        ({"factory": Catch, "max_turns": 1}, "mt_grpo needs completions of several turns, but .* has max_turns 1"),
     ):
         with pytest.raises(ValueError, match=message):
             RolloutSession(make_plugins([{"environments": told}, "mt_grpo"])).check(FACTS, [])

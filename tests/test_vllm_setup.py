@@ -137,7 +137,7 @@ def test_speculation_on_a_cpu_is_refused() -> None:
         (lambda: VLLMServerGenerator(transport="gloo"), "transport must be files or nccl, not 'gloo'"),  # pyright: ignore[reportArgumentType]
         (
             lambda: VLLMServerGenerator(transport="nccl", adapters="merged", weights_folder="/shared"),
-            "weights_folder needs weights that travel in files, and transport nccl sends .*; take transport files",
+            "weights_folder needs weights that are sent in files, but transport nccl sends .*; take transport files",
         ),
     ],
 )

@@ -545,7 +545,7 @@ BAD_INPUT = {
     ),
     "two choices of tokens": (
         ["--rollout.plugins", "[{d3s_tokens: {tokens: 0.5}}]", "--model.objective.top_entropy_quantile", "0.5"],
-        "top_entropy_quantile 0.5 needs all tokens of a step to choose from, and rollout.plugins d3s_tokens chooses",
+        "top_entropy_quantile 0.5 needs all tokens of a step to choose from, but rollout.plugins d3s_tokens chooses",
     ),
     "schedule without an end": (
         ["--rollout.plugins", "[{d3s_tokens: {first_tokens: 0.2}}]", "--trainer.max_steps", "-1"],
@@ -553,7 +553,7 @@ BAD_INPUT = {
     ),
     "turns without an environment": (
         ["--rollout.plugins", "[gigpo]"],
-        "rollout.plugins gigpo needs completions of several turns, and this run has one turn per completion; add env",
+        "rollout.plugins gigpo needs completions of several turns, but this run has one turn per completion; add env",
     ),
     "subset of no size": (["--rollout.plugins", "pods"], "rollout.plugins pods: keep is not set; give the number"),
     "unknown plan": (

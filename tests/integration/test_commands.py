@@ -262,7 +262,8 @@ def run_as_told(
     said = capsys.readouterr()
     assert (code, said.err) == (0, ""), said.out
     assert len(opened) == ("--open" in told)
-    expected = ("DeprecationWarning", "needs prompts that come again")  # not shown; said of a run of one batch
+    # the second is said of a run of one batch
+    expected = ("DeprecationWarning", "needs prompts that are sampled more than once")
     assert [each for each in map(str, recwarn) if not any(text in each for text in expected)] == []
     check(*told, said=said.out)
 

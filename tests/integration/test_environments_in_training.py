@@ -208,7 +208,7 @@ def test_conversations_that_are_rerendered_train_and_samples_say_so(folder: str)
 def test_an_objective_of_whole_completions_is_refused_where_turns_are_rows(folder: str) -> None:
     with pytest.raises(
         ValueError,
-        match=r"model\.objective\.normalization sequence needs each completion to be learnt from in one row, ",
+        match=r"model\.objective\.normalization sequence needs each completion in one row of the update, ",
     ):
         lit_grpo.train(
             folder,

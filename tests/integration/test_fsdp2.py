@@ -249,19 +249,19 @@ def test_what_is_exported_of_shards_is_a_whole_policy(
     [
         (
             {"max_tokens_per_micro_batch": "auto"},
-            r"trainer\.strategy fsdp2 needs .* and model\.max_tokens_per_micro_batch auto .* give a number",
+            r"trainer\.strategy fsdp2 needs .* but model\.max_tokens_per_micro_batch auto .* give a number",
         ),
         (
             {"lora": LoraSettings(base="nf4")},
-            r"model\.lora\.base nf4 needs whole weights on each rank, and trainer\.strategy fsdp2 leaves .* take ddp",
+            r"model\.lora\.base nf4 needs the full weights on each rank, but trainer\.strategy fsdp2 shards them",
         ),
         (
             {"objective": Objective(proximal="snapshots")},
-            r"model\.objective\.proximal snapshots needs whole weights on each rank, and trainer\.strategy fsdp2",
+            r"model\.objective\.proximal snapshots needs the full weights on each rank, but trainer\.strategy fsdp2",
         ),
         (
             {"reference": ReferenceSettings(mixup_alpha=0.5), "objective": Objective(kl=KLTerm(0.1))},
-            r"model\.reference\.mixup_alpha needs whole weights on each rank, and trainer\.strategy fsdp2",
+            r"model\.reference\.mixup_alpha needs the full weights on each rank, but trainer\.strategy fsdp2",
         ),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_mode_in_which_ranks_come_to_layers_at_different_times_is_refused(poli
     module: GRPOModule = make_module(policy_folder, generator=SlotsApart())
     module.trainer = make_trainer(scheduler, WeightSync(), strategy="fsdp2")
     with pytest.raises(
-        ValueError, match=r"needs whole weights .* trainer\.strategy fsdp2 .* take a plug-in with overlap none"
+        ValueError, match=r"needs the full weights .* trainer\.strategy fsdp2 .* take a plug-in with overlap none"
     ):
         scheduler.setup(module.trainer, module, "fit")
 

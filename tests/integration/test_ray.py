@@ -209,11 +209,11 @@ def test_when_a_generator_ends_its_actors_and_servers_do(generator: Any) -> None
         ({"ray": {"cpus": 1}}, r"ray is \{'cpus': 1\}, which no actor of Ray can have: Invalid option keyword cpus"),
         (
             {"ray": {}, "devices": ["0"]},
-            r"devices \['0'\] needs servers that .*, and ray gives each actor a device of its own; set num_gpus",
+            r"devices \['0'\] needs servers on chosen devices, but ray chooses the device of each actor; set num_gpus",
         ),
         (
             {"ray": {}, "urls": ["http://a"]},
-            r"ray needs servers that this run starts itself, and urls \['http://a'\] names some that run",
+            r"ray needs servers that this run starts itself, but urls \['http://a'\] names running servers",
         ),
     ],
 )

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
         ({"sequence_parallel_size": 0}, r"sequence_parallel_size must be at least 1, not 0"),
         (
             {"sequence_parallel_size": 2, "max_tokens_per_micro_batch": "auto"},
-            r"model\.sequence_parallel_size 2 needs .* and model\.max_tokens_per_micro_batch auto .* give a number",
+            r"model\.sequence_parallel_size 2 needs .* but model\.max_tokens_per_micro_batch auto .* give a number",
         ),
     ],
 )

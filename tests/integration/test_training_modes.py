@@ -218,14 +218,14 @@ def test_groups_that_leave_in_parts_do_not_go_with_what_remembers_visits(policy_
     data = PromptDataModule(str(policy_folder), train=str(tmp_path / "prompts.jsonl"), batch_size=2)
     module = make_module(policy_folder, advantages=Advantages("dcpo"), rewards=[by_text()], num_generations=2)
     trainer = make_trainer(RolloutScheduler(plugins=["sortedrl"]), WeightSync(), max_steps=1)
-    with pytest.raises(ValueError, match=r"estimator dcpo needs all members .* sortedrl lets .*; add unit=group"):
+    with pytest.raises(ValueError, match=r"estimator dcpo needs complete groups .* sortedrl lets .*; add unit=group"):
         trainer.fit(module, datamodule=data)
 
 
 def test_a_mode_needs_the_data_module(policy_folder: Path) -> None:
     module = make_module(policy_folder, rewards=[by_text()])
     trainer = make_trainer(RolloutScheduler(plugins=["april"]), WeightSync(), max_steps=1)
-    with pytest.raises(ValueError, match=r"april needs prompts from .*PromptDataModule, and a dataloader of yo"):
+    with pytest.raises(ValueError, match=r"april needs prompts from .*PromptDataModule, but a dataloader of yo"):
         trainer.fit(module, train_dataloaders=[PromptBatch([])])
 
 

@@ -106,26 +106,26 @@ class VLLMServerGenerator(EngineGenerator):
         check_clashes(
             [
                 Clash(
-                    "weights_folder needs weights that travel in files",
+                    "weights_folder needs weights that are sent in files",
                     f"transport {transport} sends them from process to process",
                     found=weights_folder is not None and transport != "files" and adapters == "merged",
                     remedy="take transport files",
                 ),
                 Clash(
-                    "transfer changes needs weights that travel with every sync",
+                    "transfer changes needs weights that are sent at every sync",
                     "adapters alone sends them once",
                     found=transfer == "changes" and adapters == "alone",
                     remedy="take transfer full",
                 ),
                 Clash(
-                    f"devices {devices} needs servers that take what they are given",
-                    "ray gives each actor a device of its own",
+                    f"devices {devices} needs servers on chosen devices",
+                    "ray chooses the device of each actor",
                     found=devices is not None and ray is not None,
                     remedy="set num_gpus in ray",
                 ),
                 Clash(
                     "ray needs servers that this run starts itself",
-                    f"urls {urls} names some that run already",
+                    f"urls {urls} names running servers",
                     found=ray is not None and urls is not None,
                 ),
             ]
