@@ -87,10 +87,13 @@ def check_alike(actual: Logs, expected: Logs, exact: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*CUDA.*Tensor Cores", "ignore:.*The dataloader.*")
 @pytest.mark.parametrize(
     ("precision", "changes"),
-    [("32-true", {}), ("bf16-mixed", {}), ("bf16-mixed", {"lora": LoraSettings(r=4)}),
-     ("bf16-mixed", {"gradient_checkpointing": True})],
-    ids=["32-true", "bf16-mixed", "lora", "checkpointing"],
-)  # fmt: skip
+    [
+        pytest.param("32-true", {}, marks=pytest.mark.nightly, id="32-true"),
+        pytest.param("bf16-mixed", {}, id="bf16-mixed"),
+        pytest.param("bf16-mixed", {"lora": LoraSettings(r=4)}, id="lora"),
+        pytest.param("bf16-mixed", {"gradient_checkpointing": True}, marks=pytest.mark.nightly, id="checkpointing"),
+    ],
+)
 def test_a_run_resumes_and_learns_as_on_the_cpu(tmp_path: Path, precision: Any, changes: dict[str, Any]) -> None:
     whole, module = run(loaded(), tmp_path / "cpu", "cpu", precision, 3, **changes)
     first, second = loaded(), loaded()

@@ -21,6 +21,10 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "eos_token_id": 1, "pad_token_id": 0,
     "bos_token_id": None, "initializer_range": 0.3,
 }  # fmt: skip
+PRECISIONS = [
+    pytest.param(None, marks=pytest.mark.nightly, id="float32"),
+    pytest.param(torch.bfloat16, id="bf16-mixed"),
+]
 
 
 def make(kind: str) -> Any:
@@ -42,7 +46,7 @@ def make(kind: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*is decoded without CUDA graphs")
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "bf16-mixed"])
+@pytest.mark.parametrize("autocast", PRECISIONS)
 @pytest.mark.parametrize("kind", ["graphs", "plain", "window", "lora"])
 def test_completions_are_those_of_the_cpu_for_one_wait_and_one_copy_a_step(
     kind: str, autocast: torch.dtype | None, policy_folder: Path
@@ -87,7 +91,7 @@ def test_hidden_states_are_observed_as_on_the_cpu(policy_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["graphs", "lora"])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "bf16-mixed"])
+@pytest.mark.parametrize("autocast", PRECISIONS)
 def test_new_weights_are_decoded_with(kind: str, autocast: torch.dtype | None, policy_folder: Path) -> None:
     """Recordings and copies in bfloat16 are of the weights as they were."""
 
