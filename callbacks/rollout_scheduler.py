@@ -108,7 +108,6 @@ class RolloutScheduler(pl.Callback):
             if self.session.mode.overlap == "within":
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
             pl_module.set_plugins(*self.session.plugins.values())
-            pl_module.settings.sizer = self.session.sizer
             if isinstance(data, PromptDataModule):
                 data.plug_in(self.session.prompt_rule, self.session.rewriting, on_demand=self.session.mode.carries)
         self.session.prepare(facts)

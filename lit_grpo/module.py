@@ -54,11 +54,12 @@ from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.learner import Learner
-from lit_grpo.update.learner_settings import ROLES, LearnerSettings
+from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import scaled_learning_rate
+from lit_grpo.update.plugin import LearningPlugin
 from lit_grpo.update.prefix.support import prefix_refusal
 
 if TYPE_CHECKING:
@@ -207,11 +208,7 @@ class GRPOModule(EvaluationModule):
     # ---- set-up -----------------------------------------------------------------------------------
 
     def set_plugins(self, *plugins: Plugin) -> None:
-        """Learn as plug-ins of :data:`lit_grpo.update.learner_settings.ROLES` say; others are passed over.
-
-        A selection chooses rollouts and tokens, a shaping gives each rollout its advantage, a credit each turn or token
-        its own, a chunking cuts completions for the policy, an auxiliary adds a term to the loss. A role that no
-        plug-in has is as without any.
+        """Learn as those of :class:`lit_grpo.update.plugin.LearningPlugin` decide; others are passed over.
 
         :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run; call it yourself only where rollouts come
         from elsewhere.
@@ -219,11 +216,18 @@ class GRPOModule(EvaluationModule):
         Raises:
             ValueError: One does not fit the run's numbers, or does not go with the objective.
         """
-        learners = [plugin for plugin in plugins if isinstance(plugin, tuple(ROLES.values()))]
-        facts = RunFacts(None, self.num_generations, self.sampling.max_tokens, self.settings.updates_per_batch)
-        for plugin in learners:
+        facts = RunFacts(
+            None,
+            self.num_generations,
+            self.sampling.max_tokens,
+            self.settings.updates_per_batch,
+            generator=type(self.generator).__name__,
+            abilities=self.generator.abilities,
+        )
+        learning = [plugin for plugin in plugins if isinstance(plugin, LearningPlugin)]
+        for plugin in learning:
             plugin.check(facts)
-        self.settings.set_plugins(*learners)
+        self.settings.set_plugins(*learning)
 
     def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
         """Score with further functions too, which plug-ins bring; those that have joined already stay as they are.
@@ -251,7 +255,9 @@ class GRPOModule(EvaluationModule):
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
-            self._check_selection()
+            self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
+            if self.trainer.max_epochs == -1:  # else it is known once training starts
+                self.settings.progress(self.policy_version)
             prompts = getattr(data, "prompts", None)
             self._check_monitors(validates=prompts is None or "validation" in prompts)
             check_ranks(self.trainer, self.policy_name, self.lora, self.reference, self.settings)
@@ -264,18 +270,6 @@ class GRPOModule(EvaluationModule):
         may_log = owns or any(function.may_log for function in self.rewards)
         if (warning := check_monitors(self.trainer, validates, self.held_out_metrics, may_log)) is not None:
             self.ranks.warn(warning)
-
-    def _check_selection(self) -> None:
-        """Check that a selection that moves over the run knows its end, and tell what entropies cost."""
-        self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
-        if self.trainer.max_epochs == -1:  # else it is known once training starts
-            self.settings.progress(self.policy_version)
-        selection, abilities = self.settings.selection, self.generator.abilities
-        if selection.by_entropies and "entropies" not in abilities:
-            self.ranks.warn(
-                f"rollout.plugins: {type(selection).__name__} goes by entropies, and {type(self.generator).__name__} "
-                "tells none: they are measured, for which every completion goes through the policy once more."
-            )
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback."""
@@ -347,8 +341,9 @@ class GRPOModule(EvaluationModule):
         self._longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
         max_tokens = self.settings.max_tokens_per_micro_batch
         if "train" in prompts and max_tokens != "auto":
-            shares_prefix, chunking = self.settings.shares_prefix, self.settings.chunking
-            check_micro_batch(prompts["train"], self.sampling, max_tokens, shares_prefix, chunking.most)
+            chunking = self.settings.plugin("chunks")
+            largest = None if chunking is None else chunking.largest_chunk
+            check_micro_batch(prompts["train"], self.sampling, max_tokens, self.settings.shares_prefix, largest)
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
@@ -359,8 +354,8 @@ class GRPOModule(EvaluationModule):
         scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
         total = total_updates(self.trainer, self.settings.updates_per_batch)
         check_stepping(optimizer, scheduler, total)
-        for name in ROLES:
-            cast("Plugin", getattr(self.settings, name)).check_policy(self.policy, optimizer)
+        for plugin in self.settings.plugins:
+            plugin.check_policy(self.policy, optimizer)
         self._told = told_of_run(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
         if self._told_before:
             check_optimizer(self._told_before, self._told)
@@ -451,7 +446,7 @@ class GRPOModule(EvaluationModule):
             self._learn(batch)
 
     def _learn(self, batch: PromptBatch) -> None:
-        update = None if batch.arriving is None else self.learner.learn_as_they_come(batch.arriving)
+        update = None if batch.arriving is None else self.learner.learn(batch.arriving)
         if not batch.groups:
             raise RuntimeError(
                 "The batch has no rollouts; give the Trainer callbacks=default_callbacks(), of lit_grpo.training."
@@ -477,7 +472,7 @@ class GRPOModule(EvaluationModule):
             self.log_dict(staleness_shares(batch.groups, version, self.ranks))
         else:
             check_minibatches(self.settings.num_minibatches, len(batch.groups))
-        update = self.learner.learn(batch.groups) if update is None else update
+        update = self.learner.learn(batch.groups, rewards) if update is None else update
         with self.observers.may_fail("The finding of batches without signal"):
             sentence = self._lessons.sentence(frac_uniform, update["advantages/max_abs"], version)
             if sentence is not None and collapsed is None:

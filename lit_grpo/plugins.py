@@ -191,22 +191,19 @@ class Plugin(Listener):
             def metrics(self, all_gather):
                 return {"mine/longest": float(max(all_gather(self.longest)))}
 
-    A plug-in that decides something derives from the class whose :attr:`role` that is, and at most one plug-in of a run
-    has each role:
+    A plug-in that decides something derives from the class that does so, and at most one plug-in of a run has each of
+    these :attr:`roles`:
 
-    ==================================================  ==========================================================
-    :class:`lit_grpo.budgets.prompts.PromptRule`        which prompts are asked when they are due
-    :class:`lit_grpo.budgets.rewriting.Rewriting`       what a prompt is asked with
-    :class:`lit_grpo.budgets.allocation.Allocation`     how many completions each prompt gets, in how many rounds
-    :class:`lit_grpo.budgets.allocation.Replacement`    how many prompts are asked in place of groups without signal
-    :class:`lit_grpo.budgets.batch_size.BatchSize`      how many prompts a batch has
-    :class:`lit_grpo.update.selection.Selection`        which rollouts are learnt from, and which of their tokens
-    :class:`lit_grpo.update.advantages.shaping.Shaping` what each rollout is learnt from with
-    :class:`lit_grpo.update.credit.Credit`              what each turn or token is learnt from with
-    :class:`lit_grpo.update.chunking.Chunking`          which completions go through the policy in chunks
-    :class:`lit_grpo.update.auxiliary.Auxiliary`        what is added to the objective's loss
-    :class:`lit_grpo.rollout.rules.RolloutMode`         when groups leave the buffer, and what becomes of the others
-    ==================================================  ==========================================================
+    ===============================================  =============================================================
+    :class:`lit_grpo.budgets.prompts.PromptRule`     which prompts are asked when they are due
+    :class:`lit_grpo.budgets.rewriting.Rewriting`    what a prompt is asked with
+    :class:`lit_grpo.budgets.allocation.Allocation`  how many completions each prompt gets, in how many rounds
+    :class:`lit_grpo.budgets.allocation.Replacement` how many prompts are asked in place of groups without signal
+    :class:`lit_grpo.rollout.rules.RolloutMode`      when groups leave the buffer, and what becomes of the others
+    :class:`lit_grpo.update.plugin.LearningPlugin`   which rollouts and tokens are learnt from, with which advantages,
+                                                     in which chunks, with which further term of the loss, and how many
+                                                     prompts a batch has: a role for each of these that it overrides
+    ===============================================  =============================================================
 
     Attributes:
         role: What it decides, such as ``how many completions each prompt gets``; empty where it shares that with any.
@@ -231,6 +228,11 @@ class Plugin(Listener):
 
     # ---- before a run ---------------------------------------------------------------------------------
 
+    @property
+    def roles(self) -> Sequence[str]:
+        """What it decides, which no other plug-in of the run may decide."""
+        return [self.role] if self.role else []
+
     def requirement(self, name: str) -> Requirement:
         """Return what it needs of a run and takes away from others; overridden where that depends on a field's value.
 
@@ -249,7 +251,7 @@ class Plugin(Listener):
     def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Check the policy that a run trains, and what takes its steps, before the first rollout.
 
-        Plug-ins are asked that a learner goes by (:data:`lit_grpo.update.learner_settings.ROLES`).
+        Called for plug-ins of :class:`lit_grpo.update.plugin.LearningPlugin`.
 
         Raises:
             ValueError: It cannot act on them.
@@ -294,6 +296,16 @@ class Plugin(Listener):
         """
         return {}
 
+    def batch_size(self, num_prompts: int) -> int:
+        """Return how many prompts the next batch has on each rank.
+
+        Called when a run begins or is resumed, and after each update.
+
+        Args:
+            num_prompts: Of the batch before; at first ``data.batch_size``.
+        """
+        return num_prompts
+
     # ---- checkpoints, and the end ---------------------------------------------------------------------
 
     def findings(self) -> Sequence[Finding]:
@@ -321,9 +333,9 @@ def fresh(plugin: Copied) -> Copied:
     return begun
 
 
-def overriding(listeners: Iterable[Kind], *hooks: str) -> list[Kind]:
-    """Return those that override any of these hooks; the others need not be called."""
-    return [each for each in listeners if any(getattr(type(each), hook) is not getattr(Plugin, hook) for hook in hooks)]
+def overriding(listeners: Iterable[Kind], *hooks: str, base: type[Listener] = Plugin) -> list[Kind]:
+    """Return those that override any of these hooks of a base class; the others need not be called."""
+    return [each for each in listeners if any(getattr(type(each), hook) is not getattr(base, hook) for hook in hooks)]
 
 
 class RunFacts:

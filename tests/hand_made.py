@@ -26,6 +26,7 @@ from lit_grpo.types import (
     Completion,
     FinishReason,
     Key,
+    PassRule,
     Prompt,
     PromptBatch,
     Request,
@@ -33,9 +34,9 @@ from lit_grpo.types import (
     RolloutGroup,
     SamplingParams,
 )
-from lit_grpo.update.advantages.shaping import Shaping
+from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow, RowPart, lay_out, lay_out_padded
-from lit_grpo.update.selection import Selection
+from lit_grpo.update.plugin import LearningBatch, LearningPlugin
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
@@ -217,12 +218,10 @@ def sgd(lr: float) -> Any:
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
-def make_module(
-    policy: str | Path, selection: Selection | None = None, shaping: Shaping | None = None, **options: Any
-) -> GRPOModule:
+def make_module(policy: str | Path, plugins: Sequence[LearningPlugin] = (), **options: Any) -> GRPOModule:
     """A module that neither clips the gradient nor, unless told otherwise, changes a weight.
 
-    It learns from what ``selection`` chooses, with what ``shaping`` gives, without a scheduler that says so.
+    It learns as ``plugins`` decide, without a scheduler that says so.
     """
     defaults: dict[str, Any] = {
         "rewards": [RewardSpec("lit_grpo.rewards.exact_match")],
@@ -232,8 +231,20 @@ def make_module(
         "optimizer": sgd(0.0),
     }
     module = GRPOModule(policy=str(policy), **(defaults | options))
-    module.set_plugins(*(plugin for plugin in (selection, shaping) if plugin is not None))
+    module.set_plugins(*plugins)
     return module
+
+
+def learning_batch(
+    groups: Sequence[RolloutGroup],
+    measure: Any = lambda rollouts, what: {},
+    functions: Sequence[str] = (),
+    progress: float = 0.0,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> LearningBatch:
+    """What a learner gives a plug-in, on one rank."""
+    rewards, optimizer = GroupRewards.of(groups, functions), optimizer or torch.optim.SGD([torch.zeros(1)])
+    return LearningBatch(groups, 0, PassRule(), lambda own: [own], rewards, progress, measure, optimizer)
 
 
 def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from hand_made import learning_batch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.capo import Capo, HeadStep, curvature_models
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.selection import Selection
+from lit_grpo.update.plugin import LearningPlugin
 
 
 def trained_head(num_steps: int, rows: int = 12) -> tuple[torch.nn.Parameter, torch.optim.Adam]:
@@ -112,8 +112,8 @@ def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
     groups = ragged_groups()
     plain, steps_of_plain = make_learner()
     plain.learn(groups)
-    learnt = [(r, r.advantage) for g in groups for r in g.rollouts if r.kept and r.completion.num_trained]
-    learner, steps = make_learner(selection=Capo(fisher=math.inf, hessian=math.inf))
+    learnt = [r for g in groups for r in g.rollouts if r.kept and r.completion.num_trained]
+    learner, steps = make_learner(plugins=[Capo(fisher=math.inf, hessian=math.inf)])
     steps.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.0)
     learner.learn(groups)
     assert torch.equal(steps.gradients[0], steps_of_plain.gradients[0])
@@ -124,16 +124,16 @@ def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
         return seen
 
     optimizer = torch.optim.SGD(plain.policy.parameters(), lr=0.5)
-    Capo().token_mask(learnt, measured, cast("Any", SimpleNamespace(optimizer=optimizer)))
-    moved = {r.completion.request.key: seen[r.completion.request.key][:, 1] for r, _ in learnt}
+    Capo().token_mask(learning_batch(groups, measured, optimizer=optimizer), learnt)
+    moved = {r.completion.request.key: seen[r.completion.request.key][:, 1] for r in learnt}
     bound = float(torch.cat(list(moved.values())).median()) * (1 + 1e-9)
-    masked, steps_of_masked = make_learner(selection=Capo(fisher=bound, hessian=1e9))
+    masked, steps_of_masked = make_learner(plugins=[Capo(fisher=bound, hessian=1e9)])
     steps_of_masked.optimizer = torch.optim.SGD(masked.policy.parameters(), lr=0.5)
     steps_of_masked.before_step = lambda: steps_of_masked.optimizer.param_groups[0].update(lr=0.0)
     logs = masked.learn(groups)
     number = sum(len(one) for one in moved.values())
     assert logs["update/kept_share"] == pytest.approx((number // 2 + number % 2) / number, abs=1.5 / number)
-    by_hand, steps_by_hand = make_learner(selection=ByHand({key: one < bound for key, one in moved.items()}))
+    by_hand, steps_by_hand = make_learner(plugins=[ByHand({key: one < bound for key, one in moved.items()})])
     by_hand.learn(groups)
     torch.testing.assert_close(steps_of_masked.gradients[0], steps_by_hand.gradients[0])
     assert not torch.allclose(steps_of_masked.gradients[0], steps_of_plain.gradients[0])
@@ -146,13 +146,13 @@ class ByHand(Capo):
         super().__init__()
         object.__setattr__(self, "given", given)
 
-    def token_mask(self, learnt: Any, measure: Any, optimization: Any) -> Any:
+    def token_mask(self, batch: Any, rollouts: Any) -> Any:
         return self.given  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_two_choices_of_tokens_and_bounds_of_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"top_entropy_quantile 0\.5 needs all tokens .* Capo leaves tokens out by a"):
-        make_learner(objective=Objective(top_entropy_quantile=0.5), selection=Capo())
+        make_learner(objective=Objective(top_entropy_quantile=0.5), plugins=[Capo()])
     with pytest.raises(ValueError, match="fisher must be above 0"):
         Capo(fisher=0.0)
     assert make_plugins(["capo:fisher=0.001"])["capo"] == Capo(0.001)
@@ -162,7 +162,7 @@ def test_at_the_papers_learning_rate_the_gradient_is_nearly_that_of_plain_grpo()
     """A simulated step that divides by the moments of the batch's mean gradient leaves a hundredth from update 2 on."""
     norms: dict[bool, list[float]] = {}
     for cut in (False, True):
-        learner, steps = make_learner(selection=Capo() if cut else Selection())
+        learner, steps = make_learner(plugins=[Capo() if cut else LearningPlugin()])
         steps.optimizer = cast("Any", torch.optim.AdamW(learner.policy.parameters(), lr=1.5e-5, betas=(0.9, 0.99)))
         shares = [learner.learn(ragged_groups()).get("update/kept_share", 1.0) for _ in range(4)]
         norms[cut] = [float(gradient.norm()) for gradient in steps.gradients]

@@ -19,9 +19,9 @@ from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.seco import SeCO, SpaCO
 from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
-from lit_grpo.update.chunking import Chunk, Chunking
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import Chunk, LearningPlugin
 
 
 def long_groups() -> list[RolloutGroup]:
@@ -54,15 +54,15 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_the_gradient_is_that_of_the_whole_however_small_chunks_are(name: str, chunk: int) -> None:
     objective = Objective(name)
     whole = gradient(objective=objective)
-    assert error(gradient(objective=objective, chunking=SeCO(chunk), max_tokens_per_micro_batch=40), whole) < 1e-6
+    assert error(gradient(objective=objective, plugins=[SeCO(chunk)], max_tokens_per_micro_batch=40), whole) < 1e-6
     single = {"objective": objective, "double": False}
-    assert error(gradient(chunking=SeCO(chunk), **single), gradient(**single)) < 2e-6
+    assert error(gradient(plugins=[SeCO(chunk)], **single), gradient(**single)) < 2e-6
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_and_with_every_kind_of_attention(name: str) -> None:
     whole = gradient(policy=family(name))
-    assert error(gradient(policy=family(name), chunking=SeCO(4)), whole) < 2e-6
+    assert error(gradient(policy=family(name), plugins=[SeCO(4)]), whole) < 2e-6
 
 
 @pytest.mark.parametrize("checkpointing", [True, "selective"])
@@ -71,7 +71,7 @@ def test_and_with_gradient_checkpointing(checkpointing: Any) -> None:
 
     policy: Any = random_policy()
     checkpoint_layers(policy, checkpointing)
-    chunked = gradient(policy=policy, chunking=SeCO(4), gradient_checkpointing=checkpointing)
+    chunked = gradient(policy=policy, plugins=[SeCO(4)], gradient_checkpointing=checkpointing)
     assert error(chunked, gradient()) < 1e-6
 
 
@@ -79,26 +79,25 @@ def test_and_with_observed_tokens_selections_and_old_log_probs() -> None:
     changes: dict[str, Any] = {
         "objective": Objective(correction=Correction("token_truncate")),
         "num_iterations": 2,
-        "selection": MaxVariance(2),
     }
-    whole = gradient(ragged_groups(), **changes)
-    assert error(gradient(ragged_groups(), chunking=SeCO(3), **changes), whole) < 1e-6
+    whole = gradient(ragged_groups(), plugins=[MaxVariance(2)], **changes)
+    assert error(gradient(ragged_groups(), plugins=[MaxVariance(2), SeCO(3)], **changes), whole) < 1e-6
 
 
 def test_and_with_a_random_part_of_the_tokens() -> None:
-    whole = gradient(selection=Uniform(0.5))
-    assert error(gradient(selection=Uniform(0.5), chunking=SeCO(4)), whole) < 1e-6
+    whole = gradient(plugins=[Uniform(0.5)])
+    assert error(gradient(plugins=[Uniform(0.5), SeCO(4)]), whole) < 1e-6
 
 
 def test_a_completion_may_be_longer_than_a_micro_batch() -> None:
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 9"):
         gradient(max_tokens_per_micro_batch=9)
-    assert error(gradient(max_tokens_per_micro_batch=9, chunking=SeCO(8)), gradient()) < 1e-6
+    assert error(gradient(max_tokens_per_micro_batch=9, plugins=[SeCO(8)]), gradient()) < 1e-6
 
 
 def test_a_chunk_that_is_large_enough_is_plain_grpo_bit_for_bit() -> None:
-    assert torch.equal(gradient(chunking=SeCO(23)), gradient())
-    assert torch.equal(gradient(chunking=SpaCO(5, share=1.0)), gradient(chunking=SeCO(5)))
+    assert torch.equal(gradient(plugins=[SeCO(23)]), gradient())
+    assert torch.equal(gradient(plugins=[SpaCO(5, share=1.0)]), gradient(plugins=[SeCO(5)]))
 
 
 def one_long_and_one_short() -> list[RolloutGroup]:
@@ -124,7 +123,7 @@ def mean_over_draws(share: float, factor: float) -> torch.Tensor:
         for drawn in itertools.combinations(range(4), number):
             chance = share**number * (1 - share) ** (4 - number)
             rule = Drawn(4, drawn=drawn, factor=factor)
-            total = total + chance * gradient(groups, chunking=rule)
+            total = total + chance * gradient(groups, plugins=[rule])
     return total - gradient(groups)
 
 
@@ -137,7 +136,7 @@ def test_the_mean_over_all_draws_of_chunks_is_the_gradient_of_the_whole() -> Non
 
 def test_rows_and_what_is_kept_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """No row is longer than a chunk or its prompt, and keys and values are given up on the way."""
-    learner, _ = make_learner(chunking=SeCO(4))
+    learner, _ = make_learner(plugins=[SeCO(4)])
     seen: list[Any] = []
     loss = learner.passes._loss
 
@@ -168,13 +167,13 @@ def test_chunks_cover_a_completion_and_are_the_same_again() -> None:
 
 def test_what_does_not_go_with_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ratio sequence needs all tokens of a completion .*SeCO sends those of more"):
-        make_learner(objective=Objective("gspo"), chunking=SeCO(4))
+        make_learner(objective=Objective("gspo"), plugins=[SeCO(4)])
     with pytest.raises(ValueError, match="SeCO needs packed rows, which this policy cannot have"):
-        make_learner(chunking=SeCO(4), shares_prefix=False)
+        make_learner(plugins=[SeCO(4)], shares_prefix=False)
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 6"):
-        gradient(chunking=SeCO(8), max_tokens_per_micro_batch=6)
+        gradient(plugins=[SeCO(8)], max_tokens_per_micro_batch=6)
     assert make_plugins(["spaco:chunk=8,share=0.5"])["spaco"] == SpaCO(8, 0.5)
-    assert Chunking().chunks(long_groups()[0].rollouts[0].completion, 0) == ()
+    assert LearningPlugin().chunks(long_groups()[0].rollouts[0].completion, 0) == ()
 
 
 def test_chunks_that_no_completion_fills_twice_are_refused_where_some_are_to_be_left_out() -> None:

@@ -17,7 +17,7 @@ from lit_grpo.methods.copo import Blended
 from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.types import Completion, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.functions import group_advantages
-from lit_grpo.update.advantages.shaping import Shaping
+from lit_grpo.update.plugin import LearningPlugin
 
 INF = math.inf
 
@@ -32,7 +32,7 @@ def group(name: str, texts: Sequence[str], rewards: Sequence[float]) -> RolloutG
     return RolloutGroup(prompt, members)
 
 
-def shape(rule: Shaping, groups: Sequence[RolloutGroup], others: Sequence[float] = ()) -> list[list[float]]:
+def shape(rule: LearningPlugin, groups: Sequence[RolloutGroup], others: Sequence[float] = ()) -> list[list[float]]:
     """What a rule makes of groups with advantages as plain GRPO's; another rank's groups have these mean rewards."""
     advantages = [
         group_advantages(
@@ -71,8 +71,8 @@ def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_w
     mixed = group("c", list("abcdefgh"), [1.0, 0.0] * 4)  # of 3 bits, above rho
     first, second, third = shape(Blended(), [right, wrong, mixed])
     assert first == pytest.approx([0.5 / (0.5 + 1e-4)] * 8) and second == pytest.approx([-value for value in first])
-    assert third == pytest.approx(shape(Shaping(), [mixed])[0], rel=1e-4)
-    assert shape(Shaping(), [right, wrong]) == [[0.0] * 8] * 2  # plain GRPO learns nothing from them
+    assert third == pytest.approx(shape(LearningPlugin(), [mixed])[0], rel=1e-4)
+    assert shape(LearningPlugin(), [right, wrong]) == [[0.0] * 8] * 2  # plain GRPO learns nothing from them
 
 
 def test_answers_are_what_a_pattern_finds() -> None:
@@ -106,8 +106,8 @@ def test_groups_of_all_ranks_are_compared() -> None:
 def test_without_a_global_part_it_is_the_estimators_rule() -> None:
     """Bit for bit."""
     gradients = []
-    for rule in (Blended(rho=-INF), Shaping()):
-        learner, steps = make_learner(shaping=rule)
+    for rule in (Blended(rho=-INF), LearningPlugin()):
+        learner, steps = make_learner(plugins=[rule])
         learner.learn(ragged_groups())
         gradients.append(steps.gradients[0])
     assert torch.equal(*gradients) and gradients[0].norm() > 0
@@ -118,7 +118,7 @@ def test_flat_groups_are_learnt_from() -> None:
     for number, members in enumerate(groups):
         for rollout in members.rollouts:
             rollout.reward = float(number == 0)
-    learner, steps = make_learner(shaping=Blended())
+    learner, steps = make_learner(plugins=[Blended()])
     logs = learner.learn(groups)
     assert steps.gradients[0].norm() > 0 and logs["advantages/max_abs"] == pytest.approx(0.5 / math.sqrt(0.5), rel=1e-3)
 

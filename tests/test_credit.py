@@ -12,14 +12,16 @@ import pytest
 import torch
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 
+from lit_grpo.plugins import GroupBatch
 from lit_grpo.rollout.buffer import _rollout, _rollout_state
-from lit_grpo.types import OBSERVED, Rollout, RolloutGroup
-from lit_grpo.update.credit import Credit, give_credit
+from lit_grpo.types import OBSERVED, PassRule, Rollout, RolloutGroup
+from lit_grpo.update.assigning import give_credit
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class Alternating(Credit):
+class Alternating(LearningPlugin):
     """The first turn has twice its rollout's advantage, the second ``other``, and so on."""
 
     other: float = -0.5
@@ -54,7 +56,7 @@ def test_each_turn_is_learnt_from_with_its_own(name: str, shares_prefix: bool) -
     for max_tokens in (20, 10_000):
         learner, steps = make_learner(
             objective=Objective(name, epsilon=LOW, epsilon_high=HIGH),
-            credit=credit,
+            plugins=[credit],
             max_tokens_per_micro_batch=max_tokens,
             shares_prefix=shares_prefix,
         )
@@ -63,20 +65,20 @@ def test_each_turn_is_learnt_from_with_its_own(name: str, shares_prefix: bool) -
 
 
 def test_equal_turns_change_nothing() -> None:
-    class Equal(Credit):
+    class Equal(LearningPlugin):
         def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
             pairs = zip(group.rollouts, advantages, strict=True)
             return [[advantage] * len(rollout.completion.turns) for rollout, advantage in pairs]
 
     gradients = []
-    for credit in (Credit(), Equal()):
-        learner, steps = make_learner(credit=credit)
+    for credit in (LearningPlugin(), Equal()):
+        learner, steps = make_learner(plugins=[credit])
         learner.learn(several_turns())
         gradients.append(steps.gradients[0])
     assert torch.equal(*gradients)
 
 
-class Falling(Credit):
+class Falling(LearningPlugin):
     """Each token has ``1 / (1 + its place)`` of its rollout's advantage."""
 
     def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
@@ -100,7 +102,7 @@ def test_each_token_is_learnt_from_with_its_own(shares_prefix: bool) -> None:
     expected = reference_gradient(groups, "dapo", Falling().of_token)
     learner, steps = make_learner(
         objective=Objective("dapo", epsilon=LOW, epsilon_high=HIGH),
-        credit=Falling(),
+        plugins=[Falling()],
         max_tokens_per_micro_batch=20,
         shares_prefix=shares_prefix,
     )
@@ -109,14 +111,14 @@ def test_each_token_is_learnt_from_with_its_own(shares_prefix: bool) -> None:
 
 
 def test_equal_tokens_change_nothing() -> None:
-    class Equal(Credit):
+    class Equal(LearningPlugin):
         def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
             pairs = zip(group.rollouts, advantages, strict=True)
             return [[advantage] * rollout.completion.num_trained for rollout, advantage in pairs]
 
     gradients = []
-    for credit in (Credit(), Equal()):
-        learner, steps = make_learner(credit=credit)
+    for credit in (LearningPlugin(), Equal()):
+        learner, steps = make_learner(plugins=[credit])
         learner.learn(several_turns())
         gradients.append(steps.gradients[0])
     assert torch.equal(*gradients) and gradients[0].norm() > 0
@@ -135,8 +137,8 @@ def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
     values = [each.advantage / (1 + place) for each in plain for place in _places(each)]
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
     seen: list[Any] = []
-    give_credit(Whitened(), there, lambda own: seen.append(own) or [own])
-    give_credit(Whitened(), here, lambda own: [own, *seen])
+    give_credit(Whitened(), GroupBatch(there, 0, PassRule(), lambda own: seen.append(own) or [own]))
+    give_credit(Whitened(), GroupBatch(here, 0, PassRule(), lambda own: [own, *seen]))
     for rollout in (each for group in here for each in group.rollouts):
         if math.isnan(rollout.advantage):
             assert rollout.token_advantages is None
@@ -162,12 +164,12 @@ def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
     ],
 )
 def test_credit_of_tokens_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
-    class Wrong(Credit):
+    class Wrong(LearningPlugin):
         def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
             return credited(group)
 
     with pytest.raises(ValueError, match=message):
-        make_learner(credit=Wrong())[0].learn(several_turns())
+        make_learner(plugins=[Wrong()])[0].learn(several_turns())
 
 
 def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
@@ -176,7 +178,7 @@ def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
     for group in groups:
         for rollout in group.rollouts:
             rollout.reward = 0.5
-    learner, steps = make_learner(credit=credit)
+    learner, steps = make_learner(plugins=[credit])
     learner.learn(groups)
     flat, without = make_learner()
     flat.learn(groups)
@@ -185,7 +187,7 @@ def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
 
 def test_a_later_batch_forgets_what_turns_were_given() -> None:
     groups = several_turns()
-    make_learner(credit=Alternating())[0].learn(groups)
+    make_learner(plugins=[Alternating()])[0].learn(groups)
     assert any(rollout.token_advantages is not None for group in groups for rollout in group.rollouts)
     make_learner()[0].learn(groups)
     assert not any(rollout.token_advantages is not None for group in groups for rollout in group.rollouts)
@@ -206,12 +208,12 @@ def test_a_later_batch_forgets_what_turns_were_given() -> None:
     ],
 )
 def test_credit_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
-    class Wrong(Credit):
+    class Wrong(LearningPlugin):
         def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
             return credited(group)
 
     with pytest.raises(ValueError, match=message):
-        make_learner(credit=Wrong())[0].learn(several_turns())
+        make_learner(plugins=[Wrong()])[0].learn(several_turns())
 
 
 def test_what_turns_have_earned_is_kept_in_checkpoints() -> None:

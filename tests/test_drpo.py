@@ -19,8 +19,8 @@ from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup
 from lit_grpo.update.advantages import Advantages
 from lit_grpo.update.advantages.functions import group_advantages
-from lit_grpo.update.advantages.shaping import Shaping
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import LearningPlugin
 
 RULE = PassRule("exact")
 NAN, INF = math.nan, math.inf
@@ -40,7 +40,7 @@ def group(*members: Rollout) -> RolloutGroup:
     return RolloutGroup(members[0].prompt, list(members))
 
 
-def shape(rule: Shaping, members: RolloutGroup, advantages: Sequence[float] | None = None) -> list[float]:
+def shape(rule: LearningPlugin, members: RolloutGroup, advantages: Sequence[float] | None = None) -> list[float]:
     """What a rule makes of one group; of advantages 0 where none are given."""
     given = [0.0] * len(members.rollouts) if advantages is None else advantages
     return list(rule.shape(GroupBatch([members], 0, RULE, lambda value: [value]), [given])[0])
@@ -87,7 +87,7 @@ def test_the_first_step_has_the_gradient_of_the_papers_objective(length_temperat
         [gradient.flatten() for gradient in torch.autograd.grad(loss, list(OBJECTIVE_POLICY.parameters()))]
     )
     rule = DecoupledLength(length_temperature, temperature)
-    learner, steps = make_learner(objective=Objective("grpo"), shaping=rule)
+    learner, steps = make_learner(objective=Objective("grpo"), plugins=[rule])
     learner.learn(groups)
     assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-5
 
@@ -140,9 +140,9 @@ def test_with_infinite_temperatures_neither_length_nor_likelihood_counts() -> No
 def test_without_length_it_is_the_estimators_rule(scale: Any) -> None:
     """Bit for bit, for rewards of 0 and 1."""
     gradients = []
-    for rule in (DecoupledLength(length_temperature=INF, totals="estimator"), Shaping()):
+    for rule in (DecoupledLength(length_temperature=INF, totals="estimator"), LearningPlugin()):
         groups = [random_group(seed) for seed in range(4)]
-        learner, steps = make_learner(advantages=Advantages(scale=scale), shaping=rule)
+        learner, steps = make_learner(advantages=Advantages(scale=scale), plugins=[rule])
         learner.learn(groups)
         gradients.append(steps.gradients[0])
     assert torch.equal(*gradients) and gradients[0].norm() > 0

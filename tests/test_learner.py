@@ -166,7 +166,7 @@ def reference_gradient(
 
 def test_learning_from_a_selection_is_learning_from_groups_of_those_alone() -> None:
     groups = ragged_groups()
-    learner, steps = make_learner(selection=MaxVariance(2), max_tokens_per_micro_batch=20)
+    learner, steps = make_learner(plugins=[MaxVariance(2)], max_tokens_per_micro_batch=20)
     logs = learner.learn(groups)
     chosen = [
         RolloutGroup(group.prompt, [rollout for rollout in group.rollouts if not math.isnan(rollout.advantage)])
@@ -299,7 +299,7 @@ def test_two_completions_of_one_key_are_refused_before_anything_is_measured() ->
     with pytest.raises(ValueError, match=r"2 completions are sample \(1,\) of prompt 'a', visit 0, .* of its own"):
         learner.learn(groups)
     with pytest.raises(ValueError, match=r"2 completions are sample \(1,\) of prompt 'a'"):
-        learner.learn_as_they_come([groups])
+        learner.learn(iter([groups]))
     assert steps.policy_version == 0
 
 

@@ -42,7 +42,7 @@ from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import Scale, group_advantages
 from lit_grpo.update.batches.microbatch import least_tokens, num_row_tokens
-from lit_grpo.update.batches.step import FixedLogprobs, Step
+from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs import reference as reference_file
 from lit_grpo.update.logprobs.reference import Reference
@@ -473,11 +473,9 @@ class NotesSteps(Learner):
         super().__init__(*args)
         self.seen: list[list[str]] = []
 
-    def _step_on(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[float], fixed: FixedLogprobs, is_first: bool
-    ) -> Step:
+    def _gradient(self, step: Step, rollouts: Sequence[Rollout]) -> Gathered:
         self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
-        return super()._step_on(rollouts, advantages, fixed, is_first)
+        return super()._gradient(step, rollouts)
 
 
 def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(

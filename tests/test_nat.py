@@ -51,7 +51,7 @@ OBJECTIVES: dict[str, Any] = {
 def test_the_mean_gradient_over_draws_is_that_of_all_tokens(rule: RandomTokens, name: str) -> None:
     whole, steps_of_whole = make_learner(**OBJECTIVES[name])
     whole.learn(ragged_groups())
-    learner, steps = make_learner(selection=rule, max_tokens_per_micro_batch=20, **OBJECTIVES[name])
+    learner, steps = make_learner(plugins=[rule], max_tokens_per_micro_batch=20, **OBJECTIVES[name])
     learn_often(learner)
     assert error_in_deviations(steps, steps_of_whole.gradients[0]) < 3.5
 
@@ -69,7 +69,7 @@ def test_a_kl_term_is_of_the_tokens_that_go_through_with_their_weights() -> None
 
     whole, steps_of_whole = make()
     whole.learn(ragged_groups())
-    learner, steps = make(selection=Prefix(0.4))
+    learner, steps = make(plugins=[Prefix(0.4)])
     learn_often(learner)
     assert error_in_deviations(steps, steps_of_whole.gradients[0]) < 3.5
 
@@ -87,7 +87,7 @@ class Unweighted(Prefix):
 def test_a_gradient_without_weights_is_found_to_be_biased() -> None:
     whole, steps_of_whole = make_learner()
     whole.learn(ragged_groups())
-    learner, steps = make_learner(selection=Unweighted(0.5))
+    learner, steps = make_learner(plugins=[Unweighted(0.5)])
     learn_often(learner)
     assert error_in_deviations(steps, steps_of_whole.gradients[0]) > 10
 
@@ -95,7 +95,7 @@ def test_a_gradient_without_weights_is_found_to_be_biased() -> None:
 @pytest.mark.parametrize("rule", [Prefix(1.0), Uniform(1.0)], ids=repr)
 def test_all_tokens_are_plain_grpo_bit_for_bit(rule: RandomTokens) -> None:
     plain, steps_of_plain = make_learner(num_minibatches=2)
-    learner, steps = make_learner(num_minibatches=2, selection=rule)
+    learner, steps = make_learner(num_minibatches=2, plugins=[rule])
     assert learner.learn(ragged_groups()) == pytest.approx(plain.learn(ragged_groups()), abs=0, nan_ok=True)
     for gradient, expected in zip(steps.gradients, steps_of_plain.gradients, strict=True):
         assert torch.equal(gradient, expected)
@@ -130,7 +130,7 @@ def test_the_cut_of_a_prefix_is_the_one_that_its_formula_says() -> None:
 
 
 def test_what_comes_after_the_cut_does_not_go_through_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner, _ = make_learner(selection=Prefix(0.25))
+    learner, _ = make_learner(plugins=[Prefix(0.25)])
     seen: list[PackedRow] = []
     loss = learner.passes._loss
 
@@ -175,8 +175,8 @@ def test_draws_are_those_of_the_step_and_the_completion_alone() -> None:
 )
 def test_what_needs_whole_completions_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said + r".*Prefix learns from a random share of each completion's tokens, 0"):
-        make_learner(selection=Prefix(), **changes)
-    make_learner(selection=Prefix(1.0), **changes)
+        make_learner(plugins=[Prefix()], **changes)
+    make_learner(plugins=[Prefix(1.0)], **changes)
 
 
 def test_old_log_probs_are_those_of_the_tokens_that_stay() -> None:
@@ -184,7 +184,7 @@ def test_old_log_probs_are_those_of_the_tokens_that_stay() -> None:
     objective = Objective(correction=Correction("token_truncate"))
     whole, steps_of_whole = make_learner(objective=objective, num_iterations=2)
     whole.learn(ragged_groups())
-    learner, steps = make_learner(objective=objective, num_iterations=2, selection=Uniform(0.5))
+    learner, steps = make_learner(objective=objective, num_iterations=2, plugins=[Uniform(0.5)])
     learn_often(learner)
     assert error_in_deviations(steps, steps_of_whole.gradients[0]) < 3.5
 

@@ -14,7 +14,6 @@ from hand_made import plugin, random_groups
 from test_data import drawn, numbered
 from test_learner import make_learner
 
-from lit_grpo.budgets.batch_size import BatchSize, SquaredNorm
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.compatibility import SHARDS, Requirement
 from lit_grpo.data.loaders import PromptLoader
@@ -26,6 +25,7 @@ from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
 
 SETTINGS: dict[str, Any] = {
     "objective": Objective(),
@@ -86,7 +86,7 @@ def test_what_cannot_be_told_apart_is_left_out() -> None:
 # ---- of a learner --------------------------------------------------------------------------------------
 
 
-class Hearing(BatchSize):
+class Hearing(LearningPlugin):
     """Keeps what it hears."""
 
     def __init__(self, num_parts: int, scale: float = 1.0) -> None:
@@ -113,9 +113,8 @@ def groups() -> list[RolloutGroup]:
     return random_groups(random_policy(), REWARDS, noise=0.05)
 
 
-def gradient(of: list[RolloutGroup], sizer: BatchSize | None = None, **options: Any) -> torch.Tensor:
-    learner, steps = make_learner(**options)
-    learner.settings.sizer = sizer
+def gradient(of: list[RolloutGroup], sizer: LearningPlugin | None = None, **options: Any) -> torch.Tensor:
+    learner, steps = make_learner(plugins=[] if sizer is None else [sizer], **options)
     learner.learn(of)
     return steps.gradients[0]
 
@@ -139,15 +138,13 @@ def test_a_learners_norms_are_those_of_its_prompts_gradients(num_parts: int, max
 
 def test_a_step_that_teaches_nothing_has_no_gradient_and_changes_nothing() -> None:
     sizer = Hearing(2)
-    learner, steps = make_learner()
-    learner.settings.sizer = sizer
+    learner, steps = make_learner(plugins=[sizer])
     learner.learn(random_groups(random_policy(), [[1.0, 1.0], [0.0, 0.0]]))
     assert not steps.gradients[0].any() and [norm.square for norm in sizer.heard[0]] == [0.0, 0.0]
 
 
 def test_the_learning_rate_is_scaled() -> None:
-    learner, steps = make_learner()
-    learner.settings.sizer = Hearing(2, scale=1.5)
+    learner, steps = make_learner(plugins=[Hearing(2, scale=1.5)])
     learner.learn(groups())
     assert steps.scales == [1.5]
 
@@ -158,7 +155,7 @@ def test_the_learning_rate_is_scaled() -> None:
 def fed(rule: NoiseScale, signal: float, noise: float, prompts: int = 8, steps: int = 1, ranks: int = 1) -> NoiseScale:
     """Its worker, which has heard of steps that are exactly as expected."""
     sizer = fresh(rule)
-    sizer.start_with(prompts)
+    sizer.batch_size(prompts)
     for _ in range(steps):
         half, whole = (SquaredNorm(a * signal + c * noise, a, c) for a, c in ((0.25, 1 / 16), (1.0, 1 / 8)))
         sizer.measured([half, whole])
@@ -172,7 +169,7 @@ def test_what_is_known_is_logged_and_a_mere_measure_changes_no_size() -> None:
     expected = {"noise/signal": 0.25, "noise/trace": 5.0, "noise/scale": 20.0, "noise/prompts": 8.0}
     assert logs == pytest.approx(expected | {"noise/step_scale": 1.0}) and sizer.num_prompts == 8
     unknown = fresh(NoiseScale())
-    unknown.start_with(8)
+    unknown.batch_size(8)
     assert math.isnan(unknown.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own]))["noise/scale"])
     below = fed(NoiseScale(), -0.1, 5.0)
     assert math.isnan(below.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own]))["noise/scale"])
@@ -180,7 +177,7 @@ def test_what_is_known_is_logged_and_a_mere_measure_changes_no_size() -> None:
 
 def test_means_are_smoothed_and_each_step_weighs_as_it_should() -> None:
     sizer = fresh(NoiseScale(smoothing=0.25))
-    sizer.start_with(8)
+    sizer.batch_size(8)
     values = [1.0, 2.0, 5.0]
     for value in values:
         half, whole = (SquaredNorm(a * value + c * 3 * value, a, c) for a, c in ((0.25, 1 / 16), (1.0, 1 / 8)))
@@ -222,7 +219,7 @@ def test_goodput_is_best_at_the_noise_scale_where_steps_cost_nothing_by_themselv
 def test_sizes_and_means_go_on_from_a_checkpoint() -> None:
     one, again = fed(Goodput(warm_up=1), 1.0, 16.0, steps=5), fresh(Goodput(warm_up=1))
     again.load_state_dict(one.state_dict())
-    again.start_with(8)
+    again.batch_size(8)
     assert again.num_prompts == one.num_prompts == 32 and again.step_scale == one.step_scale == 2.0
     logs = [each.on_update_end(GroupBatch([], 9, PassRule(), lambda own: [own])) for each in (one, again)]
     assert logs[0] == logs[1]
@@ -232,7 +229,7 @@ def test_the_next_batch_of_the_stream_has_that_size() -> None:
     session = RolloutSession(make_plugins(["noise_scale"]))
     loader = PromptLoader(numbered(30), 3)
     session.open(PromptHistory(), loader)
-    assert session.sizer is not None and session.sizer.num_prompts == loader.batch_size == 3
+    assert isinstance(session.sizer, NoiseScale) and session.sizer.num_prompts == loader.batch_size == 3
     batches = iter(loader)
     assert len(drawn(next(batches))) == 3
     session.sizer.num_prompts = 5

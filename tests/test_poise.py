@@ -16,7 +16,7 @@ from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline, explained
 from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages.shaping import Shaping
+from lit_grpo.update.plugin import LearningPlugin
 
 AT = 4
 RULE = PassRule()
@@ -136,7 +136,7 @@ def test_a_group_in_which_all_earn_the_same_is_learnt_from() -> None:
     for members in groups:
         for rollout in members.rollouts:
             rollout.reward, rollout.extra[VALUE] = 1.0, 0.25
-    learner, steps = make_learner(shaping=CrossRolloutBaseline(AT))
+    learner, steps = make_learner(plugins=[CrossRolloutBaseline(AT)])
     learner.learn(groups)
     assert steps.gradients[0].norm() > 0
     assert {rollout.advantage for members in groups for rollout in members.rollouts} == {0.75}
@@ -145,10 +145,10 @@ def test_a_group_in_which_all_earn_the_same_is_learnt_from() -> None:
 def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
     """Bit for bit; and a rollout without another one has what the estimator gives it."""
     gradients = []
-    for rule in (CrossRolloutBaseline(AT), Shaping()):
+    for rule in (CrossRolloutBaseline(AT), LearningPlugin()):
         groups = ragged_groups()
         fresh(CrossRolloutBaseline(AT)).add_members(GroupBatch(groups, 0, RULE, alone))
-        learner, steps = make_learner(shaping=rule)
+        learner, steps = make_learner(plugins=[rule])
         learner.learn(groups)
         gradients.append(steps.gradients[0])
     assert torch.equal(*gradients) and gradients[0].norm() > 0

@@ -10,13 +10,12 @@ import pytest
 import test_copo
 import test_gigpo
 import torch
-from hand_made import as_groups, make_micro_batch, make_rollout, plugin
+from hand_made import as_groups, learning_batch, make_micro_batch, make_rollout, plugin
 from test_allocation import at
 from test_chunked_backward import Drawn
 from test_learner import make_learner
 from test_loop import FakeGenerator, controller, prompts
 
-from lit_grpo.budgets.batch_size import SquaredNorm
 from lit_grpo.budgets.history import Outcome, PromptHistory, Visit
 from lit_grpo.methods.arpo import AEPO, ARPO
 from lit_grpo.methods.copo import Blended
@@ -35,7 +34,6 @@ from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup, Sampling
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, virtual_maximum_advantages
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
-from lit_grpo.update.chunking import Chunking
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction
@@ -44,6 +42,7 @@ from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.step_size import effective_share
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
+from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
 NAN = math.nan
@@ -134,7 +133,7 @@ def test_members_and_advantages_of_pods(rewards: list[float], keep: int, advanta
     rollouts = [make_rollout((3,), (4,), reward, sample_id=number) for number, reward in enumerate(rewards)]
     group = RolloutGroup(rollouts[0].prompt, rollouts)
     given = GroupRewards.of([group], [])
-    chosen_R = MaxVariance(keep).choose(given, rollouts, lambda some: {}, 0.0)
+    chosen_R = MaxVariance(keep).choose(learning_batch([group]))
     assert {*torch.nonzero(chosen_R).flatten().tolist()} == advantages.keys()
     found = group_advantages(given.only(chosen_R).rewards_R, given.groups_R).tolist()
     assert {number: found[number] for number in advantages} == pytest.approx(advantages, abs=1e-6)
@@ -534,7 +533,9 @@ def test_log_probs_and_gradient_of_prefix_grouper() -> None:
         ),
     ],
 )
-def test_the_gradients_of_seco_and_spaco(chunking: Chunking, trained: Sequence[int], expected: list[float]) -> None:
+def test_the_gradients_of_seco_and_spaco(
+    chunking: LearningPlugin, trained: Sequence[int], expected: list[float]
+) -> None:
     """``SecoCache`` and ``ModelForTraining`` of wenhaoli-xmu/seco at 8d69b46: chunks of 3 tokens, the prompt is one.
 
     SpaCO: the steps of ``draw_curve/spaco.py`` with ``--unbiased_estimate``. Each drawn chunk, and the gradient through
@@ -552,7 +553,7 @@ def test_the_gradients_of_seco_and_spaco(chunking: Chunking, trained: Sequence[i
         completion = Completion(its.request, its.token_ids_T, its.logprobs_T, its.versions_T, "stop", trained_T=learnt)
         members.append(Rollout(made.prompt, completion, {"exact": made.reward}, made.reward))
     learner, steps = make_learner(
-        policy=policy, objective=Objective("dapo"), advantages=Advantages(scale="none"), chunking=chunking
+        policy=policy, objective=Objective("dapo"), advantages=Advantages(scale="none"), plugins=[chunking]
     )
     learner.learn([RolloutGroup(members[0].prompt, members)])
     assert in_short(steps.gradients[0]) == pytest.approx(expected, abs=1e-6)

@@ -51,8 +51,8 @@ def gradients(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("max_tokens", [9, 14, 25, 1000])
-@pytest.mark.parametrize("shares", [{}, {"chunking": SeCO(4)}], ids=["whole", "chunks"])
-def test_value_and_gradient_are_those_of_transformers_however_a_step_is_cut(max_tokens: int, shares: Any) -> None:
+@pytest.mark.parametrize("chunks", [[], [SeCO(4)]], ids=["whole", "chunks"])
+def test_value_and_gradient_are_those_of_transformers_however_a_step_is_cut(max_tokens: int, chunks: Any) -> None:
     groups = ragged_groups()
     plain, steps_of_plain = make_learner(policy=policy(), max_tokens_per_micro_batch=1000)
     plain.learn(groups)
@@ -61,7 +61,7 @@ def test_value_and_gradient_are_those_of_transformers_however_a_step_is_cut(max_
     (0.3 * expected).backward()
     whole = steps_of_plain.gradients[0] + gradients(model)
     learner, steps = make_learner(
-        policy=policy(), auxiliary=RouterLoss(0.3), max_tokens_per_micro_batch=max_tokens, **shares
+        policy=policy(), plugins=[RouterLoss(0.3), *chunks], max_tokens_per_micro_batch=max_tokens
     )
     logs = learner.learn(groups)
     assert logs["router/loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
@@ -79,7 +79,7 @@ def test_a_loss_by_micro_batch_would_be_another() -> None:
 def test_it_is_logged_without_a_weight_and_then_changes_nothing() -> None:
     plain, steps_of_plain = make_learner(policy=policy())
     plain.learn(ragged_groups())
-    learner, steps = make_learner(policy=policy(), auxiliary=RouterLoss(0.0))
+    learner, steps = make_learner(policy=policy(), plugins=[RouterLoss(0.0)])
     assert learner.learn(ragged_groups())["router/loss"] >= 2 - 1e-6
     assert torch.equal(steps.gradients[0], steps_of_plain.gradients[0])
 
@@ -90,14 +90,14 @@ def test_checkpointing_changes_nothing() -> None:
         model = policy()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        learner, steps = make_learner(policy=model, auxiliary=RouterLoss(0.3), gradient_checkpointing=checkpointing)
+        learner, steps = make_learner(policy=model, plugins=[RouterLoss(0.3)], gradient_checkpointing=checkpointing)
         learner.learn(ragged_groups())
         found.append(steps.gradients[0])
     torch.testing.assert_close(found[0], found[1])
 
 
 def test_a_policy_without_experts_is_refused() -> None:
-    learner, steps = make_learner(policy=random_policy(), auxiliary=RouterLoss())
+    learner, steps = make_learner(policy=random_policy(), plugins=[RouterLoss()])
     with pytest.raises(ValueError, match="router_loss needs the logits of routers, which Qwen3ForCausalLM does not"):
         learner.learn(ragged_groups())
     assert steps.gradients == []

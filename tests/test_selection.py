@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_made import make_module
+from hand_made import learning_batch, make_module
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods import make_plugins
@@ -25,7 +25,7 @@ from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, leave_one_out_advantages
-from lit_grpo.update.selection import Selection
+from lit_grpo.update.plugin import LearningPlugin
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -75,7 +75,7 @@ def groups_of(*rewards: list[float]) -> list[RolloutGroup]:
 
 
 def advantages(
-    selection: Selection,
+    selection: LearningPlugin,
     groups: list[RolloutGroup],
     size: int = 1,
     estimator: Estimator = group_advantages,
@@ -86,14 +86,14 @@ def advantages(
     parts = [groups[own::size] for own in range(size)]
     of_ranks: list[torch.Tensor] = []
     for part in parts:
-        rollouts = [rollout for group in part for rollout in group.rollouts]
-        rewards = GroupRewards.of(part, ["right"])
-        chosen_R = selection.choose(rewards, rollouts, lambda _: entropies, progress)
-        counted = rewards if selection.counts == "group" else rewards.only(chosen_R)
+        batch = learning_batch(part, lambda *_: entropies, progress=progress)
+        rewards, chosen_R = batch.rewards, selection.choose(batch)
+        counted = rewards if selection.statistics == "group" else rewards.only(chosen_R)
         of_ranks.append(estimator(counted.rewards_R, counted.groups_R).masked_fill(~chosen_R, math.nan))
     if "all_ranks" in selection.requirement("").needs:
         everyone_R = torch.cat(of_ranks)
-        kept_R = selection.choose_from_batch(everyone_R, len(groups), progress)
+        batch = learning_batch(parts[0], progress=progress)
+        kept_R = selection.choose_from_batch(batch, everyone_R, len(groups))
         of_ranks = [*everyone_R.masked_fill(~kept_R, math.nan).split([len(each) for each in of_ranks])]
     found: dict[int, list[float]] = {}
     for own, (part, advantages_R) in enumerate(zip(parts, of_ranks, strict=True)):
@@ -116,7 +116,7 @@ def test_statistics_are_of_the_kept_or_of_the_group() -> None:
     assert kept[0][0] == round(half, 4) and list(kept[0].values()) == [round(half, 4), round(-half, 4)]
     assert kept[1].keys() == {1, 3} and list(kept[2].values()) == [0.0, 0.0]
     whole = [known(values) for values in advantages(MaxVariance(2, statistics="group"), groups)]
-    everyone = [known(values) for values in advantages(Selection(), groups)]
+    everyone = [known(values) for values in advantages(LearningPlugin(), groups)]
     for part, all_of_it in zip(whole, everyone, strict=True):
         assert part == {place: all_of_it[place] for place in part} and len(part) == 2
 
@@ -125,7 +125,7 @@ def test_statistics_are_of_the_kept_or_of_the_group() -> None:
 def test_the_extremes_of_a_batch_may_all_be_of_one_group(ranks: int) -> None:
     groups = groups_of([1.0] + [0.0] * 7, [0.5] * 8, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     found = advantages(D3S(2), groups, ranks)
-    whole = advantages(Selection(), groups)
+    whole = advantages(LearningPlugin(), groups)
     flat, picked = (list(itertools.chain(*lists)) for lists in (whole, found))
     kept = [value for value in picked if value == value]
     assert len(kept) == 2 * 3
@@ -146,7 +146,7 @@ def test_all_keeps_everyone() -> None:
     groups = groups_of(*REWARDS)
     rewards = GroupRewards.of(groups, ["right"])
     expected = group_advantages(rewards.rewards_R, rewards.groups_R)
-    found = torch.tensor(list(itertools.chain(*advantages(Selection(), groups))))
+    found = torch.tensor(list(itertools.chain(*advantages(LearningPlugin(), groups))))
     assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
 
 
@@ -168,7 +168,7 @@ def test_the_members_of_the_highest_mean_entropy_are_kept() -> None:
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [0.0, 1.0, math.nan, 1.0, 0.0])
     with_entropies(groups, [0.1, 0.3, 0.2, 0.3, 0.25], [0.9, 0.1, 5.0, 0.3, 0.2])
     found = advantages(MaxEntropy(2), groups)
-    everyone = advantages(Selection(), groups)
+    everyone = advantages(LearningPlugin(), groups)
     assert [list(known(values)) for values in found] == [[1, 3], [0, 3]]  # not the one without a reward
     for part, whole in zip(found, everyone, strict=True):
         assert known(part).items() <= known(whole).items()
@@ -181,14 +181,13 @@ def test_entropies_that_are_not_told_count_as_they_are_measured_where_a_rollout_
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [math.nan, 1.0, 0.0])
     measured = with_entropies(groups, [0.55, math.nan, 0.65, math.nan, 0.1], [math.nan, 0.0, 0.2])
     groups[0].rollouts[3].kept = False  # learnt from before, with another part of its group
-    selection, rollouts = MaxEntropy(2, statistics="kept"), [r for group in groups for r in group.rollouts]
-    asked: list[Rollout] = []
+    selection, asked = MaxEntropy(2, statistics="kept"), list[Rollout]()
 
-    def entropies(untold: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
+    def entropies(untold: Sequence[Rollout], what: str) -> dict[Key, torch.Tensor]:
         asked.extend(untold)
         return measured
 
-    selection.choose(GroupRewards.of(groups, ["right"]), rollouts, entropies, 0.0)
+    selection.choose(learning_batch(groups, entropies))
     keys = {rollout.completion.request.key for rollout in asked}
     assert keys == {("train/0", 0, (1,))}  # neither the one that has been learnt from nor the one without a reward
     found = advantages(selection, groups, entropies={key: measured[key] for key in keys})
@@ -205,7 +204,7 @@ def test_a_rollout_without_a_token_to_learn_from_comes_last() -> None:
 
 # ---- the only loser ------------------------------------------------------------------------------------
 
-RULES: dict[str, Selection] = {
+RULES: dict[str, LearningPlugin] = {
     "pods": MaxVariance(2, statistics="group"),
     "d3s": D3S(2),
     "max_entropy": MaxEntropy(2),
@@ -257,7 +256,7 @@ def test_the_first_values_move_to_the_last_in_a_line(progress: float) -> None:
     assert (still.keep_at(progress), still.token_share(progress)) == (3, 0.4)
     rng = np.random.default_rng(0)
     groups = groups_of(*rng.standard_normal((3, 5)).tolist())
-    everyone = list(itertools.chain(*advantages(Selection(), groups)))
+    everyone = list(itertools.chain(*advantages(LearningPlugin(), groups)))
     found = advantages(selection, groups, 2, progress=progress)
     kept = [value for value in itertools.chain(*found) if value == value]
     assert len(kept) == math.floor(3 * keep + 0.5)  # of the whole batch
@@ -277,14 +276,17 @@ def test_random_members_stay_when_more_are_kept() -> None:
 # ---- tokens --------------------------------------------------------------------------------------------
 
 
-def test_a_tokens_score_is_the_absolute_advantage_times_its_entropy() -> None:
+def test_tokens_with_the_largest_absolute_advantage_times_entropy_are_kept() -> None:
     (group,) = groups_of([1.0, 0.0, 0.5])
-    entropies = dict(zip((r.completion.request.key for r in group.rollouts), torch.rand(3, 2).double(), strict=True))
-    first, second, third = entropies
-    measured = {first: entropies[first], second: entropies[second]}  # where the advantage is 0 nothing is needed
-    scores = TokenShare(0.5).token_scores(list(zip(group.rollouts, [1.5, -2.0, 0.0], strict=True)), lambda _: measured)
-    assert torch.equal(scores[first], 1.5 * entropies[first]) and torch.equal(scores[second], 2 * entropies[second])
-    assert scores[third].tolist() == [0.0, 0.0]
+    entropies = torch.tensor([[0.5, 0.1], [0.3, 0.2]])  # scores 0.75, 0.15, 0.6, 0.4; where the advantage is 0, none
+    for rollout, advantage in zip(group.rollouts, [1.5, -2.0, 0.0], strict=True):
+        rollout.advantage = advantage
+    keys = [rollout.completion.request.key for rollout in group.rollouts]
+    batch = learning_batch([group], lambda *_: dict(zip(keys, entropies, strict=False)))
+    kept = TokenShare(0.5).token_mask(batch, group.rollouts)
+    assert kept is not None
+    assert [kept[key].tolist() for key in keys] == [[True, False], [True, True], [False, False]]
+    assert TokenShare(1.0).token_mask(batch, group.rollouts) is None
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
@@ -360,9 +362,9 @@ def test_a_scheduler_says_before_each_run_which_rollouts_a_module_learns_from() 
     selections = []
     for plugins in (["d3s:keep=3,tokens=0.5"], [], ["pods:keep=2"]):
         RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
-        selections.append(module.settings.selection)
-    assert selections == [D3S(3, tokens=0.5), Selection(), MaxVariance(2)]
+        selections.append(module.settings.plugin("choose"))
+    assert selections == [D3S(3, tokens=0.5), None, MaxVariance(2)]
     RolloutScheduler().setup(trainer, module, "validate")  # pyright: ignore[reportArgumentType]
-    assert module.settings.selection == MaxVariance(2)
+    assert module.settings.plugin("choose") == MaxVariance(2)
     with pytest.raises(ValueError, match=r"keep is 5, but model\.num_generations is 4"):
         module.set_plugins(MaxVariance(5))

@@ -17,13 +17,12 @@ from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods import make_plugins
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import PassRule, Rollout
-from lit_grpo.update.advantages.shaping import Shaping
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.selection import Selection
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class ByLength(Shaping):
+class ByLength(LearningPlugin):
     """Less for each token that was sampled, and more where something passed."""
 
     cost: float = 0.25
@@ -44,7 +43,7 @@ def test_each_rollout_is_learnt_from_with_what_it_is_given(name: str) -> None:
     expected = reference_gradient(
         groups, name, lambda rollout, advantage, token: shaping.of(rollout, advantage, PassRule("exact"))
     )
-    learner, steps = make_learner(objective=Objective(name, epsilon=LOW, epsilon_high=HIGH), shaping=shaping)
+    learner, steps = make_learner(objective=Objective(name, epsilon=LOW, epsilon_high=HIGH), plugins=[shaping])
     learner.learn(groups)
     assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
     for group in groups:
@@ -54,8 +53,8 @@ def test_each_rollout_is_learnt_from_with_what_it_is_given(name: str) -> None:
 
 def test_without_a_rule_nothing_changes() -> None:
     gradients: list[torch.Tensor] = []
-    nothing: Any = {"shaping": ByLength(0.0), "pass_rule": PassRule()}
-    plain: Any = {"shaping": Shaping()}
+    nothing: Any = {"plugins": [ByLength(0.0)], "pass_rule": PassRule()}
+    plain: Any = {"plugins": [LearningPlugin()]}
     for settings in (plain, nothing, {}):
         learner, steps = make_learner(**settings)
         learner.learn(ragged_groups())
@@ -69,7 +68,7 @@ def test_a_flat_group_is_learnt_from_where_a_rule_says_so() -> None:
     for group in groups:
         for rollout in group.rollouts:
             rollout.reward = 0.5
-    learner, steps = make_learner(shaping=ByLength())
+    learner, steps = make_learner(plugins=[ByLength()])
     logs = learner.learn(groups)
     assert steps.gradients[0].norm() > 0 and logs["advantages/max_abs"] > 0.5
 
@@ -77,7 +76,7 @@ def test_a_flat_group_is_learnt_from_where_a_rule_says_so() -> None:
 def test_a_rollout_without_a_reward_is_not_learnt_from() -> None:
     groups = ragged_groups()
     groups[0].rollouts[1].reward = math.nan
-    make_learner(shaping=ByLength())[0].learn(groups)
+    make_learner(plugins=[ByLength()])[0].learn(groups)
     assert math.isnan(groups[0].rollouts[1].advantage)
 
 
@@ -85,15 +84,15 @@ def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
     seen: list[torch.Tensor] = []
 
     @dataclass
-    class Noting(Selection):
+    class Noting(LearningPlugin):
         needs = frozenset({"all_ranks"})
 
-        def choose_from_batch(self, advantages_R: torch.Tensor, num_groups: int, progress: float) -> torch.Tensor:
+        def choose_from_batch(self, batch: Any, advantages_R: torch.Tensor, num_groups: int) -> torch.Tensor:
             seen.append(advantages_R)
             return ~advantages_R.isnan()
 
     groups = ragged_groups()
-    make_learner(shaping=ByLength(), selection=Noting())[0].learn(groups)
+    make_learner(plugins=[ByLength(), Noting()])[0].learn(groups)
     given = [rollout.advantage for group in groups for rollout in group.rollouts]
     assert seen[0].tolist() == pytest.approx(given)
 
@@ -107,12 +106,12 @@ def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
     ],
 )
 def test_advantages_that_do_not_fit_are_refused(returned: Any, message: str) -> None:
-    class Wrong(Shaping):
+    class Wrong(LearningPlugin):
         def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Any:
             return returned(advantages)
 
     with pytest.raises(ValueError, match=message):
-        make_learner(shaping=Wrong())[0].learn(ragged_groups())
+        make_learner(plugins=[Wrong()])[0].learn(ragged_groups())
 
 
 def test_a_scheduler_tells_a_module_of_the_rule_before_each_run() -> None:
@@ -120,8 +119,8 @@ def test_a_scheduler_tells_a_module_of_the_rule_before_each_run() -> None:
     shapings = []
     for plugins in ([{f"{__name__}.ByLength": {"cost": 0.5}}], []):
         RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
-        shapings.append(module.settings.shaping)
-    assert shapings[0] == ByLength(0.5) and type(shapings[1]) is Shaping
+        shapings.append(module.settings.plugin("shape"))
+    assert shapings == [ByLength(0.5), None]
 
 
 class Another(ByLength):

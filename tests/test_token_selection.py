@@ -101,7 +101,7 @@ def test_a_step_has_the_gradient_of_the_chosen_tokens_however_it_is_split(shares
     for max_tokens in (least, least + 5, 10_000):
         learner, steps = make_learner(
             objective=Objective(epsilon=LOW, epsilon_high=HIGH),
-            selection=D3S(2, tokens=0.3),
+            plugins=[D3S(2, tokens=0.3)],
             max_tokens_per_micro_batch=max_tokens,
             shares_prefix=shares_prefix,
         )
@@ -113,7 +113,7 @@ def test_rollouts_and_tokens_of_every_update_are_those_of_the_schedule() -> None
     """Two updates on each of three batches: rollouts by what was made before the batch, tokens before the update."""
     groups = groups_of_eleven()
     learner, steps = make_learner(
-        objective=Objective(epsilon=LOW, epsilon_high=HIGH), selection=SCHEDULE, num_iterations=2, total_updates=6
+        objective=Objective(epsilon=LOW, epsilon_high=HIGH), plugins=[SCHEDULE], num_iterations=2, total_updates=6
     )
     for _ in range(3):
         learner.learn(groups)
@@ -129,7 +129,7 @@ def test_rollouts_and_tokens_of_every_update_are_those_of_the_schedule() -> None
 def test_tokens_without_an_advantage_are_part_of_the_share_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rollouts; those of the second group have advantage 0."""
     groups = groups_of_eleven(flat=True)
-    learner, steps = make_learner(objective=Objective(epsilon=LOW, epsilon_high=HIGH), selection=TokenShare(0.4))
+    learner, steps = make_learner(objective=Objective(epsilon=LOW, epsilon_high=HIGH), plugins=[TokenShare(0.4)])
     measured: list[Rollout] = []
     measure = learner.passes.measure
 
@@ -166,7 +166,7 @@ def test_an_entropy_bonus_is_of_the_tokens_that_are_learnt_from() -> None:
     bonus = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
     objective = Objective(epsilon=LOW, epsilon_high=HIGH, entropy=EntropyBonus(0.1))
     selection = D3S(2, tokens=0.5)
-    learner, steps = make_learner(objective=objective, selection=selection, max_tokens_per_micro_batch=20)
+    learner, steps = make_learner(objective=objective, plugins=[selection], max_tokens_per_micro_batch=20)
     learner.learn(groups)
     assert error(steps.gradients[0], plain + bonus) < 1e-6
 
@@ -175,7 +175,7 @@ def test_an_entropy_bonus_is_of_the_tokens_that_are_learnt_from() -> None:
 
 
 def test_entropies_that_slots_tell_are_those_that_the_learner_measures(policy_folder: Path) -> None:
-    learner, steps = make_learner(double=False, selection=MaxEntropy(3))
+    learner, steps = make_learner(double=False, plugins=[MaxEntropy(3)])
     generator = SlotGenerator(4)
     assert "entropies" in generator.abilities
     generator.start(PolicySpec(learner.policy, load_tokenizer(str(policy_folder))))
@@ -208,10 +208,10 @@ def test_a_generator_that_tells_no_entropies_is_named_before_training(policy_fol
         abilities = frozenset()
 
     groups = random_groups(random_policy(), [[1.0, 0.0, 0.3, 0.2]])
-    module = make_module(policy_folder, generator=Mute(4), selection=MaxEntropy(2))
     said = "MaxEntropy goes by entropies, and Mute tells none: they are measured, for which every completion goes"
     with pytest.warns(match=said):
-        fit(module, groups)
+        module = make_module(policy_folder, generator=Mute(4), plugins=[MaxEntropy(2)])
+    fit(module, groups)
     assert sum(not math.isnan(rollout.advantage) for rollout in groups[0].rollouts) == 2
 
 
@@ -232,7 +232,7 @@ class Endless(Batches):
 )
 def test_a_run_knows_how_many_updates_it_has(policy_folder: Path, options: dict[str, Any], updates: int) -> None:
     groups = random_groups(random_policy(), REWARDS)
-    module = make_module(policy_folder, selection=SCHEDULE, num_iterations=2)
+    module = make_module(policy_folder, plugins=[SCHEDULE], num_iterations=2)
     make_trainer(**options).fit(module, train_dataloaders=Batches([groups] * 3))
     assert module.settings.total_updates == updates
     assert module.settings.progress(0) == 0 and module.settings.progress(updates) == 1
@@ -240,7 +240,7 @@ def test_a_run_knows_how_many_updates_it_has(policy_folder: Path, options: dict[
 
 
 def test_a_run_of_no_update_is_let_through(policy_folder: Path) -> None:
-    module = make_module(policy_folder, selection=SCHEDULE)
+    module = make_module(policy_folder, plugins=[SCHEDULE])
     groups = random_groups(random_policy(), REWARDS)
     make_trainer(max_steps=0, max_epochs=-1).fit(module, train_dataloaders=Batches([groups]))
     assert module.policy_version == 0
@@ -249,7 +249,7 @@ def test_a_run_of_no_update_is_let_through(policy_folder: Path) -> None:
 @pytest.mark.parametrize(("loader", "epochs"), [(Batches, -1), (Endless, 3)])
 def test_a_schedule_of_a_run_without_end_is_refused(policy_folder: Path, loader: Any, epochs: int) -> None:
     groups = random_groups(random_policy(), REWARDS)
-    module = make_module(policy_folder, selection=SCHEDULE)
+    module = make_module(policy_folder, plugins=[SCHEDULE])
     recorder = StepRecorder()
     with pytest.raises(
         ValueError,
@@ -262,14 +262,14 @@ def test_a_schedule_of_a_run_without_end_is_refused(policy_folder: Path, loader:
 
 
 def test_a_schedule_without_lightning_needs_the_number_of_updates() -> None:
-    learner, steps = make_learner(selection=SCHEDULE)
+    learner, steps = make_learner(plugins=[SCHEDULE])
     with pytest.raises(ValueError, match="nothing says how many it has"):
         learner.learn(groups_of_eleven())
     assert steps.gradients == []
 
 
 def test_two_choices_of_tokens_are_refused(policy_folder: Path) -> None:
-    both: Any = {"objective": Objective(top_entropy_quantile=0.5), "selection": TokenShare(first_tokens=0.5)}
+    both: Any = {"objective": Objective(top_entropy_quantile=0.5), "plugins": [TokenShare(first_tokens=0.5)]}
     said = r"top_entropy_quantile 0\.5 needs all tokens .* TokenShare chooses a share .* first_tokens 0\.5; remove one"
     with pytest.raises(ValueError, match=said):
         make_module(policy_folder, **both)
@@ -279,7 +279,7 @@ def test_two_choices_of_tokens_are_refused(policy_folder: Path) -> None:
     parts = make_module(policy_folder, objective=both["objective"]).settings.parts()
     with pytest.raises(ValueError, match=r"quantile 0\.5 needs .*plugins d3s_tokens chooses a share of them"):
         RolloutSession(make_plugins(["d3s_tokens:tokens=0.5"])).check(facts, parts)
-    make_module(policy_folder, **(both | {"selection": RandomMembers(2)}))
+    make_module(policy_folder, **(both | {"plugins": [RandomMembers(2)]}))
 
 
 class Save(pl.Callback):
@@ -296,7 +296,7 @@ class Save(pl.Callback):
 
 def test_a_resumed_run_is_as_far_in_its_schedule(policy_folder: Path, tmp_path: Path) -> None:
     groups = [random_groups(random_policy(), REWARDS, seed) for seed in range(4)]
-    options: dict[str, Any] = {"selection": SCHEDULE, "optimizer": lambda p: torch.optim.SGD(p, lr=0.3)}
+    options: dict[str, Any] = {"plugins": [SCHEDULE], "optimizer": lambda p: torch.optim.SGD(p, lr=0.3)}
 
     def run(batches: Sequence[Any], *callbacks: pl.Callback, **resume: Any) -> GRPOModule:
         module = make_module(policy_folder, **options)

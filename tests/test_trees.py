@@ -21,15 +21,15 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.methods.arpo import AEPO, ARPO
 from lit_grpo.methods.eptree import EPTree, step_signals
 from lit_grpo.methods.treepo import TreePO, relative_advantages
-from lit_grpo.plugins import Plugin, RunFacts, fresh
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import OBSERVED, Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
+from lit_grpo.types import OBSERVED, Completion, Key, PassRule, Prompt, Request, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
-from lit_grpo.update.credit import give_credit
+from lit_grpo.update.assigning import give_credit
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), ""), Prompt("c", tuple(range(2, 30)), "")]
 SAMPLING = SamplingParams(max_tokens=24, max_observed=12)
@@ -248,10 +248,10 @@ def test_segments_that_nothing_fills_are_whitened_dr_grpo() -> None:
     for whitened in (True, False):
         groups = ragged_groups()
         learner, steps = make_learner(
-            credit=TreePO(width=16, segment=10_000), advantages=Advantages("grpo", scale="none")
+            plugins=[TreePO(width=16, segment=10_000)], advantages=Advantages("grpo", scale="none")
         )
         if not whitened:
-            learner, steps = make_learner(credit=ByHand(), advantages=Advantages("grpo", scale="none"))
+            learner, steps = make_learner(plugins=[ByHand()], advantages=Advantages("grpo", scale="none"))
         learner.learn(groups)
         gradients.append(steps.gradients[0])
     assert relative_error(*gradients) < 1e-6 and gradients[0].norm() > 0
@@ -271,7 +271,7 @@ def test_a_batch_of_treepo_is_whitened() -> None:
         for rollout in group.rollouts:
             rollout.advantage = 0.0
             rollout.reward = 0.0 if math.isnan(rollout.reward) else rollout.reward
-    give_credit(TreePO(segment=2), groups)
+    give_credit(TreePO(segment=2), GroupBatch(groups, 0, PassRule(), lambda own: [own]))
     having = [rollout.token_advantages for group in groups for rollout in group.rollouts]
     values_T = torch.cat([each for each in having if each is not None])
     assert float(values_T.mean()) == pytest.approx(0, abs=1e-6) and float(values_T.std()) == pytest.approx(1, abs=1e-2)

@@ -16,14 +16,15 @@ from lit_grpo.compatibility import ONE_TURN, check_together
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.kevin import ReturnToGo
 from lit_grpo.methods.mt_grpo import MTGRPO
+from lit_grpo.methods.turns import discounted_returns
 from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.tasks import Catch
 from lit_grpo.tasks.calculator import calculate
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import group_advantages
-from lit_grpo.update.credit import Credit, discounted_returns
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import LearningPlugin
 
 EPSILON = 1e-4
 
@@ -84,14 +85,14 @@ def test_a_completion_that_the_environment_says_nothing_of_takes_no_part() -> No
 
 
 @pytest.mark.parametrize("credit", [MTGRPO(weight=0.0), MTGRPO()])
-def test_the_gradient_is_then_that_of_plain_grpo(credit: Credit) -> None:
+def test_the_gradient_is_then_that_of_plain_grpo(credit: LearningPlugin) -> None:
     """Without weight where turns have rewards, and with it where they have none."""
     gradients = []
-    for rule in (credit, Credit()):
+    for rule in (credit, LearningPlugin()):
         groups = ragged_groups()
         for rollout in (each for members in groups for each in members.rollouts if credit.weight == 0):  # pyright: ignore
             rollout.turn_rewards = tuple(range(len(rollout.completion.turns)))
-        learner, steps = make_learner(credit=rule)
+        learner, steps = make_learner(plugins=[rule])
         learner.learn(groups)
         gradients.append(steps.gradients[0])
     assert torch.equal(*gradients) and gradients[0].norm() > 0
@@ -161,7 +162,7 @@ def test_they_are_their_formulas(seed: int) -> None:
 
 
 @pytest.mark.parametrize("credit", [MTGRPO(scale=False), ReturnToGo(scale=False, gamma=0.0)])
-def test_an_episode_without_a_reward_takes_no_part(credit: Credit) -> None:
+def test_an_episode_without_a_reward_takes_no_part(credit: LearningPlugin) -> None:
     members = episodes([4.0], [9.0], [2.0], outcomes=[1.0, math.nan, 0.0])
     credited: Any = credit.credit(members, [0.0, math.nan, 0.0])
     first, _, third = credited
@@ -170,7 +171,7 @@ def test_an_episode_without_a_reward_takes_no_part(credit: Credit) -> None:
 
 
 @pytest.mark.parametrize("credit", [MTGRPO(), ReturnToGo()])
-def test_rewards_that_are_not_one_a_turn_are_refused(credit: Credit) -> None:
+def test_rewards_that_are_not_one_a_turn_are_refused(credit: LearningPlugin) -> None:
     with pytest.raises(ValueError, match=r"Sample \(3,\) of prompt 'a' has 2 turns and 1 rewards of turns; the envir"):
         credit.credit(group(episode(3, 1.0, [START, KEY], [1.0])), [0.0])
 

@@ -23,8 +23,8 @@ from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import Rounds
 from lit_grpo.types import PassRule, Rollout
-from lit_grpo.update.credit import Credit
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import LearningPlugin
 
 STUDENT = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645, 5: 2.57058, 6: 2.44691, 7: 2.36462, 8: 2.306, 9: 2.26216}
 """The two-sided 95% points of Student's t, by degrees of freedom, from printed tables."""
@@ -181,7 +181,7 @@ def test_the_gradient_is_that_of_the_sharpened_advantages(name: str) -> None:
         values = of_formula(group.rollouts, advantages, 2.5, 0.5)
         turns |= {id(rollout): value for rollout, value in zip(group.rollouts, values, strict=True)}
     expected = reference_gradient(groups, name, lambda rollout, advantage, token: turns[id(rollout)])
-    learner, steps = make_learner(objective=Objective(name, epsilon=LOW, epsilon_high=HIGH), credit=rule)
+    learner, steps = make_learner(objective=Objective(name, epsilon=LOW, epsilon_high=HIGH), plugins=[rule])
     learner.learn(groups)
     assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
     plain = reference_gradient(groups, name)
@@ -190,8 +190,8 @@ def test_the_gradient_is_that_of_the_sharpened_advantages(name: str) -> None:
 
 def test_a_weight_of_zero_is_grpo_to_the_last_bit() -> None:
     gradients = []
-    for rule in (Credit(), Novelty(weight=0.0), Novelty(most=0.0)):
-        learner, steps = make_learner(credit=rule)
+    for rule in (LearningPlugin(), Novelty(weight=0.0), Novelty(most=0.0)):
+        learner, steps = make_learner(plugins=[rule])
         learner.learn(ragged_groups())
         gradients.append(steps.gradients[0])
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])

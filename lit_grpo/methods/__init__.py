@@ -49,8 +49,8 @@ def make_plugins(specs: Sequence[str | Mapping[str, Any]]) -> dict[str, Plugin]:
         if name in plugins:
             raise ValueError(f"{SETTING} has {name} twice; leave one out.")
         plugins[name] = by_name(SETTING, spec, shipped(), Plugin)
-    roles = Counter(plugin.role for plugin in plugins.values() if plugin.role)
+    roles = Counter(role for plugin in plugins.values() for role in plugin.roles)
     for role in (role for role, number in roles.items() if number > 1):
-        named = [name for name, plugin in plugins.items() if plugin.role == role]
+        named = [name for name, plugin in plugins.items() if role in plugin.roles]
         raise ValueError(f"{SETTING} has {' and '.join(named)}, which both decide {role}; take one of them.")
     return plugins

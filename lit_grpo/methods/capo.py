@@ -46,7 +46,7 @@ import torch
 
 from lit_grpo.limits import Limit, Positive
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.selection import Measure, Selection, TakesSteps
+from lit_grpo.update.plugin import LearningBatch, LearningPlugin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 @dataclass
-class Capo(Selection):
+class Capo(LearningPlugin):
     """Leaves out tokens whose own step would change the head's distribution too much.
 
     Before the first step of Adam, which has no moments yet, none is left out. ``update/kept_share`` is logged.
@@ -78,21 +78,19 @@ class Capo(Selection):
         """Check the head, and that the optimizer is Adam or SGD."""
         HeadStep.of(optimizer, _head_weight(policy))
 
-    def token_mask(
-        self, learnt: Sequence[tuple[Rollout, float]], measure: Measure, optimization: TakesSteps
-    ) -> Mapping[Key, torch.Tensor] | None:
+    def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
         """Return which tokens are within both bounds."""
 
         def of_hidden(
             model: PreTrainedModel, hidden_nD: torch.Tensor, target_ids_n: torch.Tensor, advantages_n: torch.Tensor
         ) -> torch.Tensor:
             weight = _head_weight(model)
-            step = HeadStep.of(optimization.optimizer, weight)
+            step = HeadStep.of(batch.optimizer, weight)
             if step is None:
                 return hidden_nD.new_zeros((len(hidden_nD), 2))
             return curvature_models(weight, hidden_nD, target_ids_n, advantages_n, step, self.top)
 
-        values = measure([rollout for rollout, _ in learnt], of_hidden)
+        values = batch.measure(rollouts, of_hidden)
         return {key: (its[:, 0].abs() < self.hessian) & (its[:, 1] < self.fisher) for key, its in values.items()}
 
 

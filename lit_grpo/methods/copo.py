@@ -34,11 +34,11 @@ from lit_grpo.plugins import AllGather, GroupBatch, RunFacts
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import EPSILON
-from lit_grpo.update.advantages.shaping import Shaping
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class Blended(Shaping):
+class Blended(LearningPlugin):
     r"""Blends advantages within groups with those between groups, by how much a group agrees with itself.
 
     For example, with answers after a word, and a middle for groups of 2, whose H is at most 1::

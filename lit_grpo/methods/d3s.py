@@ -19,14 +19,13 @@ import torch
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
-from lit_grpo.methods.pods import Subset, between, max_variance_subset, nearest
+from lit_grpo.methods.pods import Subset, between, candidates, max_variance_subset, nearest
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.selection import Entropies, Selection, candidates
+from lit_grpo.update.plugin import LearningBatch, LearningPlugin
 
 
 @dataclass
-class TokenShare(Selection):
+class TokenShare(LearningPlugin):
     """A share of the tokens of the completions that are learnt from: the tokens with the largest ``|A_i| x H_it``.
 
     Any other choice of completions can have it too, by a class that derives from both:
@@ -63,14 +62,17 @@ class TokenShare(Selection):
         """Return the share once a share ``progress`` of the updates has been made."""
         return between(self.first_tokens, self.tokens, progress)
 
-    def token_scores(self, learnt: Sequence[tuple[Rollout, float]], entropies: Entropies) -> dict[Key, torch.Tensor]:
-        """Return ``|A_i| x H_it``; entropies are not measured where the advantage is 0."""
-        measured = entropies([rollout for rollout, advantage in learnt if advantage])
+    def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
+        """Return the share of tokens with the highest ``|A_i| x H_it``; entropies are measured where A_i is not 0."""
+        share = self.token_share(batch.progress)
+        if share == 1:
+            return None
+        measured = batch.measure([rollout for rollout in rollouts if rollout.advantage], "entropy")
         scores: dict[Key, torch.Tensor] = {}
-        for completion, advantage in ((rollout.completion, advantage) for rollout, advantage in learnt):
-            key, none_T = completion.request.key, torch.zeros(completion.num_trained)
-            scores[key] = measured[key] * abs(advantage) if advantage else none_T
-        return scores
+        for rollout in rollouts:
+            key, none_T = rollout.completion.request.key, torch.zeros(rollout.completion.num_trained)
+            scores[key] = measured[key] * abs(rollout.advantage) if rollout.advantage else none_T
+        return batch.highest(scores, share)
 
 
 @dataclass
@@ -87,16 +89,14 @@ class D3S(TokenShare, Subset):
 
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks"})
 
-    def choose(
-        self, rewards: GroupRewards, rollouts: Sequence[Rollout], entropies: Entropies, progress: float
-    ) -> torch.Tensor:
+    def choose(self, batch: LearningBatch) -> torch.Tensor:
         """Return all that may be chosen, whose advantages decide."""
-        return candidates(rewards, rollouts)
+        return candidates(batch)
 
-    def choose_from_batch(self, advantages_R: torch.Tensor, num_groups: int, progress: float) -> torch.Tensor:
+    def choose_from_batch(self, batch: LearningBatch, advantages_R: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Return those whose advantages have the largest variance."""
         valid = (~advantages_R.isnan()).nonzero().flatten()
-        size = nearest(self.keep_at(progress) * num_groups)
+        size = nearest(self.keep_at(batch.progress) * num_groups)
         chosen_R = torch.zeros(len(advantages_R), dtype=torch.bool)
         chosen_R[valid[max_variance_subset(advantages_R[valid], size)]] = True
         return chosen_R

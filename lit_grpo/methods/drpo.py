@@ -28,13 +28,13 @@ from typing import Annotated, ClassVar, Literal
 from lit_grpo.limits import Limit
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import PassRule, Rollout
-from lit_grpo.update.advantages.shaping import Shaping
+from lit_grpo.update.plugin import LearningPlugin
 
 Temperature = Annotated[float, Limit(above=0)]
 
 
 @dataclass
-class DecoupledLength(Shaping):
+class DecoupledLength(LearningPlugin):
     """Divides what right answers get by their length among themselves; what passes is right.
 
     A group of one kind alone is not learnt from. In a config, with the loss that the formula is for::

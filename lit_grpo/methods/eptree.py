@@ -31,11 +31,11 @@ from lit_grpo.plugins import Answer
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Completion, Key, Request, RolloutGroup
-from lit_grpo.update.credit import Credit
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class EPTree(Branching, Credit):
+class EPTree(Branching, LearningPlugin):
     """Fork completions at their least likely tokens, and learn from each node of the tree with a value of its own.
 
     ``model.num_generations`` is how many completions begin at the prompt. For example, 6 of them become 30 members::

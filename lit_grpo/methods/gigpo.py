@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit, NotNegative
+from lit_grpo.methods.turns import compared, discounted_returns, rewards_of_turns
 from lit_grpo.types import Completion, RolloutGroup
-from lit_grpo.update.credit import Credit, compared, discounted_returns, rewards_of_turns
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class GiGPO(Credit):
+class GiGPO(LearningPlugin):
     """Compares turns that began in the same state.
 
     Args:

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit
+from lit_grpo.methods.turns import compared, discounted_returns, rewards_of_turns
 from lit_grpo.types import RolloutGroup
-from lit_grpo.update.credit import Credit, compared, discounted_returns, rewards_of_turns
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class ReturnToGo(Credit):
+class ReturnToGo(LearningPlugin):
     """Compares discounted returns of all turns of a group.
 
     Args:

@@ -10,13 +10,14 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from lit_grpo.methods.pods import Members
+from lit_grpo.plugins import RunFacts
+from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.selection import Entropies
+from lit_grpo.update.plugin import Measure
 
 
 @dataclass
@@ -27,18 +28,26 @@ class MaxEntropy(Members):
     more.
     """
 
-    by_entropies: ClassVar[bool] = True
+    def check(self, run: RunFacts) -> None:
+        """Warn where entropies cost a forward pass."""
+        super().check(run)
+        if run.abilities is not None and "entropies" not in run.abilities:
+            Ranks(torch.device("cpu")).warn(
+                f"rollout.plugins: {type(self).__name__} goes by entropies, and {run.generator} tells none: they are "
+                "measured, for which every completion goes through the policy once more."
+            )
 
-    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], entropies: Entropies) -> torch.Tensor:
+    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
         """Return the mean entropies."""
-        return mean_entropies(rollouts, entropies([each for each in rollouts if math.isnan(each.completion.entropy)]))
+        unknown = [each for each in rollouts if math.isnan(each.completion.entropy)]
+        return mean_entropies(rollouts, measure(unknown, "entropy"))
 
 
 @dataclass
 class RandomMembers(Members):
     """Random members, the same in every run: those with the lowest hashes of their names."""
 
-    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], entropies: Entropies) -> torch.Tensor:
+    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
         """Return how many have a higher hash, or an equal one and come later."""
         ascending = sorted(range(len(rollouts)), key=lambda n: _hash(rollouts[n]))
         values_N = torch.empty(len(rollouts), dtype=torch.float64)

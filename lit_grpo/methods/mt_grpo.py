@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lit_grpo.limits import NotNegative
+from lit_grpo.methods.turns import compared, rewards_of_turns
 from lit_grpo.types import Rollout, RolloutGroup
-from lit_grpo.update.credit import Credit, compared, rewards_of_turns
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class MTGRPO(Credit):
+class MTGRPO(LearningPlugin):
     """Compares what turns earned with what turns of the same number earned.
 
     Args:

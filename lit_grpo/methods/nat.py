@@ -32,11 +32,11 @@ import torch
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.selection import Selection
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class RandomTokens(Selection):
+class RandomTokens(LearningPlugin):
     """A random part of the tokens of each completion, drawn for every optimizer step.
 
     Draws depend on ``seed``, the policy's version and the completion's name alone: a resumed run has the same.

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from lit_grpo.budgets.batch_size import BatchSize, SquaredNorm
 from lit_grpo.limits import Count, Limit, NotNegative, Positive, Share, check_order
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.plugins import GroupBatch, RunFacts
+from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
 
 
 @dataclass
-class NoiseScale(BatchSize):
+class NoiseScale(LearningPlugin):
     """Measure how many prompts a gradient is worth averaging over (McCandlish et al., arXiv 1812.06162).
 
     With ``G`` the mean and ``S`` the covariance of the gradients of single prompts, the noise scale is
@@ -34,14 +34,26 @@ class NoiseScale(BatchSize):
     Args:
         parts: Into how many parts a step's prompts are cut; micro-batches are of one part each.
         smoothing: Weight of a step in the means of ``|G|^2`` and ``tr S``.
+
+    Attributes:
+        num_prompts: Prompts of the next batch on each rank; 0 before a run.
     """
+
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"whole_rollouts", "prompt_stream", "unsharded_weights", "fixed_token_budget", "own_rows"}
+    )
+    common: ClassVar[bool] = True
 
     parts: Annotated[int, Limit(least=2, remedy="of one part nothing can be told")] = 2
     smoothing: Share = 0.05
 
+    def check(self, run: RunFacts) -> None:
+        """Check that each batch has one step, whose gradient is measured."""
+        run.check_one_step()
+
     def setup(self) -> None:
         """Begin with nothing measured."""
-        super().setup()
+        self.num_prompts = 0
         self._means_2, self._weight = np.zeros(2), 0.0  # of |G|^2 and tr S, not yet divided by their weight
         self._num_measured = self._began = 0
 
@@ -50,10 +62,11 @@ class NoiseScale(BatchSize):
         """``parts``."""
         return self.parts
 
-    def start_with(self, num_prompts: int) -> None:
-        """Begin with ``data.batch_size``, or go on."""
-        super().start_with(num_prompts)
+    def batch_size(self, num_prompts: int) -> int:
+        """Begin with ``data.batch_size``; return the size that :meth:`on_update_end` found last."""
         self._began = self._began or num_prompts
+        self.num_prompts = self.num_prompts or num_prompts
+        return self.num_prompts
 
     @property
     def step_scale(self) -> float:

@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from lit_grpo.budgets.allocation import AtLeastTwo
 from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Rollout
-from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.selection import Entropies, Selection, Statistics, candidates
+from lit_grpo.update.plugin import LearningBatch, LearningPlugin, Measure
 
 
 @dataclass
-class Subset(Selection):
+class Subset(LearningPlugin):
     """So many members of each group.
 
     Args:
@@ -76,35 +76,28 @@ class Members(Subset):
 
         @dataclass
         class Shorter(Members):
-            def values(self, rewards_N, rollouts, entropies):
+            def values(self, rewards_N, rollouts, measure):
                 return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()
 
     Args:
         statistics: What an advantage's mean and deviation are of: all members of the ``group``, or those ``kept``.
     """
 
-    statistics: Statistics = "group"
+    statistics: Literal["group", "kept"] = "group"
 
-    @property
-    def counts(self) -> Statistics:
-        """As ``statistics`` says."""
-        return self.statistics
-
-    def choose(
-        self, rewards: GroupRewards, rollouts: Sequence[Rollout], entropies: Entropies, progress: float
-    ) -> torch.Tensor:
+    def choose(self, batch: LearningBatch) -> torch.Tensor:
         """Return the members of each group that :meth:`of_group` chooses, shape R."""
-        may_be_R = candidates(rewards, rollouts)
+        rewards, rollouts, may_be_R = batch.rewards, batch.rollouts, candidates(batch)
         places = may_be_R.nonzero().flatten()
         values_R = torch.full(may_be_R.shape, math.nan, dtype=torch.float64)
-        values_R[places] = self.values(rewards.rewards_R[places], [rollouts[r] for r in places.tolist()], entropies)
-        chosen_R, size = torch.zeros_like(may_be_R), nearest(self.keep_at(progress))
+        values_R[places] = self.values(rewards.rewards_R[places], [rollouts[r] for r in places.tolist()], batch.measure)
+        chosen_R, size = torch.zeros_like(may_be_R), nearest(self.keep_at(batch.progress))
         for group in range(len(rewards.prompt_ids)):
             members = ((rewards.groups_R == group) & may_be_R).nonzero().flatten()
             chosen_R[members[self.of_group(values_R[members], size)]] = True
         return chosen_R
 
-    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], entropies: Entropies) -> torch.Tensor:
+    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
         """Return what rollouts that may be chosen are compared by, of all groups: float64, shape N; no NaN."""
         raise NotImplementedError
 
@@ -123,15 +116,24 @@ class MaxVariance(Members):
     A best and a worst one are always among them. The paper's statistics are of those ``kept``.
     """
 
-    statistics: Statistics = "kept"
+    statistics: Literal["group", "kept"] = "kept"
 
-    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], entropies: Entropies) -> torch.Tensor:
+    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
         """Return the rewards."""
         return rewards_N.double()
 
     def of_group(self, values_N: torch.Tensor, size: int) -> torch.Tensor:
         """Return those of the largest variance."""
         return max_variance_subset(values_N, size)
+
+
+def candidates(batch: LearningBatch) -> torch.Tensor:
+    """Return which rollouts may be chosen: booleans, shape R.
+
+    A rollout without a reward may not, nor one that an earlier batch has been trained on.
+    """
+    kept_R = torch.tensor([rollout.kept for rollout in batch.rollouts], dtype=torch.bool)
+    return ~batch.rewards.rewards_R.isnan() & kept_R
 
 
 def max_variance_subset(values_N: torch.Tensor, size: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ from lit_grpo.rollout.generator import Observation
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
 from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
-from lit_grpo.update.advantages.shaping import Shaping
+from lit_grpo.update.plugin import LearningPlugin
 
 VALUE = "poise/value"
 """Under which name a rollout's ``extra`` has what is predicted from it; samples show it."""
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class CrossRolloutBaseline(Shaping):
+class CrossRolloutBaseline(LearningPlugin):
     """Compares each reward with what is predicted from the other rollouts of its prompt.
 
     For example, twice the prompts of groups of two in place of four::

@@ -30,16 +30,16 @@ import torch
 
 from lit_grpo.limits import NotNegative
 from lit_grpo.ranks import Ranks
-from lit_grpo.update.auxiliary import Auxiliary, Term
+from lit_grpo.update.plugin import LearningPlugin, Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lit_grpo.update.auxiliary import Visit
+    from lit_grpo.update.plugin import Visit
 
 
 @dataclass
-class RouterLoss(Auxiliary):
+class RouterLoss(LearningPlugin):
     """Keeps experts equally busy, over the tokens of each optimizer step on all ranks.
 
     Args:

@@ -32,11 +32,11 @@ from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Count, Share
 from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Completion
-from lit_grpo.update.chunking import Chunk, Chunking
+from lit_grpo.update.plugin import Chunk, LearningPlugin
 
 
 @dataclass
-class SeCO(Chunking):
+class SeCO(LearningPlugin):
     """Completions of more than ``chunk`` tokens are cut into chunks of about equal size.
 
     Args:
@@ -53,7 +53,7 @@ class SeCO(Chunking):
         return Requirement(name, self.needs, {"whole_completions": said})
 
     @property
-    def most(self) -> int | None:
+    def largest_chunk(self) -> int | None:
         """``chunk``."""
         return self.chunk
 

@@ -34,11 +34,11 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED
 from lit_grpo.types import Completion, GroupKey, Key, Request, RolloutGroup, SamplePath
-from lit_grpo.update.credit import Credit
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class TreePO(Branching, Credit):
+class TreePO(Branching, LearningPlugin):
     """Divide paths after every segment, and compare each leaf with those that share its beginning.
 
     ``model.num_generations`` is how many paths begin at the prompt. For example, 4 of them become 16 members::
@@ -55,7 +55,7 @@ class TreePO(Branching, Credit):
     """
 
     needs: ClassVar[frozenset[str]] = Branching.needs | {"all_ranks"}
-    whitens: ClassVar[bool] = True
+    whitens = True
 
     width: Count = 16
     segment: Count = 512

@@ -20,7 +20,7 @@ from lit_grpo.budgets.allocation import Allocation, AtLeastTwo, Tally
 from lit_grpo.budgets.history import Record, moments
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.types import RolloutGroup
-from lit_grpo.update.credit import Credit
+from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
@@ -126,7 +126,7 @@ def _within(angle: float, freedom: int) -> float:
 
 
 @dataclass
-class Novelty(Credit):
+class Novelty(LearningPlugin):
     """More weight for right answers that the policy was unlikely to give (XRPO, arXiv 2510.06672).
 
     A rollout with an advantage ``A`` above 0, which with rewards of 0 and 1 is a right answer, is learnt from with

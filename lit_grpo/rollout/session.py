@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lit_grpo.budgets.allocation import Allocation, Replacement
-from lit_grpo.budgets.batch_size import BatchSize
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.budgets.rewriting import Rewriting
@@ -133,8 +132,8 @@ class RolloutSession:
         self.replacement = self.plugin(Replacement)
         self.replaces = 0 if self.replacement is None else self.replacement.most
         self.rewriting = self.plugin(Rewriting)
-        self.sizer = self.plugin(BatchSize)
         everyone = self.plugins.values()
+        self.sizer = next(iter(overriding(everyone, "batch_size")), None)
         self._hooks = {hook: overriding(everyone, hook) for hook in BATCH_HOOKS}  # the others do nothing there
         self.listening = overriding(everyone, *ROLLOUT_HOOKS)
         self.evaluating = [plugin for plugin in self.listening if plugin.evaluates]
@@ -205,8 +204,7 @@ class RolloutSession:
             stream.use_history(history)
             self.buffer.give_columns(stream.prompts)
             if self.sizer is not None:
-                self.sizer.start_with(stream.batch_size)
-                stream.batch_size = self.sizer.num_prompts
+                stream.batch_size = self.sizer.batch_size(stream.batch_size)
 
     def parts(self) -> list[Requirement]:
         """Return what each plug-in needs of a run, and what it takes away from others."""
@@ -324,7 +322,7 @@ class RolloutSession:
             for plugin in updating:
                 logs["plugins"] |= plugin.on_update_end(ended)
         if stream is not None and self.sizer is not None:
-            stream.batch_size = self.sizer.num_prompts
+            stream.batch_size = self.sizer.batch_size(stream.batch_size)
         if stream is not None and stream.chooser is not None:
             own = [group.prompt.prompt_id for group in batch.groups if not group.prompt.altered]
             stream.chooser.learn([prompt_id for part in run.ranks.gather(own) for prompt_id in part])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.update.batches.layout import MicroBatches
 from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings
-from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.passes import PolicyPasses
 
 PROVISIONAL = 2**12
@@ -63,30 +65,41 @@ class ArrivingGradient:
         else:
             self._gathered.append(gathered)
 
-    def exchange(self, empty: Step) -> None:
-        """Exchange the gradient between ranks, none of which knew the last of its micro-batches, by an empty one."""
-        micro_batches = MicroBatches([], self._passes.settings.shares_prefix).and_empty(1)
-        gathered = self._passes.gradient(micro_batches, empty, first=False)
-        assert gathered is not None  # several ranks have a fixed budget
-        self._gathered.append(gathered)
+    def finish(self, empty: Step) -> tuple[Step, Gathered, float]:
+        """Divide the gradient by the true totals instead of the provisional ones, once all parts have been added.
 
-    def divide(self, totals: StepTotals) -> float:
-        """Divide the gradient by the true totals instead of the provisional ones; return the factor."""
-        by_token = self._passes.settings.objective.normalized_by == "token"
-        scale = PROVISIONAL / max(totals.num_tokens if by_token else totals.num_sequences, 1)
-        for parameter in self._passes.policy.parameters():
+        Ranks exchange it in the backward pass of an empty micro-batch: none of them knew which was its last.
+
+        Args:
+            empty: A part of the step without rollouts.
+
+        Returns:
+            The whole step, what its micro-batches add up to, and the factor that provisional values were multiplied by.
+        """
+        passes, ranks = self._passes, self._passes.ranks
+        if ranks.size > 1:
+            micro_batches = MicroBatches([], passes.settings.shares_prefix).and_empty(1)
+            exchanged = passes.gradient(micro_batches, empty, first=False)
+            assert exchanged is not None  # several ranks have a fixed budget
+            self._gathered.append(exchanged)
+        counts = [(part.own.num_tokens, part.own.num_sequences) for part in self._parts]
+        summed = ranks.sum(torch.tensor([(0, 0), *counts], dtype=torch.float64).sum(0))
+        num_tokens, num_sequences = map(int, summed.tolist())
+        totals = replace(
+            empty.totals, num_tokens=num_tokens, num_sequences=num_sequences, num_entropy_tokens=num_tokens
+        )
+        by_token = passes.settings.objective.normalized_by == "token"
+        scale = PROVISIONAL / max(num_tokens if by_token else num_sequences, 1)
+        for parameter in passes.policy.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        return scale
-
-    def gathered(self, scale: float) -> Gathered:
-        """Return what all parts add up to, their loss times ``scale``."""
         gathered = Gathered.together(self._gathered)
         gathered.loss *= scale
-        return gathered
+        rollouts = [rollout for part in self._parts for rollout in part.rollouts]
+        return replace(empty, rollouts=rollouts, totals=totals), gathered, scale
 
     def _gradient(self, part: Step) -> Gathered | None:
-        micro_batches = self._passes.micro_batches(part.rollouts, part.credits, False, part.chunks)
+        micro_batches = self._passes.micro_batches(part.rollouts, equally_many=False, chunks=part.chunks)
         return self._passes.gradient(micro_batches, part, first=False, last=False)
 
     def _start_again(self) -> None:

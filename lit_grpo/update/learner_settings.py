@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lit_grpo.budgets.batch_size import BatchSize
 from lit_grpo.compatibility import Requirement, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, overriding
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
-from lit_grpo.update.advantages.shaping import Shaping
-from lit_grpo.update.auxiliary import Auxiliary
-from lit_grpo.update.chunking import Chunking
-from lit_grpo.update.credit import Credit
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.selection import Selection
+from lit_grpo.update.plugin import LearningPlugin
 
 if TYPE_CHECKING:
     import torch
-
-ROLES: dict[str, type[Plugin]] = {
-    "selection": Selection,
-    "credit": Credit,
-    "shaping": Shaping,
-    "chunking": Chunking,
-    "auxiliary": Auxiliary,
-}
-"""What plug-ins say to a learner, by the field that keeps it."""
 
 
 @dataclass
@@ -39,8 +25,9 @@ class LearnerSettings:
 
     ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,
     ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_rule`` when a
-    completion counts as passed, ``sizer`` hears the norms of gradients, ``total_updates`` says how many updates the run
-    has, where that is known, and ``sequence_parallel_size`` how many ranks share the tokens of a micro-batch.
+    completion counts as passed, ``plugins`` decide what is learnt from and how, ``total_updates`` says how
+    many updates the run has, where that is known, and ``sequence_parallel_size`` how many ranks share the tokens of a
+    micro-batch.
     """
 
     objective: Objective
@@ -54,12 +41,7 @@ class LearnerSettings:
     max_grad_norm: NotNegative = 1.0
     gradient_checkpointing: Checkpointing = False
     max_skipped_updates: Count = 3
-    selection: Selection = field(default_factory=Selection)
-    credit: Credit = field(default_factory=Credit)
-    shaping: Shaping = field(default_factory=Shaping)
-    chunking: Chunking = field(default_factory=Chunking)
-    auxiliary: Auxiliary = field(default_factory=Auxiliary)
-    sizer: BatchSize | None = None
+    plugins: Sequence[LearningPlugin] = ()
     pass_rule: PassRule = field(default_factory=PassRule)
     sequence_parallel_size: Count = 1
     shares_prefix: bool = True
@@ -67,21 +49,22 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
-        self.set_plugins(*(getattr(self, name) for name in ROLES))
+        self.set_plugins(*self.plugins)
 
     def set_plugins(self, *plugins: Plugin) -> None:
-        """Let plug-ins say what is learnt from, and how; what none of them says is as without any.
+        """Let the learning plug-ins among these decide; what none of them decides is as without any.
 
         Raises:
             ValueError: They and the objective do not go together, as where both choose tokens.
         """
-        roles = {
-            name: next((each for each in plugins if isinstance(each, role)), role()) for name, role in ROLES.items()
-        }
-        parts = [plugin.requirement(f"rollout.plugins {type(plugin).__name__}") for plugin in roles.values()]
-        check_together([*self.parts(), *parts])
-        for name, plugin in roles.items():
-            setattr(self, name, plugin)
+        learning = [plugin for plugin in plugins if isinstance(plugin, LearningPlugin)]
+        needed = [plugin.requirement(f"rollout.plugins {type(plugin).__name__}") for plugin in learning]
+        check_together([*self.parts(), *needed])
+        self.plugins = learning
+
+    def plugin(self, *hooks: str) -> LearningPlugin | None:
+        """Return the plug-in that overrides any of these methods of :class:`LearningPlugin`; None if none does."""
+        return next(iter(overriding(self.plugins, *hooks, base=LearningPlugin)), None)
 
     @property
     def updates_per_batch(self) -> int:
@@ -105,19 +88,20 @@ class LearnerSettings:
         return parts
 
     def progress(self, policy_version: int) -> float:
-        """Return the share of the run's updates that has been made, which tells how far the selection has moved.
+        """Return the fraction of the run's updates that has been made, by which fields of a plug-in move.
 
         Raises:
-            ValueError: The selection moves, and it is not known how many updates there are.
+            ValueError: A plug-in's fields move, and it is not known how many updates there are.
         """
-        if not self.selection.begins_with:
+        moving = next((plugin for plugin in self.plugins if plugin.begins_with), None)
+        if moving is None:
             return 0.0
         if self.total_updates is None:
-            first = " and ".join(f"{name} {value}" for name, value in self.selection.begins_with.items())
+            first = " and ".join(f"{name} {value}" for name, value in moving.begins_with.items())
             raise ValueError(
-                f"rollout.plugins: {type(self.selection).__name__} begins with {first} and moves from there over the "
+                f"rollout.plugins: {type(moving).__name__} begins with {first} and moves from there over the "
                 "updates of the run, and nothing says how many it has; set trainer.max_steps, or leave "
-                f"{' and '.join(self.selection.begins_with)} out."
+                f"{' and '.join(moving.begins_with)} out."
             )
         return min(policy_version / max(self.total_updates, 1), 1.0)
 

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lit_grpo.budgets.batch_size import SquaredNorm
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
+from lit_grpo.plugins import overriding
 from lit_grpo.policy.sharding import compute, is_scattered, scatter
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Completion, GroupKey, Key, Rollout
 from lit_grpo.update.batches.layout import MicroBatches
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Gathered, Step
-from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.forward import predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
 from lit_grpo.update.loss import MicroBatchLoss
 from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
+from lit_grpo.update.plugin import Chunk, LearningPlugin, SquaredNorm
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
@@ -49,7 +49,7 @@ class PolicyPasses:
         self._laid_out: dict[
             Hashable, tuple[list[Completion], MicroBatches]
         ] = {}  # completions, which the key refers to
-        for plugin in (settings.chunking, settings.auxiliary):
+        for plugin in overriding(settings.plugins, "chunks", "term", base=LearningPlugin):
             if "own_rows" in plugin.needs and not settings.shares_prefix:
                 name = f"rollout.plugins: {type(plugin).__name__}"
                 raise ValueError(f"{name} needs packed rows, which this policy cannot have; leave it out.")
@@ -150,7 +150,7 @@ class PolicyPasses:
         num_micro_batches = 0
         for begin, end in itertools.pairwise(ends):
             part = step.of_prompts(prompts[begin:end])
-            micro_batches = self.micro_batches(part.rollouts, part.credits)
+            micro_batches = self.micro_batches(part.rollouts)
             num_micro_batches += len(micro_batches)
             found += filter(None, [self.gradient(micro_batches, part, first=begin == 0, last=False)])
             if end < len(prompts) or self.ranks.size > 1:
@@ -172,13 +172,12 @@ class PolicyPasses:
     def visit(
         self,
         rollouts: Sequence[Rollout],
-        advantages: Sequence[float | torch.Tensor],
         visitor: Callable[[Callable[[], object], float], None],
     ) -> None:
         """Show what sends each micro-batch through the policy's layers, without gradient, and what its tokens count."""
         scatter(self.policy)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
-            for micro_batch in self.micro_batches(rollouts, advantages):
+            for micro_batch in self.micro_batches(rollouts):
                 on_device = micro_batch.to(self.device)
                 forward = partial(predecessors, self.policy, on_device)
                 visitor(partial(compute, self.policy, forward), on_device.weight)
@@ -186,7 +185,7 @@ class PolicyPasses:
     def micro_batches(
         self,
         rollouts: Sequence[Rollout],
-        advantages: Sequence[float | torch.Tensor],
+        advantages: Sequence[float | torch.Tensor] | None = None,
         equally_many: bool = True,
         chunks: Mapping[int, Sequence[Chunk]] | None = None,
     ) -> MicroBatches:
@@ -194,12 +193,14 @@ class PolicyPasses:
 
         The same completions under the same budget are cut and laid out once, until :meth:`forget_rows`.
 
-        Without ``chunks``, by the place of a rollout, completions are whole: with no gradient they take little memory,
-        so that one may have more tokens than the budget where a chunk has not.
+        By default tokens have the ``advantages`` of their rollouts. Without ``chunks``, by the place of a rollout,
+        completions are whole: with no gradient they take little memory, so that one may have more tokens than the
+        budget where a chunk has not.
         """
         shares_prefix, max_tokens = self.settings.shares_prefix, self._max_tokens(rollouts)
-        if chunks is None and self.settings.chunking.most is not None:
+        if chunks is None and self.settings.plugin("chunks") is not None:
             max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
+        advantages = [_credit(rollout) for rollout in rollouts] if advantages is None else advantages
         completions = [rollout.completion for rollout in rollouts]
         key = tuple(map(id, completions)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())
         if key in self._laid_out:

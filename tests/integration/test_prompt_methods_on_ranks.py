@@ -25,11 +25,11 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
     weights_of,
 )
 
-from lit_grpo.budgets.batch_size import BatchSize, SquaredNorm
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
+from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -39,11 +39,15 @@ REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0], [1.
 RULES = {"dps": ["dps:candidates=2"], "gdro": ["prompt_gdro:bins=2", "rollout_gdro"], "plain": []}
 
 
-class Hearing(BatchSize):
+class Hearing(LearningPlugin):
     """Keeps what it hears."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[float, float, float]] = []
+
+    @property
+    def num_parts(self) -> int:
+        return 2
 
     def measured(self, norms: Sequence[SquaredNorm]) -> None:
         self.heard += [(norm.square, norm.signal, norm.noise) for norm in norms]
@@ -53,10 +57,9 @@ def mark(completion: str, prompt: str) -> float:
     return float(sum(map(ord, completion)) % (2 + int(prompt[0]) % 3) == 0)
 
 
-def measure(policy: str, groups: list[RolloutGroup], sizer: BatchSize | None, **trainer: Any) -> torch.Tensor:
+def measure(policy: str, groups: list[RolloutGroup], sizer: LearningPlugin | None, **trainer: Any) -> torch.Tensor:
     """Learn from groups once; return the gradient."""
-    module, recorder = make_module(policy), StepRecorder()
-    module.settings.sizer = sizer
+    module, recorder = make_module(policy, [] if sizer is None else [sizer]), StepRecorder()
     make_trainer(recorder, **trainer).fit(module, train_dataloaders=Batches([groups]))
     return flat(recorder.gradients[0])
 

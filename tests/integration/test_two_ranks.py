@@ -132,13 +132,13 @@ CASES = {
 
 SCHEDULE = D3S(3, tokens=0.8, first_keep=2, first_tokens=0.4)
 CASES["parts_of_rollouts_and_tokens"] = Case(
-    [MIXED, RAGGED, RANK_1_UNIFORM], {"selection": SCHEDULE, "num_minibatches": 2}
+    [MIXED, RAGGED, RANK_1_UNIFORM], {"plugins": [SCHEDULE], "num_minibatches": 2}
 )
 CASES["compared_with_other_groups"] = Case(
-    [MIXED, RAGGED, RANK_0_MISSING], {"shaping": Blended(gamma=1.0, rho=0.0), "num_minibatches": 2}
+    [MIXED, RAGGED, RANK_0_MISSING], {"plugins": [Blended(gamma=1.0, rho=0.0)], "num_minibatches": 2}
 )
 CASES["highest_entropy"] = Case(
-    [MIXED, RAGGED], {"selection": MaxEntropy(2), "max_tokens_per_micro_batch": "auto"}, scarce=True
+    [MIXED, RAGGED], {"plugins": [MaxEntropy(2)], "max_tokens_per_micro_batch": "auto"}, scarce=True
 )
 
 for name in RECIPES:

@@ -12,7 +12,7 @@ import torch
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Rollout
-from lit_grpo.update.chunking import Chunk
+from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
 from lit_grpo.update.prefix.layout import Stretch, key_labels
 

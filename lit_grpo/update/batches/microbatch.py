@@ -11,7 +11,7 @@ import torch
 from lit_grpo.trajectory import prefix_tree
 from lit_grpo.types import Rollout
 from lit_grpo.update.batches.layout import LEAST_SHARED, MicroBatches, RowPart, lay_out, lay_out_padded
-from lit_grpo.update.chunking import Chunk
+from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
 
 

@@ -10,11 +10,10 @@ import torch
 
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.types import Completion, GroupKey, Key, Rollout, RolloutGroup
-from lit_grpo.update.auxiliary import Term
 from lit_grpo.update.batches.layout import PackedRow
-from lit_grpo.update.chunking import Chunk
 from lit_grpo.update.metrics import MicroBatchSums, read_sums
 from lit_grpo.update.normalization import Part, StepTotals
+from lit_grpo.update.plugin import Chunk, Term
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class Step:
     """One optimizer step on this rank: all that is known before its first backward pass.
 
     Args:
-        rollouts: Those that go through the policy.
-        advantages: One a rollout.
+        rollouts: Those that go through the policy, with their advantages.
+        own: What the rollouts of this rank count, those that do not go through the policy among them.
         totals: What the loss is divided by, of all ranks.
         fixed: What the rollouts' tokens are compared with.
         policy_version: Of the policy that takes the step.
@@ -52,7 +51,7 @@ class Step:
     """
 
     rollouts: Sequence[Rollout]
-    advantages: Sequence[float]
+    own: StepTotals
     totals: StepTotals
     fixed: FixedLogprobs
     policy_version: int
@@ -66,17 +65,8 @@ class Step:
 
     def of_prompts(self, prompts: Collection[GroupKey]) -> Step:
         """Return the part of the step that has the rollouts of some prompts; it is divided by what all of it is."""
-        places = [place for place, each in enumerate(self.rollouts) if each.completion.request.group in prompts]
-        rollouts = [self.rollouts[place] for place in places]
-        return replace(self, rollouts=rollouts, advantages=[self.advantages[place] for place in places])
-
-    @property
-    def credits(self) -> list[float | torch.Tensor]:
-        """The advantage of each rollout, or where its tokens have their own, that of each that is learnt from."""
-        return [
-            advantage if rollout.token_advantages is None else rollout.token_advantages
-            for rollout, advantage in zip(self.rollouts, self.advantages, strict=True)
-        ]
+        rollouts = [rollout for rollout in self.rollouts if rollout.completion.request.group in prompts]
+        return replace(self, rollouts=rollouts)
 
     def values_of(self, values: Mapping[Key, torch.Tensor], micro_batch: PackedRow) -> torch.Tensor:
         """Return the values of a micro-batch's completions one after another, shape N, on its device.
@@ -163,35 +153,35 @@ def problem_of(rollouts: Sequence[Rollout]) -> str | None:
     return None
 
 
-def minibatches(
-    groups: Sequence[RolloutGroup], num_iterations: int, num_minibatches: int
-) -> Iterator[tuple[list[Rollout], torch.Tensor]]:
-    """Yield the rollouts of each optimizer step: whole groups, every one once in each iteration.
-
-    Yields:
-        The rollouts, and their places among those of all groups.
-    """
-    numbered = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+def minibatches(groups: Sequence[RolloutGroup], num_iterations: int, num_minibatches: int) -> Iterator[list[Rollout]]:
+    """Yield the rollouts of each optimizer step: complete groups, every one once in each iteration."""
     for _ in range(num_iterations):
         for part in torch.arange(len(groups)).tensor_split(num_minibatches):
-            own = set(part.tolist())
-            places = [place for place, (number, _) in enumerate(numbered) if number in own]
-            yield [numbered[place][1] for place in places], torch.tensor(places, dtype=torch.int64)
+            yield [rollout for number in part.tolist() for rollout in groups[number].rollouts]
 
 
-def taking_part_and_learnt(
-    rollouts: Sequence[Rollout], advantages: Sequence[float], mask_truncated: bool
-) -> tuple[list[tuple[Rollout, float]], list[tuple[Rollout, float]]]:
-    """Return the rollouts, with their advantages, that count as completions of a step, and those learnt from.
+def taking_part_and_learnt(rollouts: Sequence[Rollout], mask_truncated: bool) -> tuple[list[Rollout], list[Rollout]]:
+    """Return the rollouts that count as completions of a step, and those that are trained on.
 
     Those without an advantage (NaN) or a token to learn from, and those that are not kept, count in nothing. Those that
     ended at the limit on their length count as completions, but their tokens do not, where ``mask_truncated`` (DAPO's
-    overlong filtering; as in TRL). Those learnt from are rows, of which a completion may have several.
+    overlong filtering; as in TRL). Those trained on are rows, of which a completion may have several.
     """
-    pairs = zip(rollouts, advantages, strict=True)
-    valid = [(r, a) for r, a in pairs if a == a and r.kept and r.completion.num_trained]
-    learnt = [(r, a) for r, a in valid if not mask_truncated or r.completion.finish_reason != "length"]
-    return valid, [(row, a) for r, a in learnt for row in r.rows]
+    valid = [
+        each for each in rollouts if each.advantage == each.advantage and each.kept and each.completion.num_trained
+    ]
+    learnt = [each for each in valid if not mask_truncated or each.completion.finish_reason != "length"]
+    return valid, [row for each in learnt for row in each.rows]
+
+
+def with_advantage(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return the rollouts whose advantage, or that of one of their tokens, is not 0."""
+    found: list[Rollout] = []
+    for rollout in rollouts:
+        of_tokens = rollout.token_advantages
+        if rollout.advantage != 0 or (of_tokens is not None and of_tokens.any()):
+            found.append(rollout)
+    return found
 
 
 def thinned(rollouts: Sequence[Rollout], weights: Mapping[Key, torch.Tensor]) -> list[Rollout]:

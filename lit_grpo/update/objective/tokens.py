@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key
 
 
@@ -126,8 +125,10 @@ def entropy_threshold(entropy_N: torch.Tensor, share: float) -> float:
     return float(torch.lerp(ordered_N[below], ordered_N[above], position - below))
 
 
-def highest(scores: Mapping[Key, torch.Tensor], share: float, ranks: Ranks) -> dict[Key, torch.Tensor]:
+def highest(
+    scores: Mapping[Key, torch.Tensor], share: float, all_gather: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> dict[Key, torch.Tensor]:
     """Return which tokens are among that share of all ranks' tokens whose scores are highest, by completion."""
-    everyone = ranks.gather(torch.cat([torch.empty(0, dtype=torch.float32), *scores.values()]))
+    everyone = all_gather(torch.cat([torch.empty(0, dtype=torch.float32), *scores.values()]))
     threshold = entropy_threshold(torch.cat(everyone), share)
     return {key: scores_T >= threshold for key, scores_T in scores.items()}

@@ -1,0 +1,129 @@
+"""Rewards of a batch become the advantages of its rollouts and tokens: by the run's estimator, then by plug-ins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from lit_grpo.budgets.history import PromptHistory
+from lit_grpo.plugins import GroupBatch
+from lit_grpo.ranks import Ranks
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.advantages.functions import EPSILON
+from lit_grpo.update.batches.step import log_baseline_weights
+from lit_grpo.update.learner_settings import LearnerSettings
+from lit_grpo.update.plugin import LearningBatch, LearningPlugin
+
+
+def assign_advantages(batch: LearningBatch, settings: LearnerSettings, history: PromptHistory, ranks: Ranks) -> None:
+    """Give each rollout of a batch its advantage, and tokens theirs where a plug-in credits them.
+
+    This is the only place that writes advantages: ``Rollout.advantage`` is NaN if the rollout is not trained on, and
+    ``Rollout.token_advantages`` is None if all of its tokens have that of their rollout.
+
+    Args:
+        batch: Its ``rewards`` are what is compared.
+        settings: Estimator and plug-ins.
+        history: Earlier visits of prompts.
+        ranks: Of the run; all of them call this together, unless settings and plug-ins need no ``all_ranks``.
+
+    Raises:
+        ValueError: A plug-in does not return one finite number for each rollout, turn or token.
+    """
+    rewards, rollouts, estimator = batch.rewards, batch.rollouts, settings.advantages
+    chooser = settings.plugin("choose")
+    chosen_R = ~rewards.rewards_R.isnan() if chooser is None else chooser.choose(batch)
+    counted = rewards if chooser is None or chooser.statistics == "group" else rewards.only(chosen_R)
+    if estimator.by_scores:
+        scores = batch.measure(rollouts, "scores")
+        counted = replace(counted, log_weights_R=log_baseline_weights(rollouts, scores))
+    weights_K = torch.tensor(list(settings.weights.values()), dtype=torch.float64)
+    if "all_ranks" in estimator.needs:
+        everyone = ranks.gather(counted)
+        batch_R = estimator.compute(GroupRewards.concatenate(everyone), weights_K, history)
+        advantages_R = batch_R.split([len(rank.rewards_R) for rank in everyone])[ranks.own]
+    else:
+        advantages_R = estimator.compute(counted, weights_K, history)
+    advantages_R = advantages_R.masked_fill(~chosen_R, math.nan)
+    shaper, chooser = settings.plugin("shape"), settings.plugin("choose_from_batch")
+    if shaper is not None:
+        advantages_R = shaped(shaper, batch, advantages_R)
+    if chooser is not None:
+        parts, counts = zip(*ranks.gather((advantages_R, len(batch.groups))), strict=True)
+        kept_R = chooser.choose_from_batch(batch, torch.cat(parts), sum(counts))
+        advantages_R = advantages_R.masked_fill(~kept_R.split([len(part) for part in parts])[ranks.own], math.nan)
+    for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
+        rollout.advantage, rollout.token_advantages = advantage, None
+    crediting = settings.plugin("credit", "credit_tokens")
+    if crediting is not None:
+        give_credit(crediting, batch)
+
+
+def shaped(plugin: LearningPlugin, batch: GroupBatch, advantages_R: torch.Tensor) -> torch.Tensor:
+    """Return the advantages of all rollouts of a batch, shape R, as a plug-in shapes them; NaN stays NaN.
+
+    Raises:
+        ValueError: The plug-in does not return one finite number for each rollout that is trained on.
+    """
+    name, groups = type(plugin).__name__, batch.groups
+    estimated = [part.tolist() for part in advantages_R.split([len(group.rollouts) for group in groups])]
+    returned = plugin.shape(batch, estimated)
+    if len(returned) != len(groups):
+        raise ValueError(f"{name} shapes {len(returned)} groups of {len(groups)}; give a list for each of them.")
+    flat: list[float] = []
+    for group, before, after in zip(groups, estimated, returned, strict=True):
+        pairs = zip(after, before, strict=False)
+        if len(after) != len(before) or not all(math.isfinite(new) or math.isnan(old) for new, old in pairs):
+            raise ValueError(
+                f"{name} gives prompt {group.prompt.prompt_id!r} the advantages {list(after)}; give one finite number "
+                f"for each of its {len(before)} rollouts that is learnt from."
+            )
+        flat += after
+    return torch.tensor(flat, dtype=advantages_R.dtype).masked_fill(advantages_R.isnan(), math.nan)
+
+
+def give_credit(plugin: LearningPlugin, batch: GroupBatch) -> None:
+    """Give the tokens of all rollouts their advantages, once the rollouts have theirs.
+
+    A plug-in that ``whitens`` has all tokens of the batch, on all ranks, get ``(A - mean) / (standard deviation +
+    1e-4)`` (TRL's epsilon).
+
+    Raises:
+        ValueError: The plug-in does not return one finite number for each turn, or for each token.
+    """
+    by_token = type(plugin).credit_tokens is not LearningPlugin.credit_tokens
+    what, of_each = ("token that is learnt from", "tokens that are learnt from") if by_token else ("turn", "turns")
+    for group in batch.groups:
+        advantages = [rollout.advantage for rollout in group.rollouts]
+        credited = (plugin.credit_tokens if by_token else plugin.credit)(group, advantages)
+        if credited is None:
+            continue
+        if len(credited) != len(group.rollouts):
+            raise ValueError(
+                f"{type(plugin).__name__} credits {len(credited)} rollouts of prompt {group.prompt.prompt_id!r}, which "
+                f"has {len(group.rollouts)}; give each a list with one number a {what}."
+            )
+        for rollout, values in zip(group.rollouts, credited, strict=True):
+            if math.isnan(rollout.advantage):
+                continue
+            completion = rollout.completion
+            numbers: list[float] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+            wanted = completion.num_trained if by_token else len(completion.turns)
+            if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
+                raise ValueError(
+                    f"{type(plugin).__name__} gives sample {completion.request.path} of prompt "
+                    f"{rollout.prompt.prompt_id!r} the advantages {numbers}; give one finite number for each of its "
+                    f"{of_each}, of which there are {wanted}."
+                )
+            its_tokens = values if by_token else completion.of_turns(numbers)
+            rollout.token_advantages = torch.as_tensor(its_tokens, dtype=torch.float32)
+    if plugin.whitens:
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        having = [(each, each.token_advantages) for each in rollouts if each.token_advantages is not None]
+        own = [advantages_T.double() for _, advantages_T in having]
+        all_T = torch.cat(batch.all_gather(torch.cat([torch.empty(0, dtype=torch.float64), *own])))
+        mean, deviation = (all_T.mean(), all_T.std()) if len(all_T) > 1 else (0.0, 1.0)
+        for (rollout, _), values_T in zip(having, own, strict=True):
+            rollout.token_advantages = ((values_T - mean) / (deviation + EPSILON)).float()
