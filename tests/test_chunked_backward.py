@@ -146,13 +146,11 @@ def test_rows_and_what_is_kept_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(learner.passes, "_loss", watched)
     logs = learner.learn(long_groups())
-    of_chunks = [micro_batch for micro_batch in seen if micro_batch.chunks]
+    of_chunks = [micro_batch for micro_batch in seen if micro_batch.chunk is not None]
     assert len(of_chunks) == 6 + 3 + 5 + 3 + 5
     assert max(micro_batch.input_ids_BT.numel() for micro_batch in of_chunks) == 4
     assert logs["update/tokens"] == 23 + 3 + 9 + 17 + 12 + 20
-    assert not any(
-        span._carried for micro_batch in seen for span in (*micro_batch.chunks, *micro_batch.prompts) if span
-    )
+    assert not any(span._carried for micro_batch in seen for span in micro_batch.spans)
 
 
 def test_chunks_cover_a_completion_and_are_the_same_again() -> None:

@@ -198,7 +198,10 @@ def test_a_rollout_without_a_token_to_learn_from_comes_last() -> None:
     groups = groups_of([1.0, 0.0, 0.5])
     with_entropies(groups, [0.2, 9.0, 0.1])
     loud = groups[0].rollouts[1].completion
-    loud.segments = tuple(segment._replace(trained=False) for segment in loud.segments)
+    nothing = Completion(
+        loud.request, loud.token_ids_T, loud.logprobs_T, loud.versions_T, "stop", "", 9.0, torch.zeros(2).bool()
+    )
+    groups[0].rollouts[1].completion = nothing
     assert list(known(advantages(MaxEntropy(2), groups)[0])) == [0, 2]
 
 
