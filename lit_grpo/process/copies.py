@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 _ALIGNED = 16  # bytes; where the tensors of a copy begin
 
 
-def in_one_copy(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy tensors of the host to ``device`` as one piece, from pinned memory, so that nothing waits for a GPU.
+def in_one_copy(arrays: Mapping[str, torch.Tensor | np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy arrays or tensors of the host to ``device`` as one piece, from pinned memory, so that nothing waits for it.
 
-    Where the host is the device they are returned as they are.
+    Where the host is the device they keep their memory.
     """
+    tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
     if device.type == "cpu":
-        return dict(tensors)
+        return tensors
     places, num_bytes = {}, 0
     for name, tensor in tensors.items():
         places[name] = slice(num_bytes, num_bytes + tensor.nbytes)

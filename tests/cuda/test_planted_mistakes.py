@@ -52,13 +52,15 @@ def instead(function: Any, *places: tuple[Any, str]) -> Callable[[Patch], None]:
 
 
 def one_by_one(tensors: Any, device: torch.device) -> Any:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}  # from pageable memory
+    here = {name: torch.as_tensor(each) for name, each in tensors.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in here.items()}  # from pageable memory
 
 
 def pinned_one_by_one(tensors: Any, device: torch.device) -> Any:
+    here = {name: torch.as_tensor(each) for name, each in tensors.items()}
     if device.type == "cpu":
-        return tensors
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return here
+    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in here.items()}
 
 
 def left_on_the_host(batch: layout.PackedRow, device: Any, to: Any = layout.PackedRow.to) -> layout.PackedRow:
@@ -92,7 +94,7 @@ def nothing(*_: object) -> None:
 
 
 MISTAKES: dict[str, tuple[Where, Callable[[Patch], None]]] = {
-    "a recorded part reads a number": ("slots", after(FusedDecoder, "norm", lambda hidden: hidden.sum().item())),
+    "a recorded part reads a number": ("slots", after(FusedDecoder, "after", lambda hidden: hidden.sum().item())),
     "a step reads what it sampled in three copies": ("slots", instead(three_copies, (generator_module, "to_host"))),
     "a step's inputs come from pageable memory": (
         "slots", instead(one_by_one, (generator_module, "in_one_copy"), (cache_module, "in_one_copy")),

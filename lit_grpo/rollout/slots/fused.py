@@ -102,8 +102,8 @@ _TABLE_STEP = 1024
 class FusedDecoder:
     """Runs a decoder over the last token of each row; under autocast, as autocast would run the model.
 
-    ``embed`` takes tokens to what goes into the first layer; ``tables`` are cosine and sine of all positions tabulated
-    so far, shape (positions, head size).
+    ``embed`` takes tokens to what goes into the first layer, ``norm`` what the last layer returns to the last hidden
+    states; ``tables`` are cosine and sine of all positions tabulated so far, shape (positions, head size).
 
     Args:
         model: The policy.
@@ -122,7 +122,7 @@ class FusedDecoder:
             raise ValueError(f"rope type {rope_type}")
         self.embed: Operation = decoder.embed_tokens
         self._rotary = decoder.rotary_emb
-        self._norm = norm_operation(decoder.norm)
+        self.norm = norm_operation(decoder.norm)
         sizes = {(call.num_heads, call.num_kv_heads, call.key_size, call.value_size) for call in calls}
         if len(sizes) > 1 or any(call.cap is not None or call.has_sinks for call in calls):
             raise ValueError("heads that differ by layer, capped scores or attention sinks")
@@ -179,10 +179,6 @@ class FusedDecoder:
         hidden.add_(own.output(attended.reshape(len(hidden), -1)))
         normed = _lowered(own.mlp_norm(hidden))
         return hidden.add_(own.down(own.activation(own.gate(normed)).mul_(own.up(normed))))
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states, after the last layer."""
-        return self._norm(hidden)
 
     def tabulate(self, num_positions: int, like: torch.Tensor) -> None:
         """Have cosine and sine of all positions at hand, in the dtype of ``like``; the sine's first half is negative.

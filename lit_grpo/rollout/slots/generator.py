@@ -122,7 +122,8 @@ class SlotGenerator(Versioned):
         self._mode.refresh()
         if self._graphs is not None:
             self._graphs.refresh()
-        self._clear()  # keys and values of other weights
+        if self._cache.prompts or self._kept.num_tokens:
+            self._clear()  # these are keys and values of other weights
         return report
 
     @property
@@ -334,7 +335,10 @@ class SlotGenerator(Versioned):
         cache, budget = self._cache, self.budget
         assert budget is not None
         needed = {request.group: request.prompt for request in self._incoming}
-        missing = [(group, prompt) for group, prompt in needed.items() if group not in cache.prompts]
+        missing: dict[GroupKey, Prompt] = {}
+        for group, prompt in needed.items():
+            if group not in cache.prompts:
+                missing[group] = prompt
         if missing and ahead:
             num_tokens = 0
             for group, prompt in list(self._expected.items()):
@@ -343,16 +347,15 @@ class SlotGenerator(Versioned):
                     break
                 del self._expected[group]
                 if group not in needed and group not in cache.prompts:
-                    missing.append((group, prompt))
-        by_room: dict[int, list[tuple[GroupKey, Prompt]]] = {}
-        for group, prompt in missing:
-            by_room.setdefault(prompt_room(len(prompt.token_ids)), []).append((group, prompt))
+                    missing[group] = prompt
+        by_room: dict[int, list[tuple[GroupKey, Sequence[int]]]] = {}
+        for group, prompt in missing.items():
+            by_room.setdefault(prompt_room(len(prompt.token_ids)), []).append((group, prompt.token_ids))
         budget.prefills = True
         for room, alike in by_room.items():
             most = max(1, budget.prefill_tokens // room)
             for first in range(0, len(alike), most):
-                groups, prompts = zip(*alike[first : first + most], strict=True)
-                sequences = [prompt.token_ids for prompt in prompts]
+                groups, sequences = zip(*alike[first : first + most], strict=True)
                 lengths = [*map(len, sequences)]
                 writer = cache.write_prompts(groups, lengths)
                 hidden_BD = prefill(self.policy, sequences, budget.prefill_tokens, writer)
@@ -389,7 +392,7 @@ class SlotGenerator(Versioned):
             longest = int(arrays["positions"].max())
             hidden.append(decode_step(self.policy, self._fused, inputs["tokens"], inputs["positions"], longest, cache))
         else:
-            inputs = in_one_copy({"uniform": torch.from_numpy(arrays["uniform"])}, self._device)
+            inputs = in_one_copy(arrays, self._device)
         if fresh:
             hidden.append(torch.stack([cache.prompts[group].hidden_D for group in fresh]))
             cache.admit(fresh)

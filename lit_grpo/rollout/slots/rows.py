@@ -116,7 +116,7 @@ class TokenRows:
         observations, sampled_B = [], self.sampled_B
         for point in sorted(set(points).intersection(sampled_B.tolist()) - {0}):
             rows_N = np.flatnonzero(sampled_B == point)
-            index_N = in_one_copy({"rows": torch.from_numpy(rows_N)}, hidden_BD.device)["rows"]
+            index_N = in_one_copy({"rows": rows_N}, hidden_BD.device)["rows"]
             states_ND = hidden_BD.index_select(0, index_N).float().cpu().numpy()
             counts = self._counts[rows_N]
             logprobs = self._logprobs[rows_N, : counts.max()]  # 0 where observed

@@ -69,7 +69,7 @@ class SlotCache:
 
     def write_prompts(self, prompts: Sequence[Hashable], lengths: Sequence[int]) -> ShelfWriter:
         """Make room for new prompts of these lengths, which all take the same room; return what is to fill it."""
-        (room,) = {prompt_room(num_tokens) for num_tokens in lengths}
+        room = prompt_room(max(lengths))
         shelf = self._prompt_shelves.setdefault(room, Shelf(room, self.shape))
         entries = shelf.add(len(lengths))
         for entry, prompt, num_tokens in zip(entries, prompts, lengths, strict=True):
@@ -208,11 +208,12 @@ class SlotCache:
         if self._read is None or longest > len(self._completion_L):
             return self._lay_out(columns_B, longest, others)
         self._moving += 1
-        # Each token attends to one column more; what slides, or is cut, is computed again.
-        self._masks = {sight: mask for sight, mask in self._masks.items() if sight == ALL}
-        for mask in self._masks.values():
-            mask[:, 0, 0].scatter_(1, self._columns_B[:, None], 0.0)
-        return in_one_copy({name: torch.from_numpy(array) for name, array in others.items()}, self.shape.device)
+        for sight in [*self._masks]:
+            if sight == ALL:  # each token attends to one column more
+                self._masks[sight][:, 0, 0].scatter_(1, self._columns_B[:, None], 0.0)
+            else:  # what slides, or is cut, is computed again
+                del self._masks[sight]
+        return in_one_copy(others, self.shape.device)
 
     def _lay_out(
         self, columns_B: np.ndarray, longest: int, others: Mapping[str, np.ndarray]
@@ -250,8 +251,7 @@ class SlotCache:
             moving += shelf.targets.values()
             fixed += shelf.layout.values()
         own = {"valid": np.concatenate(valid, -1), "layout": np.concatenate([*moving, *fixed], None)}
-        arrays = {**others, **own}
-        there = in_one_copy({name: torch.from_numpy(array) for name, array in arrays.items()}, self.shape.device)
+        there = in_one_copy({**others, **own}, self.shape.device)
         self._prompt_valid_BL, layout = there.pop("valid"), there.pop("layout")
         self._moving = layout[: sum(map(np.size, moving))]
         parts = iter(layout.split([*map(np.size, [*moving, *fixed])]))

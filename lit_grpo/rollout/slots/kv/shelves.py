@@ -34,9 +34,12 @@ class Shelf:
     def __init__(self, num_tokens: int, shape: KVShape) -> None:
         self.num_tokens, self.shape = num_tokens, shape
         self.num_entries = self.room = 0
-        like = torch.empty(0, dtype=shape.dtype, device=shape.device)
-        self.keys = [like.new_empty((0, each.num_heads, num_tokens, each.key_size)) for each in shape.layers]
-        self.values = [like.new_empty((0, each.num_heads, num_tokens, each.value_size)) for each in shape.layers]
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for layer in shape.layers:
+            no_entries = torch.empty((0, layer.num_heads, num_tokens, 0), dtype=shape.dtype, device=shape.device)
+            self.keys.append(no_entries.new_empty((*no_entries.shape[:3], layer.key_size)))
+            self.values.append(no_entries.new_empty((*no_entries.shape[:3], layer.value_size)))
         self.width = self._num_read = self._per_entry = 0
         self.targets: dict[int, Any] = {}
         """Where rows write their next tokens, by number of KV heads: an array, and a tensor once it has been copied."""
