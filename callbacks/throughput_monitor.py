@@ -84,9 +84,12 @@ class ThroughputMonitor(Observer):
 
     def _see(self, module: GRPOModule, batch: PromptBatch) -> None:
         """Count tokens and completions of the rollout on all ranks."""
-        prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
-        learnt = sum(rollout.completion.num_sampled for rollout in batch.rollouts)
-        local = torch.tensor([batch.metrics.get("rollout/tokens", learnt), len(batch.rollouts), prompt_tokens])
+        rollouts, prompt_tokens, learnt = batch.rollouts, 0, 0
+        for group in batch.groups:
+            prompt_tokens += len(group.prompt.token_ids)
+        for rollout in rollouts:
+            learnt += rollout.completion.num_sampled
+        local = torch.tensor([batch.metrics.get("rollout/tokens", learnt), len(rollouts), prompt_tokens])
         tokens, completions, self._prompt_tokens = module.ranks.sum(local).tolist()
         self._sampled = {"num_tokens": tokens, "num_completions": completions}
 

@@ -200,7 +200,7 @@ def test_a_new_prompt_is_expected_to_be_as_long_as_all_others() -> None:
     assert history.expected(["a"])[0].mean_tokens == 0.0
     history.note([Visit("a", 0, [1.0, 0.0], 1, 60, 0), Visit("b", 0, [1.0, 0.0], 1, 20, 0)])
     history.commit()
-    history.note_lengths([("c", LengthMoments(1, 9.0, 0.0))])  # a part of whose visit has come
+    history.note_lengths("c", LengthMoments(1, 9.0, 0.0))  # a part of whose visit has come
     history.commit_lengths()
     assert [record.mean_tokens for record in history.expected(["b", "c", "new", "a"])] == [10.0, 20.0, 20.0, 30.0]
 

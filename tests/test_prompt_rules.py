@@ -70,7 +70,8 @@ def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed()
     history.note([visit([1.0, 0.0])])
     assert history.records == {}
     history.note([visit([1.0, 1.0])])
-    history.note_lengths([("a", LengthMoments(2, 3.0, 0.5)), ("c", LengthMoments(0, 0.0, 0.0))])
+    history.note_lengths("a", LengthMoments(2, 3.0, 0.5))
+    history.note_lengths("c", LengthMoments(0, 0.0, 0.0))
     history.commit(lambda own: [own, [visit([0.0], name="b")]])  # of two ranks
     assert not history.lengths(["a"]).any()
     history.commit_lengths(lambda own: [own, [("b", LengthMoments(4, 1.0, 0.0))]])
@@ -83,7 +84,8 @@ def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed()
 
 def test_a_history_goes_on_from_a_checkpoint() -> None:
     history, again = history_of([1.0, 0.0], [0.5, 0.25]), PromptHistory()
-    history.note_lengths([("a", LengthMoments(2, 3.0, 0.5)), ("new", LengthMoments(1, 2.0, 0.0))])
+    history.note_lengths("a", LengthMoments(2, 3.0, 0.5))
+    history.note_lengths("new", LengthMoments(1, 2.0, 0.0))
     history.commit_lengths()
     assert history["new"].num_visits == 0 and history["new"].lengths.number == 1
     again.load_state_dict(history.state_dict())

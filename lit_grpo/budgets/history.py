@@ -176,25 +176,29 @@ class PromptHistory:
 
     def note(self, visits: Sequence[Visit]) -> None:
         """Take visits of this rank's prompts."""
-        self._noted |= {(visit.prompt_id, visit.number): visit for visit in visits}
+        for visit in visits:
+            self._noted[visit.prompt_id, visit.number] = visit
 
-    def note_lengths(self, lengths: Sequence[Length]) -> None:
-        """Take the lengths of completions of this rank's prompts; those without a completion are left out."""
-        self._lengths += [(prompt_id, each) for prompt_id, each in lengths if each.number]
+    def note_lengths(self, prompt_id: str, lengths: LengthMoments) -> None:
+        """Take the lengths of completions of one of this rank's prompts, if there are any."""
+        if lengths.number:
+            self._lengths.append((prompt_id, lengths))
 
     def commit(self, gather: Callable[[list[Visit]], list[list[Visit]]] = lambda own: [own]) -> None:
         """Count what has been noted, on all ranks, in their order."""
-        for visit in (visit for visits in gather(list(self._noted.values())) for visit in visits):
-            record = self[visit.prompt_id].after(visit, self.num_recent)
-            if record is not NEW:
-                self.records[visit.prompt_id] = record
+        for visits in gather(list(self._noted.values())):
+            for visit in visits:
+                record = self[visit.prompt_id].after(visit, self.num_recent)
+                if record is not NEW:
+                    self.records[visit.prompt_id] = record
         self._noted = {}
 
     def commit_lengths(self, gather: Callable[[list[Length]], list[list[Length]]] = lambda own: [own]) -> None:
         """Count the lengths that have been noted, on all ranks, in their order."""
-        for prompt_id, each in (length for lengths in gather(self._lengths) for length in lengths):
-            record = self[prompt_id]
-            self.records[prompt_id] = replace(record, lengths=record.lengths.after(each))
+        for lengths in gather(self._lengths):
+            for prompt_id, each in lengths:
+                record = self[prompt_id]
+                self.records[prompt_id] = replace(record, lengths=record.lengths.after(each))
         self._lengths = []
 
     def state_dict(self) -> dict[str, list[Any]]:

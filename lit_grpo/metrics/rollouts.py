@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from lit_grpo.metrics.means import Means
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -29,10 +28,17 @@ def rollout_metrics(
         version: The policy's, to tell how stale the tokens are that a policy has sampled.
         ranks: Of the run; all of them call this.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    completions = [rollout.completion for group in groups for rollout in group.fresh]
-    fresh_R = torch.tensor([not (rollout.learnt or rollout.replayed) for rollout in rollouts], dtype=torch.bool)
-    rewards = rewards.only(torch.tensor([not rollout.replayed for rollout in rollouts], dtype=torch.bool))
+    completions: list[Completion] = []
+    is_fresh: list[bool] = []
+    is_sampled: list[bool] = []  # at this visit, in this batch or in one before
+    for group in groups:
+        for rollout in group.rollouts:
+            is_sampled.append(not rollout.replayed)
+            is_fresh.append(not (rollout.learnt or rollout.replayed))
+            if is_fresh[-1]:
+                completions.append(rollout.completion)
+    fresh_R = torch.tensor(is_fresh, dtype=torch.bool)
+    rewards = rewards.only(torch.tensor(is_sampled, dtype=torch.bool))
     own = {
         "rewards": rewards.rewards_R[fresh_R].double(),
         "by_function": rewards.by_function_RK[fresh_R].double(),
@@ -43,7 +49,11 @@ def rollout_metrics(
         "cut_off": torch.tensor([completion.finish_reason == "length" for completion in completions]).double(),
     }
     by_rank = ranks.gather(own)
-    everyone = {name: torch.cat([rank[name] for rank in by_rank]) for name in own}
+    everyone: dict[str, torch.Tensor] = {}
+    for name in own:
+        everyone[name] = torch.cat([rank[name] for rank in by_rank])
+    lengths_R = everyone["lengths"]
+    terminated_R = lengths_R[everyone["cut_off"] == 0]  # of those that ended by themselves
     logs = {
         "reward": _mean(everyone["rewards"]),
         "reward_std": _std(everyone["rewards"]),
@@ -51,34 +61,38 @@ def rollout_metrics(
         "frac_reward_zero_std": _mean(everyone["uniform"]),
         "frac_no_reward": _mean(everyone["rewards"].isnan().double()),
         "frac_no_rollout": _mean(everyone["empty"]),
+        "completions/mean_length": _mean(lengths_R),
+        "completions/clipped_ratio": _mean(everyone["cut_off"]),
+        "completions/mean_terminated_length": _mean(terminated_R),
+        "completions/p50_length": _quantile(lengths_R, 0.5),
+        "completions/p95_length": _quantile(lengths_R, 0.95),
+        "completions/min_length": _quantile(lengths_R, 0.0),
+        "completions/max_length": _quantile(lengths_R, 1.0),
+        "completions/min_terminated_length": _quantile(terminated_R, 0.0),
+        "completions/max_terminated_length": _quantile(terminated_R, 1.0),
     }
     for name, values_R in zip(rewards.functions, everyone["by_function"].T, strict=True):
         logs |= {f"rewards/{name}/mean": _mean(values_R), f"rewards/{name}/std": _std(values_R)}
-    logs |= _length_metrics(everyone["lengths"], everyone["cut_off"])
     return logs | _token_metrics(completions, version, ranks)
 
 
-def _length_metrics(lengths_R: torch.Tensor, cut_off_R: torch.Tensor) -> dict[str, float]:
-    """Describe lengths; *terminated* completions ended by themselves."""
-    terminated_R = lengths_R[cut_off_R == 0]
-    logs = {
-        "mean_length": _mean(lengths_R),
-        "clipped_ratio": _mean(cut_off_R),
-        "mean_terminated_length": _mean(terminated_R),
-        **{f"p{percent}_length": _quantile(lengths_R, percent / 100) for percent in (50, 95)},
-    }
-    for name, values_R in (("length", lengths_R), ("terminated_length", terminated_R)):
-        logs |= {f"min_{name}": _quantile(values_R, 0.0), f"max_{name}": _quantile(values_R, 1.0)}
-    return {f"completions/{name}": value for name, value in logs.items()}
-
-
 def _token_metrics(completions: Sequence[Completion], version: int, ranks: Ranks) -> dict[str, float]:
-    """Describe sampled tokens; there may be millions, so ranks exchange sums."""
-    versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *(completion.versions_T for completion in completions)])
-    logprobs_T = torch.cat([torch.empty(0), *(completion.logprobs_T for completion in completions)])
-    means = Means(("completions/mean_logprob",))
-    means.add({"completions/mean_logprob": logprobs_T[versions_T != OBSERVED]})
-    return means.compute(ranks.sum) | _staleness_metrics(_tokens_by_staleness(completions, version, ranks))
+    """Describe sampled tokens, and how stale they are; there may be millions, so ranks exchange sums."""
+    logprobs_T = [completion.logprobs_T[completion.versions_T != OBSERVED] for completion in completions]
+    own = torch.cat([torch.empty(0), *logprobs_T]).double()
+    total, count = ranks.sum(torch.stack([own.nansum(), own.isfinite().sum().double()])).tolist()
+    counts_S = _tokens_by_staleness(completions, version, ranks)
+    num_tokens = int(counts_S.sum())
+    logs = {"completions/mean_logprob": total / count if count else math.nan}
+    if not num_tokens:
+        names = ("staleness/mean", "staleness/p95", "staleness/max", "staleness/fresh")
+        return logs | dict.fromkeys(names, math.nan)
+    return logs | {
+        "staleness/mean": float(counts_S @ np.arange(len(counts_S))) / num_tokens,
+        "staleness/p95": float(np.searchsorted(counts_S.cumsum(), 0.95 * num_tokens)),
+        "staleness/max": float(len(counts_S) - 1),
+        "staleness/fresh": float(counts_S[0]) / num_tokens,
+    }
 
 
 def staleness_shares(groups: Sequence[RolloutGroup], version: int, ranks: Ranks) -> dict[str, float]:
@@ -101,25 +115,12 @@ STALENESS = {"1": (1, 2), "2_to_3": (2, 4), "4_to_7": (4, 8), "8_or_more": (8, N
 
 def _tokens_by_staleness(completions: Sequence[Completion], version: int, ranks: Ranks) -> np.ndarray:
     """Count the sampled tokens on all ranks of staleness 0, 1, 2 and so on."""
-    versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *(completion.versions_T for completion in completions)])
+    versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *[completion.versions_T for completion in completions]])
     tokens_S = ranks.gather(torch.bincount(version - versions_T[versions_T != OBSERVED]))
     counts_S = np.zeros(max(map(len, tokens_S)), dtype=np.int64)
     for each_S in tokens_S:
         counts_S[: len(each_S)] += each_S.numpy()
     return counts_S
-
-
-def _staleness_metrics(counts_S: np.ndarray) -> dict[str, float]:
-    """Describe how stale tokens are."""
-    num_tokens = int(counts_S.sum())
-    if not num_tokens:
-        return dict.fromkeys(("staleness/mean", "staleness/p95", "staleness/max", "staleness/fresh"), math.nan)
-    return {
-        "staleness/mean": float(counts_S @ np.arange(len(counts_S))) / num_tokens,
-        "staleness/p95": float(np.searchsorted(counts_S.cumsum(), 0.95 * num_tokens)),
-        "staleness/max": float(len(counts_S) - 1),
-        "staleness/fresh": float(counts_S[0]) / num_tokens,
-    }
 
 
 def _mean(values: torch.Tensor) -> float:

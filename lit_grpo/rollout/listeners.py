@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lit_grpo.plugins import Listener
@@ -14,40 +15,45 @@ if TYPE_CHECKING:
     from lit_grpo.types import RolloutGroup
 
 
+@dataclass
 class Moving(Listener):
     """Tells the phases of a run that a rollout moves, and that rewards are waited for at its end.
 
     It moves at each step, and, while nothing can be decoded, as long as one of ``others`` waits within its time limits.
     """
 
-    def __init__(self, phases: Phases, others: Iterable[Listener]) -> None:
-        self._phases, self._others = phases, list(others)
+    phases: Phases
+    others: Sequence[Listener]
 
     def on_step(self, events: StepEvents) -> None:
-        self._phases.move()
+        self.phases.move()
 
     def on_idle(self) -> None:
-        if any(other.waits_in_time for other in self._others):
-            self._phases.move()
+        if any(other.waits_in_time for other in self.others):
+            self.phases.move()
 
     def on_rollout_end(self, failed: bool) -> None:
-        self._phases.begin("reward")
+        self.phases.begin("reward")
 
 
+@dataclass
 class Rewarding(Listener):
-    """Scores each group as soon as it is whole, while others still decode."""
+    """Scores each group as soon as it is whole, while others still decode.
 
-    def __init__(self, runner: RewardRunner, waits: bool = True) -> None:
-        self._runner, self._waits = runner, waits
+    Args:
+        runner: Scores.
+        waits: Whether the end of the rollout waits for the rewards; where not, whoever takes the groups waits.
+    """
+
+    runner: RewardRunner
+    waits: bool = True
 
     def on_group(self, group: RolloutGroup) -> None:
-        self._runner.submit(group)
+        self.runner.submit(group)
 
     def on_rollout_end(self, failed: bool) -> None:
-        """Wait for the rewards, or drop what is being scored; where it does not wait, leave it to the one that does."""
-        if not self._waits:
-            return
-        if failed:
-            self._runner.close()
-        else:
-            self._runner.gather()
+        """Wait for the rewards, or drop what is being scored."""
+        if self.waits and failed:
+            self.runner.close()
+        elif self.waits:
+            self.runner.gather()

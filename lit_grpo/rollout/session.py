@@ -334,11 +334,11 @@ class RolloutSession:
         """Choose at how many tokens the next rollout brings all completions together."""
         if self.lengths is None or self._choice is None or not self.plan.follows_lengths:
             return
-        looks = (plugin.observes for plugin in self._hooks["observes"])
-        barrier = next((look.num_tokens for look in looks if look is not None and look.barrier), None)
-        if barrier is not None:
-            self._points = (barrier,)
-            return
+        for plugin in self._hooks["observes"]:
+            look = plugin.observes
+            if look is not None and look.barrier:
+                self._points = (look.num_tokens,)
+                return
         correlations = {point: self.lengths.within_correlation(point) for point in self.lengths.points if point}
         self._points = self._choice.points(correlations)
 

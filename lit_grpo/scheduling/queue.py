@@ -54,7 +54,8 @@ class Queue:
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Take jobs that wait to be decoded."""
-        self._waiting.update((job.key, job) for job in jobs)
+        for job in jobs:
+            self._waiting[job.key] = job
         self._arranged_for, self._width = None, self._num_slots
 
     def admit(self, free_slots: int, fits: Callable[[Job], bool] = anything_fits) -> list[Job]:

@@ -86,6 +86,7 @@ class LengthPredictor:
         ] = {}  # of the errors, by stage and kind, as they are needed
         self._quality = [np.empty((0, 3)) for _ in self._stages]  # rows of predicted, actual, number of the group
         self._sums = np.zeros(3)  # of all log lengths, forgetting: their number, sum and squares
+        self._mean = math.nan
         self._num_groups, self._num_ignored = 0, 0  # of what has been committed
         self._clear()
 
@@ -95,17 +96,21 @@ class LengthPredictor:
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Take the jobs of a rollout, all at once or in portions."""
-        new = list({job.key: job for job in jobs if job.key not in self._rows}.values())
-        first, added = len(self._jobs), np.zeros(len(new), dtype=JOB)
-        self._rows |= {job.key: first + row for row, job in enumerate(new)}
-        added["group"] = [self._groups.setdefault(job.group, len(self._groups)) for job in new]
-        added["limit"] = [job.max_tokens for job in new]
-        number, mean, variance = self.history.lengths([job.key[0] for job in new]).T
+        names: list[str] = []
+        columns: list[tuple[int, int]] = []
+        for job in jobs:
+            if job.key not in self._rows:
+                self._rows[job.key] = len(self._rows)
+                names.append(job.key[0])
+                columns.append((self._groups.setdefault(job.key[:2], len(self._groups)), job.max_tokens))
+        added = np.zeros(len(names), dtype=JOB)
+        added["group"], added["limit"] = np.array(columns, dtype=np.int64).reshape(-1, 2).T
+        number, mean, variance = self.history.lengths(names).T
         added["number"], added["scale"] = number, self._scale(number, variance)
         added["before"] = added["mu"] = (self._mean + number * mean) / (1 + number)
-        self._jobs = np.concatenate([self._jobs, added])
-        self._said = np.concatenate([self._said, np.full((len(new), len(self._stages)), np.nan)])
-        self._say(0, np.arange(first, len(self._jobs)))
+        said = np.full((len(names), len(self._stages)), np.nan)
+        said[:, 0] = np.where(np.isnan(added["mu"]), np.nan, self._expected(added))
+        self._jobs, self._said = np.concatenate([self._jobs, added]), np.concatenate([self._said, said])
         self.revision += 1
 
     def observe(self, keys: Sequence[Key] | Sequence[GroupKey], num_tokens: int, features: np.ndarray) -> None:
@@ -146,7 +151,8 @@ class LengthPredictor:
             jobs["mu"] = self._after(stage, jobs) + (correction if stage else 0.0)
             jobs["stage"] = stage
         self._jobs[rows] = jobs
-        self._say(stage, rows)
+        jobs["decoded"] = num_tokens  # what is said at this stage, before anything else has come
+        self._said[rows, stage] = np.where(np.isnan(jobs["mu"]), np.nan, self._expected(jobs))
         self.revision += num_tokens == 0
 
     def progress(self, num_tokens: Mapping[Key, int]) -> None:
@@ -226,13 +232,10 @@ class LengthPredictor:
         self._error_quantiles.clear()
         self._quality = [np.array(rows, dtype=np.float64).reshape(-1, 3) for rows in state["quality"]]
         self._sums, self._projection.scale = np.array(state["sums"]), np.array(state["scale"], dtype=np.float64)
+        self._mean = self._sums[1] / self._sums[0] if self._sums[0] else math.nan
         self._num_groups, self._num_ignored = state["num_groups"], state["num_ignored"]
         self.informative = self._is_informative()
         self.end(commit=False)
-
-    @property
-    def _mean(self) -> float:
-        return self._sums[1] / self._sums[0] if self._sums[0] else math.nan
 
     def _scale(self, number: np.ndarray, variance: np.ndarray) -> np.ndarray:
         """Return the errors to be expected where so many completions have come, with such a variance of their logs."""
@@ -258,16 +261,12 @@ class LengthPredictor:
             errors = self._errors[stage][known] if len(self._errors[stage][known]) else self._errors[stage][1 - known]
             if mine.any():
                 if (stage, known) not in self._error_quantiles:
-                    self._error_quantiles[stage, known] = _quantiles(errors)
+                    shares = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
+                    few = len(errors) <= NUM_QUANTILES
+                    self._error_quantiles[stage, known] = np.sort(errors) if few else np.quantile(errors, shares)
                 quantiles = self._error_quantiles[stage, known]
                 means[mine] = mean_length(mu[mine], jobs["scale"][mine], quantiles, lasted[mine], limit[mine])
         return means
-
-    def _say(self, stage: int, rows: np.ndarray) -> None:
-        """Write down what is said of rows at a stage, as it is before anything else has come."""
-        jobs = self._jobs[rows]
-        jobs["decoded"] = self._stages[stage]
-        self._said[rows, stage] = np.where(np.isnan(jobs["mu"]), np.nan, self._expected(jobs))
 
     def _expected(self, jobs: np.ndarray) -> np.ndarray:
         """Return the mean total tokens of jobs, given what has been decoded of them."""
@@ -282,18 +281,19 @@ class LengthPredictor:
 
     def _learn(self) -> None:
         """Judge what was said of the rollout, and learn everything."""
-        jobs, groups, names = self._jobs, self._jobs["group"], [group[0] for group in self._groups]
+        jobs, groups, num_groups = self._jobs, self._jobs["group"], len(self._groups)
         for stage, said in enumerate(self._said.T):
             judged = np.column_stack([said, jobs["total"], groups + self._num_groups])
             rows = np.concatenate([self._quality[stage], judged[(jobs["total"] > 0) & ~np.isnan(said)]])
-            self._quality[stage] = rows[rows[:, 2] >= self._num_groups + len(names) - WINDOW]
-        self._num_groups += len(names)
+            self._quality[stage] = rows[rows[:, 2] >= self._num_groups + num_groups - WINDOW]
+        self._num_groups += num_groups
         totals = np.where((jobs["total"] == 0) & np.isnan(jobs["mu"]), jobs["decoded"] + 1.0, self._expected(jobs))
         begun, logs = jobs["decoded"] > 0, np.log(totals)
         powers = np.column_stack([np.bincount(groups, begun * logs**power) for power in range(3)])
         self._sums = FORGETTING * self._sums + powers.sum(0)
-        visits = [(name, LengthMoments(*row)) for name, row in zip(names, _moments(powers).tolist(), strict=True)]
-        self.history.note_lengths(visits)
+        self._mean = self._sums[1] / self._sums[0] if self._sums[0] else math.nan
+        for (name, _), row in zip(self._groups, _moments(powers).tolist(), strict=True):
+            self.history.note_lengths(name, LengthMoments(*row))
         if self._is_own:
             self.history.commit_lengths()
         unknown = np.isnan(jobs["before"])
@@ -308,7 +308,7 @@ class LengthPredictor:
             if stage and not chunks:
                 continue
             parts = chunks or [(np.arange(len(jobs)), np.empty((len(jobs), 0)))]
-            rows, x = (np.concatenate(each) for each in zip(*parts, strict=True))
+            rows, x = map(np.concatenate, zip(*parts, strict=True))
             order = np.argsort(rows)
             order = order[(begun & (totals > start))[rows[order]]]
             rows, x = rows[order], x[order].astype(np.float64)
@@ -367,13 +367,6 @@ def mean_length(
     alive = totals > lasted[:, None]
     alive[:, tail:] = True
     return (np.minimum(totals, limit[:, None]) * alive).sum(1) / alive.sum(1)
-
-
-def _quantiles(errors: np.ndarray) -> np.ndarray:
-    """Return errors in ascending order, as many as are used: of more, their quantiles."""
-    if len(errors) <= NUM_QUANTILES:
-        return np.sort(errors)
-    return np.quantile(errors, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES)
 
 
 def _moments(powers: np.ndarray) -> np.ndarray:

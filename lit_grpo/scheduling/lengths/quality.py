@@ -7,7 +7,8 @@ import numpy as np
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Return the rank correlation of two arrays of shape (n,), equal values sharing a rank; 0 where one is constant."""
-    ranks_a, ranks_b = (average_ranks(values) - (len(values) + 1) / 2 for values in (a, b))
+    middle = (len(a) + 1) / 2
+    ranks_a, ranks_b = average_ranks(a) - middle, average_ranks(b) - middle
     norm = float(np.sqrt(np.square(ranks_a).sum() * np.square(ranks_b).sum()))
     return float(ranks_a @ ranks_b) / norm if norm else 0.0
 

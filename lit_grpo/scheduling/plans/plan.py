@@ -147,9 +147,10 @@ def make_queues(spec: str | Plan, lengths: Lengths, num_slots: int, points: Sequ
         num_slots: Slots there are.
         points: Numbers of tokens, ascending; none for the plan's queue alone.
     """
+    plan = find_plan(spec)
     if not points:
-        return [make_plan(spec, lengths, num_slots)]
-    return [Queue(NoLengths(), num_slots), *(make_plan(spec, Followed(lengths), num_slots) for _ in points)]
+        return [plan.queue(lengths, num_slots)]
+    return [Queue(NoLengths(), num_slots), *(plan.queue(Followed(lengths), num_slots) for _ in points)]
 
 
 def check_probe(probe_tokens: int | list[int], plan: Plan, predict_lengths: bool) -> tuple[int, ...]:

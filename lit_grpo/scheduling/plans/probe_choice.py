@@ -95,8 +95,10 @@ class ProbeChoice:
 
     def metrics(self) -> dict[str, float]:
         """Return what probes and time slices would have saved of late."""
-        named = {f"probe_{points[0]}" if len(points) == 1 else "slices": points for points in self.savings}
-        return {f"lengths/saving_of_{name}": self.savings[points] for name, points in named.items()}
+        figures: dict[str, float] = {}
+        for points, saving in self.savings.items():
+            figures[f"lengths/saving_of_probe_{points[0]}" if len(points) == 1 else "lengths/saving_of_slices"] = saving
+        return figures
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learned, as lists."""
