@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import check_fields
@@ -25,6 +25,20 @@ AllGather = Callable[[Any], list[Any]]
 Kind = TypeVar("Kind", bound="Listener")
 
 
+class Resume(NamedTuple):
+    """A request that waits for its environment is to wait for a slot again.
+
+    Args:
+        request: With the prefix that it goes on from.
+        how: ``go_on`` after what it has come to, and perhaps further observed tokens; ``again`` after a part of that,
+            the rest of which is lost; ``rewritten`` after other tokens: the listener keeps what was sampled, and puts
+            it together in what it names in :attr:`Answer.finish`.
+    """
+
+    request: Request
+    how: Literal["go_on", "again", "rewritten"] = "go_on"
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a listener wants done with requests.
@@ -37,25 +51,20 @@ class Answer:
             has come to.
         open: Requests of new groups.
         drop: These are left out of their groups.
-        go_on: These have sampled a turn, and go on after their prefixes, which may hold more observed tokens than
-            before: a request that has just come to the end of a turn, or one that is away.
-        hold: These have just come to the end of a turn, and are *away* until a later answer lets them ``go_on``, or
-            names them in ``finish`` or ``drop``. Their slots are free meanwhile, and their groups open.
+        hold: These have just come to the end of a turn, and are *away* until a later answer names them in ``resume``,
+            ``finish`` or ``drop``. Their slots are free meanwhile, and their groups open.
+        resume: These wait for a slot again, in this order, each before those that wait already: requests that are away,
+            or that have just come to the end of a turn.
         finish: Completions of requests that are away.
-        again: These are away, and begin again after their prefixes: what was sampled after those is lost.
-        rewritten: These are away, and go on after other tokens than those they have come to: the listener keeps what
-            they have sampled, and puts it together in what it names in ``finish``.
     """
 
     submit: Sequence[Request] = ()
     fork: Mapping[Key, Sequence[SamplePath]] = field(default_factory=dict)
     open: Sequence[Request] = ()
     drop: Sequence[Key] = ()
-    go_on: Sequence[Request] = ()
     hold: Sequence[Key] = ()
+    resume: Sequence[Resume] = ()
     finish: Sequence[Completion] = ()
-    again: Sequence[Request] = ()
-    rewritten: Sequence[Request] = ()
 
 
 class ObservationPoint(NamedTuple):
@@ -101,7 +110,7 @@ class Listener:
     def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Requests are asked for, before any of them waits for a slot; return those that are to be away first.
 
-        They stay away until a later answer lets them ``go_on``, for example after an environment has been reset, whose
+        They stay away until a later answer lets them ``resume``, for example after an environment has been reset, whose
         first words they then observe. At the beginning of a rollout those that were away when the last one ended are
         among them, and stay away; one that is returned without a prefix begins again.
         """
@@ -111,7 +120,7 @@ class Listener:
         """A step has been taken."""
 
     def on_turn(self, completion: Completion) -> Answer | None:
-        """A request has sampled a turn: it is over, unless the answer lets it ``go_on`` or ``hold``s it.
+        """A request has sampled a turn: it is over, unless the answer lets it ``resume`` or ``hold``s it.
 
         All that was asked of it before is in ``completion``, observed tokens too. The first listener that answers
         decides. For example a turn that calls a tool is held, and goes on later followed by the tool's answer::

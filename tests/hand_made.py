@@ -16,7 +16,7 @@ from conftest import ALPHABET, random_policy, save_tokenizer
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Answer, Listener
+from lit_grpo.plugins import Answer, Listener, Resume
 from lit_grpo.policy.sharding import whole
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
@@ -324,7 +324,7 @@ class Environment(Listener):
         request = completion.request.after(completion.followed_by(tokens))
         delay = self._rng.randint(0, self.most_delay)
         if not delay:
-            return Answer(go_on=[request])
+            return Answer(resume=[Resume(request)])
         self.waiting[key] = (self._step + delay, request)
         return Answer(hold=[key])
 
@@ -342,4 +342,4 @@ class Environment(Listener):
 
     def _answer(self) -> Answer:
         due = [key for key, (step, _) in self.waiting.items() if step <= self._step]
-        return Answer(go_on=[self.waiting.pop(key)[1] for key in due])
+        return Answer(resume=[Resume(self.waiting.pop(key)[1]) for key in due])

@@ -213,7 +213,7 @@ class RandomForks(Environment):
             for entry in self.ledger.awaiting_env.values()
             for each in self._within(entry.request, entry.request.prefix, 1)
         ]
-        return Answer(go_on=answer.go_on, fork=forks, submit=submit)
+        return Answer(resume=answer.resume, fork=forks, submit=submit)
 
     def on_completion(self, completion: Completion) -> Answer:
         super().on_completion(completion)

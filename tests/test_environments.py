@@ -828,14 +828,15 @@ def test_environments_are_there_until_their_groups_have_been_scored() -> None:
     (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 9}])
     buffer.open(group_requests([prompt], 2, SAMPLING, 0))
     generator, listeners = Scripted(chat_tokenizer(), says), [worker, Rewarding(runner)]
-    RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: len(worker._ended) == 1 and not buffer.away)
+    ended = lambda: [each for each in worker.records.values() if each.completion is not None]  # noqa: E731
+    RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: len(ended()) == 1 and not buffer.away)
     buffer.learnt()
     for number in range(2):
         held_out = replace(prompt, prompt_id=f"validation/{number}")
         RolloutLoop(Scripted(chat_tokenizer(), lambda *_: "no"), listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
     RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: not buffer.asks)
     assert seen == [[1, 6]]
-    kept: list[Any] = [driver.environment.object for driver, _ in worker._ended.values()]
+    kept: list[Any] = [each.driver.environment.object for each in ended() if each.driver is not None]
     assert not any(each.closed for each in kept)
     runner.close()
     worker.close()

@@ -12,7 +12,7 @@ from conftest import random_policy
 from hand_made import Environment, full_logprobs, observed
 
 from lit_grpo.methods.plans import find_plan, shipped_plans
-from lit_grpo.plugins import Answer, Listener
+from lit_grpo.plugins import Answer, Listener, Resume
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
@@ -214,9 +214,9 @@ def test_requests_may_be_away_before_they_begin(points: tuple[int, ...], make: A
             return requests
 
         def on_idle(self) -> Answer:
-            opened = [each.after(EMPTY.followed_by([5, 6, each.path[0] + 2])) for each in self.waiting]
+            opened = [Resume(each.after(EMPTY.followed_by([5, 6, each.path[0] + 2]))) for each in self.waiting]
             self.waiting = ()
-            return Answer(go_on=opened)
+            return Answer(resume=opened)
 
     loop = RolloutLoop(make(), listeners=[Opening()], plan="lpt" if points else "fcfs", points=points)
     groups, stats = loop.collect(PROMPTS, GROUP, SAMPLING, seed=0)
@@ -232,9 +232,13 @@ def test_requests_may_be_away_before_they_begin(points: tuple[int, ...], make: A
     assert sum(stats.lengths) == sum(each.completion.num_sampled for group in groups for each in group.rollouts)
 
 
+def resuming(*requests: Request, how: Any = "go_on") -> Answer:
+    return Answer(resume=[Resume(request, how) for request in requests])
+
+
 def test_a_request_may_begin_again(make: Any) -> None:
     def act(held: list[Completion]) -> Answer:
-        return Answer(again=[each.request.after(EMPTY) for each in held])
+        return resuming(*(each.request.after(EMPTY) for each in held), how="again")
 
     holder = Holder(act)
     groups, stats = RolloutLoop(make(), listeners=[holder]).collect(PROMPTS, 1, SAMPLING, seed=0)
@@ -250,18 +254,23 @@ def test_a_request_may_begin_again(make: Any) -> None:
     ("act", "message"),
     [
         (lambda held: Answer(hold=[held[0].request.key]), "has not just come to the end of a turn"),
-        (lambda held: Answer(go_on=[held[0].request]), "put what is observed after them"),
+        (lambda held: resuming(held[0].request), "put what is observed after them"),
         (
-            lambda held: Answer(go_on=[held[0].request.after(held[0].followed_by([3], [-1.0], 0))]),
+            lambda held: resuming(held[0].request.after(held[0].followed_by([3], [-1.0], 0))),
             "put what is observed after them",
         ),
         (
-            lambda held: Answer(go_on=[each.request.after(each.followed_by([3] * 13)) for each in held if short(each)]),
+            lambda held: Answer(
+                resume=[Resume(each.request.after(each.followed_by([3] * 13))) for each in held if short(each)]
+            ),
             r"sampling.max_observed 12 allows no 13 that are observed",
         ),
-        (lambda _: Answer(go_on=[Request(PROMPTS[0], (9,), SAMPLING)]), "is not away; hold it first"),
+        (lambda _: resuming(Request(PROMPTS[0], (9,), SAMPLING)), "is not away; hold it first"),
         (lambda _: Answer(finish=[Request(PROMPTS[0], (9,), SAMPLING).ended("stop")]), "is not away; hold it first"),
-        (lambda _: Answer(rewritten=[Request(PROMPTS[0], (9,), SAMPLING)]), r"rewrites .* is not away; hold it first"),
+        (
+            lambda _: Answer(resume=[Resume(Request(PROMPTS[0], (9,), SAMPLING), "rewritten")]),
+            r"rewrites .* is not away; hold it first",
+        ),
     ],
 )
 def test_answers_that_cannot_be_are_refused(act: Any, message: str, make: Any) -> None:
@@ -272,7 +281,7 @@ def test_answers_that_cannot_be_are_refused(act: Any, message: str, make: Any) -
 def test_a_trajectory_at_its_limit_does_not_go_on(make: Any) -> None:
     class Stubborn(Listener):
         def on_turn(self, completion: Completion) -> Answer:
-            return Answer(go_on=[completion.request.after(completion.followed_by([3]))])
+            return Answer(resume=[Resume(completion.request.after(completion.followed_by([3])))])
 
     with pytest.raises(ValueError, match=r"sampling.max_tokens 24 allows no 25 that are sampled"):
         RolloutLoop(make(), listeners=[Stubborn()]).collect(
@@ -296,7 +305,7 @@ def test_groups_with_a_member_away_stay_open_between_rollouts(make: Any, expecte
                 return None
             request = completion.request.after(completion.followed_by(tokens))
             if completion.request.prompt.prompt_id == "a" or self.may_answer:
-                return Answer(go_on=[request])
+                return Answer(resume=[Resume(request)])
             self.waiting[request.key] = (0, request)
             return Answer(hold=[request.key])
 

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments.live import Failure, Limits, LiveEnvironment, copied
+from lit_grpo.plugins import Resume
 from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
@@ -42,15 +43,13 @@ class Sample:
     """A request of a trajectory for its next turn.
 
     Args:
-        request: The request whose prefix the turn is sampled after.
-        how: ``go_on``: after the sampled tokens and the environment tokens so far; ``again``: from the beginning, the
-            sampled tokens are lost; ``rewritten``: after other tokens, rendered by the chat template.
+        resume: The request whose prefix the turn is sampled after, and how it goes on: ``again`` once the environment
+            has failed, ``rewritten`` after what the chat template has rendered.
         state: State from which the trajectory can be restored, if others may branch from it.
         earlier: The turns before this one, if they are not in the request's prefix.
     """
 
-    request: Request
-    how: Literal["go_on", "again", "rewritten"]
+    resume: Resume
     state: dict[str, Any] | None
     earlier: Earlier | None = None
 
@@ -294,16 +293,16 @@ class TrajectoryDriver:
 
     def _asking(self, request: Request, state: Mapping[str, Any] | None) -> Sample:
         """Return the event that asks the rollout for a turn."""
-        how: Literal["go_on", "again"] = "again" if self._has_lost else "go_on"
+        resume = Resume(request, "again" if self._has_lost else "go_on")
         if self._has_lost:
             self._has_sampled = self._has_lost = False
-        return Sample(request, how, None if state is None else dict(state))
+        return Sample(resume, None if state is None else dict(state))
 
     def took(self, event: Event) -> None:
         """The rollout has taken an event of the trajectory."""
         self.waits = False
         if isinstance(event, Sample):
-            self.token_ids = event.request.prefix.token_ids_T.tolist()
+            self.token_ids = event.resume.request.prefix.token_ids_T.tolist()
 
     def take_turn(self, completion: Completion) -> None:
         """Deliver a sampled turn, for which :meth:`sample` waits."""
@@ -384,7 +383,7 @@ class RerenderingDriver(TrajectoryDriver):
 
     def _asking(self, request: Request, state: Mapping[str, Any] | None) -> Sample:
         sample = replace(super()._asking(request, state), earlier=self._next)
-        return sample if self.num_turns == 0 else replace(sample, how="rewritten")
+        return sample if self.num_turns == 0 else replace(sample, resume=Resume(request, "rewritten"))
 
     def took(self, event: Event) -> None:
         """The rollout has taken an event of the trajectory."""

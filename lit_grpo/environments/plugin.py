@@ -7,7 +7,7 @@ import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
@@ -17,12 +17,12 @@ from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
-from lit_grpo.environments.driver import Event, RerenderingDriver, Sample, TrajectoryDriver
+from lit_grpo.environments.driver import Event, RerenderingDriver, TrajectoryDriver
 from lit_grpo.environments.live import Failure, Limits
 from lit_grpo.environments.log import EnvironmentLog
 from lit_grpo.findings.reward_curves import Finding
 from lit_grpo.limits import Count, Limit, Number
-from lit_grpo.plugins import AllGather, Answer, GroupBatch, Plugin, RunFacts
+from lit_grpo.plugins import AllGather, Answer, GroupBatch, Plugin, Resume, RunFacts
 from lit_grpo.process.calls import Calls
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardFunction
@@ -83,6 +83,37 @@ def best_state(snapshots: Sequence[Snapshot], request: Request) -> dict[str, Any
     return None if best is None or common < 0 else copy.deepcopy(best.state)
 
 
+@dataclass(slots=True, eq=False)
+class Record:
+    """What is known of a trajectory, from its first request, or from a checkpoint, until it has been scored.
+
+    Attributes:
+        driver: Leads it; None where it has been dropped or where a checkpoint alone knows it.
+        completion: What it has come to; None until it has ended.
+        num_rollouts: Rollouts that have begun since its group became whole; None before.
+        kept: Where it can go on, of a checkpoint or of a rollout that has failed, until the next update.
+        carried: Where it could go on as this rollout began, until that has been learnt from.
+        begun: Where others can begin within it in this rollout.
+    """
+
+    driver: TrajectoryDriver | None = None
+    completion: Completion | None = None
+    num_rollouts: int | None = None
+    kept: list[Snapshot] = field(default_factory=list)
+    carried: list[Snapshot] = field(default_factory=list)
+    begun: list[Snapshot] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        """Close its environment once it has been scored."""
+        if self.driver is not None:
+            self.driver.close()
+        if self.completion is not None and self.completion.episode is not None:
+            self.completion.episode = self.completion.episode._replace(environment=None)
+        self.driver = self.completion = self.num_rollouts = None
+
+
+RESUMED = ("go_on", "again", "rewritten")
+"""How trajectories that have come together are resumed, one kind after another."""
 ADDED = ("x", " 0", "\n.")
 """Texts that may be added to a message: the tokens before the first that any of them changes are those of all."""
 
@@ -135,14 +166,8 @@ class Trajectories(Plugin):
         self._make_driver = driver
         self.kinds, self._limits, self._num_threads, self._form = kinds, limits, num_threads, form
         self.chat: Chat | None = None
-        self.drivers: dict[Key, TrajectoryDriver] = {}
-        self._ended: dict[Key, tuple[TrajectoryDriver, Completion]] = {}  # until they have been scored
-        self._scoring: set[Key] = set()  # of those, the ones whose groups became whole in this rollout
-        self._scored: set[Key] = set()  # or in the last one
+        self._groups: dict[GroupKey, dict[SamplePath, Record]] = {}
         self._closing: list[Future[None]] = []  # of trajectories that were dropped
-        self._kept: dict[Key, list[Snapshot]] = {}  # of a checkpoint, or of a rollout that has failed
-        self._carried: dict[Key, list[Snapshot]] = {}  # as this rollout began, until it has been learnt from
-        self._snapshots: dict[GroupKey, list[Snapshot]] = {}  # of this rollout, where requests begin within others
         self._events: deque[tuple[TrajectoryDriver, Event]] = deque()
         self._going_on: list[Request] = []  # from an earlier rollout, in lock-step
         self._log = EnvironmentLog(list(kinds.values()), self._more_counts)
@@ -157,6 +182,31 @@ class Trajectories(Plugin):
     def rewards(self) -> Sequence[RewardFunction]:
         """One for each class with ``get_reward``, by its name."""
         return self._rewards
+
+    @property
+    def records(self) -> dict[Key, Record]:
+        """What is known of each trajectory."""
+        return {(*group, path): each for group, records in self._groups.items() for path, each in records.items()}
+
+    @property
+    def drivers(self) -> dict[Key, TrajectoryDriver]:
+        """Those of the trajectories that have not ended."""
+        unfinished = ((key, each.driver) for key, each in self.records.items() if each.completion is None)
+        return {key: driver for key, driver in unfinished if driver is not None}
+
+    def _driver_of(self, key: Key) -> TrajectoryDriver | None:
+        """Return what leads a trajectory that has not ended, if anything does."""
+        record = self._groups.get(key[:2], {}).get(key[2])
+        return None if record is None or record.completion is not None else record.driver
+
+    def _forget(self) -> None:
+        """Remove the records in which nothing is left."""
+        for group, records in list(self._groups.items()):
+            for path, each in list(records.items()):
+                if each.driver is None and not (each.kept or each.carried or each.begun):
+                    del records[path]
+            if not records:
+                del self._groups[group]
 
     # ---- prompts ------------------------------------------------------------------------------------
 
@@ -220,23 +270,29 @@ class Trajectories(Plugin):
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """A rollout begins; what became whole in the one before the last has been scored."""
         self._ledger, self._apart = ledger, None
-        self._let_go(self._scored)
+        for record in self.records.values():
+            record.begun = []
+            if record.num_rollouts is not None:
+                record.num_rollouts += 1
+                if record.num_rollouts > 1:
+                    record.let_go()
+        self._forget()
         self._closing = [future for future in self._closing if not future.done()]
-        self._scored, self._scoring = self._scoring, set()
         self._log.counts.clear()
-        self._snapshots.clear()
 
     def on_requests(self, requests: Sequence[Request]) -> list[Request]:
         """Let each request begin with an environment of its own, which is reset first."""
-        going_on = {request.key: self.drivers[request.key] for request in requests if request.key in self.drivers}
+        led = ((request.key, self._driver_of(request.key)) for request in requests)
+        going_on = {key: driver for key, driver in led if driver is not None}
         if self._apart is None:  # trajectories of another rollout keep their threads until that goes on
             self._apart = bool(self.drivers) and not going_on
-        self._carried |= self._snapshots_of(going_on)
+        for key, snapshots in self._snapshots_of(going_on).items():
+            self._groups[key[:2]][key[2]].carried = snapshots
         held = [self._held(request) for request in requests]
         return [request for request in held if request is not None]
 
     def _held(self, request: Request) -> Request | None:
-        key, driver = request.key, self.drivers.get(request.key)
+        driver = self._driver_of(request.key)
         num_known = len(driver.token_ids) if driver is not None else 0
         if driver is not None and num_known == request.prefix.num_tokens and driver.waits:
             return request
@@ -244,14 +300,15 @@ class Trajectories(Plugin):
             # It goes on, whether it was stopped in the middle of a turn or before one; in lock-step with all others.
             self._going_on += [request] if self.lock_step else []
             return request if self.lock_step else None
-        if driver is not None:
-            driver.close()
-        self._let_go({key})  # it has ended and begins again: it was too old
-        driver = self.drivers[key] = self._driver(request)
-        kept = self._kept.pop(key, [])
+        records = self._groups.setdefault(request.group, {})
+        record = records.setdefault(request.path, Record())
+        record.let_go()  # it has ended or been stopped, and begins again: it was too old
+        driver = record.driver = self._driver(request)
+        kept, record.kept = record.kept, []
         if kept:
-            self._carried[key] = kept
-        state = best_state(kept or self._snapshots.get(request.group, []), request)
+            record.carried = kept
+        begun = kept or [snapshot for each in records.values() for snapshot in each.begun]
+        state = best_state(begun, request)
         if request.prefix.num_tokens and state is not None:
             driver.start(request, state)
             return request
@@ -282,8 +339,13 @@ class Trajectories(Plugin):
 
     def on_group(self, group: RolloutGroup) -> None:
         """No more requests begin within those of a group, and it is to be scored."""
-        self._snapshots.pop(group.key, None)
-        self._scoring |= {rollout.completion.request.key for rollout in group.rollouts}
+        records = self._groups.get(group.key, {})
+        for record in records.values():
+            record.begun = []
+        for rollout in group.rollouts:
+            record = records.get(rollout.completion.request.path)
+            if record is not None and record.completion is not None:
+                record.num_rollouts = 0
 
     def _driver(self, request: Request) -> TrajectoryDriver:
         assert self.chat is not None, "prepare comes first"
@@ -303,7 +365,9 @@ class Trajectories(Plugin):
 
     def on_turn(self, completion: Completion) -> Answer:
         """Bring a turn to its trajectory, whose environment answers while others decode."""
-        self.drivers[completion.request.key].take_turn(completion)
+        record = self._groups[completion.request.group][completion.request.path]
+        assert record.driver is not None
+        record.driver.take_turn(completion)
         return Answer(hold=[completion.request.key])
 
     def on_step(self, events: StepEvents) -> Answer | None:
@@ -313,8 +377,8 @@ class Trajectories(Plugin):
     def on_idle(self) -> Answer | None:
         """Do the same, in lock-step once all environments at work have answered."""
         if self.lock_step:
-            away = [self.drivers[key] for key in self._ledger.awaiting_env if key in self.drivers]
-            wait([driver.work for driver in away if driver.waits])
+            away = [self._driver_of(key) for key in self._ledger.awaiting_env]
+            wait([driver.work for driver in away if driver is not None and driver.waits])
         return self._answer() if self._events or self._going_on else None
 
     @property
@@ -327,15 +391,14 @@ class Trajectories(Plugin):
 
         What has come together is taken in the order of keys, whichever came first.
         """
-        go_on, self._going_on = self._going_on, []
-        asked: dict[str, list[Request]] = {"go_on": go_on, "again": [], "rewritten": []}
+        resumed, self._going_on = [Resume(request) for request in self._going_on], []
         ended: list[Completion] = []
         dropped: list[Key] = []
         of_others: list[tuple[TrajectoryDriver, Event]] = []
         come = [self._events.popleft() for _ in range(len(self._events))]
         for driver, event in sorted(come, key=lambda each: each[0].request.key):
             key = driver.request.key
-            if self.drivers.get(key) is not driver:
+            if self._driver_of(key) is not driver:
                 continue  # the trajectory was discarded meanwhile
             if key not in self._ledger.awaiting_env:
                 of_others.append((driver, event))
@@ -348,26 +411,19 @@ class Trajectories(Plugin):
             elif isinstance(event, Completion):
                 ended.append(event)
             else:
-                self._keep_snapshot(driver, event)
-                asked[event.how].append(event.request)
+                record = self._groups[key[:2]][key[2]]
+                if event.resume.how == "again":
+                    record.begun = []  # what a failed attempt has left is no part of the trajectory any more
+                if event.state is not None:
+                    record.begun.append(Snapshot(key[2], driver.token_ids, event.state))
+                resumed.append(event.resume)
         self._events.extend(of_others)
-        go_on.sort(key=lambda request: request.key)
-        again, rewritten = asked["again"], asked["rewritten"]
-        return Answer(go_on=go_on, again=again, rewritten=rewritten, finish=ended, drop=dropped)
-
-    def _keep_snapshot(self, driver: TrajectoryDriver, sample: Sample) -> None:
-        """Keep what others may begin with; what a failed attempt has left is no part of the trajectory any more."""
-        request = driver.request
-        if sample.how == "again" and request.group in self._snapshots:
-            kept = [each for each in self._snapshots[request.group] if each.path != request.path]
-            self._snapshots[request.group] = kept
-        if sample.state is not None:
-            snapshot = Snapshot(request.path, driver.token_ids, sample.state)
-            self._snapshots.setdefault(request.group, []).append(snapshot)
+        resumed.sort(key=lambda each: (RESUMED.index(each.how), each.request.key))
+        return Answer(resume=resumed, finish=ended, drop=dropped)
 
     def on_completion(self, completion: Completion) -> None:
         """A trajectory has ended, perhaps in the middle; its environment is kept until it has been scored."""
-        driver = self.drivers.pop(completion.request.key, None)
+        driver = self._driver_of(completion.request.key)
         if driver is None:
             return
         driver.stop()
@@ -376,14 +432,15 @@ class Trajectories(Plugin):
             completion.take(whole)
             completion.request, completion.text = whole.request, whole.text
             completion.episode = driver.episode()._replace(turn_rewards=())
-        self._ended[completion.request.key] = (driver, completion)
+        self._groups[completion.request.group][completion.request.path].completion = completion
         num_rows, lasted_s = max(len(completion.contexts), 1), time.monotonic() - driver.began
         self._log.end(driver.num_turns, num_rows, driver.waited_s, lasted_s)
 
     def on_drop(self, request: Request) -> None:
         """A trajectory has been left out of its group, by whatever: its environment is let go."""
-        driver = self.drivers.pop(request.key, None)
+        driver = self._driver_of(request.key)
         if driver is not None:
+            self._groups[request.group][request.path].driver = None
             self._closing.append(driver.close())
 
     def on_rollout_end(self, failed: bool) -> None:
@@ -395,25 +452,22 @@ class Trajectories(Plugin):
             self._log.tell(f"A tool or environment closed {' and '.join(mended)}; the run has opened it again.")
         self._log.tell_news()
         if failed:
-            self._kept, self._carried = self._places(), {}
-            for driver in self.drivers.values():
-                driver.close()
-            self.drivers.clear()
+            for key, places in self._places().items():
+                record = self._groups[key[:2]][key[2]]
+                record.kept, record.carried = places, []
+                if record.driver is not None and record.completion is None:
+                    record.driver.close()
+                    record.driver = None
             self._events.clear()
             self._going_on.clear()
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
         """Nothing goes back to before the rollout any more."""
-        self._kept, self._carried = {}, {}
+        for record in self.records.values():
+            record.kept, record.carried = [], []
+        self._forget()
         self._log.note_batch(batch.all_gather)
         return {}
-
-    def _let_go(self, keys: Iterable[Key]) -> None:
-        """Close environments whose completions have been scored."""
-        for driver, completion in [self._ended.pop(key) for key in keys if key in self._ended]:
-            driver.close()
-            if completion.episode is not None:
-                completion.episode = completion.episode._replace(environment=None)
 
     # ---- what is told -------------------------------------------------------------------------------
 
@@ -440,7 +494,8 @@ class Trajectories(Plugin):
         Raises:
             ValueError: One cannot.
         """
-        drivers = [driver for driver, _ in self._ended.values() if "state" in driver.kind.methods]
+        ended = [each.driver for each in self.records.values() if each.completion is not None]
+        drivers = [driver for driver in ended if driver is not None and "state" in driver.kind.methods]
         tried = [(driver, driver.calls.start(driver.environment.try_restore())) for driver in drivers]
         for driver, future in tried:
             try:
@@ -465,24 +520,23 @@ class Trajectories(Plugin):
     def _places(self) -> dict[Key, list[Snapshot]]:
         """Return where each trajectory can go on, the latest place last."""
         now = self._snapshots_of(self.drivers)
-        known = (self._kept, self._carried, now)
-        keys = dict.fromkeys(key for places in known for key in places)
-        return {key: [each for places in known for each in places.get(key, [])] for key in keys}
+        known = {key: [*each.kept, *each.carried, *now.get(key, [])] for key, each in self.records.items()}
+        return {key: places for key, places in known.items() if places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; trajectories whose environments cannot be restored begin again, and are counted."""
-        self._kept = {
-            (name, visit, tuple(path)): [Snapshot(tuple(path), token_ids, kept) for token_ids, kept in places]
-            for (name, visit, path), places in state["trajectories"]
-        }
+        self._groups = {}
+        for (name, visit, path), places in state["trajectories"]:
+            kept = [Snapshot(tuple(path), token_ids, state_then) for token_ids, state_then in places]
+            self._groups.setdefault((name, visit), {})[tuple(path)] = Record(kept=kept)
         self._log.tool_calls.load_state_dict(state["tool_calls"])
 
     def close(self) -> None:
         """End all environments, and what calls them."""
-        drivers = [*self.drivers.values(), *(driver for driver, _ in self._ended.values())]
-        wait([*(driver.close() for driver in drivers), *self._closing], timeout=CLOSING_S)
-        self.drivers.clear()
-        self._ended.clear()
+        drivers = [each.driver for each in self.records.values()]
+        wait([*(driver.close() for driver in drivers if driver is not None), *self._closing], timeout=CLOSING_S)
+        for record in self.records.values():
+            record.driver = record.completion = None
         if self._calls is not None:
             self._calls.stop()
             self._calls = None

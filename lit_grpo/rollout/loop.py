@@ -264,7 +264,7 @@ class LoopRun:
             answer = listener.on_turn(completion)
             if answer is not None:
                 break
-        if answer is None or not (key in answer.hold or any(request.key == key for request in answer.go_on)):
+        if answer is None or not (key in answer.hold or any(request.key == key for request, _ in answer.resume)):
             return [answer, *self._end(completion)]
         self._ledger.await_env(completion.request.after(completion))
         return [replace(answer, hold=[other for other in answer.hold if other != key])]
@@ -334,21 +334,18 @@ class LoopRun:
 
     def _resume(self, answer: Answer) -> None:
         """Let requests that wait for their environments wait for a slot, to go on from their prefixes."""
-        for request in answer.go_on:
-            prefix, before = request.prefix, self._away(request.key, "lets go on").prefix
-            if prefix.num_sampled != before.num_sampled or prefix.num_tokens < before.num_tokens:
+        does = {"go_on": "lets go on", "again": "begins again with", "rewritten": "rewrites"}
+        for request, how in answer.resume:
+            prefix, before = request.prefix, self._away(request.key, does[how]).prefix
+            goes_on = prefix.num_sampled == before.num_sampled and prefix.num_tokens >= before.num_tokens
+            if how == "go_on" and not goes_on:
                 raise ValueError(
                     f"A listener lets {request.key} go on from {prefix.num_tokens} tokens, of which "
                     f"{prefix.num_sampled} were sampled, but the request has {before.num_tokens}, of which "
                     f"{before.num_sampled} were: put what is observed after them, with prefix.followed_by(token_ids)."
                 )
-        for request in answer.again:
-            before = self._away(request.key, "begins again with").prefix
-            self.stats.num_discarded += before.num_sampled - request.prefix.num_sampled
-        for request in answer.rewritten:
-            self._away(request.key, "rewrites")
-        for request in (*answer.go_on, *answer.again, *answer.rewritten):
             request.check_prefix()
+            self.stats.num_discarded += before.num_sampled - prefix.num_sampled if how == "again" else 0
             self._ledger.resume(request)
 
     def _away(self, key: Key, does: str) -> Request:
