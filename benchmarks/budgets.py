@@ -35,7 +35,7 @@ from lit_grpo.methods.hints import Reference
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.rewards import ExactMatch, RewardRunner, load_rewards
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.rounds import Rounds
+from lit_grpo.rollout.rounds import RoundScheduler
 from lit_grpo.tasks.arithmetic import Remainder, working
 from lit_grpo.types import PassRule, Prompt, SamplingParams
 
@@ -257,7 +257,7 @@ def _two_rounds(num_prompts: int, options: Options) -> Row:
     for repeat in range(repeats + 1):
         sampled = set()
         for name, first, rule in (("one", size, Allocation()), ("two", size // 2, Balanced(rounds=2, passed=10**6))):
-            loop = RolloutLoop(generator, listeners=[Rounds(runner, rule, PassRule("ExactMatch"))])
+            loop = RolloutLoop(generator, listeners=[RoundScheduler(runner, rule, PassRule("ExactMatch"))])
             groups, stats = loop.collect(prompts, first, SamplingParams(max_tokens=limit), repeat)
             sampled.add(tuple(tuple(r.completion.token_ids_T.tolist()) for group in groups for r in group.rollouts))
             seconds[name].append(stats.rollout_s)

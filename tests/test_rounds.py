@@ -30,7 +30,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.rounds import Rounds
+from lit_grpo.rollout.rounds import RoundScheduler
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, PromptBatch, RolloutGroup, SamplingParams
@@ -68,10 +68,10 @@ def collect(
     slots: int = 5,
     lengths: Any = None,
     foresees: bool = True,
-) -> tuple[dict[str, RolloutGroup], Rounds, Marked]:
+) -> tuple[dict[str, RolloutGroup], RoundScheduler, Marked]:
     lengths = {name: [3 + sample % 7 for sample in range(40)] for name in names} | (lengths or {})
     pass_rule = PassRule(runner.functions[0].name)
-    generator, rounds = Marked(slots, lengths), Rounds(runner, allocation, pass_rule, foresees=foresees)
+    generator, rounds = Marked(slots, lengths), RoundScheduler(runner, allocation, pass_rule, foresees=foresees)
     loop = RolloutLoop(generator, listeners=[rounds])
     groups, stats = loop.collect(prompts(*names), 4, SAMPLING, seed=0)
     assert sum(stats.lengths) == sum(each.completion.num_tokens for group in groups for each in group.rollouts)
@@ -219,7 +219,7 @@ def test_a_round_is_whole_without_what_is_left_out(
     """However much has ended before: its group is rewarded, replaced where it is flat, and has its further rounds."""
     for allocation in (Allocation(), Balanced(rounds=2, passed=1, failed=1), UncertainMore(phases=2, base=4)):
         generator = Marked(9, {name: lengths + [4] * 36, "a": [4] * 40})
-        rounds = Rounds(runner, allocation, PassRule("mark"), iter(prompts("a")), num_generations=8)
+        rounds = RoundScheduler(runner, allocation, PassRule("mark"), iter(prompts("a")), num_generations=8)
         loop = RolloutLoop(generator, listeners=[rounds, Drops(name, at)])
         groups, _ = loop.collect(prompts(name), 4, SAMPLING, seed=0)
         rewards = {group.prompt.prompt_id: [each.reward for each in group.rollouts] for group in groups}
@@ -237,7 +237,7 @@ def test_a_round_is_whole_without_what_is_left_out(
 
 def test_an_interrupt_leaves_nothing_behind(runner: RewardRunner) -> None:
     generator = Marked(5, {name: [3] * 40 for name in "abcd"})
-    rounds = Rounds(runner, Balanced(), PassRule("mark"))
+    rounds = RoundScheduler(runner, Balanced(), PassRule("mark"))
     loop = RolloutLoop(generator, listeners=[rounds])
     generator.fail_at_step = 5
     with pytest.raises(KeyboardInterrupt):

@@ -21,7 +21,7 @@ from lit_grpo.budgets.history import Record
 from lit_grpo.methods.xrpo import Novelty, UncertainMore, student_quantile
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.rounds import Rounds
+from lit_grpo.rollout.rounds import RoundScheduler
 from lit_grpo.types import PassRule, Rollout
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import LearningPlugin
@@ -93,7 +93,7 @@ def sample(rule: UncertainMore, num_generations: int, slots: int, replaced: str 
     lengths = {name: [1 + (7 * sample) % 11 for sample in range(40)] for name in "abcd" + replaced}
     generator = Marked(slots, lengths)
     further = iter(prompts(*replaced))
-    rounds = Rounds(runner, rule, PassRule("mark"), further, num_generations=num_generations)
+    rounds = RoundScheduler(runner, rule, PassRule("mark"), further, num_generations=num_generations)
     loop = RolloutLoop(generator, listeners=[rounds])
     groups, _ = loop.collect(prompts(*"abcd"), rule.first([Record()], num_generations)[0], SAMPLING, seed=0)
     runner.close()

@@ -23,12 +23,12 @@ PATIENCE = 8
 """Decode steps."""
 
 
-class _Rounds:
-    """What a prompt has come to.
+class PromptTally:
+    """What a prompt has come to: its completions of each round, and which of them have their rewards.
 
     Args:
-        first: Completions of the first round.
-        request: One of them.
+        first: How many completions the first round has.
+        request: One of their requests.
 
     Attributes:
         ends: How many completions it has had by the end of each round; those of the last one may still be decoded.
@@ -37,6 +37,7 @@ class _Rounds:
         unscored: Those among them whose rewards nobody has asked for.
         rewarded: By number, those that have their rewards.
         gone: The numbers of those that have been left out of the group.
+        is_replaced: Whether another prompt has been asked in its place.
     """
 
     def __init__(self, first: int, request: Request) -> None:
@@ -47,52 +48,29 @@ class _Rounds:
         self.unscored: list[Rollout] = []
         self.rewarded: dict[int, Rollout] = {}
         self.gone: set[int] = set()
-
-    @property
-    def first(self) -> int:
-        """Completions of the first round."""
-        return self.ends[0]
-
-    @property
-    def members(self) -> list[Rollout]:
-        """Those of its rounds so far that have their rewards."""
-        return [rollout for number, rollout in self.rewarded.items() if number < self.ends[-1]]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all of its rounds have ended."""
-        return self.num_in_rounds(self.ended) == self.ends[-1]
-
-    @property
-    def num_left(self) -> int:
-        """Completions of its rounds so far whose rewards are to come."""
-        return self.ends[-1] - self.num_in_rounds(self.rewarded)
-
-    @property
-    def has_all(self) -> bool:
-        """Whether all that have been asked for have their rewards."""
-        return len(self.rewarded.keys() | self.gone) == self.asked
-
-    def num_in_rounds(self, numbers: Iterable[int]) -> int:
-        """Return how many of its rounds so far are among these numbers or left out."""
-        return sum(number < self.ends[-1] for number in self.gone.union(numbers))
+        self.is_replaced = False
 
     def end(self, completion: Completion) -> None:
         """Note that one of them has ended."""
         rollout = self.ended[completion.request.path[0]] = Rollout(completion.request.prompt, completion)
         self.unscored.append(rollout)
 
-    def take_unscored(self) -> RolloutGroup:
-        """Return those that are to be scored, in their order."""
-        rollouts, self.unscored = sorted(self.unscored, key=lambda each: each.completion.request.path), []
-        return RolloutGroup(rollouts[0].prompt, rollouts)
+    def num_left(self, numbers: Iterable[int]) -> int:
+        """Return how many of its rounds so far are neither among these numbers nor left out."""
+        return self.ends[-1] - sum(number < self.ends[-1] for number in self.gone.union(numbers))
+
+    @property
+    def members(self) -> list[Rollout]:
+        """Those of its rounds so far that have a reward."""
+        in_rounds = (rollout for number, rollout in self.rewarded.items() if number < self.ends[-1])
+        return [rollout for rollout in in_rounds if not math.isnan(rollout.reward)]
 
     def requests(self, numbers: Iterable[int]) -> list[Request]:
         """Return requests of further completions."""
         return [replace(self._request, path=(number,)) for number in numbers]
 
 
-class Rounds(Listener):
+class RoundScheduler(Listener):
     """Scores a prompt's completions, and asks for another round as an allocation says.
 
     A round is scored when it is whole, and a further one asked ``PATIENCE`` steps later, in which rewards have time to
@@ -138,7 +116,8 @@ class Rounds(Listener):
     @property
     def flat(self) -> set[GroupKey]:
         """The groups that are to be replaced, once they have had all their rounds."""
-        return {key for key in self._rounds if self._is_flat(key)}
+        tallies = self._tallies.items()
+        return {key for key, each in tallies if self._replacement.is_flat(each.ended.values(), self._pass_rule)}
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         self._clear()
@@ -147,17 +126,17 @@ class Rounds(Listener):
         """Note how many the first rounds of new prompts have."""
         new = defaultdict[GroupKey, list[Request]](list)
         for request in requests:
-            if request.group not in self._rounds:
+            if request.group not in self._tallies:
                 new[request.group].append(request)
-        self._rounds |= {key: _Rounds(len(first), first[0]) for key, first in new.items()}
+        self._tallies |= {key: PromptTally(len(first), first[0]) for key, first in new.items()}
         return ()
 
     def on_completion(self, completion: Completion) -> None:
-        self._rounds[completion.request.group].end(completion)
+        self._tallies[completion.request.group].end(completion)
 
     def on_drop(self, request: Request) -> None:
         """Wait for it no longer: the others may be all of a round."""
-        self._rounds[request.group].gone.add(request.path[0])
+        self._tallies[request.group].gone.add(request.path[0])
         self._lessened.append(request.group)
 
     def on_group(self, group: RolloutGroup) -> None:
@@ -182,17 +161,18 @@ class Rounds(Listener):
             return
         for group in self._whole:
             for rollout in group.rollouts:
-                scored = self._rounds[group.key].ended[rollout.completion.request.path[0]]
+                scored = self._tallies[group.key].ended[rollout.completion.request.path[0]]
                 rollout.rewards, rollout.reward, rollout.extra = scored.rewards, scored.reward, scored.extra
 
     def metrics(self) -> dict[str, float]:
         """Return the completions of further rounds, and the share of groups whose first rewards were all equal."""
         by_reward = Replacement(metric="reward")
-        first = [
-            by_reward.is_flat([each for number, each in rounds.ended.items() if number < rounds.first], self._pass_rule)
-            for rounds in self._rounds.values()
-        ]
-        extra = sum(number >= rounds.first for rounds in self._rounds.values() for number in rounds.ended)
+        first: list[bool] = []
+        extra = 0
+        for tally in self._tallies.values():
+            of_first = [rollout for number, rollout in tally.ended.items() if number < tally.ends[0]]
+            first.append(by_reward.is_flat(of_first, self._pass_rule))
+            extra += len(tally.ended) - len(of_first)
         return {
             "budget/further_completions": float(extra),
             "budget/frac_flat_first": sum(first) / len(first) if first else math.nan,
@@ -200,7 +180,11 @@ class Rounds(Listener):
 
     def _score(self, early: bool = False) -> None:
         """Begin to score rounds that are whole, and, if it is ``early``, what has ended of the others."""
-        parts = [each.take_unscored() for each in self._rounds.values() if each.unscored and (early or each.is_over)]
+        parts: list[RolloutGroup] = []
+        for tally in self._tallies.values():
+            if tally.unscored and (early or not tally.num_left(tally.ended)):
+                rollouts, tally.unscored = sorted(tally.unscored, key=lambda each: each.completion.request.path), []
+                parts.append(RolloutGroup(rollouts[0].prompt, rollouts))
         if parts:
             self._runner.submit(*parts)
             self._scored += [(part, self._step) for part in parts]
@@ -209,65 +193,53 @@ class Rounds(Listener):
         self._runner.gather(parts)
         del self._scored[: len(parts)]
         for part in parts:
-            rewarded = self._rounds[part.key].rewarded
+            rewarded = self._tallies[part.key].rewarded
             rewarded |= {rollout.completion.request.path[0]: rollout for rollout in part.rollouts}
         keys, self._lessened = list(dict.fromkeys([*(part.key for part in parts), *self._lessened])), []
         if self._allocation.compares:
             numbers = self._ask_together() if parts else {}
-            keys = [] if any(numbers.values()) or not parts else [*self._rounds]
+            keys = [] if any(numbers.values()) or not parts else [*self._tallies]
         else:
-            numbers = {key: self._ask(self._rounds[key]) for key in keys}
-        submit = [request for key in numbers for request in self._rounds[key].requests(numbers[key])]
-        opened = [request for key in keys if self._is_to_replace(key) for request in self._instead(key)]
+            numbers = {key: self._ask(self._tallies[key]) for key in keys}
+        submit = [request for key in numbers for request in self._tallies[key].requests(numbers[key])]
+        opened: list[Request] = []
+        for tally in (self._tallies[key] for key in keys):
+            has_all = len(tally.rewarded.keys() | tally.gone) == tally.asked
+            if has_all and not tally.is_replaced and self._replacement.is_flat(tally.ended.values(), self._pass_rule):
+                tally.is_replaced = True
+                prompt = next(self._replacements, None)
+                requests = [] if prompt is None else tally.requests(range(tally.ends[0]))
+                opened += [replace(request, prompt=prompt) for request in requests]
         return Answer(submit=submit, open=opened)
 
-    def _ask(self, rounds: _Rounds) -> range:
+    def _ask(self, tally: PromptTally) -> range:
         """Count what a prompt gets beyond what it has been asked for; return the numbers of those completions."""
-        before = rounds.asked
+        before = tally.asked
         while True:
-            members = [each for each in rounds.members if not math.isnan(each.reward)]
+            members, left = tally.members, tally.num_left(tally.rewarded)
             num_passed = sum(self._pass_rule.passes(each.rewards) for each in members)
-            left = rounds.num_left
-            more = self._foresight.least(len(members), num_passed, left, len(rounds.ends), rounds.first)
-            rounds.asked = rounds.ends[-1] + more
+            more = self._foresight.least(len(members), num_passed, left, len(tally.ends), tally.ends[0])
+            tally.asked = tally.ends[-1] + more
             if left or not more:
-                return range(before, rounds.asked)
-            rounds.ends.append(rounds.asked)
+                return range(before, tally.asked)
+            tally.ends.append(tally.asked)
 
     def _ask_together(self) -> dict[GroupKey, range]:
         """Count what all prompts get by comparison; return the numbers of those completions by group."""
         self._num_compared += 1
-        groups = dict(sorted(self._rounds.items()))
-        tallies = [
-            Tally(rounds.asked, [each.reward for each in rounds.members if not math.isnan(each.reward)])
-            for rounds in groups.values()
-        ]
+        groups = dict(sorted(self._tallies.items()))
+        tallies = [Tally(each.asked, [member.reward for member in each.members]) for each in groups.values()]
         counts = self._allocation.divide(tallies, self._num_compared, self._num_generations)
         numbers: dict[GroupKey, range] = {}
-        for (key, rounds), count in zip(groups.items(), counts, strict=True):
-            numbers[key] = range(rounds.asked, rounds.asked + count)
-            rounds.asked += count
-            rounds.ends += [rounds.asked] if count else []
+        for (key, tally), count in zip(groups.items(), counts, strict=True):
+            numbers[key] = range(tally.asked, tally.asked + count)
+            tally.asked += count
+            tally.ends += [tally.asked] if count else []
         return numbers
 
-    def _is_flat(self, key: GroupKey) -> bool:
-        return self._replacement.is_flat(self._rounds[key].ended.values(), self._pass_rule)
-
-    def _is_to_replace(self, key: GroupKey) -> bool:
-        """Whether a group has had all its rounds and is flat, and has not been replaced yet."""
-        return self._rounds[key].has_all and key not in self._replaced and self._is_flat(key)
-
-    def _instead(self, key: GroupKey) -> list[Request]:
-        """The requests of another prompt's first round, where there is one."""
-        prompt, rounds = next(self._replacements, None), self._rounds[key]
-        self._replaced.add(key)
-        requests = rounds.requests(range(rounds.first))
-        return [] if prompt is None else [replace(request, prompt=prompt) for request in requests]
-
     def _clear(self) -> None:
-        self._rounds: dict[GroupKey, _Rounds] = {}
+        self._tallies: dict[GroupKey, PromptTally] = {}
         self._whole: list[RolloutGroup] = []
         self._scored: list[tuple[RolloutGroup, int]] = []  # what waits for its rewards, and since which step
-        self._replaced: set[GroupKey] = set()
         self._lessened: list[GroupKey] = []  # by a completion that has been left out since the last decision
         self._step = self._num_compared = 0

@@ -18,7 +18,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Moving, Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pump import RolloutPump
-from lit_grpo.rollout.rounds import Rounds
+from lit_grpo.rollout.rounds import RoundScheduler
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import PREDICTION_POINTS, LengthPredictor, make_predictor
@@ -145,7 +145,7 @@ class RolloutSession:
         self._history: PromptHistory | None = None
         self._stream: PromptStream | None = None
         self._pump: RolloutPump | None = None
-        self._rounds: Rounds | None = None
+        self._rounds: RoundScheduler | None = None
         self._predicted: dict[Key, float] = {}  # tokens of completions whose groups are open between two batches
         self._sizes: list[int] = []
         self._num_slots, self._kept_share = 0, math.inf
@@ -368,7 +368,7 @@ class RolloutSession:
         if not (self._has_rounds or self.replaces):
             return [Rewarding(self.rewards)]
         further = None if self._stream is None else self._stream.further(self.replaces)
-        self._rounds = Rounds(
+        self._rounds = RoundScheduler(
             self.rewards,
             self.allocation,
             run.pass_rule,
