@@ -549,4 +549,7 @@ class PromptBatch:
     @property
     def rollouts(self) -> list[Rollout]:
         """All rollouts that no batch has had before, group by group."""
-        return [rollout for group in self.groups for rollout in group.fresh]
+        rollouts: list[Rollout] = []
+        for group in self.groups:
+            rollouts += group.fresh
+        return rollouts

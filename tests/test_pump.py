@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hand_made import plugin
 
+from lit_grpo.faults import Phases
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardRunner, load_rewards
@@ -19,7 +20,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import Prompt, SamplingParams
+from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 
 PROMPTS = [Prompt(name, (2, 3, 4 + number), "") for number, name in enumerate("abcdef")]
 SAMPLING = SamplingParams(max_tokens=24)
@@ -81,10 +82,12 @@ def test_batches_are_given_out_while_the_rest_is_decoded(generator: SlotGenerato
 def test_groups_arrive_one_after_another_until_all_are_there(generator: SlotGenerator, rewards: RewardRunner) -> None:
     pump = RolloutPump(rewards)
     buffer = begin(pump, generator, rewards, SYNCHRONOUS)
-    arrivals = list(pump.arrivals(nothing))
+    batch = PromptBatch(PROMPTS)
+    arrivals = list(pump.arriving(batch, Phases()))
     assert len(arrivals) > 1 and len(buffer) == 0
     groups = [group for groups in arrivals for group in groups]
-    assert sorted(group.key for group in groups) == [(prompt.prompt_id, 0) for prompt in PROMPTS]
+    assert [group.key for group in batch.groups] == [(prompt.prompt_id, 0) for prompt in PROMPTS]
+    assert sorted(group.key for group in groups) == [group.key for group in batch.groups]
     assert all(len(group.rollouts) == 3 and rollout.reward > 0 for group in groups for rollout in group.rollouts)
     stats = pump.stop()
     assert stats is not None and pump.metrics(stats)["time/generation_s"] > 0
@@ -122,7 +125,7 @@ def test_a_stop_without_a_start_is_nothing(rewards: RewardRunner) -> None:
     assert RolloutPump(rewards).stop() is None
 
 
-@pytest.mark.parametrize("wants", ["take", "arrivals", "stop"])
+@pytest.mark.parametrize("wants", ["take", "arriving", "stop"])
 def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(
     generator: SlotGenerator, rewards: RewardRunner, monkeypatch: pytest.MonkeyPatch, wants: str
 ) -> None:
@@ -136,7 +139,7 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(
     begin(pump, generator, rewards, SYNCHRONOUS)
     failed.wait(10)
     ways: dict[str, Callable[[], Any]] = {"take": lambda: pump.take(nothing), "stop": pump.stop}
-    ways["arrivals"] = lambda: list(pump.arrivals(nothing))
+    ways["arriving"] = lambda: list(pump.arriving(PromptBatch(PROMPTS), Phases()))
     with pytest.raises(RuntimeError, match="no light"):
         ways[wants]()
     assert pump.stop() is None  # it is raised once

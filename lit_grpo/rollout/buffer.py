@@ -123,14 +123,22 @@ class RolloutBuffer:
     @property
     def unfinished(self) -> list[Request]:
         """What is to be decoded, in the order of arrival; what waits for its environment is not among it."""
-        entries = (entry for group in self._groups for entry in self.ledger.of(group))
-        return [entry.request for entry in entries if entry.state != "awaiting_env"]
+        requests: list[Request] = []
+        for group in self._groups:
+            for entry in self.ledger.of(group):
+                if entry.state != "awaiting_env":
+                    requests.append(entry.request)
+        return requests
 
     @property
     def away(self) -> list[Request]:
         """What waits for its environment, in the order of arrival."""
-        entries = (entry for group in self._groups for entry in self.ledger.of(group))
-        return [entry.request for entry in entries if entry.state == "awaiting_env"]
+        requests: list[Request] = []
+        for group in self._groups:
+            for entry in self.ledger.of(group):
+                if entry.state == "awaiting_env":
+                    requests.append(entry.request)
+        return requests
 
     @property
     def asks(self) -> bool:
@@ -355,8 +363,11 @@ def group_requests(
     sizes = [num_samples] * len(prompts) if isinstance(num_samples, int) else num_samples
     if sizes and min(sizes) < 1:
         raise ValueError(f"A group of {min(sizes)} samples has no member; give num_generations of 1 or more.")
-    pairs = zip(prompts, sizes, strict=True)
-    return [Request(prompt, (sample,), sampling, seed) for prompt, size in pairs for sample in range(size)]
+    requests: list[Request] = []
+    for prompt, size in zip(prompts, sizes, strict=True):
+        for sample in range(size):
+            requests.append(Request(prompt, (sample,), sampling, seed))
+    return requests
 
 
 def _close(group: _Open) -> RolloutGroup:

@@ -29,8 +29,9 @@ class Moving(Listener):
         self.phases.move()
 
     def on_idle(self) -> None:
-        if any(other.waits_in_time for other in self.others):
-            self.phases.move()
+        for other in self.others:
+            if other.waits_in_time:
+                self.phases.move()
 
     def on_rollout_end(self, failed: bool) -> None:
         self.phases.begin("reward")

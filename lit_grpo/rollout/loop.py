@@ -141,7 +141,8 @@ class LoopRun:
             asked = [*self._buffer.unfinished, *away.values()]
             for listener in self._hearing["on_rollout_start"]:
                 listener.on_rollout_start(ledger)
-            self._tell(self._renewal.unscored)
+            for group in self._renewal.unscored:
+                self._tell(group)
             self._enter(asked, away)
             generator.expect({request.group: request.prompt for request in asked}.values())
             stats.scheduling_s = time.perf_counter() - self._start
@@ -174,9 +175,9 @@ class LoopRun:
                 return True
             time.sleep(AWAY_S)
 
-    def _tell(self, groups: Iterable[RolloutGroup]) -> list[Answer | None]:
-        """Let listeners know of groups that are to be scored."""
-        return [listener.on_group(group) for group in groups for listener in self._hearing["on_group"]]
+    def _tell(self, group: RolloutGroup) -> list[Answer | None]:
+        """Let listeners know of a group that is to be scored."""
+        return [listener.on_group(group) for listener in self._hearing["on_group"]]
 
     # ---- what goes in -------------------------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class LoopRun:
             return []
         if self._keeps_prompts:
             self._generator.release([group.prompt])
-        return self._tell([group])
+        return self._tell(group)
 
     def _follow(self, answers: Iterable[Answer | None]) -> None:
         """Do what listeners have asked for, in this order, and then what they ask for on hearing of that.
@@ -380,7 +381,8 @@ class LoopRun:
         """Wait for the rewards, tell the last lengths, and add up."""
         self._put_back()
         if closes:
-            self._tell(self._buffer.close())
+            for group in self._buffer.close():
+                self._tell(group)
         decoded = time.perf_counter()
         for listener in self._hearing["on_rollout_end"]:
             listener.on_rollout_end(failed=False)

@@ -63,8 +63,12 @@ class RolloutPump:
         self._thread = threading.Thread(target=self._run, args=(loop,), name="lit_grpo-rollout", daemon=True)
         self._thread.start()
 
-    def take(self, tick: Callable[[], None]) -> list[RolloutGroup]:
-        """Wait for a release of the buffer, with its rewards; ``tick`` is called every now and then.
+    def take(self, tick: Callable[[], None], wanted: Callable[[], bool] | None = None) -> list[RolloutGroup]:
+        """Wait for a release of the buffer, and return what is due with its rewards.
+
+        Args:
+            tick: Called every now and then.
+            wanted: Says whether what is waited for has come; by default whether the buffer is ready for a release.
 
         Raises:
             Exception: Whatever went wrong in the thread.
@@ -72,7 +76,14 @@ class RolloutPump:
         """
         assert self._loop is not None, "start comes first"
         buffer, began = self._loop.buffer, time.perf_counter()
-        self._wait(buffer.ready, tick)
+        with self._turn:
+            self._wanted = buffer.ready if wanted is None else wanted
+            self._turn.notify_all()
+            while self._wanted is not None and not self._stopping:
+                self._turn.wait(_LOOK_S)
+                tick()
+            self._wanted = None
+        self._raise()
         with self._between_steps():
             for part in buffer.close():
                 self._rewards.submit(part)
@@ -81,27 +92,16 @@ class RolloutPump:
         self.waited_s += time.perf_counter() - began
         return groups
 
-    def arrivals(self, tick: Callable[[], None]) -> Iterator[list[RolloutGroup]]:
-        """Yield groups as they become whole, with their rewards, until all have come; ``tick`` as in :meth:`take`."""
+    def arriving(self, batch: PromptBatch, phases: Phases) -> Iterator[list[RolloutGroup]]:
+        """Yield groups as they become whole, with their rewards, until all of a batch have come.
+
+        The batch has all in the end, in the order of its prompts.
+        """
         assert self._loop is not None, "start comes first"
         buffer = self._loop.buffer
         while len(buffer):
-            began = time.perf_counter()
-            self._wait(lambda: buffer.num_waiting > 0, tick)
-            with self._between_steps():
-                groups = buffer.take()
-            self._rewards.gather(groups)
-            self.waited_s += time.perf_counter() - began
-            yield groups
-
-    def arriving(self, batch: PromptBatch, phases: Phases) -> Iterator[list[RolloutGroup]]:
-        """Yield groups as in :meth:`arrivals`; the batch has all in the end, in the order of its prompts."""
-        arrivals = self.arrivals(phases.move)
-        while True:
             with phases.of("rollout"):
-                groups = next(arrivals, None)
-            if groups is None:
-                break
+                groups = self.take(phases.move, lambda: buffer.num_waiting > 0)
             batch.groups += groups
             yield groups
         places = {(prompt.prompt_id, prompt.visit): place for place, prompt in enumerate(batch.prompts)}
@@ -160,39 +160,20 @@ class RolloutPump:
         assert self._loop is not None
         with self._turn:
             self._at_rest = True
-            self._look()
             self._turn.notify_all()
-            self._turn.wait_for(lambda: self._stopping or not (self._num_guests or self._is_idle()))
+            self._turn.wait_for(lambda: not self._rests())
             self._turn.wait_for(lambda: not self._num_guests)
             self._at_rest = False
-            return self._stopping and not (self._drains and self._decodes())
+            capacity = self._loop.generator.capacity()
+            return self._stopping and not (self._drains and capacity.free_slots < capacity.slots)
 
-    def _decodes(self) -> bool:
+    def _rests(self) -> bool:
+        """Whether somebody looks, or nothing is asked for; say so if what somebody waits for has come."""
         assert self._loop is not None
-        capacity = self._loop.generator.capacity()
-        return capacity.free_slots < capacity.slots
-
-    def _is_idle(self) -> bool:
-        """Whether nothing is asked for; somebody may wait for just that."""
-        assert self._loop is not None
-        self._look()
-        return not self._loop.buffer.asks
-
-    def _look(self) -> None:
-        """See whether what somebody waits for has come."""
         if self._wanted is not None and self._wanted():
             self._wanted = None
             self._turn.notify_all()
-
-    def _wait(self, wanted: Callable[[], bool], tick: Callable[[], None]) -> None:
-        with self._turn:
-            self._wanted = wanted
-            self._turn.notify_all()
-            while self._wanted is not None and not self._stopping:
-                self._turn.wait(_LOOK_S)
-                tick()
-            self._wanted = None
-        self._raise()
+        return not self._stopping and (self._num_guests > 0 or not self._loop.buffer.asks)
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:

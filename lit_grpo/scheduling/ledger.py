@@ -129,7 +129,9 @@ class RequestLedger:
         self.decoding: dict[Key, Entry] = {}
         self.awaiting_env: dict[Key, Entry] = {}
         for entries in self.groups.values():
-            self.awaiting_env |= {each.job.key: each for each in entries.values() if each.state == "awaiting_env"}
+            for entry in entries.values():
+                if entry.state == "awaiting_env":
+                    self.awaiting_env[entry.job.key] = entry
         self._decoding_of: Counter[GroupKey] = Counter()
         self._table: _Table | None = None  # of those that decode; None where they have changed
         self._prompt_tokens = 0  # KV tokens of the prompts of those that decode
@@ -177,8 +179,10 @@ class RequestLedger:
     def may_admit(self, group: GroupKey) -> bool:
         """Whether a request of a group may be admitted: one that waits now, or will at a probe or for its turn."""
         last = len(self.points)
-        entries = self.groups.get(group, {}).values()
-        return any(entry.state != "decoding" or (entry.stage or 0) < last for entry in entries)
+        for entry in self.groups.get(group, {}).values():
+            if entry.state != "decoding" or (entry.stage or 0) < last:
+                return True
+        return False
 
     def stops_at(self, num_tokens: int) -> bool:
         """Whether requests with so many tokens wait at a probe now: where there is one, and others are not beyond."""
@@ -500,7 +504,8 @@ class SpanLog(Sequence[tuple[Key, Span]]):
 
     def add(self, key: Key, slot: int, start: int, end: int) -> None:
         """Note that a slot decoded a completion from step ``start`` to step ``end``."""
-        self._rows.extend((slot, start, end, self.group(key[:2]), self._paths.setdefault(key[2], len(self._paths))))
+        group = self._groups.setdefault(key[:2], len(self._groups))
+        self._rows.extend((slot, start, end, group, self._paths.setdefault(key[2], len(self._paths))))
 
     def __len__(self) -> int:
         return len(self._rows) // 5

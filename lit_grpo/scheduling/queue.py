@@ -67,7 +67,12 @@ class Queue:
         admitted: list[Job] = []
         if free_slots < 1:
             return admitted
-        self._arrange_if_changed()
+        now = (self._lengths.revision, self._lengths.informative)
+        if now != self._arranged_for:
+            self._arranged_for = now
+            jobs = list(self._waiting.values())
+            follows = jobs and self._lengths.informative
+            self._arrange(jobs, np.maximum(self._lengths.estimate(jobs), 1.0) if follows else None)
         while len(admitted) < free_slots and len(self):
             job = self._first[-1] if self._first else self._peek()
             if not fits(job):
@@ -100,14 +105,6 @@ class Queue:
     def _narrow(self) -> None:
         if self._num_active <= NARROW * self._width:
             self._width, self._arranged_for = max(self._num_active, 1), None
-
-    def _arrange_if_changed(self) -> None:
-        now = (self._lengths.revision, self._lengths.informative)
-        if now != self._arranged_for:
-            self._arranged_for = now
-            jobs = list(self._waiting.values())
-            follows = jobs and self._lengths.informative
-            self._arrange(jobs, np.maximum(self._lengths.estimate(jobs), 1.0) if follows else None)
 
     def _arrange(self, jobs: list[Job], estimates: np.ndarray | None) -> None:
         """Put all waiting jobs in order; without ``estimates``, shape (jobs,), as they have arrived."""

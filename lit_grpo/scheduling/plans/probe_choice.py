@@ -55,13 +55,13 @@ class ProbeChoice:
         Args:
             correlations: Within groups, by point.
         """
-        worth = {
-            points: saving
-            for points, saving in self.savings.items()
-            # a point that is not predicted at is a slice, for which nothing need be
-            if saving >= WORTH_IT and not (len(points) == 1 and correlations.get(points[0], 1) < self.min_correlation)
-        }
-        return max(worth, key=worth.__getitem__, default=())
+        best: Points = ()
+        for points, saving in self.savings.items():
+            # A point that is not predicted at is a slice, for which nothing need be.
+            is_sure = len(points) != 1 or correlations.get(points[0], 1) >= self.min_correlation
+            if is_sure and saving >= WORTH_IT and saving > self.savings.get(best, 0.0):
+                best = points
+        return best
 
     def learn(
         self,
