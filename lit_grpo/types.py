@@ -367,7 +367,7 @@ class Observation:
 class StepEvents:
     """What a step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the completions that finished.
 
-    ``num_steps`` is above 1 if the generator took several decode steps in which nothing finished. ``set_aside`` are
+    ``num_steps`` is above 1 if the generator took several decode steps in which nothing finished. ``preempted`` are
     requests that had to leave because memory was short, with their tokens as prefixes; they can be submitted again.
     ``message`` tells the user what went wrong, if anything. ``prefilled_tokens`` counts the prompt tokens that went
     through the policy, if the generator knows.
@@ -378,7 +378,7 @@ class StepEvents:
     num_steps: int = 1
     prefilled_tokens: int = 0
     finished: list[Completion] = field(default_factory=list)
-    set_aside: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     message: str = ""
 

@@ -212,7 +212,7 @@ class LoopRun:
         if not self._capacity.evicts and (leaving := ledger.overflow()):
             for request in self._stop(leaving):
                 ledger.preempt(request)
-            self.stats.num_set_aside += len(leaving)
+            self.stats.num_preempted += len(leaving)
 
     def _release(self, requests: Iterable[Request]) -> None:
         """Let go of the prompts of these requests that no other needs."""
@@ -234,11 +234,11 @@ class LoopRun:
     def _take(self, events: StepEvents) -> None:
         """Let the ledger take what a step brought, tell the listeners, and do what they ask for."""
         ledger = self._ledger
-        if not events.num_active and not events.set_aside:
+        if not events.num_active and not events.preempted:
             raise RuntimeError(f"The generator lost {len(ledger.decoding)} requests that were in flight.")
         self._capacity = self._generator.capacity()
         finished = ledger.take(events, self._capacity.kv_tokens)
-        self.stats.num_set_aside += len(events.set_aside)
+        self.stats.num_preempted += len(events.preempted)
         for each in events.observations:
             for listener in self._observers.get(each.num_tokens, ()):
                 listener.observe(each)

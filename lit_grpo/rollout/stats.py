@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class RolloutStats:
     """What one rollout cost.
 
-    ``num_set_aside`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
+    ``num_preempted`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
     it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts were
     decoded again in it, and ``num_continued`` went on. ``bubble_ratio`` is one minus the share of slot steps in which a
     slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans``
@@ -31,7 +31,7 @@ class RolloutStats:
 
     num_steps: int = 0
     num_tokens: int = 0
-    num_set_aside: int = 0
+    num_preempted: int = 0
     num_parked: int = 0
     num_discarded: int = 0
     num_continued: int = 0
@@ -89,7 +89,7 @@ class RolloutStats:
             "rollout/steps": float(self.num_steps),
             "rollout/tokens": float(self.num_tokens),
             "rollout/bubble_ratio": self.bubble_ratio,
-            "rollout/set_asides": float(self.num_set_aside),
+            "rollout/set_asides": float(self.num_preempted),
             "rollout/parked": float(self.num_parked),
             "rollout/steps_over_bound": self.num_steps / max(self.step_bound, 1),
             "rollout/slots_in_use": self.num_tokens / max(self.num_steps, 1),

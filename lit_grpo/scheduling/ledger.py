@@ -298,7 +298,7 @@ class RequestLedger:
         """
         self.step += events.num_steps
         self.kv_tokens = kv_tokens
-        for request in events.set_aside:
+        for request in events.preempted:
             self.preempt(request)
         for each in events.observations:
             if each.num_tokens not in self._lengths.points:

@@ -80,7 +80,7 @@ def test_what_is_set_aside_comes_out_the_same_with_its_logprobs(
     )
     controller.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # pyright: ignore - always too short
     groups, stats = controller.collect(PROMPTS, 4, SAMPLING, seed=0)
-    assert stats.num_set_aside > 1
+    assert stats.num_preempted > 1
     assert max(held) <= 350
     assert samples(groups) == samples(expected)
     for group, other in zip(groups, expected, strict=True):
@@ -95,7 +95,7 @@ def test_estimates_that_know_the_limit_admit_no_more_than_fits(
 ) -> None:
     generator = make(policy, tokenizer, 6, kv_tokens=350)
     groups, stats = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
-    assert stats.num_set_aside == 0
+    assert stats.num_preempted == 0
     assert stats.kv_tokens_peak <= 350
     assert samples(groups) == samples(expected)
 
@@ -155,7 +155,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     monkeypatch.setattr(slots_module, place, failing)
     groups, stats = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert samples(groups) == samples(expected)
-    assert stats.num_set_aside > 1
+    assert stats.num_preempted > 1
     (message,) = stats.messages
     assert message.startswith("Memory ran out with")
     if place == "prefill":
@@ -199,7 +199,7 @@ def test_after_an_interrupt_under_scarce_memory_no_token_of_old_weights_is_left(
     assert len(loop.buffer) == 0 and generator.capacity().free_slots == 6
     generator.load_weights(policy.named_parameters(), 1)
     groups, stats = loop.collect(PROMPTS, 4, SAMPLING, seed=0)
-    assert stats.num_set_aside > 1  # as there were before
+    assert stats.num_preempted > 1  # as there were before
     assert {v for g in groups for r in g.rollouts for v in r.completion.versions_T.tolist()} == {1}
 
 

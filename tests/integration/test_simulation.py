@@ -42,8 +42,8 @@ def make_trace(seed: int) -> Trace:
 @pytest.mark.parametrize("kv_tokens", table_rows([None, 1000, 420, 200], [420]))
 @pytest.mark.parametrize("plan", (MICRO_ROUNDS, FIXED_SLOT, *shipped_plans()))
 def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, plan: str, kv_tokens: int | None) -> None:
-    num_set_aside = check(policy_folder, plan, kv_tokens)
-    assert num_set_aside > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
+    num_preempted = check(policy_folder, plan, kv_tokens)
+    assert num_preempted > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
 
 
 @pytest.mark.parametrize("kv_tokens", table_rows([None, 1000, 420], [420]))
@@ -72,9 +72,9 @@ def check(policy_folder: Path, plan: str, kv_tokens: int | None, points: tuple[i
     loop = RolloutLoop(generator, plan=find_plan(plan), lengths=lengths, points=points)
     _, stats = loop.collect(prompts, GROUP_SIZE, SamplingParams(max_tokens=LIMIT), seed=0)
     assert list(stats.spans) == list(simulated.spans)
-    assert stats.num_steps == simulated.steps and stats.num_set_aside == simulated.set_asides
+    assert stats.num_steps == simulated.steps and stats.num_preempted == simulated.set_asides
     assert kv_tokens is None or stats.kv_tokens_peak <= kv_tokens
-    return stats.num_set_aside
+    return stats.num_preempted
 
 
 def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(

@@ -284,13 +284,13 @@ class SlotGenerator(Versioned):
         except BaseException as error:
             kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
             stopped = [request.after(rows.trajectory(row)) for row, request in enumerate(rows.requests)]
-            events.finished, events.set_aside = [], [*stopped, *self._incoming]
+            events.finished, events.preempted = [], [*stopped, *self._incoming]
             self._clear()
             self._expected.clear()
             self._give_back()
-            if not is_out_of_memory(error) or events.num_active or len(events.set_aside) < 2:
+            if not is_out_of_memory(error) or events.num_active or len(events.preempted) < 2:
                 raise
-            events.message = self.budget.shrink(kv_tokens, len(events.set_aside))
+            events.message = self.budget.shrink(kv_tokens, len(events.preempted))
             return events
         self.budget.note_success(self._kept.num_tokens + self._cache.allocated_tokens)
         self._give_back()

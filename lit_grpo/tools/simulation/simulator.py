@@ -249,7 +249,7 @@ def simulate(
     buffer.open(_requests(trace))
     stats = RolloutLoop(generator, buffer, find_plan(plan), lengths, [recorder], points).run(buffer.ready)
     ends = np.array([recorder.ends[key] for key in trace.keys])
-    return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_set_aside)
+    return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_preempted)
 
 
 def _requests(trace: Trace) -> list[Request]:

@@ -50,12 +50,12 @@ class KVBudget:
         self.tokens = self.tokens * self.bytes_per_token // bytes_per_token
         self.bytes_per_token, self.granted_tokens = bytes_per_token, self._granted_bytes // bytes_per_token
 
-    def shrink(self, allocated_tokens: int, num_set_aside: int) -> str:
+    def shrink(self, allocated_tokens: int, num_preempted: int) -> str:
         """Go on with less after memory ran out; return what the user is told.
 
         Args:
             allocated_tokens: KV tokens there were when it did.
-            num_set_aside: Completions that had to be set aside for it.
+            num_preempted: Completions that had to be set aside for it.
         """
         if self.prefills and self.prefill_tokens > 1:
             self.prefill_tokens //= 2
@@ -64,7 +64,7 @@ class KVBudget:
         self.prefills = False
         self._patience, self._num_good = 2 * self._patience, 0
         return (
-            f"Memory ran out with {allocated_tokens} KV tokens allocated; {num_set_aside} completions were set aside "
+            f"Memory ran out with {allocated_tokens} KV tokens allocated; {num_preempted} completions were set aside "
             f"and go on with at most {self.tokens}, and prompts in pieces of {self.prefill_tokens} tokens; lower "
             "num_slots, kv_memory or prefill_tokens to keep this from happening."
         )
