@@ -42,8 +42,8 @@ class Rewarding(Listener):
     """Scores each group as soon as it is whole, while others still decode.
 
     Args:
-        runner: Scores.
-        waits: Whether the end of the rollout waits for the rewards; where not, whoever takes the groups waits.
+        runner: The runner that scores groups.
+        waits: Whether the rollout ends once the rewards are there; if not, the caller waits when it takes the groups.
     """
 
     runner: RewardRunner
