@@ -183,51 +183,32 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
         parts: The rollouts of each prompt, or one chunk of one.
         least_shared: The fewest common tokens of responses that stand in the row once.
     """
-    tokens, stretches, shares = list[np.ndarray](), list[Stretch](), False
+    stretches, tokens = list[Stretch](), list[np.ndarray]()
     carried, in_row = list[CarriedSpan](), list[tuple[slice, CarriedSpan]]()
     members = list[tuple[Rollout, Chunk | None]]()
     sources: list[tuple[int, int]] = []  # where predecessors stand, as (begin, number); carried ones are below 0
     start = num_carried = 0
     for part in parts:
-        if part.before is None:
-            first, before = len(part.prompt_ids), start + len(part.prompt_ids) - 1
-            stretches.append(Stretch(start, 0, first, last=len(stretches)))
-            tokens.append(np.array(part.prompt_ids))
-            start += first
-        else:
+        of_part, its_tokens, paths = _place(part, rollouts, start, len(stretches), least_shared)
+        tokens += its_tokens
+        prompt, before = of_part[0], start + of_part[0].length - 1
+        if part.before is not None:
             carried.append(part.before)
-            first, before = part.before.end, -len(carried)
-            stretches.append(Stretch(num_carried, 0, first, last=len(stretches), carried=True))
-            num_carried += first
+            of_part[0], before = prompt._replace(start=num_carried), -len(carried)
+            num_carried += prompt.length
         if part.span is not None:
-            begin = start if part.before is not None else start - first
-            in_row.append((slice(begin, begin + len(part.span.token_ids)), part.span))
-
-        seen = [rollouts[member].completion.arrays[0][:-1] for member in part.members]  # the last predicts nothing
-        if part.chunk is not None:
-            seen = [token_ids_T[part.chunk.begin : part.chunk.end] for token_ids_T in seen]
-        tree, prompt = prefix_tree(seen, least_shared), len(stretches) - 1
-        paths: list[list[tuple[int, int]]] = [[(before, 1)] for _ in part.members]
-        for branch in tree:
-            length = branch.end - branch.begin
-            for member in branch.members:
-                paths[member].append((start, length))
-            stretches.append(Stretch(start, first + branch.begin, length, last=len(stretches)))
-            tokens.append(seen[branch.members[0]][branch.begin : branch.end])
-            shares = shares or len(branch.members) > 1
-            start += length
-        for number in range(len(tree) - 1, -1, -1):
-            parent, own = tree[number].parent, stretches[prompt + 1 + number]
-            above = prompt if parent is None else prompt + 1 + parent
-            stretches[above] = stretches[above]._replace(last=max(stretches[above].last, own.last))
+            in_row.append((slice(start, start + len(part.span.token_ids)), part.span))
+        stretches += of_part
+        start += sum(each.length for each in of_part if not each.carried)
         for member, path in zip(part.members, paths, strict=True):
-            rollout = rollouts[member]
-            num_tokens = rollout.completion.num_tokens
+            members.append((rollouts[member], part.chunk))
+            path.insert(0, (before, 1))
+            num_tokens = rollouts[member].completion.num_tokens
             if not num_tokens or (part.chunk is not None and part.chunk.end < num_tokens):
                 path[-1] = path[-1][0], path[-1][1] - 1  # nothing here is predicted from the last
-            members.append((rollout, part.chunk))
             sources += path
 
+    shares = len(sources) - len(members) > len(stretches) - len(parts)
     means_nothing = not start
     if means_nothing:
         stretches.append(Stretch(0, 0, 1, last=len(stretches)))
@@ -254,6 +235,46 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
         row.distinct_U = torch.empty(len(pairs_U2), dtype=torch.int64)
         row.distinct_U[row.same_N] = torch.arange(len(pairs_N2))
     return row
+
+
+def _place(
+    part: RowPart, rollouts: Sequence[Rollout], start: int, number: int, least_shared: int
+) -> tuple[list[Stretch], list[np.ndarray], list[list[tuple[int, int]]]]:
+    """Place a part in a row: its prompt, where that is not carried, and the tree of its completions.
+
+    Args:
+        part: Of the row.
+        rollouts: Of the step.
+        start: Where its first token stands.
+        number: Of its first stretch.
+        least_shared: The fewest common tokens of responses that stand in the row once.
+
+    Returns:
+        The stretches of its prompt and of its branches; the tokens of those that are not carried; and for each
+        completion the branches that it passes through, as (where it stands, tokens).
+    """
+    first = len(part.prompt_ids) if part.before is None else part.before.end
+    tokens = [np.array(part.prompt_ids)] if part.before is None else []
+    start += first if part.before is None else 0
+    seen = [rollouts[member].completion.arrays[0][:-1] for member in part.members]  # the last predicts nothing
+    if part.chunk is not None:
+        seen = [token_ids_T[part.chunk.begin : part.chunk.end] for token_ids_T in seen]
+    tree = prefix_tree(seen, least_shared)
+    lasts = list(range(len(tree)))  # the last branch below each, which comes after it
+    for own in range(len(tree) - 1, -1, -1):
+        parent = tree[own].parent
+        if parent is not None:
+            lasts[parent] = max(lasts[parent], lasts[own])
+    stretches = [Stretch(start - first, 0, first, number + len(tree), carried=part.before is not None)]
+    paths: list[list[tuple[int, int]]] = [[] for _ in part.members]
+    for branch, last in zip(tree, lasts, strict=True):
+        length = branch.end - branch.begin
+        for member in branch.members:
+            paths[member].append((start, length))
+        stretches.append(Stretch(start, first + branch.begin, length, number + 1 + last))
+        tokens.append(seen[branch.members[0]][branch.begin : branch.end])
+        start += length
+    return stretches, tokens, paths
 
 
 def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> PackedRow:
