@@ -254,20 +254,23 @@ def test_models_are_listed_with_the_room_of_the_trajectory() -> None:
     [
         (["asked"], "The request adds no message that the policy could answer. A trajectory is learnt from as it was"),
         (["asked", "first"], "adds no message that the policy could answer"),
-        (["asked", user("Fork.")], r"messages\[1\] is not what was said there before"),
-        ([user("Edited."), "first", user("On.")], r"messages\[0\] is not what was said there before"),
-        (["asked", {"role": "assistant", "content": "mine"}, user("On.")], r"messages\[1\] is not what was said there"),
+        (["asked", user("Fork.")], r"messages\[1\] differs from the conversation so far"),
+        ([user("Edited."), "first", user("On.")], r"messages\[0\] differs from the conversation so far"),
+        (
+            ["asked", {"role": "assistant", "content": "mine"}, user("On.")],
+            r"messages\[1\] differs from the conversation so far",
+        ),
         (
             ["asked", "first", user("a"), {"role": "assistant", "content": "b"}, user("c")],
-            "that the policy has not taken",
+            "that the policy did not sample",
         ),
         (["asked", "first", {"role": "assistant", "content": "b"}], "adds no message that the policy could answer"),
         (
             ["asked", "first", {"role": "tool", "tool_call_id": "x", "content": "b"}],
-            "answers no call that was made: 'x'",
+            "has the id of no tool call: 'x'",
         ),
         (["asked", "first", {"role": "user"}], "The request has a chat message that is not"),
-        ([], "messages are no list of chat messages"),
+        ([], "messages must be a list of chat messages"),
     ],
 )
 def test_a_history_that_the_trajectory_does_not_have_is_refused(messages: list[Any], message: str) -> None:
@@ -284,17 +287,17 @@ def test_a_history_that_the_trajectory_does_not_have_is_refused(messages: list[A
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 2}, "n can be 1 alone here, not 2; leave it out."),
+        ({"n": 2}, "n must be 1 here, not 2; leave it out."),
         ({"stop": "\n"}, r"The run does not stop at ['\n']; name them in model.sampling.stop."),
         (
             {"sampling_params": {"stop_token_ids": [*ENDS, 5]}},
             f"The run does not stop at the token ids [5] of stop_token_ids, but at {ENDS}; leave them out, or add them",
         ),
         ({"stop_token_ids": 5}, "The run does not stop at the token ids [5]"),
-        ({"sampling_params": {"ignore_eos": True}}, "ignore_eos can be False alone here, not True; leave it out."),
-        ({"response_format": {"type": "json_object"}}, "response_format can be {'type': 'text'} alone here"),
-        ({"tools": [TOOL]}, "The tools are not those that were shown at the start."),
-        ({"tools": [{"name": "add"}]}, "tools are no list of"),
+        ({"sampling_params": {"ignore_eos": True}}, "ignore_eos must be False here, not True; leave it out."),
+        ({"response_format": {"type": "json_object"}}, "response_format must be {'type': 'text'} here"),
+        ({"tools": [TOOL]}, "The tools differ from those of the first request."),
+        ({"tools": [{"name": "add"}]}, "tools must be a list of"),
     ],
 )
 def test_what_would_be_sampled_differently_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -313,9 +316,9 @@ def test_bodies_that_cannot_be_read_are_refused() -> None:
         return said
 
     found, worker, _ = asking(tries)
-    assert {*found[:4]} == {"The request is no JSON object."} and "16777216" in found[4]
-    assert all(said.startswith("token_ids are no list of whole numbers from 0 to ") for said in found[5:9])
-    assert found[9].startswith("token_ids part from the row's prompt at 0.")
+    assert {*found[:4]} == {"The request must be a JSON object."} and "16777216" in found[4]
+    assert all(said.startswith("token_ids must be a list of integers from 0 to ") for said in found[5:9])
+    assert found[9].startswith("token_ids differ from the row's prompt at position 0.")
     assert found[10].startswith("This trajectory is over, or was never begun.")
     assert worker.metrics()["environments/refused_requests"] == 9
 
@@ -345,7 +348,7 @@ def test_a_second_request_at_a_time_is_refused() -> None:
     assert len(only(play(worker_of(solve), says)).turns) == 2
     refused, answered = sorted(answers, key=lambda each: each.status_code, reverse=True)
     assert answered.status_code == 200 and refused.json()["error"]["code"] == "parallel"
-    assert refusal(refused).startswith("This trajectory has a request that is not answered yet")
+    assert refusal(refused).startswith("This trajectory has an unanswered request")
 
 
 def test_a_request_that_openais_client_sends_again_gets_the_same_answer() -> None:
@@ -379,7 +382,7 @@ def test_a_prompt_that_the_row_does_not_have_is_refused_with_the_way_out() -> No
         client.say(ASKED)
 
     play(worker_of(solve))
-    assert said[0].startswith("The conversation does not begin with the prompt of row train/0. Send what the row's")
+    assert said[0].startswith("The conversation does not begin with the prompt of row train/0. Begin the conversation")
 
 
 def test_messages_after_token_ids_are_refused_and_token_ids_after_messages_go_on() -> None:
@@ -394,8 +397,8 @@ def test_messages_after_token_ids_are_refused_and_token_ids_after_messages_go_on
         said.append(refusal(client.chat(ASKED, first["choices"][0]["message"], user("On."))))
 
     assert len(only(play(worker_of(solve))).turns) == 2
-    assert said[0].startswith("token_ids part from what was said before at ")
-    assert said[1].startswith("This trajectory has gone on with token ids")
+    assert said[0].startswith("token_ids differ from the conversation so far at position ")
+    assert said[1].startswith("Earlier requests of this trajectory sent token ids. Send token_ids again")
 
 
 def test_sampling_stays_the_runs_and_the_user_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -404,10 +407,10 @@ def test_sampling_stays_the_runs_and_the_user_is_told_once(caplog: pytest.LogCap
 
     with caplog.at_level(logging.WARNING):
         play(worker_of(solve), num_generations=3)
-    told = [record.message for record in caplog.records if "An agent asks" in record.message]
+    told = [record.message for record in caplog.records if "An agent requests" in record.message]
     assert told == [
-        "An agent asks for temperature 0.2, and gets the run's own, 1.0 of model.sampling: what is learnt from is "
-        "sampled in one way."
+        "An agent requests temperature 0.2, but gets 1.0, the value of model.sampling, because all completions of a "
+        "run are sampled with the same parameters."
     ]
 
 
@@ -762,9 +765,9 @@ def test_what_turns_earned_by_themselves_is_learnt_from_by_turn(agent: Any) -> N
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"turn_rewards": [1.0]}, r"turn_rewards is \[1.0\], and 2 turns were taken; give a number for each"),
-        ({"turn_rewards": [1.0, None]}, r"turn_rewards is \[1.0, None\], and 2 turns were taken"),
-        ({"turn_rewards": 1.0}, "turn_rewards is 1.0, which is no list; give a number for each turn"),
+        ({"turn_rewards": [1.0]}, r"turn_rewards is \[1.0\], but there were 2 turns; return one number per turn"),
+        ({"turn_rewards": [1.0, None]}, r"turn_rewards is \[1.0, None\], but there were 2 turns"),
+        ({"turn_rewards": 1.0}, "turn_rewards is 1.0, which is no list; return one number per turn"),
         ({"turn_rewards": [1.0, "x"]}, "it returned 'x', which is not a number"),
         ({"rewards": 1.0}, "it returned a mapping with 'rewards'; give it 'reward' and 'turn_rewards' alone"),
     ],
@@ -806,7 +809,7 @@ def named(base_url: str, api_key: str, number: int) -> None: ...
         (None, "it has no run; name a function, as in run: my_agent.py:solve"),
         (Runless, "class Runless has no method run; give a function, or a class with a method run"),
         (3, "run is 3, which is no function; give a function"),
-        (deaf, "deaf takes no base_url, without which it cannot ask the policy; add it"),
+        (deaf, "deaf has no parameter base_url, without which it cannot call the policy; add it"),
         ("missing.py:solve", "agent 'missing.py:solve': there is no file missing.py"),
     ],
 )
@@ -821,7 +824,7 @@ def test_what_cannot_be_an_agent_is_refused(run: Any, message: str) -> None:
         ({"prompt": "?"}, "has no column 'number', which named requires"),
         (
             {"number": 1, "base_url": "x"},
-            "has a column 'base_url', and named is given the endpoint's as base_url; rename",
+            "has a column 'base_url', but the endpoint sets the parameter base_url of named; rename",
         ),
     ],
 )

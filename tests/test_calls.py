@@ -198,7 +198,7 @@ def outcome(name: str) -> str:
         chat = chat_of(family(name))
         chat.check(SCHEMAS, calls=True, responds=True)
     except ValueError as error:
-        return "no calls" if "does not show calls" in str(error) else "no turns"
+        return "no calls" if "does not show tool calls" in str(error) else "no turns"
     return chat.form
 
 
@@ -255,7 +255,7 @@ def test_the_policy_may_end_a_turn_by_the_next_speaker() -> None:
     assert chat.tokenizer.decode(chat.following([answer], ids("<|endoftext|>"))) == f"<|observation|>{shown}"
     assert chat.check_ends([ids("<|observation|>"), ids("<|endoftext|>")]) == []
     (told,) = chat.check_ends([ids("<|endoftext|>")])
-    assert "may go on without the tool's answer" in told
+    assert "may continue without the tool's answer" in told
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_calls_of_an_earlier_turn_are_not_made_again() -> None:
 def test_a_response_template_that_does_not_read_the_calls_of_its_chat_template_is_refused() -> None:
     tokenizer = copy.deepcopy(family("qwen3"))
     tokenizer.response_template = QWEN
-    with pytest.raises(ValueError, match="which the tokenizer's response_template does not read, so that no tool"):
+    with pytest.raises(ValueError, match="which the tokenizer's response_template cannot parse, so that no tool"):
         chat_of(tokenizer).check(SCHEMAS, calls=True, responds=False)
 
 
@@ -411,14 +411,15 @@ ODD = CHATML.replace("'<tool_call>' + (call.function | tojson) + '</tool_call>'"
 
 def test_calls_that_cannot_be_read_back_are_refused_before_anything_is_sampled() -> None:
     with pytest.raises(
-        ValueError, match=r"writes a call as '\[CALL\]\{.*which has none of the forms qwen, hermes.* would ever run"
+        ValueError,
+        match=r"renders a call as '\[CALL\]\{.*which is in none of the formats qwen, hermes.* would ever run",
     ):
         chat_of(chat_tokenizer(ODD)).check(SCHEMAS, calls=True, responds=False)
 
 
 def test_a_template_that_shows_no_calls_needs_to_be_told_their_form() -> None:
     silent = CHATML.replace("message.tool_calls or []", "[]")
-    with pytest.raises(ValueError, match=r"does not show calls of tools.*say with calls how it writes them"):
+    with pytest.raises(ValueError, match=r"does not show tool calls.*set calls to the format that the policy writes"):
         chat_of(chat_tokenizer(silent)).check(SCHEMAS, calls=True, responds=False)
     chat = chat_of(chat_tokenizer(silent), form="json")
     assert all("form" not in told for told in chat.check(SCHEMAS, calls=True, responds=False))
@@ -429,7 +430,7 @@ def test_a_template_that_shows_no_calls_needs_to_be_told_their_form() -> None:
 def test_a_template_that_is_made_for_one_tool_is_read_back_with_that() -> None:
     own = """'<tool_call>{"name": "turn_right", "arguments": {"what": "' + call.function.arguments.what + '"}}'"""
     template = CHATML.replace("'<tool_call>' + (call.function | tojson) + '</tool_call>'", own)
-    with pytest.raises(ValueError, match="does not show calls"):
+    with pytest.raises(ValueError, match="does not show tool calls"):
         chat_of(chat_tokenizer(template)).check([], calls=True, responds=False)
     schema = {"type": "function", "function": {"name": "turn_right", "parameters": {"properties": {"what": {}}}}}
     chat = chat_of(chat_tokenizer(template))
@@ -439,7 +440,7 @@ def test_a_template_that_is_made_for_one_tool_is_read_back_with_that() -> None:
 
 def test_a_form_that_the_template_does_not_write_is_told_of() -> None:
     told = chat_of(chat_tokenizer(), form="llama").check(SCHEMAS, calls=True, responds=False)
-    assert any("which is not the form llama: calls" in sentence for sentence in told)
+    assert any("which is not the format llama: calls" in sentence for sentence in told)
 
 
 def test_each_form_has_a_name_that_can_be_set() -> None:

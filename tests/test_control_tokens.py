@@ -243,4 +243,4 @@ def test_a_policy_that_does_not_stop_after_a_call_is_told_of(caplog: pytest.LogC
         assert "after a call" not in caplog.text
         worker.on_policy_start([5])
     worker.close()
-    assert "'<|im_end|>' follows a call" in caplog.text and "add 290 to eos_token_id" in caplog.text
+    assert "ends a tool call with '<|im_end|>'" in caplog.text and "add 290 to eos_token_id" in caplog.text

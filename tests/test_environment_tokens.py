@@ -77,7 +77,7 @@ def test_a_template_that_shows_no_tools_is_told_of() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "has no chat template, which turns need"),
+        (None, "need a chat template, but the policy's tokenizer has none"),
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "ends an assistant's turn with no special token"),
         (
             "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML,

@@ -552,7 +552,7 @@ def test_what_is_no_failure_of_an_environment_ends_the_run() -> None:
         def get_reward(self) -> Any:
             return "much"
 
-    with pytest.raises(ValueError, match=r"Wordy\.reset returned too much text .*train/0: \d+ tokens .*max_observed"):
+    with pytest.raises(ValueError, match=r"Wordy\.reset returned too much text .*train/0: \d+ tokens, .*max_observed"):
         play(worker_of(Wordy))
     with pytest.raises(ValueError, match=r"Odd\.get_reward: it returned 'much', which is not a number"):
         play(worker_of(Odd))
@@ -983,10 +983,10 @@ def broken() -> Any:
             r"Undescribed\.fly cannot be a tool .*'where'.*a line under Args: in a Google docstr",
         ),
         ({"factory": NoReset}, "environment NoReset has no method reset; add one"),
-        ({"factory": Half}, "environment Half has one of state and restore; give it both, or none"),
-        ({"factory": Method}, r"Method\.done is a method, and has to be an attribute or a property"),
-        ({"factory": Mute}, "environment Mute has no public method, which would be a tool, and no respond"),
-        ({"factory": broken}, r"cannot be made \(OSError: no\); mend it"),
+        ({"factory": Half}, "environment Half has only one of the methods state and restore; give it both, or none"),
+        ({"factory": Method}, r"Method\.done is a method, but must be an attribute or a property"),
+        ({"factory": Mute}, r"environment Mute has neither a tool \(a public method\) nor a method respond"),
+        ({"factory": broken}, r"cannot be created \(OSError: no\); fix it"),
         ({"factory": {}}, "factory is an empty mapping"),
         ({"factory": "missing.py:Game"}, "environment 'missing.py:Game': there is no file missing.py"),
         ({"factory": 3}, "environment 3 is a int; name a class, or a function"),
@@ -1132,7 +1132,7 @@ def test_batches_of_which_all_trajectories_are_dropped_end_the_run_with_the_caus
         worker.on_update_end(GroupBatch([], 1, PassRule("Guess"), gather))
     sentence = f"All trajectories of the last 3 batches were dropped after their retries, because the .*: {why}\\."
     assert re.search(sentence, worker.findings()[0].sentence)
-    with pytest.raises(CannotGoOn, match=sentence + " Mend the environment, or what it connects to, and resume"):
+    with pytest.raises(CannotGoOn, match=sentence + " Fix the environment, or the service it connects to, and resume"):
         worker.on_batch_start()
     others[:] = [(1, 0)]  # one trajectory of any rank is enough
     worker.on_update_end(GroupBatch([], 1, PassRule("Guess"), gather))

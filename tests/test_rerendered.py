@@ -106,7 +106,7 @@ def test_a_turn_that_the_template_refuses_to_write_is_the_last(caplog: pytest.Lo
     completion = only(groups)
     assert [tokenizer.decode(turn).removesuffix("<|im_end|>") for turn in completion.turns] == list(calls.values())
     assert completion.finish_reason == "length" and metrics["environments/cut_short"] == 1
-    assert "What the policy has said is refused by the chat template: one" in caplog.text
+    assert "A turn of the policy is refused by the chat template: one" in caplog.text
 
 
 BEGIN = "<|im_start|>user\nGo. Ready?<|im_end|>\n<|im_start|>assistant\n"

@@ -86,12 +86,14 @@ class Chat:
         plain_rows: bool = False,
     ) -> None:
         if tokenizer.chat_template is None:
-            raise ValueError("The policy's tokenizer has no chat template, which turns need; choose a chat model.")
+            raise ValueError(
+                "Environments need a chat template, but the policy's tokenizer has none; choose a chat model."
+            )
         self.tokenizer, self.options, self.plain_rows = tokenizer, dict(options or {}), plain_rows
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ValueError(
-                "The policy's tokenizer is none of the library tokenizers, without which text of tools could become "
-                "control tokens; choose a policy with a fast tokenizer."
+                "The policy's tokenizer is no fast tokenizer (of the library tokenizers), so text of tools could "
+                "become control tokens; choose a policy with a fast tokenizer."
             )
         self._control = ControlTokens.of(tokenizer)
         self._checked: set[str] = set()  # tools, as JSON
@@ -170,10 +172,10 @@ class Chat:
         try:
             added = self.beginning(prompt, self.conversation(prompt, text), tools)
         except UnusableRow as error:
-            raise ValueError(f"What an environment says at the start of {prompt.prompt_id} {error}.") from None
+            raise ValueError(f"The text that reset returned for prompt {prompt.prompt_id} {error}.") from None
         if added is None:
             raise ValueError(
-                f"What an environment says at the start of {prompt.prompt_id} changes the tokens before it; let the "
+                f"The text that reset returned for prompt {prompt.prompt_id} changes the tokens before it; let the "
                 "row's prompt end in a line break."
             )
         return added
@@ -256,8 +258,8 @@ class Chat:
             answers.append(("a tool's answer", _TOLD))
             if self._text([_ASKED], {"tools": list(schemas)}) == self._text([_ASKED]):
                 told.append(
-                    "The chat template shows no tools, so the policy is not told of them; describe them in "
-                    "data.system_prompt, unless it knows them."
+                    "The chat template shows no tools, so the policy does not see them; describe them in "
+                    "data.system_prompt, unless the policy knows them."
                 )
         if responds:
             answers.append(("a user's answer", _SAID))
@@ -288,8 +290,8 @@ class Chat:
             )
         elif changed:
             told.append(
-                f"{differs}; here they stay as they were sampled, reasoning among them. What serves the policy later "
-                "has to keep them too."
+                f"{differs}; in training they stay as they were sampled, including reasoning. A server of the trained "
+                "policy has to keep them too."
             )
         return told
 
@@ -313,9 +315,9 @@ class Chat:
             return []
         end = after.head[after.end]
         return [
-            f"In the chat template {self.tokenizer.convert_ids_to_tokens(end)!r} follows a call, and the policy does "
-            f"not stop there, but at {self.tokenizer.convert_ids_to_tokens(list(eos_ids))} alone, so that it may go on "
-            f"without the tool's answer; add {end} to eos_token_id of its generation_config."
+            f"The chat template ends a tool call with {self.tokenizer.convert_ids_to_tokens(end)!r}, but the policy "
+            f"stops only at {self.tokenizer.convert_ids_to_tokens(list(eos_ids))}, so it may continue without the "
+            f"tool's answer; add {end} to eos_token_id of its generation_config."
         ]
 
     def _check_calls(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -332,20 +334,20 @@ class Chat:
         is_set = len(self._forms) == 1 and self._forms != [OWN]
         if self._written and is_set:
             return [
-                f"The chat template writes a call as {self._written[:160]!r}, which is not the form {self._forms[0]}: "
-                "calls that the policy writes as the template does are not made."
+                f"The chat template renders a call as {self._written[:160]!r}, which is not the format "
+                f"{self._forms[0]}: calls that the policy writes in the template's format are not made."
             ]
         if self._written:
-            own = "which the tokenizer's response_template does not read"
-            reads = own if self._forms == [OWN] else f"which has none of the forms {names}"
+            own = "which the tokenizer's response_template cannot parse"
+            reads = own if self._forms == [OWN] else f"which is in none of the formats {names}"
             raise ValueError(
-                f"The chat template writes a call as {self._written[:160]!r}, {reads}, so that no tool would ever run; "
-                "give the tokenizer a response_template that reads such calls, or choose another policy."
+                f"The chat template renders a call as {self._written[:160]!r}, {reads}, so that no tool would ever "
+                "run; give the tokenizer a response_template that parses such calls, or choose another policy."
             )
         if not is_set:
             raise ValueError(
-                "The chat template does not show calls of tools, so that it cannot be tried whether those of the "
-                f"policy can be read; say with calls how it writes them ({names}), or choose another policy."
+                "The chat template does not show tool calls, so that their format cannot be detected; set calls to the "
+                f"format that the policy writes ({names}), or choose another policy."
             )
         return []
 

@@ -57,7 +57,7 @@ Factory = str | Callable[[], Any]
 class EnvironmentFailed(Exception):
     """An environment raises it to say that not the policy has failed, but what the environment stands on.
 
-    The trajectory begins again with a fresh environment, or is left out of its group.
+    The trajectory restarts with a fresh environment, or is left out of its group.
     """
 
 
@@ -161,9 +161,11 @@ def _kind(factory: Factory, functions: Sequence[Tool]) -> Kind:
     if "reset" not in members:
         raise ValueError(f"environment {kind.__name__} has no method reset; add one, which begins an episode.")
     if "done" in members:
-        raise ValueError(f"{kind.__name__}.done is a method, and has to be an attribute or a property.")
+        raise ValueError(f"{kind.__name__}.done is a method, but must be an attribute or a property; add @property.")
     if ("state" in members) != ("restore" in members):
-        raise ValueError(f"environment {kind.__name__} has one of state and restore; give it both, or none.")
+        raise ValueError(
+            f"environment {kind.__name__} has only one of the methods state and restore; give it both, or none."
+        )
     limits = "leave it out, because reset_timeout_s and tool_timeout_s limit each call"
     for each in (make, kind, *(members[name] for name in NOT_TOOLS if name in members)):
         check_signals(each, f"environment {kind.__name__}", limits)
@@ -174,8 +176,8 @@ def _kind(factory: Factory, functions: Sequence[Tool]) -> Kind:
     ]
     if not own and not functions and "respond" not in members:
         raise ValueError(
-            f"environment {kind.__name__} has no public method, which would be a tool, and no respond, which would "
-            "answer as the user; give it one of them."
+            f"environment {kind.__name__} has neither a tool (a public method) nor a method respond, which answers "
+            "as the user; add one of them."
         )
     columns, required = columns_of(list(inspect.signature(members["reset"]).parameters.values()))
     return Kind(
@@ -260,5 +262,5 @@ def _type_of(make: Any, factory: Factory) -> type:
         return type(make())
     except Exception as error:  # the user's function runs here, and may fail in any way
         raise ValueError(
-            f"environment {factory!r} cannot be made ({error_text(error)}); mend it, or name its class as its result."
+            f"environment {factory!r} cannot be created ({error_text(error)}); fix it, or annotate its return type."
         ) from error

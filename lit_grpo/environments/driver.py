@@ -196,8 +196,8 @@ class TrajectoryDriver:
         observed = self.chat.opening(prompt, self.said, self.kind.schemas)
         if len(observed) > most:
             raise ValueError(
-                f"{self.kind.name}.reset returned too much text for prompt {prompt.prompt_id}: {len(observed)} tokens "
-                f"are observed, but model.sampling.max_observed is {most}. Raise max_observed, or return less text."
+                f"{self.kind.name}.reset returned too much text for prompt {prompt.prompt_id}: {len(observed)} tokens, "
+                f"but model.sampling.max_observed is {most}. Raise max_observed, or return less text."
             )
         if self.said:
             self.asked = str(self.chat.tokenizer.decode([*prompt.token_ids, *observed]))
@@ -420,12 +420,12 @@ class RerenderingDriver(TrajectoryDriver):
             messages = self.chat.conversation(prompt, self.said, self.messages)
             context = self.chat.beginning(prompt, messages, self.kind.schemas)
         except UnusableRow as error:
-            self.log.tell(f"What the policy has said {error} Such trajectories end there, and count as cut short.")
+            self.log.tell(f"A turn of the policy {error} Such trajectories end there, and count as cut short.")
             return None
         if context is None:
             raise ValueError(
-                f"The chat template changes the prompt of {prompt.prompt_id} once the conversation has gone on, and a "
-                "trajectory keeps its prompt; leave history of the plug-in environments at appended."
+                f"The chat template changes the prompt of {prompt.prompt_id} when the conversation continues, "
+                "but a trajectory keeps its prompt; set history of the plug-in environments to appended."
             )
         if len(context) > sampling.max_observed:
             return None

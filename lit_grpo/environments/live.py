@@ -152,8 +152,8 @@ class LiveEnvironment:
             raise ValueError(f"The environment {name} {failure}; have it return {PLAIN}.") from None
         except Failure as failure:
             self._log.tell(
-                f"The environment {name} {failure}; where that is so as a checkpoint is saved, a resumed run begins "
-                "the trajectory again."
+                f"The environment {name} {failure}; if this happens while a checkpoint is saved, a resumed run "
+                "restarts the trajectory."
             )
 
     async def try_restore(self) -> None:

@@ -60,8 +60,8 @@ class EnvironmentLog:
         """Log a warning for the first failure of each kind; further failures are only counted."""
         self._failure = sentence
         self.tell(
-            f"The environment {sentence}. The trajectory begins again with a fresh one, or is left out of its group; "
-            "further failures are only counted."
+            f"The environment {sentence}. The trajectory restarts with a fresh environment, or is left out of its "
+            "group; further failures are only counted."
         )
 
     def called(self, name: str, error: str | None) -> None:
@@ -83,7 +83,7 @@ class EnvironmentLog:
         if self.counts["ended"] and self.counts["cut_short"] >= self.counts["ended"]:
             self.tell(
                 f"All {int(self.counts['ended'])} trajectories of a rollout were cut short by max_turns, max_tokens or "
-                "max_observed, and none came to its end; have the environment say so with done, or raise the limits."
+                "max_observed, and none reached its end; set done in the environment at the end, or raise the limits."
             )
         for finding in self.tool_calls.news():
             self.tell(finding.sentence)
@@ -124,7 +124,7 @@ class EnvironmentLog:
         """
         if self._num_gone >= MOST_BATCHES_GONE:
             raise CannotGoOn(
-                f"{self._gone()} Mend the environment, or what it connects to, and resume the run from its last "
+                f"{self._gone()} Fix the environment, or the service it connects to, and resume the run from its last "
                 "checkpoint."
             )
 

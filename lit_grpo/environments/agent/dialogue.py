@@ -107,10 +107,12 @@ class Dialogue:
         self._check_free()
         conversation, shown = _read_messages(body.get("messages")), _read_tools(body.get("tools"))
         if self._known is None:
-            raise Refused(f"This trajectory has gone on with token ids; go on with token ids. {AS_SAMPLED}")
+            raise Refused(
+                f"Earlier requests of this trajectory sent token ids. Send token_ids again, not messages. {AS_SAMPLED}"
+            )
         for number, (known, said) in enumerate(zip(self._known, conversation, strict=False)):
             if _sense(known) != _sense(said):
-                raise Refused(f"messages[{number}] is not what was said there before. {AS_SAMPLED}", "history")
+                raise Refused(f"messages[{number}] differs from the conversation so far. {AS_SAMPLED}", "history")
         new = conversation[len(self._known) :]
         if not new or conversation[-1]["role"] == "assistant":
             raise Refused(f"The request adds no message that the policy could answer. {AS_SAMPLED}", "history")
@@ -131,13 +133,13 @@ class Dialogue:
         self._check_free()
         token_ids, most = body.get("token_ids"), len(self.chat.tokenizer)
         if not isinstance(token_ids, list) or any(type(each) is not int or not 0 <= each < most for each in token_ids):
-            raise Refused(f"token_ids are no list of whole numbers from 0 to {most - 1}.")
+            raise Refused(f"token_ids must be a list of integers from 0 to {most - 1}.")
         known = self._tokens()
         if token_ids[: len(known)] != known:
             pairs = enumerate(zip(known, token_ids, strict=False))
             place = next((place for place, (mine, theirs) in pairs if mine != theirs), len(token_ids))
-            what = "the row's prompt" if place < len(self.request.prompt.token_ids) else "what was said before"
-            raise Refused(f"token_ids part from {what} at {place}. {AS_SAMPLED}", "history")
+            what = "the row's prompt" if place < len(self.request.prompt.token_ids) else "the conversation so far"
+            raise Refused(f"token_ids differ from {what} at position {place}. {AS_SAMPLED}", "history")
         observed = token_ids[len(known) :]
         if self.completion is not None and not observed:
             raise Refused(f"token_ids add nothing to the policy's last turn. {AS_SAMPLED}", "history")
@@ -156,8 +158,8 @@ class Dialogue:
             raise Refused(OVER, "over", 410)
         if self.asked.is_set():
             raise Refused(
-                "This trajectory has a request that is not answered yet, and its turns come one after another; send "
-                "the next one after the answer.",
+                "This trajectory has an unanswered request, and only one request at a time is allowed; send the next "
+                "one after the response.",
                 "parallel",
             )
 
@@ -172,9 +174,9 @@ class Dialogue:
         observed = self.chat.beginning(prompt, conversation, schemas)
         if observed is None:
             raise Refused(
-                f"The conversation does not begin with the prompt of row {prompt.prompt_id}. Send what the row's "
-                "prompt says (data.system_prompt too, no tools), or take the prompt out of the rows, so that the agent "
-                "writes all of it.",
+                f"The conversation does not begin with the prompt of row {prompt.prompt_id}. Begin the "
+                "conversation with that prompt (with data.system_prompt, without tools), or remove the prompt from the "
+                "rows, so that the agent writes the whole conversation.",
                 "history",
             )
         self._tools = tools
@@ -182,9 +184,11 @@ class Dialogue:
 
     def _following(self, messages: Sequence[Message], tools: dict[str, Tool]) -> list[int]:
         if any(message["role"] == "assistant" for message in messages):
-            raise Refused(f"The request adds a turn that the policy has not taken. {AS_SAMPLED}", "history")
+            raise Refused(
+                f"The request adds an assistant message that the policy did not sample. {AS_SAMPLED}", "history"
+            )
         if [tool.schema for tool in tools.values()] != [tool.schema for tool in self._tools.values()]:
-            raise Refused(f"The tools are not those that were shown at the start. {AS_SAMPLED}", "history")
+            raise Refused(f"The tools differ from those of the first request. {AS_SAMPLED}", "history")
         return self.chat.following([self._of_template(message) for message in messages], self._tokens()[-1])
 
     def _of_template(self, message: Message) -> Message:
@@ -196,7 +200,7 @@ class Dialogue:
         called = (call.get("function", call)["name"] for call in made if call.get("id") == message.get("tool_call_id"))
         name = next(called, None)
         if name is None:
-            raise Refused(f"A tool's message answers no call that was made: {message.get('tool_call_id')!r}.")
+            raise Refused(f"A tool message has the id of no tool call: {message.get('tool_call_id')!r}.")
         return shown | {"name": name}
 
     async def _turn(
@@ -212,7 +216,7 @@ class Dialogue:
                 self.counts["cut_short"] += not self.is_full
                 self.is_full = True
                 raise Refused(
-                    f"This trajectory is at its maximum context length: it needs {needed} tokens, and "
+                    f"This trajectory is at its maximum context length: it needs {needed} tokens, but "
                     f"model.sampling.{kind} allows {most}.",
                     FULL,
                 )
@@ -270,7 +274,7 @@ class Dialogue:
 
 def _read_messages(given: Any) -> list[Message]:
     if not isinstance(given, list) or not given:
-        raise Refused("messages are no list of chat messages.")
+        raise Refused("messages must be a list of chat messages.")
     try:
         return [read_message(message) for message in given]
     except UnusableRow as error:
@@ -281,7 +285,7 @@ def _read_tools(given: Any) -> dict[str, Tool]:
     try:
         return {each["function"]["name"]: Tool(str(each["function"]["name"]), _elsewhere, each) for each in given or ()}
     except (KeyError, TypeError, IndexError) as error:
-        raise Refused('tools are no list of {"type": "function", "function": {"name": text, ...}}.') from error
+        raise Refused('tools must be a list of {"type": "function", "function": {"name": text, ...}}.') from error
 
 
 def _elsewhere(**arguments: Any) -> None:

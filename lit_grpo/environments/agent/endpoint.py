@@ -123,7 +123,7 @@ class Endpoint:
             body = None
         try:
             if not isinstance(body, dict):
-                raise Refused("The request is no JSON object.")
+                raise Refused("The request must be a JSON object.")
             for asked in (body, body.get("sampling_params")):
                 _check_sampling(asked, dialogue, self.ends)
             is_sent_again = request.headers.get("X-Stainless-Retry-Count", "0") != "0"
@@ -196,7 +196,7 @@ def _check_sampling(asked: Any, dialogue: Dialogue, ends: Sequence[int]) -> None
     own = dialogue.request.sampling
     for name, allowed in ONLY.items():
         if asked.get(name) is not None and asked[name] not in allowed:
-            raise Refused(f"{name} can be {allowed[0]!r} alone here, not {asked[name]!r}; leave it out.")
+            raise Refused(f"{name} must be {allowed[0]!r} here, not {asked[name]!r}; leave it out.")
     stop = asked.get("stop") or []
     if unknown := {*([stop] if isinstance(stop, str) else map(str, stop))} - {*own.stop}:
         raise Refused(f"The run does not stop at {sorted(unknown)}; name them in model.sampling.stop.")
@@ -210,8 +210,8 @@ def _check_sampling(asked: Any, dialogue: Dialogue, ends: Sequence[int]) -> None
         held = getattr(own, {"max_completion_tokens": "max_tokens"}.get(name, name))
         if asked.get(name) not in (None, held, -1):  # which is none, for top_k
             dialogue.tell(
-                f"An agent asks for {name} {asked[name]!r}, and gets the run's own, {held} of model.sampling: what is "
-                "learnt from is sampled in one way."
+                f"An agent requests {name} {asked[name]!r}, but gets {held}, the value of model.sampling, because all "
+                "completions of a run are sampled with the same parameters."
             )
 
 

@@ -171,7 +171,9 @@ class AgentKind(Kind):
             ValueError: As for kinds of environments, or a column has the name of something that the agent is given.
         """
         for name in self.given & columns.keys():
-            raise ValueError(f"has a column {name!r}, and {self.name} is given the endpoint's as {name}; rename it")
+            raise ValueError(
+                f"has a column {name!r}, but the endpoint sets the parameter {name} of {self.name}; rename it"
+            )
         super().check_columns(columns)
 
 
@@ -188,7 +190,9 @@ def _kind(given: str | Callable[..., Any] | None) -> AgentKind:
     parameters = list(inspect.signature(run).parameters.values())[is_class:]
     for name in GIVEN[:2]:
         if name not in {parameter.name for parameter in parameters}:
-            raise ValueError(f"{agent.__name__} takes no {name}, without which it cannot ask the policy; add it.")
+            raise ValueError(
+                f"{agent.__name__} has no parameter {name}, without which it cannot call the policy; add it."
+            )
     columns, required = columns_of([parameter for parameter in parameters if parameter.name not in GIVEN])
     return AgentKind(
         type=agent if is_class else None,
@@ -321,10 +325,12 @@ def _earned(told: Any, num_turns: int) -> tuple[float | None, list[float]]:
         raise ValueError(f"it returned a mapping with {unknown[0]!r}; give it {' and '.join(map(repr, EARNED))} alone")
     reward, given = read_value(told.get("reward")), told.get("turn_rewards") or []
     if not isinstance(given, list | tuple):
-        raise ValueError(f"turn_rewards is {given!r:.80}, which is no list; give a number for each turn")
+        raise ValueError(f"turn_rewards is {given!r:.80}, which is no list; return one number per turn")
     by_turn = [read_value(value) for value in given]
     if by_turn and (None in by_turn or len(by_turn) != num_turns):
-        raise ValueError(f"turn_rewards is {by_turn!r:.80}, and {num_turns} turns were taken; give a number for each")
+        raise ValueError(
+            f"turn_rewards is {by_turn!r:.80}, but there were {num_turns} turns; return one number per turn"
+        )
     return reward, [value or 0.0 for value in by_turn]
 
 
