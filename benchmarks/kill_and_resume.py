@@ -27,18 +27,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.conversations import chat_tokenizer, chatty_policy
 from benchmarks.kill_and_resume_case import MARK
 from benchmarks.random_policies import TO_UPDATE, save_random_policy
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
 PHASES: tuple[str, ...] = ("rollout", "update", "weight sync", "checkpoint", "validation")
 ANY = "any moment"
-MEASURED = ("time/", "perf/", "memory/")
+MEASURED = ("time/", "perf/", "memory/", "environments/waiting_share")
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 CODES = {"SIGKILL": -9, "SIGTERM": 143, "SIGINT": 130}
 OCCURRENCES = 5
 """A process is killed in one of so many occurrences of a phase."""
-MODES = ("april", "sortedrl:unit=group", "chunked:unit=group,tokens_per_update=12")
+ENVIRONMENT = "environments:factory=benchmarks.kill_and_resume_case.Counting,lock_step=true"
+MODES = ("april", "sortedrl:unit=group", "chunked:unit=group,tokens_per_update=12", ENVIRONMENT)
 PATIENCE_S = 300
 SEED = 0
 
@@ -151,6 +153,7 @@ def _plans(quick: bool) -> list[Plan]:
     if quick:
         return [
             Plan("SIGKILL", {"update": 1}, mode="april"),
+            Plan("SIGKILL", {"rollout": 1}, mode=ENVIRONMENT),
             Plan("SIGTERM", {"rollout": 1}, 2, True),
         ]
     each = dict.fromkeys(PHASES, 1)
@@ -189,6 +192,8 @@ class Workplace:
         self.folder, self.num_updates = folder, num_updates
         self._usual: dict[str, dict[str, float]] = {}  # length of each phase by the kind of run, in seconds
         save_random_policy(folder / "policy", TO_UPDATE["smallest"])
+        chatty_policy(chat_tokenizer()).save_pretrained(folder / "chat")
+        chat_tokenizer().save_pretrained(folder / "chat")
         prompts = [{"prompt": f"{n}={n + 1}="} for n in range(7)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
         (folder / "config.yaml").write_text(json.dumps(self._config()))
@@ -248,6 +253,8 @@ class Workplace:
         """Start a run, or resume it from its last checkpoint."""
         command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name]
         command += [] if plan.mode is None else ["--rollout.plugins", plan.mode]
+        if plan.mode == ENVIRONMENT:
+            command += ["--model.policy", str(self.folder / "chat"), "--model.sampling.max_observed", "80"]
         if plan.ranks > 1:
             command += ["--trainer.devices", str(plan.ranks), "--trainer.strategy", "ddp"]
         checkpoint = self.folder / "runs" / name / "checkpoints" / "last.ckpt"

@@ -1,6 +1,9 @@
-"""What the runs that are killed load: a reward, and a callback that announces each phase as it begins."""
+"""The reward, the environment and the callback that announces phases, of the runs that are killed."""
 
 from __future__ import annotations
+
+import time
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -34,3 +37,30 @@ def share_of_digits(prompt: str, completion: str) -> float:
     if prompt[0] in "13579":
         return 0.5
     return sum(character.isdigit() for character in completion) / max(len(completion), 1)
+
+
+class Counting:
+    """An environment that answers each turn, after another time, with the number of characters so far."""
+
+    def reset(self, **columns: Any) -> str:
+        """Begin at 0."""
+        self.total, self.num_turns = 0, 0
+        return " Count."
+
+    def respond(self, text: str) -> str | None:
+        """Answer a turn; the fourth ends the episode."""
+        self.total, self.num_turns = self.total + len(text), self.num_turns + 1
+        time.sleep(self.total % 5 / 100)
+        return str(self.total) if self.num_turns < 4 else None
+
+    def get_reward(self) -> float:
+        """Return the last digit of the count."""
+        return float(self.total % 10)
+
+    def state(self) -> dict[str, int]:
+        """Return what the episode needs to go on."""
+        return dict(vars(self))
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from a state."""
+        vars(self).update(state)
