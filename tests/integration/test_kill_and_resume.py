@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from quick_runs import check_result, run_quick
 
+from benchmarks.kill_and_resume import ENVIRONMENT
+
 pytestmark = pytest.mark.integration
 
 
@@ -14,6 +16,7 @@ def test_runs_that_are_killed_and_resumed_end_as_one_that_was_left_alone(tmp_pat
     check_result(result, "kill_and_resume")
     assert [(row["signal"], row["mode"], row["ranks"], row["kills"]) for row in result["rows"]] == [
         ("SIGKILL", "april", 1, 1),
+        ("SIGKILL", ENVIRONMENT, 1, 1),
         ("SIGTERM", "synchronous", 2, 1),
     ]
     assert all(row["equal"] == row["runs"] > 0 for row in result["rows"])
