@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -245,6 +246,7 @@ def words_of(path: Path) -> set[str]:
     return words
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     return {str(node.module) for node in nodes} | {
