@@ -1,4 +1,4 @@
-"""What each rule of a budget learns, by generated tokens and by time, on the demo's task and on the harder one.
+"""Learning curves of budget rules by generated tokens and by time, on the demo's task and on a harder one.
 
 All runs of a task have the same policy, learning rate, schedule and number of updates of 16 prompts, and three seeds;
 the training prompts are few, so that they come again and there is something to go by. Uniform groups have 16
@@ -225,7 +225,7 @@ def _row(task: str, rule: str, seeds: Sequence[Curves], uniform: Sequence[Curves
 
 
 def _by(exact_U: np.ndarray, axis_U: np.ndarray, moment: float) -> float:
-    """What a curve has come to by a moment of an axis."""
+    """Return the value of a curve at a point of an axis."""
     return float(exact_U[~np.isnan(exact_U) & (axis_U <= moment)][-1])
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint costs a run in time: written by it, or beside it, ours and Lightning's own.
+"""Time cost of a checkpoint, blocking or written in the background, with our writer and with Lightning's.
 
 A policy of random parameters with AdamW's moments is saved, and then a fixed number of matrix products is computed, as
 a run would go on with its next rollout. What a checkpoint costs is the time of both, until the checkpoint is there,

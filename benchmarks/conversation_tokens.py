@@ -36,7 +36,7 @@ LEAST_TURNS = 8
 NUM_REWRITTEN = 12
 """Conversations whose history is rerendered: each turn is a row of its own, with the conversation before it."""
 EXACT = 1e-5
-"""How far a log-prob may be from that of the float64 forward, in nats, and a logged figure from the true one."""
+"""Max difference of a log-prob from that of the float64 forward, in nats, and of a logged figure from the true one."""
 EXACT_VLLM = 2e-5
 """The same for those that vLLM's CPU build tells in float32; they were off by 9.9e-6 at most."""
 COUNTS = ("wrong_sampled", "wrong_learnt", "wrong_observed", "wrong_members", "over_limits", "gradient_of_observed")
@@ -85,7 +85,7 @@ def check(played: Played) -> Row:
 
 
 def _num_alone(played: Played) -> int:
-    """How many trajectories have gone on after all of their siblings had ended."""
+    """Return the number of trajectories that continued after all of their siblings had ended."""
     ends: dict[Key, list[int]] = {}
     for place, (key, _) in enumerate(played.order):
         ends.setdefault(key, []).append(place)

@@ -1,4 +1,4 @@
-"""How much of the time of decoding is the model: tokens per second over those of bare forward passes.
+"""Decoding efficiency: tokens per second divided by those of bare forward passes.
 
 A rollout is decoded, and rows and mean length of every step are noted. Bare forward passes are the policy's own
 (transformers, sdpa, a dynamic cache that already holds so many tokens a row, one new token a row), with nothing around

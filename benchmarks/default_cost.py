@@ -1,4 +1,4 @@
-"""What a change costs the default: the synchronous demo of this tree beside that of another checkout, in turn.
+"""Cost of a change to the default: the synchronous demo of this tree and of another checkout, in alternation.
 
 ``BEFORE=FOLDER python -m benchmarks.default_cost`` takes the other checkout from the environment; a quick form compares
 this tree with itself. Each run is the demo's first updates by the command line, on one core and one thread, without

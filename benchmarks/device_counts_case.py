@@ -1,4 +1,4 @@
-"""What decoding and an update ask a GPU for, counted under the pretended one; printed as one line of JSON.
+"""Counts of GPU operations in decoding and in an update, under a pretended GPU; printed as one line of JSON.
 
 Run by ``device_counts``, here and in the checkout of an earlier commit.
 """

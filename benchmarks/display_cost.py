@@ -1,4 +1,4 @@
-"""What it costs to show and log a run: lines, samples, pictures, CSV, TensorBoard and W&B (offline).
+"""Cost of display and logging of a run: lines, samples, pictures, CSV, TensorBoard and W&B (offline).
 
 Runs of the demo with all of them and with none go alternately, in processes of their own, on the same numbers: each
 step does the same work in all of them. Left out are the first two steps, in which libraries that draw are imported

@@ -1,4 +1,4 @@
-"""What a first GPU is asked, in less than ten minutes: ``python -m benchmarks.gpu --device cuda``.
+"""Checks for a first run on a GPU, in less than ten minutes: ``python -m benchmarks.gpu --device cuda``.
 
 The stages go by worth: whether slots, update and vLLM are alive there; the pair of Infinite Sampling (arXiv
 2506.22950), which is memory and rate of a full group, of naive micro groups and of ours on the configuration of

@@ -96,7 +96,7 @@ def slots_alive(scale: Scale) -> list[Row]:
 
 @torch.no_grad()
 def _gaps(policy: Any, groups: list[RolloutGroup], scale: Scale) -> list[float]:
-    """How far sampled log-probs are from those of the policy's own forward, by completion."""
+    """Return the difference of sampled log-probs from those of the policy's own forward, by completion."""
     gaps = []
     for rollout in (group.rollouts[0] for group in groups):
         (row,) = make_micro_batches([rollout], [0.0], scale.most_tokens, shared_prefix=False)

@@ -133,7 +133,7 @@ def _total(figures: Sequence[Figures], name: str) -> float:
 
 
 def _chosen(figures: Sequence[Figures]) -> str:
-    """How often the default has taken which points."""
+    """Return the number of rollouts in which the default chose each set of points."""
     names = [
         "none" if not points else f"k = {points[0]}" if len(points) == 1 else "slices"
         for each in figures

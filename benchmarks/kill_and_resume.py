@@ -295,7 +295,7 @@ class Workplace:
         }
 
     def _differences(self, one: str, other: str) -> list[str]:
-        """What two runs do not have in common."""
+        """Return the differences of two runs."""
         import torch
         from safetensors.torch import load_file
 

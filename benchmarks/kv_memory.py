@@ -79,7 +79,7 @@ def _equal_claims(prompt_tokens: int, by_size: dict[int, Figures]) -> list[Claim
 
 
 def _tail_claim(limit: int, by_size: dict[int, Figures]) -> Claim:
-    """How much more is allocated than used, at worst."""
+    """Claim on the largest ratio of allocated to used memory."""
     over = max(figures["allocated_tokens"] / figures["used_tokens"] for figures in by_size.values())
     sizes = ", ".join(map(str, by_size))
     return Claim(f"long-tailed up to {limit} tokens, G = {sizes}: KV tokens allocated over used", over, "<=", 1.3)

@@ -23,7 +23,7 @@ System = Literal["lit_grpo", "full group"]
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures. All completions come to ``max_tokens``, or are ``tailed`` up to there."""
+    """The case of one process. All completions have ``max_tokens`` tokens, or ``tailed`` lengths up to that."""
 
     system: System
     device: str

@@ -132,7 +132,7 @@ class TokenBudget(pl.Callback):
     """End a run at its first validation after so many tokens have been generated, those of validations not counted.
 
     Args:
-        tokens: How many.
+        tokens: Number of generated tokens at which the run ends.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -192,8 +192,8 @@ class StaleSlots(SlotGenerator):
     It decodes on a copy of the policy. Tokens carry the version that has sampled them.
 
     Args:
-        lag: How many updates.
-        num_slots: How many completions are decoded at a time.
+        lag: Age of the sampling weights in updates.
+        num_slots: Number of completions decoded at a time.
     """
 
     def __init__(self, lag: int, num_slots: int = 64) -> None:

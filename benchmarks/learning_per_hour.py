@@ -1,4 +1,4 @@
-"""What is learnt in how much time beside TRL 1.16: held-out exact match by updates, tokens, CPU seconds and seconds.
+"""Learning speed compared with TRL 1.16: held-out exact match by updates, tokens, CPU seconds and seconds.
 
 Both sides train the same policy on the same prompts, reward, optimizer and schedule, in float32 on one thread, each
 run pinned to a core, ours and TRL's alternately. TRL has its best settings: before the runs, those that are tried

@@ -1,4 +1,4 @@
-"""How lines of pictures differ: by colour, marks and dashes, so that they do in grey and to the colour-blind too."""
+"""Styles of the lines of pictures: colours, marks and dashes, distinguishable in grey and by the colour-blind."""
 
 from __future__ import annotations
 

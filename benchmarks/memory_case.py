@@ -29,7 +29,7 @@ from lit_grpo.update.advantages.functions import group_advantages
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures.
+    """The case of one process.
 
     The prompts are exercises of the demo, or those of a configuration. ``rows`` are those of TRL's micro-batch.
     """

@@ -1,4 +1,4 @@
-"""What each method gives beside plain GRPO at an equal budget of generated tokens.
+"""Comparison of each method with plain GRPO at an equal budget of generated tokens.
 
 A run is a shipped configuration with the method's plug-ins and fields, and ends when it has generated its task's budget
 of tokens, however many updates that is: a method that decodes more for an update takes fewer. All runs of a task have

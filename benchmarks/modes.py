@@ -1,4 +1,4 @@
-"""What a rollout costs in each mode: idle slots, tokens that are thrown away, and time, on long-tailed work.
+"""Cost of a rollout in each rollout mode: idle slots, discarded tokens, and time, on long-tailed lengths.
 
 A random Qwen3 really decodes, in slots and, some of the modes, by vLLM in this process; completions end after long-
 tailed lengths that are given beforehand. Every mode draws the same prompts in the same order and gives out batch after

@@ -1,4 +1,4 @@
-"""What each rollout mode learns, by samples and by time, on the demo's task and on the harder one.
+"""Learning curves of each rollout mode, by samples and by time, on the demo's task and on a harder one.
 
 Modes of a task differ in nothing else: policy, batch, group, learning rate and number of updates are the same, for
 three seeds each. A run has one thread and a core of its own, two run at a time, and seeds and modes take turns; a run

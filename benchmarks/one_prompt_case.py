@@ -23,7 +23,7 @@ from lit_grpo.types import Prompt
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures: ``system`` is the name of one of ``SYSTEMS``, or ``generate``."""
+    """The case of one process: ``system`` is the name of one of ``SYSTEMS``, or ``generate``."""
 
     system: str
     device: str

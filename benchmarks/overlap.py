@@ -1,4 +1,4 @@
-"""What decoding beside the update hides: two vLLM servers with a core of their own, and the trainer on another.
+"""Time saved by decoding during the update: two vLLM servers on one core, and the trainer on another.
 
 A random Qwen3 of 4 M parameters, large enough that decoding and learning cost more than HTTP does, and completions of
 geometric lengths, with a mean of about 60 tokens; the servers stay up. Modes go in turn, several times, on the same

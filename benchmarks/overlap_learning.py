@@ -1,4 +1,4 @@
-"""What the modes learn in which a vLLM server decodes while the policy is updated, beside the synchronous one.
+"""Learning curves of the modes in which a vLLM server decodes during the update, and of the synchronous mode.
 
 As :mod:`benchmarks.modes_learning`, on the demo's task: one server with 64 slots on the first core, and training on the
 second.

@@ -1,4 +1,4 @@
-"""What planning costs: 100,000 waiting completions, arranged and then handed out one for each that finishes.
+"""Cost of scheduling: 100,000 queued completions are ordered and admitted, one for each that ends.
 
 The plans are those that a rollout uses. Lengths are told with an assumed error of 0.35 in their logarithm, on which
 the cost does not depend; looking them up is part of it. Those admitted first finish first. Seconds are those that the

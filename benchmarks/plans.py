@@ -1,4 +1,4 @@
-"""How far each plan is from the fewest decode steps that are possible, on made-up and recorded lengths.
+"""Decode steps of each scheduling policy divided by the lower bound, on synthetic and recorded lengths.
 
 Five families of lengths, five workloads (prompts x group on slots), and predictions of several qualities: the true
 lengths, errors of 0.35 and 0.7 in the logarithm, nothing known, and lengths of other completions that claim to be

@@ -1,4 +1,4 @@
-"""What the order of requests, predicted lengths and a probe save on the completions of a pretrained chat model.
+"""Decode steps saved by the order of requests, predicted lengths and a probe, with a pretrained chat model.
 
 SmolLM2-135M-Instruct answers the word problems of its configuration, at temperature 1 and with a limit that lets it
 talk, over three visits of the same prompts; its weights move by a little between two visits, as in training. Each

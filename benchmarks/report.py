@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: rows, claims, and the machine they were measured on."""
+"""Output of every benchmark: rows, claims, and the machine they were measured on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = dict[str, str | int | float]
 
 @dataclass(frozen=True)
 class Options:
-    """What a benchmark is asked for on the command line."""
+    """Command-line options of a benchmark."""
 
     quick: bool
     device: str

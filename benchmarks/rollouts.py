@@ -1,4 +1,4 @@
-"""How benchmarks decode and simulate: the one place that knows how a rollout is started."""
+"""Rollouts and simulations for benchmarks: the one place that starts a rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much faster an update is when a prompt is computed once, against the prompt's share of a sequence.
+"""Speedup of an update that computes a prompt once, by the prompt's fraction of a sequence.
 
 The same module on the same groups, once packed and once with a prompt before every completion. All completions of a
 group are equally long, so that neither side pads. The ideal is the quotient of the FLOPs that either way must do.

@@ -1,4 +1,4 @@
-"""How far apart ranks end their rollouts, by how prompts are dealt to them.
+"""Differences of the ends of rollouts between ranks, by the distribution of prompts.
 
 Prompts of long-tailed lengths come a second time. How long their completions were at the first visit is known, and the
 lengths of the second are drawn again about the same mean of each prompt: log-normal, of a spread of 1 in all, one half

@@ -20,12 +20,12 @@ from lit_grpo.types import Prompt, SamplingParams
 
 @dataclass(frozen=True)
 class Workload:
-    """What a rank decodes.
+    """The workload of a rank.
 
     Args:
-        num_prompts: Of each rank.
-        group_size: Completions of each.
-        num_slots: Of each rank.
+        num_prompts: Number of prompts of each rank.
+        group_size: Completions per prompt.
+        num_slots: Number of slots of each rank.
         limit: Tokens of a completion.
         between: Share of the variance of log lengths that is between prompts.
     """

@@ -1,4 +1,4 @@
-"""What an update from part of the tokens saves and costs (``nat``), and one in chunks (``seco`` and ``spaco``).
+"""Savings and costs of an update from part of the tokens (``nat``) and of one in chunks (``seco``, ``spaco``).
 
 Seconds and memory are those of steps of a real fit in a process of its own, on the same completions for every rule.
 Memory is the peak of a step above the process after a first step, so that weights, gradients and the moments of AdamW

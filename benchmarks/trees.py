@@ -1,4 +1,4 @@
-"""What a tree of rollouts saves, against the share of tokens that its leaves have in common.
+"""Savings of a tree of rollouts, by the fraction of tokens that its leaves have in common.
 
 Each prompt has a tree of depth three: eight leaves, all equally long, that divide in two at three places. The rollout
 decodes the leaves in as many slots as there are prompts, and forks what is being decoded; beside it as many completions

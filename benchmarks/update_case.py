@@ -40,7 +40,7 @@ System = Literal["lit_grpo", "TRL", "TRL, GPU path of its head"]
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures.
+    """The case of one process.
 
     ``size`` is tokens a micro-batch for lit_grpo, rows a micro-batch for TRL. ``share`` lays completions out after a
     common prompt. ``warm`` counts gradients and the optimizer's state as part of the idle process. ``first`` is how

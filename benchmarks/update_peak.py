@@ -1,4 +1,4 @@
-"""What the peak of an update consists of: weights, gradients, moments, and activations by the layer that keeps them.
+"""Parts of the peak memory of an update: weights, gradients, moments, and activations by layer.
 
 One step of a real fit on given groups, after one that has made gradients and moments, is followed tensor by tensor
 (torch's MemTracker), so that the figures are of tensors and not of an allocator. Activations are told apart by the kind

@@ -1,4 +1,4 @@
-"""How much code one update runs through, and how much there is, beside an earlier commit.
+"""Amount of code that one update runs through, and of all code, compared with an earlier commit.
 
 A run of the command line makes three updates; the third is traced in the main thread, from the start of the rollout to
 the end of the weight sync. In Python 3.11 each comprehension is a function of its own, so functions are counted with

@@ -1,4 +1,4 @@
-"""What the benchmarks of the update phase share: groups to learn from, how they are fed, and a count of the work."""
+"""Common parts of the benchmarks of the update: groups to train on, their loader, and a count of the work."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Sizes:
 
 @dataclass
 class Order:
-    """What one order took for one batch."""
+    """The cost of one order for one batch."""
 
     steps: int
     seconds: float

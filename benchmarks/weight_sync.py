@@ -1,4 +1,4 @@
-"""What bringing weights to vLLM costs: in process, to a server, and as changes.
+"""Cost of sending weights to vLLM: in process, to a server, and as changes.
 
 In process: a Qwen3 of 100 million random parameters in float32; the time of ``load_weights`` with its digests on both
 sides, beside one copy of the same bytes, and beside vLLM's ``reload_weights``, which digests nothing. On a CPU most of

@@ -30,13 +30,13 @@ Examines the run that fit would start with the same arguments, on one device,
 in the time of a few updates. It leaves no file, and no weight changes. The
 fields are those of fit: python -m lit_grpo fit --help lists them.
 
-Each check is a line: its verdict, its name, what was measured, and what to do.
-  pass   all is well
+Each check prints a line: its verdict, its name, the measured value, the remedy.
+  pass   no problem found
   warn   may be intended
-  fail   with this no run can start, or learn
-  skip   could not be examined, because a check that it needs failed
+  fail   the run cannot start, or cannot learn
+  skip   could not be checked, because a check that it needs failed
 
-Settings first, all that are wrong; then prompts, tokenizer, generator, weight
+The checks: settings (all mistakes), prompts, tokenizer, generator, weight
 sync, samples, rewards (with one scored completion beside its row), log-prob
 gap, dropout, memory, one optimizer step, checkpoint and export.
 
@@ -51,8 +51,8 @@ arguments, by part and phase, without loading weights; and how large num_slots
 and max_tokens_per_micro_batch can be. The fields are those of fit:
 python -m lit_grpo fit --help lists them.
 
-  --memory AMOUNT   memory of the device, such as 80GiB; by default what is
-                    free on this machine's. For a GPU that is not here, add
+  --memory AMOUNT   memory of the device, such as 80GiB; by default the
+                    free memory of this machine's. For another GPU, add
                     --trainer.accelerator gpu.
 
 The exit code is 0 if the run fits, 1 if it does not, or 2 if an argument
@@ -60,12 +60,12 @@ cannot be read.
 """
 _HERE = "lit_grpo.tools.commands"
 TOOLS = {
-    "doctor": Tool(f"{_HERE}.doctor", "a check-up of a run before it begins, with the arguments of fit", DOCTOR),
+    "doctor": Tool(f"{_HERE}.doctor", "checks of a run before it begins, with the arguments of fit", DOCTOR),
     "fit-check": Tool(f"{_HERE}.fit_check", "the memory that a run will take, with the arguments of fit", FIT_CHECK),
     "export": Tool(f"{_HERE}.export", "a checkpoint's policy as a Hugging Face folder"),
     "report": Tool(f"{_HERE}.report", "a run as one HTML file"),
     "dashboard": Tool(f"{_HERE}.dashboard", "a view of runs in W&B or TensorBoard"),
-    "simulate": Tool(f"{_HERE}.simulate", "plans in pictures, without a model"),
+    "simulate": Tool(f"{_HERE}.simulate", "simulation of scheduling policies, without a model"),
     "serve": Tool(f"{_HERE}.serve", "a vLLM server for a policy"),
     "smollm2": Tool(f"{_HERE}.smollm2", "a pretrained chat model, fetched as a policy"),
     "from-trl": Tool(f"{_HERE}.from_trl", "a config of TRL's as one of ours"),
