@@ -28,7 +28,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
     @property

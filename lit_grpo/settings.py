@@ -72,11 +72,11 @@ def by_name(setting: str, spec: str | Mapping[str, Any], rows: Mapping[str, Row]
     """Return one of several rows of data, with some of its fields set.
 
     Args:
-        setting: What the user has set, for messages.
+        setting: Name of the setting, for messages.
         spec: The name of a row, or the class path of a dataclass of ``kind``; after a colon fields and their values,
             as in ``april:batches_in_work=3,max_staleness=4``; or a mapping of one name to its fields.
         rows: The named rows, dataclasses.
-        kind: What they are.
+        kind: Class of the rows.
 
     Raises:
         ValueError: There is no such row or field, or a value does not fit.
@@ -98,10 +98,10 @@ def find_row(setting: str, name: str, rows: Mapping[str, Row], kind: type[Row]) 
     """Return a row of a table by its name, or a user's own row by its import path, as in ``my_file.ROW``.
 
     Args:
-        setting: What the user has set, for messages.
+        setting: Name of the setting, for messages.
         name: Name of a row, or the import path of the user's own row.
         rows: The named rows.
-        kind: What they are.
+        kind: Class of the rows.
 
     Raises:
         ValueError: There is no such row, or its module cannot be imported.

@@ -63,7 +63,7 @@ class Chat:
     a control token (:mod:`lit_grpo.data.control`).
 
     Args:
-        tokenizer: The policy's.
+        tokenizer: The policy's tokenizer.
         options: Variables of its chat template.
         form: Format of tool calls, a name of :data:`lit_grpo.environments.calls.FORMATS` or
             :data:`lit_grpo.environments.calls.RESPONSE_TEMPLATES`. By default the tokenizer's ``response_template``,
@@ -116,7 +116,7 @@ class Chat:
         Args:
             token_ids: Token ids of the turn.
             before: The tokens before it, which may have begun its reasoning.
-            tools: What may be called.
+            tools: Tools that may be called, by name.
         """
         form = self.form or self._forms[0]
         decode = self.tokenizer.decode

@@ -72,7 +72,7 @@ class Calls:
     Args:
         num_threads: Number of threads for calls that are not async, and as many more for those that are ``apart``.
         of: Name of the called functions in messages.
-        remedy: What to do if too many calls hang, for messages.
+        remedy: Remedy if too many calls hang, for messages.
 
     Attributes:
         streams: Standard output and error, to be opened again after a call has closed them.

@@ -477,7 +477,7 @@ def _check_bound(
 
 
 def check_prompts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[RewardFunction]) -> None:
-    """Check that every prompt that will be scored has the columns that the functions require.
+    """Check that every prompt to be scored has the columns that the reward functions require.
 
     Raises:
         ValueError: A prompt lacks a column.

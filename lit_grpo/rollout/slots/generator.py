@@ -44,11 +44,11 @@ class SlotGenerator(Versioned):
     the prompts in work and of what the slots hold, whatever the group size.
 
     Args:
-        num_slots: How many completions are decoded at a time.
-        prefill_tokens: The most tokens, padding included, of prompts that go through the model at once.
-        kv_memory: How much memory keys and values may take: an amount such as ``2.5GiB``, a share of what is free such
-            as ``60%``, or ``auto``, which leaves what gradients, optimizer and update need. Where lengths make it
-            scarce, fewer slots are in use, and what outgrows it is set aside and goes on later.
+        num_slots: Number of completions decoded at a time.
+        prefill_tokens: Max number of tokens, including padding, of prompts that are prefilled in one forward pass.
+        kv_memory: Max memory of the KV cache: an amount such as ``2.5GiB``, a fraction of the free memory such as
+            ``60%``, or ``auto``, which leaves the memory that gradients, optimizer and update need. If completions are
+            too long for it, fewer slots are used, and completions are preempted and resumed later.
         packed_weights: On a CPU, decode float32 weights from copies in oneDNN's layout: products of a few rows take two
             thirds of the time. The copies take the memory of the weights once more while the policy decodes.
     """
