@@ -12,14 +12,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lit_grpo.checkpoints.resuming import PLUGINS, told_of_plugins
+from lit_grpo.checkpoints.resuming import PLUGINS, plugin_settings
 from lit_grpo.data.module import loaded_prompts
 from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults.observers import Observer
-from lit_grpo.findings.lessons import LESSON, LessonCount
+from lit_grpo.findings.lessons import LESSON, NoSignalCount
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import files_note
 from lit_grpo.process.terminal import counted
@@ -47,7 +47,7 @@ class RunSummary(Observer):
         self._functions: list[Mapping[str, float]] = []  # of the first and the last update
         self._held_out: list[Mapping[str, float]] = []  # of the first and the last validation
         self._peak_gib = 0.0
-        self._lessons = LessonCount()
+        self._lessons = NoSignalCount()
         self._began, self._version, self._read_at = time.monotonic(), 0, 0
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -124,7 +124,7 @@ class RunSummary(Observer):
         for finding in (*module.reward_curves.findings(), *module.held_out_curves.findings(), *of_plugins):
             facts[finding.name] = finding.sentence
         if self._lessons.is_worth_a_word:
-            facts["taught nothing"] = str(self._lessons)
+            facts["no signal"] = str(self._lessons)
         if module.observers.failures:
             facts["failed"] = ", ".join(f"{name} {counted(n, 'time')}" for name, n in module.observers.failures.items())
         facts["folder"] = near(folder)
@@ -206,7 +206,7 @@ def _prompts(data: Any) -> str:
 
 def _plugins(trainer: pl.Trainer) -> dict[str, str]:
     """Return a line with the plug-ins, where there are any."""
-    chosen = told_of_plugins(trainer)[PLUGINS]
+    chosen = plugin_settings(trainer)[PLUGINS]
     return {"plugins": ", ".join(chosen)} if chosen else {}
 
 

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from lit_grpo.checkpoints.resuming import Told, apply_to, check_optimizer, differences, told_of_run
+from lit_grpo.checkpoints.resuming import RunSettings, apply_to, check_optimizer, differences, recorded_settings
 from lit_grpo.checks import (
     FORMAT,
     check_callbacks,
@@ -31,13 +31,13 @@ from lit_grpo.checks import (
     total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.findings.lessons import LessonWatch
+from lit_grpo.findings.lessons import NoSignalWatch
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
-from lit_grpo.policy.frozen import check_base, fingerprint, told_name, without_frozen
+from lit_grpo.policy.frozen import check_base, fingerprint, recorded_name, without_frozen
 from lit_grpo.policy.loading import as_given, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import Comparison, export
@@ -198,9 +198,9 @@ class GRPOModule(EvaluationModule):
         reference.check(objective.kl.without_term, lora is not None)
         self.policy_version = 0
         self._rewarded, self._collapse = RewardWatch(self.rewards, on_reward_error), CollapseWatch()
-        self._lessons = LessonWatch()
+        self._lessons = NoSignalWatch()
         self._longest_row: int | None = None
-        self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
+        self._told, self._told_before = RunSettings(), RunSettings()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
         self.keep_special_tokens, self._told_of_unseen_tokens = keep_special_tokens, False
         self._told_of_begun = False
@@ -356,7 +356,7 @@ class GRPOModule(EvaluationModule):
         check_stepping(optimizer, scheduler, total)
         for plugin in self.settings.plugins:
             plugin.check_policy(self.policy, optimizer)
-        self._told = told_of_run(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
+        self._told = recorded_settings(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
         if self._told_before:
             check_optimizer(self._told_before, self._told)
         return optimizer if scheduler is None else ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
@@ -381,7 +381,7 @@ class GRPOModule(EvaluationModule):
         checkpoint["logged"] = (names, *watches)
         checkpoint["reward_curves"] = (self.reward_curves.state_dict(), self.held_out_curves.state_dict())
         settings = {"dtype": self.policy_dtype, "lora": None if self.lora is None else asdict(self.lora)}
-        checkpoint["hyper_parameters"] = {"policy": told_name(self.policy_name, self._continues), **settings}
+        checkpoint["hyper_parameters"] = {"policy": recorded_name(self.policy_name, self._continues), **settings}
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
             checkpoint |= learner.state_dict()
@@ -411,7 +411,7 @@ class GRPOModule(EvaluationModule):
 
     def check_base(self, checkpoint: Mapping[str, Any]) -> None:
         """Check that what the adapters of a checkpoint were trained on is the policy, before anything is written."""
-        check_base(checkpoint, self._base, told_name(self.policy_name, self._continues), self.policy_dtype)
+        check_base(checkpoint, self._base, recorded_name(self.policy_name, self._continues), self.policy_dtype)
 
     def _kept(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What a checkpoint has of the weights: all of them, or with adapters what is trained."""

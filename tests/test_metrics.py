@@ -10,7 +10,7 @@ import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
-from lit_grpo.findings.lessons import LessonCount, LessonWatch
+from lit_grpo.findings.lessons import NoSignalCount, NoSignalWatch
 from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics, staleness_shares
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
@@ -331,7 +331,7 @@ def test_a_policy_that_says_the_same_and_is_not_rewarded_for_it_is_called_collap
 
 
 def test_three_batches_in_a_row_that_teach_nothing_are_told_once() -> None:
-    watch, count = LessonWatch(), LessonCount()
+    watch, count = NoSignalWatch(), NoSignalCount()
 
     def said(uniform: float, advantage: float) -> str | None:
         count.add(uniform, advantage)
@@ -342,12 +342,12 @@ def test_three_batches_in_a_row_that_teach_nothing_are_told_once() -> None:
     assert not count.is_worth_a_word
     sentence = said(1.0, 0.0)
     assert sentence == (
-        "The last 3 batches, up to update 7, taught nothing: in every group all rewards are alike; take easier prompts "
-        "where nobody passes and harder ones where everybody does, raise model.num_generations, or take another "
-        "reward, one with values in between."
+        "The last 3 batches, up to update 7, had no learning signal: in every group all rewards are equal; use easier "
+        "prompts if all completions are wrong and harder ones if all are correct, raise model.num_generations, or use "
+        "a reward with values in between."
     )
-    resumed = LessonWatch()
+    resumed = NoSignalWatch()
     resumed.load_state_dict(watch.state_dict())
     watch = resumed
     assert [said(1.0, 0.0) for _ in range(5)] == [None] * 5
-    assert count.is_worth_a_word and str(count).startswith("10 of 13 batches, where all rewards")
+    assert count.is_worth_a_word and str(count).startswith("10 of 13 batches, in which no group")

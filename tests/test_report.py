@@ -86,9 +86,9 @@ def test_the_heading_says_that_batches_taught_nothing_where_several_in_a_row_hav
     run = make_run(tmp_path / "run", updates=4, names=["reward"])
     head = "step,frac_reward_zero_std,advantages/max_abs\n0,,\n1,0.5,1\n2,1,0\n3,1,0\n"
     (run / "metrics.csv").write_text(head + "4,1,0.5\n")
-    assert "Taught nothing" not in [fact[0] for fact in content_of(run)["head"]["facts"]]
+    assert "No signal" not in [fact[0] for fact in content_of(run)["head"]["facts"]]
     (run / "metrics.csv").write_text(head + "4,1,0\n")
-    fact = ("Taught nothing", "3 of 4 batches", "where all rewards of every group were alike")
+    fact = ("No signal", "3 of 4 batches", "in which no group had rewards that differ")
     assert fact in content_of(run)["head"]["facts"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-Told = dict[str, Any]
+RunSettings = dict[str, Any]
 """Settings by the names that they have on the command line."""
 SCHEDULE = "model.lr_scheduler"
 OPTIMIZER = "model.optimizer"
@@ -18,7 +18,9 @@ BESIDE = ("last_epoch", "base_lrs", "params", "initial_lr")
 PLUGINS = "rollout.plugins"
 
 
-def told_of_run(trainer: Any, policy: Any, settings: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
+def recorded_settings(
+    trainer: Any, policy: Any, settings: Any, optimizer: torch.optim.Optimizer, scheduler: Any
+) -> RunSettings:
     """Return all settings of a run that its checkpoints save.
 
     Args:
@@ -29,36 +31,36 @@ def told_of_run(trainer: Any, policy: Any, settings: Any, optimizer: torch.optim
         scheduler: Scheduler of its learning rate, or None.
     """
     of_update = {f"model.{name}": getattr(settings, name) for name in ("objective", "advantages")}
-    told = told_of({**of_update, "model.policy": policy})
-    return told | told_of_plugins(trainer) | told_of_optimizer(optimizer, scheduler)
+    told = flattened({**of_update, "model.policy": policy})
+    return told | plugin_settings(trainer) | optimizer_settings(optimizer, scheduler)
 
 
-def told_of(settings: Mapping[str, Any]) -> Told:
-    """Flatten settings, some of which are dataclasses; keep what is plain."""
-    told: Told = {}
+def flattened(settings: Mapping[str, Any]) -> RunSettings:
+    """Flatten settings, some of which are dataclasses; keep only plain values."""
+    told: RunSettings = {}
     for name, value in settings.items():
         if is_dataclass(value):
-            told |= told_of({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)})
+            told |= flattened({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)})
         elif _is_plain(value):
             told[name] = value
     return told
 
 
-def told_of_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
-    """The class of an optimizer that has taken no step, and its settings, and of a scheduler where there is one."""
+def optimizer_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> RunSettings:
+    """Return class and settings of an optimizer before its first step, and of its scheduler if there is one."""
     told = {OPTIMIZER: _path(optimizer)}
     group = {**vars(optimizer), **optimizer.param_groups[0]}
     group["lr"] = group.get("initial_lr", group["lr"])  # a schedule has changed it already
-    told |= told_of({f"{OPTIMIZER}.{name}": value for name, value in group.items() if _is_set(name)})
+    told |= flattened({f"{OPTIMIZER}.{name}": value for name, value in group.items() if _is_set(name)})
     if scheduler is not None:
         told[SCHEDULE] = _path(scheduler)
         state = scheduler.state_dict()
-        told |= told_of({f"{SCHEDULE}.{name}": value for name, value in state.items() if _is_set(name)})
+        told |= flattened({f"{SCHEDULE}.{name}": value for name, value in state.items() if _is_set(name)})
     return told
 
 
-def told_of_plugins(trainer: Any) -> Told:
-    """The plug-ins that a Lightning trainer's callbacks are told of."""
+def plugin_settings(trainer: Any) -> RunSettings:
+    """Return the plug-ins that are set in a Lightning trainer's callbacks."""
     plugins = next((callback.plugins for callback in trainer.callbacks if hasattr(callback, "plugins")), [])
     return {PLUGINS: [_plugin(plugin) for plugin in plugins]}
 
@@ -72,30 +74,30 @@ def _plugin(given: str | Mapping[str, Mapping[str, Any] | None]) -> str:
     return f"{name}:{told}" if told else name
 
 
-def differences(before: Told, now: Told) -> dict[str, str]:
+def differences(before: RunSettings, now: RunSettings) -> dict[str, str]:
     """Return the changed settings by name, with their old and new values."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {name: f"{name} was {before.get(name)} and is now {now.get(name)}" for name in names}
 
 
-def check_optimizer(before: Told, now: Told) -> None:
+def check_optimizer(before: RunSettings, now: RunSettings) -> None:
     """Refuse another optimizer or schedule than the checkpoint's, whose state would not fit or would override it.
 
     Raises:
-        ValueError: One is another, or the learning rate is, which a schedule goes on from.
+        ValueError: One of them differs, or the learning rate with which a schedule continues.
     """
     differing = differences(before, now)
     scheduled = {f"{OPTIMIZER}.lr"} if SCHEDULE in before else set()
     refused = [text for name, text in differing.items() if name in {OPTIMIZER, *scheduled} or name.startswith(SCHEDULE)]
     if refused:
         raise ValueError(
-            f"Resuming goes on with the checkpoint's optimizer and schedule, but {', '.join(refused)}; leave them as "
+            f"Resuming continues with the checkpoint's optimizer and schedule, but {', '.join(refused)}; leave them as "
             "they were, or export the checkpoint and start a new run on it."
         )
 
 
-def apply_to(optimizer: torch.optim.Optimizer, before: Told, now: Told) -> None:
-    """Let what an optimizer is told now hold over what a checkpoint has brought back."""
+def apply_to(optimizer: torch.optim.Optimizer, before: RunSettings, now: RunSettings) -> None:
+    """Apply the present settings of an optimizer over those restored from a checkpoint."""
     for name in differences(before, now):
         option = name.removeprefix(f"{OPTIMIZER}.")
         for group in optimizer.param_groups:

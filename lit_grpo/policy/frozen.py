@@ -68,7 +68,7 @@ def _files(name: str) -> list[str]:
         return files
 
 
-def told_name(source: str | Given, is_adapter: bool) -> str:
+def recorded_name(source: str | Given, is_adapter: bool) -> str:
     """Return the name of a policy in a checkpoint; empty if a loaded model was given whose origin is not known.
 
     Args:

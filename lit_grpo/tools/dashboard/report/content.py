@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.findings.lessons import LESSON, LessonCount
+from lit_grpo.findings.lessons import LESSON, NoSignalCount
 from lit_grpo.findings.reward_curves import HELD_OUT, TRAINING, Finding, RewardCurves
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.process.terminal import visible
@@ -55,7 +55,7 @@ def _heading(run: RunRecords) -> dict[str, Any]:
     wanted = wanted if isinstance(wanted, int) and wanted > 0 else None
     state = "running" if run.running else "stopped" if wanted is not None and updates < wanted else "ended"
     facts = [("Updates", f"{updates:,}" + (f" of {wanted:,}" if wanted is not None else ""), "")]
-    facts += _passed(run) + _parted(run) + _failing_tools(run.columns) + _taught_nothing(run.columns)
+    facts += _passed(run) + _parted(run) + _failing_tools(run.columns) + _without_signal(run.columns)
     if (seconds := _seconds(run.columns)) is not None:
         facts.append(("Time in steps", _duration(seconds), ""))
     peaks = {name: run.columns[name] for name in run.columns if name.startswith("memory/") and "peak" in name}
@@ -115,16 +115,16 @@ def _failing_tools(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, st
     return [(visible(finding.name).capitalize(), finding.about, visible(finding.sentence)) for finding in found]
 
 
-def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
-    """Return how many batches taught nothing, if several in a row did."""
+def _without_signal(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
+    """Return the number of batches without a learning signal, if several in a row had none."""
     if not all(name in columns for name in LESSON):
         return []
     frac_uniform, max_advantage = (columns[name] for name in LESSON)
-    lessons = LessonCount()
+    lessons = NoSignalCount()
     for row in np.flatnonzero(np.isfinite(frac_uniform)).tolist():
         lessons.add(float(frac_uniform[row]), float(max_advantage[row]))
     number, _, why = str(lessons).partition(", ")
-    return [("Taught nothing", number, why)] if lessons.is_worth_a_word else []
+    return [("No signal", number, why)] if lessons.is_worth_a_word else []
 
 
 def _passes(run: RunRecords) -> str:
