@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -105,17 +106,20 @@ def read_sums(
     others: Sequence[torch.Tensor], parts: Sequence[MicroBatchSums]
 ) -> tuple[list[torch.Tensor], list[MicroBatchSums]]:
     """Bring tensors, and what micro-batches add to the metrics, from the device to the host in one read."""
-    gaps = [{} if part.gap is None else part.gap.sums for part in parts]
-    of_tokens = [{} if part.gap is None else part.gap.of_tokens for part in parts]
-    named = [*(part.sums for part in parts), *gaps, *of_tokens]
-    read = iter(in_one_read([*others, *(tensor for tensors in named for tensor in tensors.values())]))
-    others = [next(read) for _ in others]
-    here = iter([{name: next(read) for name in tensors} for tensors in named])
-    sums, gaps, of_tokens = ([next(here) for _ in parts] for _ in range(3))
-    return others, [
-        replace(part, sums=its_sums, gap=None if part.gap is None else Gap(its_gap, its_tokens))
-        for part, its_sums, its_gap, its_tokens in zip(parts, sums, gaps, of_tokens, strict=True)
-    ]
+    tensors = [*others]
+    for part in parts:
+        tensors += part.sums.values()
+        if part.gap is not None:
+            tensors += [*part.gap.sums.values(), *part.gap.of_tokens.values()]
+    read, here = iter(in_one_read(tensors)), list[MicroBatchSums]()
+    others = list(islice(read, len(others)))
+    for part in parts:
+        sums, gap = dict(zip(part.sums, read, strict=False)), part.gap
+        if gap is not None:
+            its_sums = dict(zip(gap.sums, read, strict=False))
+            gap = Gap(its_sums, dict(zip(gap.of_tokens, read, strict=False)))
+        here.append(MicroBatchSums(sums, part.num_tokens, gap))
+    return others, here
 
 
 class TokenMetrics:
@@ -135,7 +139,8 @@ class TokenMetrics:
         self._num_tokens = 0
         nothing = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.int64)
         self._gap_sums: dict[str, torch.Tensor | float] = dict.fromkeys(gap_sums(*nothing), 0.0)
-        self._gaps: list[Gap] = []  # of micro-batches that have tokens
+        self._fresh_3 = torch.zeros(3, dtype=torch.float64)  # what ``Gap.of_tokens`` has as ``fresh``, added up
+        self._largest, self._largest_fresh = torch.tensor(-math.inf), torch.tensor(0.0)
         self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
@@ -147,7 +152,10 @@ class TokenMetrics:
         if micro_batch.gap is not None:
             for name, value in micro_batch.gap.sums.items():
                 self._gap_sums[name] += value
-            self._gaps += [micro_batch.gap] if micro_batch.num_tokens else []
+            if of_tokens := micro_batch.gap.of_tokens:
+                self._fresh_3 += of_tokens["fresh"].double()
+                self._largest = torch.maximum(self._largest, of_tokens["largest"])
+                self._largest_fresh = torch.maximum(self._largest_fresh, of_tokens["largest_fresh"])
 
     def add_kl(self, kl_N: torch.Tensor) -> None:
         """Add the KL from the reference of each token sampled on this rank, where it is part of the rewards."""
@@ -159,13 +167,8 @@ class TokenMetrics:
 
         One that is not finite shows in the loss.
         """
-        parts = self._of_tokens("fresh")
-        fresh = torch.stack(parts).tolist() if parts else [(0.0, 0.0, 0.0)]
-        sums = torch.tensor([sum(column) for column in zip(*fresh, strict=True)], dtype=torch.float64)
-        total, count, num_above = reduce_sum(sums).tolist()
-        largest_of = self._of_tokens("largest_fresh")
-        own = float(torch.stack(largest_of).max()) if largest_of else 0.0
-        largest = float(reduce_max(torch.tensor(own, dtype=torch.float64)))
+        total, count, num_above = reduce_sum(self._fresh_3).tolist()
+        largest = float(reduce_max(self._largest_fresh.double()))
         far = f"by up to {largest:.3g} nats a token, {total / max(count, 1.0):.3g} on average"
         if total > self._limits.mean * count:
             return f"{far}, where weight_sync.max_logprob_gap allows {self._limits.mean:g} on average"
@@ -173,9 +176,6 @@ class TokenMetrics:
             limit = f"{self._limits.token:g}, which {num_above:.0f} of {count:.0f} are above"
             return f"{far}, where weight_sync.max_token_gap allows a token {limit}"
         return ""
-
-    def _of_tokens(self, name: str) -> list[torch.Tensor]:
-        return [gap.of_tokens[name] for gap in self._gaps if gap.of_tokens]
 
     def scale_loss(self, scale: float) -> None:
         """Multiply the loss so far, whose shares have been divided by another denominator than the true one."""
@@ -201,9 +201,7 @@ class TokenMetrics:
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates
         logs |= gap_metrics(gap)
-        largest_of = self._of_tokens("largest")
-        largest_gap = float(torch.stack(largest_of).max()) if largest_of else -math.inf
-        largest = float(reduce_max(torch.tensor(largest_gap, dtype=torch.float64)))
+        largest = float(reduce_max(self._largest.double()))
         logs["sampling/logprob_gap_max"] = largest if largest >= 0 else math.nan
         logs["update/tokens"] = num_tokens
         logs |= {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}

@@ -52,17 +52,22 @@ class GroupRewards:
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], functions: Sequence[str]) -> GroupRewards:
         """Take them from rollouts; ``functions`` are the names of the reward functions."""
-        members = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-        by_function = [[rollout.rewards.get(name) for name in functions] for _, rollout in members]
-        rows = [[math.nan if value is None else value for value in row] for row in by_function]
+        rewards, rows, numbers, num_tokens = list[float](), list[list[float]](), list[int](), list[int]()
+        for number, group in enumerate(groups):
+            for rollout in group.rollouts:
+                by_function = map(rollout.rewards.get, functions)
+                rewards.append(rollout.reward)
+                rows.append([math.nan if value is None else value for value in by_function])
+                numbers.append(number)
+                num_tokens.append(rollout.completion.num_trained)
         return cls(
-            torch.tensor([rollout.reward for _, rollout in members], dtype=torch.float32),
-            torch.tensor(rows, dtype=torch.float32).view(len(members), len(functions)),
-            torch.tensor([number for number, _ in members], dtype=torch.int64),
+            torch.tensor(rewards, dtype=torch.float32),
+            torch.tensor(rows, dtype=torch.float32).view(len(rewards), len(functions)),
+            torch.tensor(numbers, dtype=torch.int64),
             [group.prompt.prompt_id for group in groups],
             functions,
             altered=[group.prompt.altered for group in groups],
-            num_tokens_R=torch.tensor([rollout.completion.num_trained for _, rollout in members], dtype=torch.int64),
+            num_tokens_R=torch.tensor(num_tokens, dtype=torch.int64),
         )
 
     @classmethod
@@ -92,21 +97,26 @@ class GroupRewards:
 
         What is replayed has been counted at an earlier visit.
         """
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        passed_R = torch.tensor([pass_rule.passes(rollout.rewards) for rollout in rollouts]).bool()
-        sampled_R = torch.tensor([not rollout.replayed for rollout in rollouts]).bool()
-        members = [(self.groups_R == number) & sampled_R for number in range(len(groups))]
-        return [
-            Visit(
-                *group.key,
-                rewards=self.rewards_R[mine].tolist(),
-                num_passed=int((passed_R & ~self.rewards_R.isnan())[mine].sum()),
-                num_tokens=sum(each.completion.num_sampled for each in group.rollouts if not each.replayed),
-                version=version,
-                altered=group.prompt.altered,
+        rewards, visits = iter(self.rewards_R.tolist()), list[Visit]()
+        for group in groups:
+            sampled, num_passed, num_tokens = list[float](), 0, 0
+            for rollout, reward in zip(group.rollouts, rewards, strict=False):
+                if rollout.replayed:
+                    continue
+                sampled.append(reward)
+                num_passed += pass_rule.passes(rollout.rewards) and not math.isnan(reward)
+                num_tokens += rollout.completion.num_sampled
+            visits.append(
+                Visit(
+                    *group.key,
+                    rewards=sampled,
+                    num_passed=num_passed,
+                    num_tokens=num_tokens,
+                    version=version,
+                    altered=group.prompt.altered,
+                )
             )
-            for group, mine in zip(groups, members, strict=True)
-        ]
+        return visits
 
     def less(self, penalties: Sequence[float]) -> GroupRewards:
         """Return them with a penalty taken from each rollout's reward, and the functions' values as they are."""
