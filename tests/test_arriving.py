@@ -114,6 +114,7 @@ WHOLE_BATCH = (
             f"rollout.plugins d3s_tokens {WHOLE_BATCH}",
         ),
         ({"plugins": ["d3s:keep=2"]}, f"rollout.plugins d3s {WHOLE_BATCH}"),
+        ({"plugins": ["capo"]}, f"rollout.plugins capo {WHOLE_BATCH}"),
         ({"objective": Objective(top_entropy_quantile=0.5)}, f"model.objective.top_entropy_quantile 0.5 {WHOLE_BATCH}"),
         (
             {"objective": Objective("grpo", entropy=EntropyBonus(0.1))},

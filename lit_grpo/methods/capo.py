@@ -67,7 +67,7 @@ class Capo(LearningPlugin):
         top: How many tokens of the vocabulary a distribution is cut to: the likeliest, the sampled one among them.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights"})
+    needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights", "all_ranks"})  # masks a whole step
     changes: ClassVar[Mapping[str, str]] = {"all_tokens": "leaves tokens out by a model of curvature"}
 
     fisher: Positive = 1e-4
