@@ -67,7 +67,7 @@ def _batch(rng: random.Random, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
 
 
 def completion(number: int, rng: random.Random) -> str:
-    """What it is to say once it has chosen a number."""
+    """Return the completion that the policy should write once it has chosen a number."""
     said = [number]
     while said[-1]:
         said.append(rng.randrange(said[-1]) if rng.random() < LEAPS else said[-1] - 1)

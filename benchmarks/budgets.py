@@ -57,7 +57,7 @@ class Working(Reference):
 
 @dataclass(frozen=True)
 class Rule:
-    """How it is set: who is asked, how many completions each gets, of how many at first, and how many are learnt from.
+    """Settings of a budget rule: prompt selection, completions per prompt, size of the first round, and selection.
 
     ``plugins`` are those of ``rollout.plugins``.
     """

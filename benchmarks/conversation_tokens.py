@@ -42,7 +42,7 @@ EXACT_VLLM = 2e-5
 COUNTS = ("wrong_sampled", "wrong_learnt", "wrong_observed", "wrong_members", "over_limits", "gradient_of_observed")
 """Figures that have to be 0."""
 SHARES = ("tokens", "kl", "entropy", "mean_length")
-"""What is logged, of which none may count an observed token; by how much it is off, as a share."""
+"""Logged metrics, none of which may count an environment token; their relative errors are reported."""
 
 
 class Exact(NamedTuple):

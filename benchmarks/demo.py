@@ -76,7 +76,7 @@ def _lengths(logged: Logged) -> dict[str, float]:
 
 
 def _differences(one: Logged, other: Logged, updates: int) -> int:
-    """How many numbers differ up to an update, times and memory apart."""
+    """Return the number of metrics that differ up to an update, without times and memory."""
     pairs = zip(one[: updates + 1], other[: updates + 1], strict=True)
     return sum(a[name] != b.get(name, "") for a, b in pairs for name in a if not name.startswith(MEASURED))
 

@@ -1,4 +1,4 @@
-"""What decoding and an update ask a GPU for, beside an earlier commit: waits, copies, kernels, and casts of weights.
+"""Counts of GPU waits, copies, kernels and weight casts in decoding and an update, beside an earlier commit.
 
 Nothing runs on a GPU: both commits run in precision bf16-mixed under the pretended one (``pretend_cuda``), on a random
 Qwen3 of four layers, with all weights trained and with LoRA. Counts are exact, and do not depend on the machine; they

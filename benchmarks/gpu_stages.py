@@ -41,7 +41,7 @@ from lit_grpo.update.prefix.sharing import shared_prefixes
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the stages are: of a real size on a GPU, or tiny, to see that they run."""
+    """Sizes of the stages: real sizes on a GPU, or tiny ones, to test that they run."""
 
     device: str = "cuda"
     tiny: bool = False

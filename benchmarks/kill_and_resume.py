@@ -47,7 +47,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Plan:
-    """How often a run is killed in each phase, by which signal, on how many ranks, and in which rollout mode.
+    """Plan of kills: their number in each phase, the signal, the number of ranks, and the rollout mode.
 
     With ``group`` all ranks get the signal.
     """
@@ -103,7 +103,7 @@ class Life:
 
     @property
     def phase(self) -> str:
-        """What it is at, or was when it ended."""
+        """The current phase, or the last one if the process has ended."""
         return self.announced[-1][1] if self.announced else "start"
 
     def wait_for(self, phase: str, occurrence: int) -> None:

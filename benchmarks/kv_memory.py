@@ -67,7 +67,7 @@ def _figures(case: Case) -> Figures:
 
 
 def _equal_claims(prompt_tokens: int, by_size: dict[int, Figures]) -> list[Claim]:
-    """What holds of one prompt with completions of equal length, by the size of the group."""
+    """Claims on one prompt with completions of equal length, by the size of the group."""
     peaks = [figures["rollout_mib"] for figures in by_size.values()]
     spread = max(abs(peak / statistics.median(peaks) - 1) for peak in peaks)
     over = max(figures["kv_mib"] / figures["prompt_and_slots_mib"] for figures in by_size.values())

@@ -1,4 +1,4 @@
-"""What runs of learning benchmarks take along: a clock, cores, an order of groups, and a generator of old weights."""
+"""Callbacks of learning benchmarks: a clock, cores, an order of groups, and a generator with old weights."""
 
 from __future__ import annotations
 

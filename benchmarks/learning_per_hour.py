@@ -91,7 +91,7 @@ TASKS = (
 
 @dataclass(frozen=True)
 class Learnt:
-    """What one run has come to, by kept policy: shapes (policies,); ``sampled_U`` is NaN between first and last."""
+    """Results of one run, by saved policy: shapes (policies,); ``sampled_U`` is NaN between first and last."""
 
     greedy_U: np.ndarray
     sampled_U: np.ndarray

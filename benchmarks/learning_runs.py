@@ -51,7 +51,7 @@ class LearningRun:
     clock: type[Clock] = Clock
 
     def words(self, folder: Path) -> list[str]:
-        """What Python is to run in ``folder``."""
+        """The arguments of the Python process in ``folder``."""
         callbacks = [{"class_path": f"{kind.__module__}.{kind.__name__}"} for kind in (self.clock, *self.callbacks)]
         (folder / "clocked.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
         words = ["-m", "lit_grpo", "fit", "--config", str(ROOT / "configs" / f"{self.config}.yaml")]
@@ -72,13 +72,13 @@ class Run(Protocol):
         ...
 
     def words(self, folder: Path) -> list[str]:
-        """What Python is to run in ``folder``."""
+        """The arguments of the Python process in ``folder``."""
         ...
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What a run has come to, by update from 0 on; NaN where it was not measured.
+    """Curves of a run, by update from 0 on; NaN where they were not measured.
 
     ``exact_U`` is held-out exact match, ``reward_U`` and ``length_U`` the mean reward and length of the batch that led
     to the update, ``open_U`` the prompts that stayed open after it, ``flat_U`` the share of its groups without a

@@ -34,7 +34,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Task:
-    """What a policy is made for.
+    """The task that a policy is made for.
 
     Args:
         alphabet: Every character of a prompt or of a completion.

@@ -57,7 +57,7 @@ class Task:
     plugins: tuple[str | dict[str, Any], ...] = ()
 
     def words(self) -> list[str]:
-        """What all its runs are told."""
+        """The command-line arguments of all its runs."""
         stop = {"class_path": "benchmarks.learning_callbacks.TokenBudget", "init_args": {"tokens": self.tokens}}
         length = {"trainer.max_steps": MOST_UPDATES, "trainer.val_check_interval": self.validate_every}
         return _words({**length, "trainer.callbacks+": json.dumps(stop), **self.fields})
@@ -113,7 +113,7 @@ SHORT = ("word_problems",)
 
 @dataclass(frozen=True)
 class Method:
-    """What a run has beside plain GRPO: more of ``rollout.plugins``, other ``fields``, and the tasks it is for."""
+    """Settings of a method on top of plain GRPO: its ``rollout.plugins``, other ``fields``, and its tasks."""
 
     plugins: tuple[str | dict[str, Any], ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Method:
 
     @property
     def told(self) -> str:
-        """How it is set."""
+        """The settings of the method, as text."""
         plugins = [f"rollout.plugins {spec}" for spec in self.plugins]
         return ", ".join([*plugins, *(f"{name} {value}" for name, value in self.fields.items())])
 
@@ -198,7 +198,7 @@ METHODS = {
     "mt_grpo": Method(("mt_grpo",), tasks=("catch",)),
     "return_to_go": Method(("return_to_go",), tasks=("catch",)),
 }
-"""What is compared: a line here is a line of the page. A method's file may be absent."""
+"""The compared methods: a line here is a line of the page. A method's file may be absent."""
 QUICK = Task("arithmetic", 600, 1, _fields(2, 4, 3e-4, 4, 8))
 
 

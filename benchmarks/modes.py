@@ -84,7 +84,7 @@ class Arm:
 
 
 def arms(limit: int) -> list[Arm]:
-    """What is compared: synchronous in two orders, and the modes.
+    """The compared modes: synchronous in two orders, and the others.
 
     SortedRL has loadings of several sizes and none; beside it the same loading sampled at once, and sorted afterwards.
     """

@@ -60,7 +60,7 @@ SYSTEMS = (
 
 @dataclass
 class Figures:
-    """What one system has taken, over rollouts."""
+    """Cost of one system, over rollouts."""
 
     steps: int = 0
     bound: int = 0
@@ -155,7 +155,7 @@ class Runner:
 
 
 class _PlainSteps:
-    """What a learner needs of an optimizer: it keeps the gradient, and changes no weight."""
+    """An optimizer for a learner that keeps the gradient, and changes no weight."""
 
     policy_version = 0
     optimizer: torch.optim.Optimizer

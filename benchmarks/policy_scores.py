@@ -38,7 +38,7 @@ class Scoring:
     alone: bool = False
 
     def words(self, folder: Path) -> list[str]:
-        """What Python is to run in ``folder``."""
+        """The arguments of the Python process in ``folder``."""
         return ["-m", "benchmarks.policy_scores", json.dumps(asdict(self))]
 
 

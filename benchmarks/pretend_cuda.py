@@ -51,7 +51,7 @@ _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, 
 
 @dataclass
 class Ledger:
-    """What the GPU was asked for since :meth:`reset`.
+    """Operations of the pretended GPU since :meth:`reset`.
 
     ``launches`` counts kernels, and a replay of a graph as one. ``noted`` counts each kind of thing by the operation
     and the line of this project that it came from. ``tape`` is there while a graph is recorded, and nothing is noted

@@ -63,7 +63,7 @@ def _measured(case: Case, repeats: int) -> Row:
 
 
 def _environment(case: Case, rank: int, port: int) -> dict[str, str]:
-    """What torchrun would tell a rank."""
+    """Return the environment variables that torchrun would set for a rank."""
     if case.ranks == 1:
         return LEAN
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks, "GROUP_RANK": 0}

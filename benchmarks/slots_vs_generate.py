@@ -29,7 +29,7 @@ CACHES = ("dynamic", "static")
 
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded: ``group_size`` completions of each prompt, in batches or slots of ``batch``."""
+    """A workload: ``group_size`` completions of each prompt, in batches or slots of ``batch``."""
 
     name: str
     prompts: Sequence[Prompt]

@@ -176,7 +176,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a family needs beside, by its ``model_type``."""
+"""Additional config fields of a family, by its ``model_type``."""
 
 
 def families() -> list[str]:

@@ -48,7 +48,7 @@ DEALINGS: dict[str, Dealing] = {
 
 @dataclass(frozen=True)
 class Times:
-    """How long ranks took, in any unit."""
+    """Times of ranks, in any unit."""
 
     each: Sequence[float]
 

@@ -43,7 +43,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """Which rank of a workload this process is."""
+    """The workload, and the rank of this process."""
 
     workload: Workload
     rank: int

@@ -38,7 +38,7 @@ OBJECTIVES = {
         "step_size.rule": "effective_samples",
     },
 }
-"""What is compared: the fields of ``model.objective`` that each sets; a line here is a line in table and picture."""
+"""The compared objectives, by the fields of ``model.objective``; a line here is a line in table and picture."""
 LAST = 5
 """Updates that the reward at the end is the mean of."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 UPDATE = 1e-6
-"""What one small update changes each element by."""
+"""Change of each element by one small update."""
 
 
 def corruptions(new: Tensors, old: Tensors) -> Iterator[tuple[str, str, Tensors]]:

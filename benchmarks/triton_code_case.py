@@ -21,7 +21,7 @@ CARRIED = 30  # tokens of a prompt whose keys and values follow the row
 
 @dataclass(frozen=True)
 class Case:
-    """What is compiled or run.
+    """The case that is compiled or run.
 
     Args:
         capability: Of the GPU: major and minor.

@@ -41,7 +41,7 @@ class TRLRun:
     alone: bool = False
 
     def words(self, folder: Path) -> list[str]:
-        """What Python is to run in ``folder``."""
+        """The arguments of the Python process in ``folder``."""
         return ["-m", "benchmarks.trl_run", json.dumps(asdict(self))]
 
 

@@ -65,7 +65,7 @@ def main(options: Options) -> int:
 
 
 def settings(case: Case, repeats: int) -> Row:
-    """What all cases have in common."""
+    """Return the settings that all cases have in common."""
     return {
         "policy": f"random Qwen3, {case.policy}",
         "lengths": f"log-normal, sigma {SIGMA}",

@@ -83,7 +83,7 @@ class Epoch:
 
     @property
     def steps_ratio(self) -> float:
-        """How many times as many steps as ours vLLM's own order takes."""
+        """Decode steps of vLLM's own order divided by those of ours."""
         return self.own_steps / self.our_steps
 
 
@@ -232,7 +232,7 @@ def _mean_over_fewest(seeds: Sequence[Epoch]) -> float:
 
 
 def _claims(how: str, seeds: Sequence[Epoch]) -> list[Claim]:
-    """What holds of the mean over seeds, in the last epoch of ``per_prompt``."""
+    """Claims on the mean over seeds, in the last epoch of ``per_prompt``."""
     where = f"per_prompt, last epoch, {how}, mean over {len(seeds)} seeds"
     ratio = statistics.fmean(one.steps_ratio for one in seeds)
     return [
