@@ -10,7 +10,7 @@ import pytest
 
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.scheduling.layouts import Blocks, Pieces, piece_sizes, prompt_room
-from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger, job_of
+from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
 from lit_grpo.types import Key, Prompt, Request, SamplingParams, Span, Trajectory
 
 
@@ -77,7 +77,7 @@ def test_a_request_is_admitted_exactly_where_every_step_to_come_fits() -> None:
         ledger = make(10, Told(lengths), None, *asked)
         assert ledger.admit(number) == asked[:-1]
         ledger.step = rng.randint(0, 30)
-        expected = most_held([job_of(each) for each in asked], [ledger.step] * number + [0], lengths)
+        expected = most_held([entry.job for entry in ledger.of(("a", 0))], [ledger.step] * number + [0], lengths)
         ledger.kv_tokens = rng.choice([expected - 1, expected, expected + 50])
         fits = expected <= ledger.kv_tokens
         assert len(ledger.admit(1)) == fits

@@ -161,7 +161,7 @@ class RolloutBuffer:
 
         What is released in parts is never whole.
         """
-        if key in self.ledger.groups or self.rule.num_completions is not None:
+        if key in self.ledger.groups or self.rule.releases_parts:
             return None
         return _close(self._groups[key])
 
@@ -199,7 +199,7 @@ class RolloutBuffer:
             num_discarded += num_lost
             group.num_restarts += num_lost > 0
             group.oldest = min((each.oldest_version for each in stays if each.oldest_version is not None), default=None)
-            is_whole = key not in self.ledger.groups and self.rule.num_completions is None
+            is_whole = key not in self.ledger.groups and not self.rule.releases_parts
             if is_whole and group.completions and group.due is None:
                 unscored.append(_close(group))
         return Renewal(num_discarded, num_continued, tuple(unscored))

@@ -214,7 +214,9 @@ class RequestLedger:
         entries = self.groups.setdefault(request.group, {})
         entry = entries.get(request.path)
         if entry is None:
-            entry = entries[request.path] = Entry(request, job_of(request))
+            num_tokens, sampling = len(request.prompt.token_ids), request.sampling
+            job = Job(request.key, num_tokens, sampling.max_tokens, sampling.max_observed)
+            entry = entries[request.path] = Entry(request, job)
         elif entry.stage is not None or request.key in self.awaiting_env:
             raise ValueError(_twice(request.key))
         entry.request, entry.state = request, "awaiting_env" if away else "queued"
@@ -482,12 +484,6 @@ class RequestLedger:
 
 def _twice(key: Key) -> str:
     return f"The request {key} is in work already; give each sample a path of its own."
-
-
-def job_of(request: Request) -> Job:
-    """Return what plans and lengths know of a request."""
-    sampling = request.sampling
-    return Job(request.key, len(request.prompt.token_ids), sampling.max_tokens, sampling.max_observed)
 
 
 class SpanLog(Sequence[tuple[Key, Span]]):
