@@ -407,8 +407,8 @@ class RolloutSession:
             plugin.add_members(self._batch_of(run, groups))
 
     def _carry(self, batch: PromptBatch, stats: RolloutStats) -> None:
-        """Let the batch be of the groups that have left the buffer, and keep what is known of the others."""
-        batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
+        """Let the batch say how many groups stay open, and keep what was predicted of these."""
+        batch.carried = True
         batch.predicted = self._predicted | dict(batch.predicted)
         self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self.buffer}
         batch.metrics |= {
