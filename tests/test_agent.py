@@ -252,7 +252,7 @@ def test_models_are_listed_with_the_room_of_the_trajectory() -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (["asked"], "The request adds no message that the policy could answer. A trajectory is learnt from as it was"),
+        (["asked"], "The request adds no message that the policy could answer. A trajectory is trained on as it was"),
         (["asked", "first"], "adds no message that the policy could answer"),
         (["asked", user("Fork.")], r"messages\[1\] differs from the conversation so far"),
         ([user("Edited."), "first", user("On.")], r"messages\[0\] differs from the conversation so far"),

@@ -91,7 +91,7 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
         check_engine_args({"max_model_length": 3}, EngineArgs)
     with pytest.raises(ValueError, match=r"engine_args.logprobs_mode is 'raw_logprobs', .* leave it out"):
         check_engine_args({"logprobs_mode": "raw_logprobs"}, EngineArgs)
-    with pytest.raises(ValueError, match=r"engine_args.kv_transfer_config keeps keys and values of old weights"):
+    with pytest.raises(ValueError, match=r"engine_args.kv_transfer_config keeps the KV cache of old weights"):
         check_engine_args({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, EngineArgs)
 
 
@@ -189,7 +189,7 @@ def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(
     weights = sum(weight.nbytes for weight in policy.parameters())
     for free in (0, 4 * weights, int(4.9 * weights)):  # the update takes four times the weights, the engine its own
         monkeypatch.setattr(vllm_engine, "free_bytes", lambda device, free=free: free)
-        with pytest.raises(ValueError, match="kv_memory is auto, which leaves nothing for keys and values: "):
+        with pytest.raises(ValueError, match="kv_memory is auto, which leaves nothing for the KV cache: "):
             VLLMGenerator().start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
     monkeypatch.setattr(vllm_engine, "free_bytes", lambda device: 10)
     with pytest.raises(ValueError, match="kv_memory is 5%, which leaves nothing"):

@@ -305,7 +305,7 @@ FAULTS = {
     "two first tokens": Fault(template(BEGINS_TWICE, bos_token="#"), "prompt begins", "twice with #"),
     "larger tokenizer": Fault(smaller_policy(20), "tokenizer", "35 tokens for 20 rows of embeddings"),
     "unknown tokens": Fault(smaller_policy(8), "settings", "embeddings for 8 alone: its tokenizer"),
-    "pad masked": Fault(masked_by_pad, "end tokens", "samples are not learnt from"),
+    "pad masked": Fault(masked_by_pad, "end tokens", "samples are not trained on"),
     "all cut": Fault(tiny_and_short, "samples", " 0% ended"),
     "reward zero": Fault(reward("zero"), "rewards", "no sample, and no column of the data"),
     "reward raises": Fault(reward("raises"), "reward raises", r"\\x1b\[2J no such answer"),

@@ -16,7 +16,7 @@ from lit_grpo.types import EMPTY, Completion, FinishReason, Request, Trajectory
 if TYPE_CHECKING:
     from lit_grpo.environments.chat import Chat
 
-AS_SAMPLED = "A trajectory is learnt from as it was sampled: keep what was said as it is, and add to its end."
+AS_SAMPLED = "A trajectory is trained on as it was sampled: keep the earlier messages unchanged, and append new ones."
 FULL = "context_length_exceeded"
 """As OpenAI names it."""
 OVER = "This trajectory is over, or was never begun."

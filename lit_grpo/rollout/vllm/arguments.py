@@ -44,7 +44,7 @@ _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"
 _NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
 _WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 _CPU_SHARE = 0.4
-"""Of a machine's memory, for keys and values of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
+"""Fraction of a machine's memory for the KV cache of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
 _LARGEST_BLOCK = 128  # tokens of keys and values that vLLM gives a row at a time, on CPUs
 _warned_of: set[str] = set()
 
@@ -165,7 +165,7 @@ def engine_arguments(dtype: str, num_slots: int, on_gpu: bool) -> dict[str, Any]
 def kv_bytes_of_slots(
     policy: PolicySpec, dtype: torch.dtype, num_slots: int, arguments: Mapping[str, Any]
 ) -> int | None:
-    """Return the bytes of keys and values that all slots can use at once, and at least those of a whole context.
+    """Return the bytes of the KV cache that all slots can use at once, and at least those of a whole context.
 
     vLLM wants room for a row as long as its ``max_model_len``, an entry of ``arguments`` or the policy's context. None
     where what a token takes is not known.
@@ -182,7 +182,7 @@ def kv_bytes_of_slots(
 def cpu_kv_arguments(
     policy: PolicySpec, num_slots: int, num_servers: int, server_args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the memory for keys and values of a server on a CPU: what its slots can use, where that is known.
+    """Return the size of the KV cache of a server on a CPU: what its slots can use, if that is known.
 
     It is left to :func:`server_arguments` where the slots could use more than the server's share of what is free, and
     where ``server_args`` give a share.
@@ -254,7 +254,7 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
             "with; leave it out."
         )
     if arguments.get("kv_transfer_config") is not None:
-        raise ValueError("engine_args.kv_transfer_config keeps keys and values of old weights; leave it out.")
+        raise ValueError("engine_args.kv_transfer_config keeps the KV cache of old weights; leave it out.")
 
 
 def check_family(config: PreTrainedConfig, arguments: Mapping[str, Any], context: int) -> None:
@@ -319,7 +319,7 @@ def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int | None:
-    """Return the bytes of keys and values that a token takes in a decoder with this text configuration.
+    """Return the bytes of a token in the KV cache of a decoder with this text configuration.
 
     It is ``None`` where there is no attention.
     """
@@ -442,7 +442,7 @@ def check_fits(request: Request, context: int, kv_tokens: int | None) -> None:
     request.check_prefix()
     for limit, name, remedy in (
         (context, "the engine's context", "raise engine_args.max_model_len as far as the model allows, or lower"),
-        (kv_tokens, "the engine's memory for keys and values", "raise kv_memory, or lower"),
+        (kv_tokens, "the engine's KV cache", "raise kv_memory, or lower"),
     ):
         if limit is not None and length + most > limit:
             raise ValueError(

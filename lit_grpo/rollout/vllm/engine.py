@@ -167,7 +167,7 @@ class VLLMGenerator(EngineGenerator):
             allowed = min(allowed, kv_bytes_of_slots(policy, dtype, self.num_slots, self.arguments) or allowed)
         if allowed < 1:
             raise ValueError(
-                f"kv_memory is {self.kv_memory.text}, which leaves nothing for keys and values: {free / 2**30:.1f} GiB "
+                f"kv_memory is {self.kv_memory.text}, which leaves nothing for the KV cache: {free / 2**30:.1f} GiB "
                 f"are free, the engine's weights take {weights / 2**30:.1f} GiB of it, and the update "
                 f"{policy.update_bytes / 2**30:.1f} GiB; give an amount such as '2GiB' if the engine sleeps while the "
                 "policy is updated, train LoRA adapters (model.lora), or take a device with more memory."
@@ -241,7 +241,7 @@ class VLLMGenerator(EngineGenerator):
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Take weights: wake their memory before, and the memory of keys and values after."""
+        """Load weights: wake their memory before, and the memory of the KV cache after."""
         self._wake("weights")
         try:
             with torch.inference_mode(False), torch.no_grad():

@@ -359,7 +359,7 @@ class ServerClient:
         Args:
             prompt: Token ids of the prompt.
             fields: vLLM's sampling parameters.
-            salt: The engine may use keys and values of requests with the same salt.
+            salt: The engine may share the KV cache of requests with the same salt.
 
         Raises:
             ServerError: The server fails, or has sampled with other weights than those that this run has sent.

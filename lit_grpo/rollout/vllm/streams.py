@@ -83,7 +83,7 @@ class Stream:
     Args:
         request: The request that is sampled.
         expected: Expected number of tokens.
-        salt: The engine may use keys and values of requests with the same salt.
+        salt: The engine may share the KV cache of requests with the same salt.
     """
 
     def __init__(self, request: Request, expected: float, salt: str) -> None:

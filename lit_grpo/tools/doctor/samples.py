@@ -1,4 +1,4 @@
-"""Checks of the generator: it starts, gets the weights, and its completions end and are learnt from as a whole."""
+"""Checks of the generator: it starts, gets the weights, and its completions end and are trained on completely."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_generator(patient: Patient) -> Iterator[Finding]:
     module = patient.module
     patient.scheduler.on_train_start(patient.trainer, module)
     capacity = module.generator.capacity()
-    room = "" if capacity.kv_tokens is None else f", room for {capacity.kv_tokens:,} tokens of keys and values"
+    room = "" if capacity.kv_tokens is None else f", room for {capacity.kv_tokens:,} tokens in the KV cache"
     yield Finding("pass", "generator", f"{type(module.generator).__name__}, {capacity.slots} slots{room}")
 
 
@@ -117,8 +117,8 @@ def check_ends(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "fail",
             "end tokens",
-            f"{named}; tokens of {len(whole) - sum(whole)} of {len(whole)} samples are not learnt from",
+            f"{named}; tokens of {len(whole) - sum(whole)} of {len(whole)} samples are not trained on",
             "a mask leaves them out; a mask must come from lengths and never from a token's id",
         )
     else:
-        yield Finding("pass", "end tokens", f"{named}, learnt from{pad}")
+        yield Finding("pass", "end tokens", f"{named}, trained on{pad}")
