@@ -85,6 +85,7 @@ class Capo(LearningPlugin):
             model: PreTrainedModel, hidden_nD: torch.Tensor, target_ids_n: torch.Tensor, advantages_n: torch.Tensor
         ) -> torch.Tensor:
             weight = _head_weight(model)
+            assert batch.optimizer is not None
             step = HeadStep.of(batch.optimizer, weight)
             if step is None:
                 return hidden_nD.new_zeros((len(hidden_nD), 2))

@@ -181,7 +181,6 @@ class Learner:
             rewards,
             settings.progress(version),
             passes.measure,
-            self.optimization.optimizer,
         )
         assign_advantages(batch, settings, self.state.history, passes.ranks)
         self.state.history.note(rewards.visits(groups, settings.pass_rule, version))
@@ -225,7 +224,9 @@ class Learner:
         if batch is not None:
             rest(self.policy)
             if (choosing := settings.plugin("token_mask")) is not None:
-                kept = choosing.token_mask(replace(batch, version=version, progress=settings.progress(version)), learnt)
+                progress, optimizer = settings.progress(version), self.optimization.optimizer
+                now = replace(batch, version=version, progress=progress, optimizer=optimizer)
+                kept = choosing.token_mask(now, learnt)
             if kept is None and objective.top_entropy_quantile < 1:
                 entropies = self.passes.measure(learnt, "entropy")
                 kept = highest(entropies, objective.top_entropy_quantile, ranks.gather)

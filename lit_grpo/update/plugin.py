@@ -52,13 +52,13 @@ class LearningBatch(GroupBatch):
         rewards: Of its rollouts, in their order.
         progress: The fraction of the run's optimizer steps that has been taken, from 0 to 1.
         measure: Measures tokens under the policy, as in ``measure(rollouts, "entropy")``.
-        optimizer: Takes the steps.
+        optimizer: Takes the steps; known to :meth:`LearningPlugin.token_mask` only.
     """
 
     rewards: GroupRewards
     progress: float
     measure: Measure
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None = None
 
     @property
     def rollouts(self) -> list[Rollout]:
