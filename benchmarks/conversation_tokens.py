@@ -175,7 +175,7 @@ class _NoStep:
     """Takes the place of an optimizer and changes nothing."""
 
     policy_version = 0
-    optimizer: torch.optim.Optimizer
+    optimizer: Any = None
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         compute_loss().backward()
@@ -197,6 +197,7 @@ def _compare_update(row: Row, played: Played, rollouts: list[Rollout], exact: di
     measured = learner.passes.measure(rollouts, "logprobs")
     row["update_gap"] = max(float((measured[key] - each.logprobs_T).abs().max()) for key, each in exact.items())
     settings.shares_prefix = False  # a row for each conversation, in which every token has its place
+    learner.passes.forget_rows()
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(_: Any, __: Any, inputs: dict[str, Any], output: Any) -> None:

@@ -23,7 +23,7 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.tools.commands.doctor import main
-from lit_grpo.types import Completion, Request
+from lit_grpo.types import Completion, Request, StepEvents
 
 pytestmark = pytest.mark.integration
 
@@ -177,9 +177,9 @@ def masked_by_pad(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str
     change_tokenizer(folder, pad_token="<eos>")
     finish = SlotGenerator._finish
 
-    def masked(*arguments: Any) -> list[Completion]:
-        finished = finish(*arguments)
-        return [
+    def masked(generator: SlotGenerator, tokens: Any, events: StepEvents) -> None:
+        finish(generator, tokens, events)
+        events.finished = [
             Completion(
                 one.request,
                 one.token_ids_T,
@@ -189,7 +189,7 @@ def masked_by_pad(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str
                 one.text,
                 trained_T=one.token_ids_T != 1,
             )
-            for one in finished
+            for one in events.finished
         ]
 
     monkeypatch.setattr(SlotGenerator, "_finish", masked)
