@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ class ShortFirst(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         learn = pl_module.learner.learn
 
-        def learn_sorted(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        def learn_sorted(groups: Any, rewards: Any = None) -> dict[str, float]:  # rewards are in the order of groups
             return learn(sorted(groups, key=_mean_length))
 
         pl_module.learner.learn = learn_sorted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -443,43 +444,40 @@ class GRPOModule(EvaluationModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Learn from one batch of whole rollout groups."""
         with self.phases.of("update"):
-            self._learn(batch)
-
-    def _learn(self, batch: PromptBatch) -> None:
-        update = None if batch.arriving is None else self.learner.learn(batch.arriving)
-        if not batch.groups:
-            raise RuntimeError(
-                "The batch has no rollouts; give the Trainer callbacks=default_callbacks(), of lit_grpo.training."
-            )
-        rewards = GroupRewards.of(batch.groups, list(self.settings.weights))
-        version = self.policy_version - (update is not None)
-        logs = rollout_metrics(batch.groups, rewards, version, self.ranks)
-        collapsed = None
-        with self.observers.may_fail("The finding of a collapse"):
-            collapsed = self._collapse.sentence(logs, version)
-            if collapsed is not None:
-                self.ranks.warn(collapsed)
-            self._tell_of_unseen_tokens(batch)
-            self._tell_of_begun_answers(batch)
-        sentence = self._rewarded.sentence(logs)  # raises an error if there are no rewards to learn from
-        if sentence is not None:
-            self.ranks.warn(sentence)
-        self.follow(self.reward_curves, logs)
-        frac_uniform = logs["frac_reward_zero_std"]
-        self.log("reward", logs.pop("reward"), prog_bar=True)
-        self.log_dict(logs)
-        if batch.carried:
-            self.log_dict(staleness_shares(batch.groups, version, self.ranks))
-        else:
-            check_minibatches(self.settings.num_minibatches, len(batch.groups))
-        update = self.learner.learn(batch.groups, rewards) if update is None else update
-        with self.observers.may_fail("The finding of batches without signal"):
-            sentence = self._lessons.sentence(frac_uniform, update["advantages/max_abs"], version)
-            if sentence is not None and collapsed is None:
+            update = None if batch.arriving is None else self.learner.learn(batch.arriving)
+            if not batch.groups:
+                raise RuntimeError(
+                    "The batch has no rollouts; give the Trainer callbacks=default_callbacks(), of lit_grpo.training."
+                )
+            rewards = GroupRewards.of(batch.groups, list(self.settings.weights))
+            version = self.policy_version - (update is not None)
+            logs = rollout_metrics(batch.groups, rewards, version, self.ranks)
+            collapsed = None
+            with self.observers.may_fail("The finding of a collapse"):
+                collapsed = self._collapse.sentence(logs, version)
+                if collapsed is not None:
+                    self.ranks.warn(collapsed)
+                self._tell_of_unseen_tokens(batch)
+                self._tell_of_begun_answers(batch)
+            sentence = self._rewarded.sentence(logs)  # raises an error if there are no rewards to learn from
+            if sentence is not None:
                 self.ranks.warn(sentence)
-        self.log_anew("update", update)
-        self.log("step", float(self.policy_version))
-        batch.trained = True
+            self.follow(self.reward_curves, logs)
+            frac_uniform = logs["frac_reward_zero_std"]
+            self.log("reward", logs.pop("reward"), prog_bar=True)
+            self.log_dict(logs)
+            if batch.carried:
+                self.log_dict(staleness_shares(batch.groups, version, self.ranks))
+            else:
+                check_minibatches(self.settings.num_minibatches, len(batch.groups))
+            update = self.learner.learn(batch.groups, rewards) if update is None else update
+            with self.observers.may_fail("The finding of batches without signal"):
+                sentence = self._lessons.sentence(frac_uniform, update["advantages/max_abs"], version)
+                if sentence is not None and collapsed is None:
+                    self.ranks.warn(sentence)
+            self.log_anew("update", update)
+            self.log("step", float(self.policy_version))
+            batch.trained = True
 
     def log_anew(self, source: str, values: Mapping[str, float]) -> None:
         """Log values, and NaN for what ``source`` logged before and not now: Lightning would repeat its last value."""
@@ -530,7 +528,7 @@ class GRPOModule(EvaluationModule):
         """Take the optimizer's step, at ``scale`` times its learning rate, and the scheduler's; return the rate."""
         optimizer = cast("LightningOptimizer", self.optimizers())
         lr = optimizer.param_groups[0]["lr"]
-        with scaled_learning_rate(optimizer.param_groups, scale):
+        with nullcontext() if scale == 1.0 else scaled_learning_rate(optimizer.param_groups, scale):
             optimizer.step()
         if self.make_lr_scheduler is not None:
             cast(Any, self.lr_schedulers()).step()

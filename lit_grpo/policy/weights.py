@@ -72,16 +72,17 @@ class PolicyWeights:
         """The same tensors without content, on the device ``meta``."""
         if self.merged:
             return dict(self._as_saved(self._state(_like)))
-        return {name: self._rounded(_like(parameter)) for name, parameter in self._parameters()}
+        return {name: self._rounded(_like(parameter)) for name, parameter in self.policy.named_parameters()}
 
     def name_of(self, weight: torch.Tensor) -> str:
         """Return the name of one of the policy's own tensors, which the files hold unchanged."""
-        name = next(checkpoint_name(name) for name, one in self._parameters() if one is weight)
+        name = next(checkpoint_name(name) for name, one in self.policy.named_parameters() if one is weight)
         return next(iter(dict(self._as_saved([(name, _like(weight))]))))
 
     def _tensors(self) -> Iterator[Named]:
         if not self.merged:
-            yield from ((name, self._rounded(whole(parameter).detach())) for name, parameter in self._parameters())
+            for name, parameter in self.policy.named_parameters():
+                yield name, self._rounded(whole(parameter).detach())
             return
         changes = {id(parameter): layers for parameter, layers in _changed_by_adapters(self.policy)}
 
@@ -97,13 +98,10 @@ class PolicyWeights:
         """Yield the weights without adapters."""
         yield from self._as_saved(self._state(lambda parameter: whole(dequantized(parameter)).detach()))
 
-    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        yield from self.policy.named_parameters()
-
     def _state(self, made: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Named]:
         """Yield the bare model's parameters and buffers by its own names, after ``made`` has been applied to each."""
         ignored = getattr(self.policy, "_keys_to_ignore_on_save", None) or ()
-        for name, parameter in self._parameters():
+        for name, parameter in self.policy.named_parameters():
             if not is_adapter(name) and (kept := checkpoint_name(name)) not in ignored:
                 yield kept, self._rounded(made(parameter))
         for name, buffer in persistent_buffers(self.policy):

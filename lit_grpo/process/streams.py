@@ -28,8 +28,11 @@ class KeptStreams:
         for descriptor, copy in self._copies.items():
             name = _NAMES[descriptor]
             stream = getattr(sys, name)
-            is_gone = not _is_open(descriptor)
-            if is_gone:
+            is_gone = False
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                is_gone = True
                 with suppress(OSError):  # the copy is closed as well
                     os.dup2(copy, descriptor)
             if stream is not None and stream.closed:
@@ -45,11 +48,3 @@ class KeptStreams:
             with suppress(OSError):  # a function has closed it
                 os.close(copy)
         self._copies = {}
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True

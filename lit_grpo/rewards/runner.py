@@ -132,7 +132,12 @@ class RewardRunner:
         finally:
             for submission in wanted:
                 submission.values.cancel()
-            self._mend_streams()
+            mended = [] if self._calls is None else self._calls.streams.mend()
+            if mended and not self._told_of_streams:
+                self._told_of_streams = True
+                warnings.warn(
+                    f"A reward function closed {' and '.join(mended)}; the run has opened it again.", stacklevel=2
+                )
 
     def _with_rollouts_of(self, groups: Iterable[RolloutGroup]) -> list[_Submission]:
         ids = {id(rollout) for group in groups for rollout in group.rollouts}
@@ -141,15 +146,6 @@ class RewardRunner:
             for submission in self._pending
             if any(id(rollout) in ids for group in submission.groups for rollout in group.rollouts)
         ]
-
-    def _mend_streams(self) -> None:
-        """Open standard output and error again if a function has closed them, and warn once."""
-        mended = [] if self._calls is None else self._calls.streams.mend()
-        if mended and not self._told_of_streams:
-            self._told_of_streams = True
-            warnings.warn(
-                f"A reward function closed {' and '.join(mended)}; the run has opened it again.", stacklevel=2
-            )
 
     def score(self, group: RolloutGroup) -> None:
         """Score a group now, with all groups that were submitted before it."""

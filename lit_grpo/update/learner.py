@@ -113,7 +113,8 @@ class Learner:
         advantages_R = torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)
         self.passes.forget_rows()
         logs = metrics.compute(ranks.sum, ranks.max)
-        self.state.kl.update(logs.get("kl", math.nan), int(ranks.sum(len(rollouts))))
+        if settings.objective.kl.target is not None:
+            self.state.kl.update(logs.get("kl", math.nan), int(ranks.sum(len(rollouts))))
         self.state.history.commit(ranks.gather)
         return logs | advantage_metrics(torch.cat(ranks.gather(advantages_R))) | self.state.coefficients()
 
@@ -304,7 +305,9 @@ class Learner:
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, step.policy_version + 1)
-        values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped), **step.term.metrics}
+        values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
+        if step.term is not None:
+            values |= step.term.metrics
         if step.kept is not None:
             values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values if size.rule == "fixed" else values | {"update/step_scale": scale})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ class MicroBatchLoss:
             ranks=self.rows,
             owner=owner,
         )
-        with step.term.watching():
+        with nullcontext() if step.term is None else step.term.watching():
             logprobs_N, entropy_N = compute(self.policy, forward)
         if owner != self.rows.own:
             return logprobs_N.sum() * 0.0
@@ -74,7 +75,7 @@ class MicroBatchLoss:
             token_metrics |= factor_metrics(tokens)
         entropy = counted(tokens.entropy_N.detach(), kept_N, part).sum()
         _gather(gathered, micro_batch, step, tokens, loss.detach(), token_metrics, entropy)
-        return step.term.added_to(loss, micro_batch.weight)
+        return loss if step.term is None else step.term.added_to(loss, micro_batch.weight)
 
 
 def tokens_of(

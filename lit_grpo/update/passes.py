@@ -57,14 +57,9 @@ class PolicyPasses:
         self._loss = MicroBatchLoss(policy, settings, self._rows)
 
     @property
-    def device(self) -> torch.device:
-        """Where the policy is."""
-        return self.policy.device
-
-    @property
     def ranks(self) -> Ranks:
         """Reductions over the ranks of the run."""
-        return Ranks(self.device)
+        return Ranks(self.policy.device)
 
     def measure(
         self,
@@ -87,7 +82,13 @@ class PolicyPasses:
             try:
                 with nullcontext(self.policy) if lend is None else lend() as model:
                     values = measure(
-                        what, with_tokens, micro_batches, model, self.settings.temperature, self.device, self._rows
+                        what,
+                        with_tokens,
+                        micro_batches,
+                        model,
+                        self.settings.temperature,
+                        self.policy.device,
+                        self._rows,
                     )
             except (RuntimeError, MemoryError) as error:
                 if self.budget is None or not is_out_of_memory(error):
@@ -120,14 +121,14 @@ class PolicyPasses:
                     return None
                 try:
                     if not short:
-                        on_device = micro_batch.to(self.device)
+                        on_device = micro_batch.to(self.policy.device)
                         loss = partial(self._loss, micro_batch=on_device, owner=owner, step=step, gathered=gathered)
                         self.optimization.add_gradient(loss, is_last)
                 except (RuntimeError, MemoryError) as error:
                     if not is_open or not is_out_of_memory(error):
                         raise
                     short = True
-                if self.device.type == "cpu":
+                if self.policy.device.type == "cpu":
                     return_freed_memory()
         return None if short else gathered
 
@@ -178,7 +179,7 @@ class PolicyPasses:
         scatter(self.policy)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
             for micro_batch in self.micro_batches(rollouts):
-                on_device = micro_batch.to(self.device)
+                on_device = micro_batch.to(self.policy.device)
                 forward = partial(predecessors, self.policy, on_device)
                 visitor(partial(compute, self.policy, forward), on_device.weight)
 
@@ -219,7 +220,7 @@ class PolicyPasses:
         assert self.budget is not None
         self.forget_rows()
         self.ranks.warn(self.budget.halve(int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))))
-        if self.device.type == "cuda":
+        if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _max_tokens(self, rollouts: Sequence[Rollout]) -> int:
@@ -229,7 +230,7 @@ class PolicyPasses:
             return settings.max_tokens_per_micro_batch
         if self.budget is None:
             is_selective = settings.gradient_checkpointing == "selective"
-            tokens = estimate_tokens(self.policy, free_bytes(self.device), settings.shares_prefix, is_selective)
+            tokens = estimate_tokens(self.policy, free_bytes(self.policy.device), settings.shares_prefix, is_selective)
             self.budget = MicroBatchSize(int(-self.ranks.max(-tokens)))
         return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))
 

@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 
 from lit_grpo.compatibility import Clash, check_clashes
-from lit_grpo.limits import Count, check_value
 from lit_grpo.scheduling.jobs import Followed, Lengths, NoLengths
 from lit_grpo.scheduling.queue import Queue
 from lit_grpo.settings import by_name
@@ -126,7 +125,8 @@ def find_plan(spec: str | Plan, setting: str = "plan", plans: Mapping[str, Plan]
 
 def make_plan(spec: str | Plan, lengths: Lengths, num_slots: int) -> Queue:
     """Return what the jobs of one rollout wait in, by the plan of a spec; see :func:`find_plan` and :class:`Plan`."""
-    check_value("num_slots", num_slots, Count)
+    if num_slots < 1:
+        raise ValueError(f"num_slots must be at least 1, not {num_slots}.")
     return find_plan(spec).queue(lengths, num_slots)
 
 

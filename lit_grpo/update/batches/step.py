@@ -45,7 +45,7 @@ class Step:
         chunks: Those of each rollout that goes through the policy in chunks, by its place.
         weights: What each token counts that would be learnt from of a whole completion, by completion; those of weight
             0 are left out of ``rollouts``. None where each counts 1.
-        term: What is added to the loss.
+        term: What is added to the loss, if anything is.
         token_gap_limit: How far, in nats, the log-prob that a fresh token was sampled with may be from the policy's;
             None in later steps on a batch, where the weights are not those that sampled.
     """
@@ -60,7 +60,7 @@ class Step:
     kept: Mapping[Key, torch.Tensor] | None = None
     chunks: Mapping[int, Sequence[Chunk]] = field(default_factory=dict)
     weights: Mapping[Key, torch.Tensor] | None = None
-    term: Term = field(default_factory=Term)
+    term: Term | None = None
     token_gap_limit: float | None = None
 
     def of_prompts(self, prompts: Collection[GroupKey]) -> Step:

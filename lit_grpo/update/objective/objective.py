@@ -124,7 +124,7 @@ class Objective:
     @property
     def recipe(self) -> Recipe:
         """The named recipe."""
-        return find_row("objective.loss", self.loss, RECIPES, Recipe)
+        return RECIPES.get(self.loss) or find_row("objective.loss", self.loss, RECIPES, Recipe)
 
     @property
     def ratio_level(self) -> RatioLevel:
