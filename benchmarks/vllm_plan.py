@@ -28,7 +28,7 @@ from benchmarks.workloads import arithmetic_prompts, by_key, load
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
-from lit_grpo.rollout.vllm.streams import Stream
+from lit_grpo.rollout.vllm.streams import EngineRequest
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import NoLengths
 from lit_grpo.scheduling.lengths import LengthPredictor
@@ -92,7 +92,7 @@ class ForcedEngine(VLLMGenerator):
 
     lengths: dict[Key, int] = {}  # noqa: RUF012
 
-    def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
+    def _fields(self, stream: EngineRequest, keyed: bool) -> dict[str, Any]:
         fields, length = super()._fields(stream, keyed), self.lengths.get(stream.request.key)
         if length is None:
             return fields

@@ -11,7 +11,7 @@ import torch
 from lit_grpo.checks import check_order
 from lit_grpo.limits import Limit, Positive, checks_arguments
 from lit_grpo.module import GRPOModule
-from lit_grpo.policy.sharding import rest
+from lit_grpo.policy.sharding import gather_for_sampling
 from lit_grpo.rollout.generator import Scorer
 from lit_grpo.rollout.proof import SyncProof
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
@@ -104,14 +104,14 @@ class WeightSync(pl.Callback):
         """Send all weights, and again if the proof is not good; return what to log."""
         assert isinstance(module, GRPOModule)
         generator = module.generator
-        rest(module.policy)
+        gather_for_sampling(module.policy)
         try:
             with module.phases.of("weight sync"):
                 metrics = self._send(module)
                 if "scores" in generator.abilities:
                     metrics |= self._prove(trainer, module, cast("Scorer", generator))
         except WeightSyncError:
-            generator.distrust()
+            generator.invalidate_weights()
             raise
         return metrics
 
@@ -141,7 +141,7 @@ class WeightSync(pl.Callback):
                 f"After the sync of version {module.policy_version} the log-probs that {gap.engine} gives to given "
                 f"tokens differ from the policy's by {gap.nats:.3g} nats; all weights are sent once more."
             )
-            module.generator.distrust()
+            module.generator.invalidate_weights()
             self._send(module)
             with trainer.precision_plugin.forward_context():
                 gap = proof.measure(scorer, module.policy)

@@ -39,10 +39,10 @@ from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_sh
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.frozen import check_base, fingerprint, recorded_name, without_frozen
-from lit_grpo.policy.loading import as_given, embeddings, load_policy, load_tokenizer
+from lit_grpo.policy.loading import as_loaded, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import Comparison, export
-from lit_grpo.policy.sharding import class_of, rest
+from lit_grpo.policy.sharding import class_of, gather_for_sampling
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, RewardWatch, load_rewards
@@ -165,7 +165,7 @@ class GRPOModule(EvaluationModule):
     ) -> None:
         super().__init__(load_rewards(rewards, reward_timeout_s), pass_at_k, pass_threshold, pass_reward)
         self.automatic_optimization = False
-        self.policy_name = as_given(policy)
+        self.policy_name = as_loaded(policy)
         _check_parts(generator, optimizer, lr_scheduler)
         self.generator: Generator = generator or SlotGenerator()
         self.on_reward_error: Literal["raise", "none"] = on_reward_error
@@ -283,7 +283,7 @@ class GRPOModule(EvaluationModule):
         """Load the policy and its tokenizer, and a reference where beta asks for one."""
         strategy = None if self._trainer is None else self.trainer.strategy
         if getattr(self, "policy", None) is None:
-            outline = isinstance(strategy, FSDP2Strategy) and self.ranks.own > 0
+            outline = isinstance(strategy, FSDP2Strategy) and self.ranks.rank > 0
             self.ranks.together(lambda: self._load(outline))
             self._base, attention = self.ranks.gather((self._base, attention_name(self.policy)))[0]
             if attention != attention_name(self.policy):  # an outline's, of which nothing is known
@@ -373,7 +373,7 @@ class GRPOModule(EvaluationModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version and what the learner remembers."""
-        rest(self.policy)  # its shards have been saved, and may be decoded with next
+        gather_for_sampling(self.policy)  # its shards have been saved, and may be decoded with next
         checkpoint["state_dict"] = self._kept(checkpoint["state_dict"])
         checkpoint |= {} if self._base is None else {"base": self._base}
         checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
@@ -432,7 +432,7 @@ class GRPOModule(EvaluationModule):
             ExportError: The folder is not the policy; nothing is put there.
             ValueError: There is no room for it; what was there before is left as it was.
         """
-        return export(self.policy, self.tokenizer, Path(folder), keep=self.ranks.own == 0)
+        return export(self.policy, self.tokenizer, Path(folder), keep=self.ranks.rank == 0)
 
     @property
     def spec(self) -> PolicySpec:
@@ -515,7 +515,7 @@ class GRPOModule(EvaluationModule):
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""
-        self.phases.move()
+        self.phases.heartbeat()
         with cast("LightningOptimizer", self.optimizers()).toggle_model(sync_grad=exchange):
             self.manual_backward(compute_loss() * self.trainer.world_size)  # the strategy averages over ranks
 

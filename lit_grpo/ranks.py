@@ -32,7 +32,7 @@ class Ranks:
         return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
     @property
-    def own(self) -> int:
+    def rank(self) -> int:
         """The number of this one."""
         return distributed.get_rank() if self.size > 1 else 0
 
@@ -73,7 +73,7 @@ class Ranks:
 
     def warn(self, message: str) -> None:
         """Warn once, whatever the number of ranks."""
-        if self.own == 0:
+        if self.rank == 0:
             warnings.warn(message, stacklevel=3)
 
     def _reduce(self, value: float | torch.Tensor, operation: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from conftest import ALPHABET, random_policy, save_tokenizer
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Answer, Listener, Resume
-from lit_grpo.policy.sharding import whole
+from lit_grpo.policy.sharding import full_tensor
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
@@ -183,7 +183,7 @@ def flat(gradient: dict[str, torch.Tensor | None]) -> torch.Tensor:
 
 def weights_of(module: GRPOModule) -> torch.Tensor:
     """A copy of all weights as one vector; of shards, which all ranks ask for, what they are together."""
-    return torch.cat([whole(parameter.detach()).clone().flatten() for parameter in module.policy.parameters()])
+    return torch.cat([full_tensor(parameter.detach()).clone().flatten() for parameter in module.policy.parameters()])
 
 
 def relative_error(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:

@@ -13,7 +13,7 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.rollout.slots.graphs import GraphedDecoder, Part, bucket_sizes
+from lit_grpo.rollout.slots.graphs import GraphedDecoder, GraphPart, bucket_sizes
 from lit_grpo.types import Prompt, SamplingParams
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), "")]
@@ -27,17 +27,17 @@ class Recorder:
     """Keeps what it records. As a CUDA graph would be, a part is run before, on whatever the buffers hold."""
 
     def __init__(self) -> None:
-        self.recorded: list[Part] = []
+        self.recorded: list[GraphPart] = []
         self.num_replays = 0
 
-    def __call__(self, part: Part) -> Part:
+    def __call__(self, part: GraphPart) -> GraphPart:
         assert not torch.is_autocast_cache_enabled()
         self.recorded.append(part)
         part()
         part()
         return lambda: self._replay(part)
 
-    def _replay(self, part: Part) -> None:
+    def _replay(self, part: GraphPart) -> None:
         self.num_replays += 1
         part()
 

@@ -284,10 +284,10 @@ def test_a_run_of_an_adapter_goes_on_bit_for_bit(adapter: Path, tmp_path: Path) 
 
 
 def test_a_loaded_peft_model_is_trained_like_its_folder(adapter: Path, policy_folder: Path, tmp_path: Path) -> None:
-    from lit_grpo.policy.loading import as_given
+    from lit_grpo.policy.loading import as_loaded
 
     by_name = run(str(adapter), tmp_path / "checkpoints")
-    given = run(as_given((tuned_by(adapter, policy_folder), None)), tmp_path / "given")
+    given = run(as_loaded((tuned_by(adapter, policy_folder), None)), tmp_path / "given")
     for actual, expected in zip(given.policy.parameters(), by_name.policy.parameters(), strict=True):
         assert torch.equal(actual, expected) and actual.requires_grad == expected.requires_grad
     assert given.policy.training
@@ -330,25 +330,25 @@ def test_an_adapter_that_cannot_be_trained_on_is_refused(adapter: Path, settings
 
 
 def test_what_cannot_be_merged_is_refused_before_it_is_trained(policy_folder: Path) -> None:
-    from lit_grpo.policy.loading import as_given
+    from lit_grpo.policy.loading import as_loaded
 
     options: list[dict[str, Any]] = [{"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [3]}]
     for more in options:
         config = peft.LoraConfig(r=2, **more)
         tuned: Any = peft.get_peft_model(load_policy(str(policy_folder)), config)
         module: Any = make_module("tiny")
-        module.policy_name = as_given((tuned, load_tokenizer(str(policy_folder))))
+        module.policy_name = as_loaded((tuned, load_tokenizer(str(policy_folder))))
         with pytest.raises(ValueError, match=rf"model.policy is an adapter with {next(iter(more))} .*cannot be merged"):
             module.configure_model()
 
 
 def test_a_module_that_an_adapter_keeps_a_copy_of_is_exported(policy_folder: Path, tmp_path: Path) -> None:
-    from lit_grpo.policy.loading import as_given
+    from lit_grpo.policy.loading import as_loaded
 
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     tuned: Any = peft.get_peft_model(load_policy(str(policy_folder)), config)
     module: Any = make_module("tiny", optimizer=sgd(0.1))
-    module.policy_name = as_given((tuned, load_tokenizer(str(policy_folder))))
+    module.policy_name = as_loaded((tuned, load_tokenizer(str(policy_folder))))
     fit(module, random_groups(random_policy(), REWARDS))
     change(module.policy)
     module.export(tmp_path / "policy")

@@ -17,7 +17,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.generator import Room
-from lit_grpo.rollout.vllm.streams import Streams
+from lit_grpo.rollout.vllm.streams import EngineRequests
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 from lit_grpo.types import Prompt, Request, RolloutGroup, SamplingParams
 
@@ -159,7 +159,7 @@ def test_a_stream_that_an_interrupt_has_cut_in_a_token_is_handed_back_without_th
         def __iadd__(self, more: Any) -> Any:
             raise KeyboardInterrupt
 
-    streams = Streams(policy)
+    streams = EngineRequests(policy)
     stream = streams.open(Request(PROMPTS[0], (0,), SAMPLING), 5.0, "")
     streams.give_ticket(stream)
     streams.extend(stream, [5, 6], [-1.0, -2.0], 0, StepEvents())

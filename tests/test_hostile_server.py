@@ -18,7 +18,7 @@ import pytest
 from lit_grpo.process.loops import EventLoop
 from lit_grpo.rollout.vllm import http
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, PROCESS_HEADER
-from lit_grpo.rollout.vllm.http import Chunk, ServerClient, ServerError, StreamPump
+from lit_grpo.rollout.vllm.http import Chunk, HttpReceiver, ServerClient, ServerError
 
 PROCESS, WEIGHTS = "process", "mine"
 BARE: Mapping[str, str] = MappingProxyType({})
@@ -121,7 +121,7 @@ def drip(self: Hostile, part: bytes) -> None:
 
 def sample(client: ServerClient, num_tokens: int = 4) -> list[Chunk | ServerError]:
     """Return what comes of a completion of so many tokens at most, until it ends."""
-    pump = StreamPump(client._loop)
+    pump = HttpReceiver(client._loop)
     pump.begin(0, client, [1], {"max_tokens": num_tokens}, "salt")
     contents: list[Chunk | ServerError] = []
     deadline = time.monotonic() + 20.0

@@ -53,7 +53,7 @@ class FakeGenerator:
     def load_weights(self, weights: Any, version: int) -> SyncReport:
         return SyncReport()
 
-    def distrust(self) -> None: ...
+    def invalidate_weights(self) -> None: ...
 
     def sleep(self) -> dict[str, float]:
         return {}

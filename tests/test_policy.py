@@ -16,7 +16,7 @@ from lit_grpo.policy.architecture.decoder import context_length, hidden_states
 from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import (
-    as_given,
+    as_loaded,
     eos_token_ids,
     load_config,
     load_policy,
@@ -237,12 +237,12 @@ def test_a_policys_folder_of_the_users_is_not_passed_over_for_a_policy_of_its_na
     ):
         resolve_policy("smollm2")
     random_policy().save_pretrained("smollm2")  # pyright: ignore[reportCallIssue]
-    assert as_given("smollm2") == resolve_policy("smollm2") == "./smollm2"
+    assert as_loaded("smollm2") == resolve_policy("smollm2") == "./smollm2"
     assert load_config("smollm2").vocab_size == random_policy().config.vocab_size  # type: ignore[union-attr]
-    assert resolve_policy("tiny") == str(NAMED[TINY].folder) and as_given(Path("a") / "b") == "a/b"
+    assert resolve_policy("tiny") == str(NAMED[TINY].folder) and as_loaded(Path("a") / "b") == "a/b"
 
 
 def test_a_pair_of_a_name_and_a_tokenizer_is_refused() -> None:
     for pair in (("tiny", object()), (random_policy(),)):
         with pytest.raises(ValueError, match="give a name, a loaded model, or a pair \\(model, tokenizer\\)"):
-            as_given(pair)
+            as_loaded(pair)

@@ -19,7 +19,7 @@ from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.http import Arrival, Chunk, ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.rollout.vllm.streams import Streams
+from lit_grpo.rollout.vllm.streams import EngineRequests
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.types import Prompt, Request, SamplingParams
 
@@ -260,7 +260,7 @@ def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_r
 ) -> None:
     generator = VLLMServerGenerator(2)
     policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
-    generator._policy, generator._streams = policy, Streams(policy)
+    generator._policy, generator._streams = policy, EngineRequests(policy)
     monkeypatch.setattr(generator, "_bring", lambda weights, version: None)
     monkeypatch.setattr(generator, "_send", lambda stream: None)
     stream = generator._streams.open(Request(Prompt("a", (2, 3), ""), (0,), SamplingParams()), 1.0, "")
@@ -287,7 +287,7 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
 ) -> None:
     generator = VLLMServerGenerator(2)
     policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
-    generator._policy, generator._streams, generator._version = policy, Streams(policy), 0
+    generator._policy, generator._streams, generator._version = policy, EngineRequests(policy), 0
     generator._fleet = fleet_of(server_of("http://one", well=False), server_of("http://two", well=False))
     monkeypatch.setattr(generator, "_bring", lambda weights, version: setattr(generator._fleet._servers[0], "up", True))
     asked: list[int] = []

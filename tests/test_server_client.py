@@ -18,7 +18,7 @@ import pytest
 from lit_grpo.process.loops import EventLoop
 from lit_grpo.rollout.vllm import http
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, Guard
-from lit_grpo.rollout.vllm.http import ServerClient, ServerError, StreamPump
+from lit_grpo.rollout.vllm.http import HttpReceiver, ServerClient, ServerError
 
 uvicorn: Any = pytest.importorskip("uvicorn", reason="what vLLM serves with is not installed")
 
@@ -172,7 +172,7 @@ def test_a_server_that_was_restarted_is_noticed_by_the_next_call(
 
 def sample(client: ServerClient, loop: EventLoop) -> Any:
     """Return the content of the first thing that arrives."""
-    pump = StreamPump(loop)
+    pump = HttpReceiver(loop)
     pump.begin(0, client, [1], {}, "salt")
     arrived: list[Any] = []
     while not arrived:
@@ -251,7 +251,7 @@ def test_the_loop_ends_with_all_connections_closed(recwarn: pytest.WarningsRecor
     loop = EventLoop()
     client = ServerClient(f"http://127.0.0.1:{server.server_port}", TOKEN, "one", 1.0, loop)
     assert client.answers()
-    StreamPump(loop).begin(0, client, [1], {}, "salt")
+    HttpReceiver(loop).begin(0, client, [1], {}, "salt")
     assert client.answers()
     loop.close()
     del client, loop

@@ -570,7 +570,7 @@ def test_what_is_in_flight_does_not_go_on_with_weights_that_are_not_trusted(make
     generator, todo = make(2), requests(PROMPTS[:1], 1, SAMPLING)
     generator.submit(todo)
     generator.step()
-    generator.distrust()
+    generator.invalidate_weights()
     with pytest.raises(WeightSyncError):
         generator.step()
     generator.abort([request.key for request in todo])

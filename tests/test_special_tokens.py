@@ -15,7 +15,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.rollout.vllm.streams import Streams
+from lit_grpo.rollout.vllm.streams import EngineRequests
 from lit_grpo.types import Prompt, Request, SamplingParams
 
 END, PAD = 1, 0
@@ -60,7 +60,7 @@ def test_both_kinds_of_generators_give_such_text(tokenizer: PreTrainedTokenizerB
     completions = [rollout.completion for rollout in group.rollouts]
     bitten = [one for one in completions if BITE in one.token_ids_T.tolist()]
     assert bitten and all((str(tokenizer.convert_ids_to_tokens(BITE)) in one.text) == keeps for one in bitten)
-    streams, events = Streams(spec), StepEvents()
+    streams, events = EngineRequests(spec), StepEvents()
     stream = streams.open(Request(Prompt("b", (2,), ""), (0,), sampling), 1.0, "")
     stream.token_ids = completions[0].token_ids_T.tolist()
     assert spec.text_of(stream.token_ids) == completions[0].text

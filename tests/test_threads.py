@@ -18,10 +18,10 @@ def spent():
         time.sleep(0.002)
     return time.process_time() - before
 """
-ALONE = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "OPENBLAS_"))}
+SINGLE_RANK = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "OPENBLAS_"))}
 
 
-def said(code: str, environment: Mapping[str, str] = ALONE) -> str:
+def said(code: str, environment: Mapping[str, str] = SINGLE_RANK) -> str:
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -44,7 +44,7 @@ print(spent() < 0.6 * spinning, torch.get_num_threads())
 def test_the_package_tells_torch_not_to_spin_unless_the_user_has_chosen() -> None:
     code = "import lit_grpo, os; print(os.environ['OMP_WAIT_POLICY'], os.environ['OPENBLAS_NUM_THREADS'])"
     assert said(code) == "PASSIVE 1"
-    assert said(code, ALONE | {"OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "2"}) == "ACTIVE 2"
+    assert said(code, SINGLE_RANK | {"OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "2"}) == "ACTIVE 2"
 
 
 @pytest.mark.nightly

@@ -19,7 +19,7 @@ from lit_grpo.data.rendering import Converses, PromptRenderer
 from lit_grpo.data.sources import FileRows, Row, RowSource, check_size, make_source
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.limits import Count, Number, checks_arguments
-from lit_grpo.policy.loading import as_given, load_tokenizer
+from lit_grpo.policy.loading import as_loaded, load_tokenizer
 from lit_grpo.policy.named import TINY
 from lit_grpo.process.terminal import counted, say
 from lit_grpo.types import Prompt, own_copy
@@ -104,7 +104,7 @@ class PromptDataModule(LightningDataModule):
         seed: Number = 0,
     ) -> None:
         super().__init__()
-        self.policy = as_given(policy)
+        self.policy = as_loaded(policy)
         self.sources = {"train": train, "validation": validation, "test": test, "predict": predict}
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size

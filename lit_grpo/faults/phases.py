@@ -39,7 +39,7 @@ class Phases:
 
     def begin(self, name: str) -> None:
         """Change to a phase."""
-        self.move()
+        self.heartbeat()
         self._seconds[self.name] += self.moved_at - self._began
         self.name, self._began = name, self.moved_at
 
@@ -49,7 +49,7 @@ class Phases:
         seconds, self._seconds = self._seconds, defaultdict(float)
         return dict(seconds)
 
-    def move(self) -> None:
+    def heartbeat(self) -> None:
         """Note a movement."""
         self.moved_at = time.monotonic()
 

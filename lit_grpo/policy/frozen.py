@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from lit_grpo.policy.hub import hub_or_cache
-from lit_grpo.policy.loading import Given, adapter_folder
+from lit_grpo.policy.loading import LoadedPolicy, adapter_folder
 from lit_grpo.policy.named import resolve_policy
 from lit_grpo.policy.weights import digest, persistent_buffers
 
@@ -26,7 +26,7 @@ def without_frozen(module: torch.nn.Module, state_dict: Mapping[str, T]) -> dict
     return {name: value for name, value in state_dict.items() if name not in frozen}
 
 
-def fingerprint(policy: PreTrainedModel, source: str | Given) -> str:
+def fingerprint(policy: PreTrainedModel, source: str | LoadedPolicy) -> str:
     """Return a hash of the names, shapes, dtypes and content of a policy's weights, the same on every machine.
 
     Machines may quantize to four bits differently. So weights in four bits count by name and shape, and by the content
@@ -68,7 +68,7 @@ def _files(name: str) -> list[str]:
         return files
 
 
-def recorded_name(source: str | Given, is_adapter: bool) -> str:
+def recorded_name(source: str | LoadedPolicy, is_adapter: bool) -> str:
     """Return the name of a policy in a checkpoint; empty if a loaded model was given whose origin is not known.
 
     Args:

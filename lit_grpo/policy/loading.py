@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-Given = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
+LoadedPolicy = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
 """A loaded model with its tokenizer; None means the tokenizer of the place that the model was loaded from."""
 
 
-def as_given(policy: Any) -> str | Given:
+def as_loaded(policy: Any) -> str | LoadedPolicy:
     """Return a policy's name, or a loaded model with its tokenizer.
 
     Raises:
@@ -136,7 +136,7 @@ def _files(name: str) -> SavedFiles | GGUFFile:
     return gguf_file(name) or SavedFiles(name)
 
 
-def files_note(policy: str | Given, dtype: str) -> str:
+def files_note(policy: str | LoadedPolicy, dtype: str) -> str:
     """Return a sentence on what a policy's files hold that a run should know; mostly there is none.
 
     Args:
@@ -177,7 +177,7 @@ def _reading(policy: str, what: str) -> Iterator[SavedFiles | GGUFFile]:
             raise ValueError(_load_failure(name, what, error)) from error
 
 
-def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
+def load_tokenizer(policy: str | LoadedPolicy) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a policy, or return the one that was given with a loaded model.
 
     Raises:
@@ -222,7 +222,7 @@ def _with_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokeni
 
 
 def load_policy(
-    policy: str | Given, dtype: str = "float32", nf4: bool = False, outline: bool = False
+    policy: str | LoadedPolicy, dtype: str = "float32", nf4: bool = False, outline: bool = False
 ) -> PreTrainedModel:
     """Load the causal language model of a policy, from safetensors only, and switch its dropout off.
 

@@ -20,7 +20,7 @@ from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
 from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation
 from lit_grpo.policy.architecture.logits import token_logits
-from lit_grpo.policy.sharding import class_of, compute, whole
+from lit_grpo.policy.sharding import class_of, compute, full_tensor
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.process.terminal import first_line
 
@@ -151,7 +151,7 @@ def _check_numbers(policy: PreTrainedModel, expected: _Expected, folder: Path) -
     elif expected.moved == 0 and expected.logprobs_TV.eq(expected.logprobs_TV[0]).all():
         broken = "its log-probs are the same whatever it reads"  # for example, activations overflow in a norm
     for name, weight in policy.named_parameters():
-        if broken is None and weight.is_floating_point() and not torch.isfinite(whole(weight.detach())).all():
+        if broken is None and weight.is_floating_point() and not torch.isfinite(full_tensor(weight.detach())).all():
             broken = f"its weight {name} holds NaN or infinity"
     if broken is not None:
         raise BrokenPolicyError(
@@ -183,7 +183,7 @@ def _adapter_state(policy: PreTrainedModel, keep: bool) -> dict[str, torch.Tenso
 
     (name,) = policy.active_adapters()
     wanted = {key for key in dict(policy.named_parameters()) if f".{name}" in key}
-    state = {key: whole(one).detach().cpu() for key, one in policy.named_parameters() if key in wanted}
+    state = {key: full_tensor(one).detach().cpu() for key, one in policy.named_parameters() if key in wanted}
     if not keep:
         return {}
     alone = get_peft_model_state_dict(policy, state, adapter_name=name, save_embedding_layers=False)

@@ -106,7 +106,7 @@ def scatter(policy: PreTrainedModel) -> None:
         module.reshard()
 
 
-def rest(policy: PreTrainedModel) -> None:
+def gather_for_sampling(policy: PreTrainedModel) -> None:
     """Bring the weights into their form between updates: whole for a generator in this process, else shards."""
     (gather if getattr(policy, _WHOLE, True) else scatter)(policy)
 
@@ -125,7 +125,7 @@ def tied_again(module: torch.nn.Module, state: dict[str, T]) -> dict[str, T]:
     return {name: state[same.get(name, name)] for name in state}
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, gathered if it is a shard; then all ranks call it."""
     full: Any = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()

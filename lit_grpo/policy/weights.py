@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 
 from lit_grpo.policy.nf4 import dequantized
-from lit_grpo.policy.sharding import whole
+from lit_grpo.policy.sharding import full_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +82,7 @@ class PolicyWeights:
     def _tensors(self) -> Iterator[Named]:
         if not self.merged:
             for name, parameter in self.policy.named_parameters():
-                yield name, self._rounded(whole(parameter).detach())
+                yield name, self._rounded(full_tensor(parameter).detach())
             return
         changes = {id(parameter): layers for parameter, layers in _changed_by_adapters(self.policy)}
 
@@ -90,13 +90,13 @@ class PolicyWeights:
             tensor = dequantized(parameter)
             for layer in changes.get(id(parameter), ()):
                 tensor = _merge(layer, tensor)
-            return whole(tensor).detach()
+            return full_tensor(tensor).detach()
 
         yield from self._as_saved(self._state(merged))
 
     def _base(self) -> Iterator[Named]:
         """Yield the weights without adapters."""
-        yield from self._as_saved(self._state(lambda parameter: whole(dequantized(parameter)).detach()))
+        yield from self._as_saved(self._state(lambda parameter: full_tensor(dequantized(parameter)).detach()))
 
     def _state(self, made: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Named]:
         """Yield the bare model's parameters and buffers by its own names, after ``made`` has been applied to each."""

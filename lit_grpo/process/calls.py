@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from lit_grpo.process.loops import USERS_LOOP, EventLoop
-from lit_grpo.process.streams import KeptStreams
+from lit_grpo.process.streams import StdioGuard
 from lit_grpo.process.terminal import error_text
 
 _T = TypeVar("_T")
@@ -79,7 +79,7 @@ class Calls:
     """
 
     def __init__(self, num_threads: int, of: str, remedy: str) -> None:
-        self.streams = KeptStreams()
+        self.streams = StdioGuard()
         self._num_threads = num_threads
         self._of, self._remedy = of, remedy
         self._keeper = EventLoop("lit_grpo-calls")

@@ -9,7 +9,7 @@ from contextlib import suppress
 _NAMES = {1: "stdout", 2: "stderr"}
 
 
-class KeptStreams:
+class StdioGuard:
     """Opens ``sys.stdout``, ``sys.stderr`` and their file descriptors again if they have been closed.
 
     A function of a user that calls ``sys.stdout.close()`` or ``os.close(1)``, as some libraries do, would otherwise end

@@ -138,7 +138,7 @@ class Generator(Decoder, Protocol):
         """
         ...
 
-    def distrust(self) -> None:
+    def invalidate_weights(self) -> None:
         """Refuse to sample until ``load_weights`` succeeds again: the weights were found to be wrong."""
         ...
 

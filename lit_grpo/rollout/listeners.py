@@ -26,12 +26,12 @@ class Moving(Listener):
     others: Sequence[Listener]
 
     def on_step(self, events: StepEvents) -> None:
-        self.phases.move()
+        self.phases.heartbeat()
 
     def on_idle(self) -> None:
         for other in self.others:
             if other.waits_in_time:
-                self.phases.move()
+                self.phases.heartbeat()
 
     def on_rollout_end(self, failed: bool) -> None:
         self.phases.begin("reward")

@@ -101,7 +101,7 @@ class RolloutPump:
         buffer = self._loop.buffer
         while len(buffer):
             with phases.of("rollout"):
-                groups = self.take(phases.move, lambda: buffer.num_waiting > 0)
+                groups = self.take(phases.heartbeat, lambda: buffer.num_waiting > 0)
             batch.groups += groups
             yield groups
         places = {(prompt.prompt_id, prompt.visit): place for place, prompt in enumerate(batch.prompts)}

@@ -57,7 +57,7 @@ class Run(Protocol):
         ...
 
 
-class PromptStream(Protocol):
+class PromptSource(Protocol):
     """Where a session takes further prompts from; :class:`lit_grpo.data.loaders.PromptLoader` is one."""
 
     chooser: PromptChooser | None
@@ -143,7 +143,7 @@ class RolloutSession:
         self.lengths: LengthPredictor | None = None
         self.rewards: RewardRunner | None = None
         self._history: PromptHistory | None = None
-        self._stream: PromptStream | None = None
+        self._stream: PromptSource | None = None
         self._pump: RolloutPump | None = None
         self._rounds: RoundScheduler | None = None
         self._predicted: dict[Key, float] = {}  # tokens of completions whose groups are open between two batches
@@ -190,7 +190,7 @@ class RolloutSession:
         if self.mode.carries and facts.num_prompts is not None:
             self.buffer.rule = self.mode.rule(facts.num_prompts, facts.num_generations, facts.updates_per_batch)
 
-    def open(self, history: PromptHistory, stream: PromptStream | None) -> None:
+    def open(self, history: PromptHistory, stream: PromptSource | None) -> None:
         """Go by what is known of prompts, and take prompts from a stream.
 
         Args:
@@ -458,7 +458,7 @@ class RolloutSession:
             batch.arriving = self._with_members(run, self._pump.arriving(batch, run.phases))
             return
         with run.phases.of("rollout"):
-            batch.groups = self._pump.take(run.phases.move)
+            batch.groups = self._pump.take(run.phases.heartbeat)
         self._add_members(run, batch.groups)
         batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
 
@@ -523,7 +523,7 @@ class RolloutSession:
                 f"The checkpoint has {num_open} prompts in work, begun on {len(states)} ranks with {state['mode']}, "
                 f"and this run has {ranks.size} and {self._mode_name}: go on as it was."
             )
-        own = states[ranks.own % len(states)]
+        own = states[ranks.rank % len(states)]
         if self.lengths is not None and "lengths" in own:
             self.lengths.load_state_dict(own["lengths"])
         if self._choice is not None and "probe" in own:

@@ -43,7 +43,7 @@ def assign_advantages(batch: LearningBatch, settings: LearnerSettings, history: 
     if "all_ranks" in estimator.needs:
         everyone = ranks.gather(counted)
         batch_R = estimator.compute(GroupRewards.concatenate(everyone), weights_K, history)
-        advantages_R = batch_R.split([len(rank.rewards_R) for rank in everyone])[ranks.own]
+        advantages_R = batch_R.split([len(rank.rewards_R) for rank in everyone])[ranks.rank]
     else:
         advantages_R = estimator.compute(counted, weights_K, history)
     advantages_R = advantages_R.masked_fill(~chosen_R, math.nan)
@@ -53,7 +53,7 @@ def assign_advantages(batch: LearningBatch, settings: LearnerSettings, history: 
     if chooser is not None:
         parts, counts = zip(*ranks.gather((advantages_R, len(batch.groups))), strict=True)
         kept_R = chooser.choose_from_batch(batch, torch.cat(parts), sum(counts))
-        advantages_R = advantages_R.masked_fill(~kept_R.split([len(part) for part in parts])[ranks.own], math.nan)
+        advantages_R = advantages_R.masked_fill(~kept_R.split([len(part) for part in parts])[ranks.rank], math.nan)
     for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
         rollout.advantage, rollout.token_advantages = advantage, None
     crediting = settings.plugin("credit", "credit_tokens")

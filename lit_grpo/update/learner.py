@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.faults import BrokenBatches
-from lit_grpo.policy.sharding import rest, whole
+from lit_grpo.policy.sharding import full_tensor, gather_for_sampling
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.arriving import PROVISIONAL, ArrivingGradient
@@ -156,7 +156,7 @@ class Learner:
         everyone = passes.ranks.gather(told) if is_whole else [told]
         for problem in filter(None, (each for each, _ in everyone)):
             raise ValueError(problem)  # on every rank, so that none waits for another
-        rest(self.policy)
+        gather_for_sampling(self.policy)
         if any(recomputes for _, recomputes in everyone):
             self._recompute(replayed)
         version, several_updates = self.optimization.policy_version, settings.updates_per_batch > 1
@@ -223,7 +223,7 @@ class Learner:
         own = StepTotals(sum(rollout.completion.num_trained for rollout in learnt), len(taking_part), max_tokens)
         totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)
         if batch is not None:
-            rest(self.policy)
+            gather_for_sampling(self.policy)
             if (choosing := settings.plugin("token_mask")) is not None:
                 progress, optimizer = settings.progress(version), self.optimization.optimizer
                 now = replace(batch, version=version, progress=progress, optimizer=optimizer)
@@ -285,7 +285,7 @@ class Learner:
     def _take_step(self, step: Step, gathered: Gathered, metrics: TokenMetrics) -> None:
         """Take the optimizer's step with the gradient that there is."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
-        ranks, (gathered, grad_norm) = self.passes.ranks, gathered.read(whole(norm))
+        ranks, (gathered, grad_norm) = self.passes.ranks, gathered.read(full_tensor(norm))
         for micro_batch in gathered.micro_batches:
             metrics.add(micro_batch)
         if metrics.num_updates == 0 and (problem := metrics.gap_problem(ranks.sum, ranks.max)):
@@ -295,7 +295,7 @@ class Learner:
         if skipped:
             self.policy.zero_grad()
         advantages = [rollout.advantage for rollout in step.rollouts]
-        self._broken.count(skipped, step.policy_version, ranks.own, step.rollouts, advantages, grad_norm, loss)
+        self._broken.count(skipped, step.policy_version, ranks.rank, step.rollouts, advantages, grad_norm, loss)
         size, scale = self.settings.objective.step_size, 1.0
         if size.rule != "fixed" and not skipped:
             log_weights_C = torch.cat([torch.empty(0), *gathered.log_weights])

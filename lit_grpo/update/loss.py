@@ -63,7 +63,7 @@ class MicroBatchLoss:
         )
         with nullcontext() if step.term is None else step.term.watching():
             logprobs_N, entropy_N = compute(self.policy, forward)
-        if owner != self.rows.own:
+        if owner != self.rows.rank:
             return logprobs_N.sum() * 0.0
         tokens = tokens_of(objective, logprobs_N, entropy_N, micro_batch, step)
         kept_N = None if step.kept is None else step.values_of(step.kept, micro_batch)

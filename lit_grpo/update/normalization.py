@@ -26,7 +26,7 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenShare:
     """Of which tokens those of a micro-batch are a part, where some of their completions do not go through the policy.
 
     ``weights_N`` says how many tokens each stands for, and ``lengths_C`` how many each whole completion has.

@@ -150,7 +150,7 @@ def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServer
         generator.load_weights(AdapterWeights(policy, with_base=False), 6)
     everything = sum(parameter.nbytes for parameter in policy.parameters())
     assert generator.load_weights(generator.weights(), 7).num_bytes == everything
-    generator.distrust()
+    generator.invalidate_weights()
     assert generator.load_weights(generator.weights(), 8).num_bytes == everything
     assert generator.load_weights(generator.weights(), 9).num_bytes < everything / 50
     assert sampled_right(generator, policy, 9)

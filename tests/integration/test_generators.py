@@ -449,7 +449,7 @@ def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
     elif generator.sends_alone:
         assert report.num_bytes == adapters < everything / 5
         assert report.changed_share == adapters / everything
-        generator.distrust()
+        generator.invalidate_weights()
         assert generator.load_weights(generator.weights(), 3).num_bytes == everything
     else:
         assert report.num_bytes == everything
@@ -546,7 +546,7 @@ def test_a_sync_that_fails_poisons_it_until_one_succeeds(generator: Any, policy:
     generator.load_weights(generator.weights(), 2)
     assert generator.version == 2
     assert len(collect(generator, 2)) == 6
-    generator.distrust()
+    generator.invalidate_weights()
     with pytest.raises(WeightSyncError):
         generator.submit([Request(PROMPTS[0], (0,), SAMPLING)])
 

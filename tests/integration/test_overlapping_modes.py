@@ -32,7 +32,7 @@ from test_training_modes import (
 
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.rollout.vllm.streams import Streams
+from lit_grpo.rollout.vllm.streams import EngineRequests
 from lit_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -77,14 +77,14 @@ def test_keys_and_values_of_older_weights_are_used_where_the_mode_keeps_them(
     folder: Path, tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where requests go on under other weights, they may use keys and values under the salt of the old ones."""
-    opened, salts = Streams.open, list[bool]()
+    opened, salts = EngineRequests.open, list[bool]()
 
     def open_stream(streams: Any, request: Any, expected: float, salt: str) -> Any:
         if request.prefix.num_tokens and request.prefix.newest_version != server.version:
             salts.append(salt == server._salt)
         return opened(streams, request, expected, salt)
 
-    monkeypatch.setattr(Streams, "open", open_stream)
+    monkeypatch.setattr(EngineRequests, "open", open_stream)
     # Long, so that some are being decoded at a sync; and small steps, for old keys tell in the log-probs.
     settings = {"sampling": SamplingParams(max_tokens=96), "optimizer": sgd(0.02)}
     for at_sync in ("keep", "recompute"):

@@ -176,7 +176,7 @@ def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLM
         groups, _ = RolloutLoop(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
         for rollout in groups[0].rollouts:
             assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(policy, rollout), atol=1e-4)
-    generator.distrust()
+    generator.invalidate_weights()
     assert sync(generator, policy, 2).changed_share == 1.0  # whole, for what the servers hold is not known
 
 

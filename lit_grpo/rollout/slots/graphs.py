@@ -26,9 +26,9 @@ from lit_grpo.rollout.slots.fused import FusedDecoder
 _FIRST_BUCKETS, _BUCKET_STEP = (1, 2, 4), 8
 _WARM_UPS = 2
 
-Part = Callable[[], None]
+GraphPart = Callable[[], None]
 """Reads and writes tensors that stay where they are; a recording of it does the same when it is called."""
-Recorder = Callable[[Part], Part]
+Recorder = Callable[[GraphPart], GraphPart]
 
 
 def bucket_sizes(most_rows: int) -> list[int]:
@@ -48,7 +48,7 @@ def cuda_recorder() -> Recorder:
     return lambda part: _record_cuda_graph(part, pool)
 
 
-def _record_cuda_graph(part: Part, pool: Any) -> Part:
+def _record_cuda_graph(part: GraphPart, pool: Any) -> GraphPart:
     """Capture a part as a CUDA graph, after it has run on a side stream, as torch asks for; return its replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -86,7 +86,7 @@ class GraphedDecoder:
         self._decoder, self._weights = decoder, weights
         self._record = record or cuda_recorder()
         self._sizes = bucket_sizes(most_rows)
-        self._recordings: dict[int, list[Part]] = {}
+        self._recordings: dict[int, list[GraphPart]] = {}
         self._buffers: _Buffers | None = None
         self._dtype: torch.dtype | None = None
         self._places = self._weight_places()
@@ -137,7 +137,7 @@ class GraphedDecoder:
             self._buffers = _Buffers(self._decoder, tokens_B, self._sizes[-1])
         return self._buffers
 
-    def _recording(self, size: int) -> list[Part]:
+    def _recording(self, size: int) -> list[GraphPart]:
         """The recordings of a bucket; they are made before its first step, for they run on what the buffers hold."""
         if size not in self._recordings:
             assert self._buffers is not None
@@ -163,7 +163,7 @@ class _Buffers:
         num_queries = self.heads.shape[1] - self.value.shape[1]
         self.attended = self.value.new_zeros((most_rows, num_queries * self.value.shape[2]))
 
-    def parts(self, decoder: FusedDecoder, size: int) -> list[Part]:
+    def parts(self, decoder: FusedDecoder, size: int) -> list[GraphPart]:
         """The parts of a step of ``size`` rows: one before each attention, one after the last."""
         hidden, attended = self.hidden[:size], self.attended[:size]
 

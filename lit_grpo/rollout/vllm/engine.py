@@ -32,7 +32,7 @@ from lit_grpo.rollout.vllm.arguments import (
     start_failure,
 )
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
-from lit_grpo.rollout.vllm.streams import Stream
+from lit_grpo.rollout.vllm.streams import EngineRequest
 from lit_grpo.rollout.weights.files import PrivateFolder
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
@@ -258,9 +258,9 @@ class VLLMGenerator(EngineGenerator):
     def _lacks_base(self) -> bool:
         return not self._holds_base
 
-    def distrust(self) -> None:
+    def invalidate_weights(self) -> None:
         """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
-        super().distrust()
+        super().invalidate_weights()
         self._holds_base = False
 
     def sleep(self) -> dict[str, float]:
@@ -295,7 +295,7 @@ class VLLMGenerator(EngineGenerator):
     def _room(self) -> Room:
         return self._engine_room
 
-    def _ask(self, stream: Stream) -> None:
+    def _ask(self, stream: EngineRequest) -> None:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -306,7 +306,7 @@ class VLLMGenerator(EngineGenerator):
         assert ticket is not None
         self._engine.add_request(str(ticket), prompt, params, priority=ticket, lora_request=self._adapter)
 
-    def _withdraw(self, streams: Sequence[Stream]) -> None:
+    def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         self._stop([str(self._streams.take_ticket(stream)) for stream in streams])
 
     def _stop(self, request_ids: Iterable[str]) -> None:
@@ -325,7 +325,7 @@ class VLLMGenerator(EngineGenerator):
         except BaseException:
             self._is_half_stepped = True
             self._made_for = ""  # so that the next start makes another engine
-            self.distrust()
+            self.invalidate_weights()
             raise
 
     def _receive(self, events: StepEvents) -> None:
@@ -373,7 +373,7 @@ def _rank_told(device: torch.device) -> Iterator[None]:
 
     vLLM then makes its groups within the ranks' process group, and each group has one engine.
     """
-    told = {"RANK": str(Ranks().own), "LOCAL_RANK": str(device.index or 0)}
+    told = {"RANK": str(Ranks().rank), "LOCAL_RANK": str(device.index or 0)}
     before = {name: os.environ.get(name) for name in told}
     os.environ.update(told)
     try:

@@ -27,7 +27,7 @@ from lit_grpo.rollout.vllm.arguments import (
     sampling_fields,
     warn_of_dtype,
 )
-from lit_grpo.rollout.vllm.streams import Stream, Streams
+from lit_grpo.rollout.vllm.streams import EngineRequest, EngineRequests
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, check_nothing_in_flight, complete
 from lit_grpo.scheduling.layouts import Blocks
@@ -90,7 +90,7 @@ class EngineGenerator(Versioned, ABC):
         self._arrived: dict[str, str] = {}  # the digests of what engines hold
         self._salt = ""
         self._salts: dict[Key, str] = {}  # of requests that were stopped, whose keys and values are kept
-        self._streams = Streams()
+        self._streams = EngineRequests()
 
     # ---- what kinds of engines differ in ----------------------------------------------------------
 
@@ -123,11 +123,11 @@ class EngineGenerator(Versioned, ABC):
         """Return the engines' limits."""
 
     @abstractmethod
-    def _ask(self, stream: Stream) -> None:
+    def _ask(self, stream: EngineRequest) -> None:
         """Ask an engine for the tokens to follow; ``stream`` has a new ticket."""
 
     @abstractmethod
-    def _withdraw(self, streams: Sequence[Stream]) -> None:
+    def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         """Let engines forget these streams, and give the tickets back."""
 
     @abstractmethod
@@ -153,8 +153,8 @@ class EngineGenerator(Versioned, ABC):
             self._made_for = made_for
         self.abort([stream.request.key for stream in self._streams])
         self._policy = policy
-        self._streams, self._salts = Streams(policy), {}
-        self.distrust()
+        self._streams, self._salts = EngineRequests(policy), {}
+        self.invalidate_weights()
 
     def _adapter_arguments(self, policy: PolicySpec) -> dict[str, Any]:
         """Return vLLM's arguments for adapters that travel alone; none where they are merged."""
@@ -243,11 +243,11 @@ class EngineGenerator(Versioned, ABC):
             tokens = float(request.sampling.max_tokens) if expected is None else expected[number]
             self._send(self._streams.open(request, tokens, self._salts.pop(request.key, self._salt)))
 
-    def _send(self, stream: Stream) -> None:
+    def _send(self, stream: EngineRequest) -> None:
         self._streams.give_ticket(stream)
         self._ask(stream)
 
-    def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
+    def _fields(self, stream: EngineRequest, keyed: bool) -> dict[str, Any]:
         """Return vLLM's sampling parameters for the tokens to follow; ``keyed`` where it draws by position."""
         assert self._policy is not None
         return sampling_fields(stream.request, stream.num_begun, self._policy.eos_ids, keyed)
@@ -269,7 +269,12 @@ class EngineGenerator(Versioned, ABC):
         return events
 
     def _take(
-        self, stream: Stream, ids: Sequence[int], logprobs: Sequence[float], reason: str | None, events: StepEvents
+        self,
+        stream: EngineRequest,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        reason: str | None,
+        events: StepEvents,
     ) -> None:
         """Add tokens to a stream; they end it if there is a ``reason``, or a stop string that began in its prefix."""
         stopped = self._streams.extend(stream, ids, logprobs, self._version, events)

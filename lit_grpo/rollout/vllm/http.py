@@ -453,7 +453,7 @@ class Arrival:
     content: Chunk | ServerError
 
 
-class StreamPump:
+class HttpReceiver:
     """Receives completions from servers; each is a task of the event loop, known by its ticket."""
 
     def __init__(self, loop: EventLoop) -> None:

@@ -16,8 +16,8 @@ from lit_grpo.process.packages import require
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
-from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
-from lit_grpo.rollout.vllm.streams import Stream
+from lit_grpo.rollout.vllm.http import Arrival, HttpReceiver, ServerError
+from lit_grpo.rollout.vllm.streams import EngineRequest
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
 _NONE_LEFT = "No vLLM server is left; start them again and resume from the last checkpoint."
@@ -144,8 +144,8 @@ class VLLMServerGenerator(EngineGenerator):
             ray=ray,
             restarts=restarts,
         )
-        self._pump: StreamPump | None = None
-        self._at: dict[Stream, Server] = {}
+        self._pump: HttpReceiver | None = None
+        self._at: dict[EngineRequest, Server] = {}
         self._num_resumed = 0  # rollouts that were resumed on a restarted server since a completion ended
         self._num_due = 0.0  # the part of a step that tokens have come for, but no step was counted
 
@@ -171,9 +171,9 @@ class VLLMServerGenerator(EngineGenerator):
     def _lacks_base(self) -> bool:
         return self._fleet.lacks_base()
 
-    def distrust(self) -> None:
+    def invalidate_weights(self) -> None:
         """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
-        super().distrust()
+        super().invalidate_weights()
         self._fleet.forget_weights()
 
     def sleep(self) -> dict[str, float]:
@@ -195,7 +195,7 @@ class VLLMServerGenerator(EngineGenerator):
         block = max((server.block for server in alive), default=1)  # the largest where they differ
         return Room(self._fleet.context, [server.kv_tokens for server in alive], block)
 
-    def _ask(self, stream: Stream) -> None:
+    def _ask(self, stream: EngineRequest) -> None:
         """Ask the server that has the least to do."""
         if not self._fleet.alive:
             raise GenerationError(_NONE_LEFT)
@@ -207,10 +207,10 @@ class VLLMServerGenerator(EngineGenerator):
         free = [server for server in ahead if count[server] < self.num_slots] or ahead
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
         assert stream.ticket is not None
-        self._pump = self._pump or StreamPump(self._fleet.loop)
+        self._pump = self._pump or HttpReceiver(self._fleet.loop)
         self._pump.begin(stream.ticket, server.client, stream.prompt, self._fields(stream, server.keyed), stream.salt)
 
-    def _withdraw(self, streams: Sequence[Stream]) -> None:
+    def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         for stream in streams:
             assert self._pump is not None
             self._at.pop(stream, None)
@@ -238,7 +238,7 @@ class VLLMServerGenerator(EngineGenerator):
         events.num_steps = int(self._num_due)
         self._num_due -= events.num_steps
 
-    def _fail(self, stream: Stream, error: ServerError, events: StepEvents) -> None:
+    def _fail(self, stream: EngineRequest, error: ServerError, events: StepEvents) -> None:
         """Go on with a completion whose server failed.
 
         It goes on there if only the connection broke. Otherwise the server is left out, and all its completions move.
@@ -267,7 +267,7 @@ class VLLMServerGenerator(EngineGenerator):
         for each in lost:
             self._send(each)
 
-    def _resume_lost(self, lost: Sequence[Stream], why: str) -> None:
+    def _resume_lost(self, lost: Sequence[EngineRequest], why: str) -> None:
         """Send the weights again to servers that were started again, and ask these for all completions.
 
         Raises:

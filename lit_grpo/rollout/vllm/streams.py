@@ -57,7 +57,7 @@ class TextFeatures:
         """Return the last point that a completion has reached since it had ``num_before`` tokens."""
         return next((point for point in sorted(self.points, reverse=True) if num_before < point <= num_tokens), None)
 
-    def of_completions(self, streams: Sequence[Stream], point: int) -> Observation:
+    def of_completions(self, streams: Sequence[EngineRequest], point: int) -> Observation:
         """Observe completions as they were at ``point`` sampled tokens."""
         first = [stream.first_sampled(point) for stream in streams]
         rows = self._rows(
@@ -74,7 +74,7 @@ class TextFeatures:
         return np.concatenate([pooled, scalars], 1, dtype=np.float32)
 
 
-class Stream:
+class EngineRequest:
     """A request in flight, and its tokens so far, which begin with its prefix.
 
     An engine knows it by its ``ticket``, which is ``None`` while no engine has been asked for it; ``num_begun`` of the
@@ -133,7 +133,7 @@ class Stream:
         return self.request.after(Trajectory(tokens, logprobs, self.versions, trained))
 
 
-class Streams:
+class EngineRequests:
     """The requests in flight, in the order in which they came, and what a step reports of them.
 
     Args:
@@ -144,15 +144,15 @@ class Streams:
     def __init__(self, policy: PolicySpec | None = None) -> None:
         self._policy, self._tokenizer = policy, cast(Any, None if policy is None else policy.tokenizer)
         self._features = None if policy is None else TextFeatures(policy)
-        self._streams: dict[Key, Stream] = {}
-        self._asked: dict[int, Stream] = {}
-        self._reached: dict[int, list[Stream]] = {}
+        self._streams: dict[Key, EngineRequest] = {}
+        self._asked: dict[int, EngineRequest] = {}
+        self._reached: dict[int, list[EngineRequest]] = {}
         self._unseen: list[Prompt] = []
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __iter__(self) -> Iterator[Stream]:
+    def __iter__(self) -> Iterator[EngineRequest]:
         return iter(list(self._streams.values()))
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,27 +160,27 @@ class Streams:
         assert self._features is not None
         return self._features.watched(weights)
 
-    def open(self, request: Request, expected: float, salt: str) -> Stream:
+    def open(self, request: Request, expected: float, salt: str) -> EngineRequest:
         """Begin a request, from its prefix."""
-        stream = self._streams[request.key] = Stream(request, expected, salt)
+        stream = self._streams[request.key] = EngineRequest(request, expected, salt)
         return stream
 
-    def close(self, keys: Iterable[Key]) -> list[Stream]:
+    def close(self, keys: Iterable[Key]) -> list[EngineRequest]:
         """End those of ``keys`` that are in flight."""
         return [self._streams.pop(key) for key in dict.fromkeys(keys) if key in self._streams]
 
     # ---- tickets ----------------------------------------------------------------------------------
 
-    def give_ticket(self, stream: Stream) -> None:
+    def give_ticket(self, stream: EngineRequest) -> None:
         """Note that an engine is about to be asked for the tokens to follow."""
         stream.ticket, stream.num_begun = next(_tickets), len(stream.token_ids)
         self._asked[stream.ticket] = stream
 
-    def of_ticket(self, ticket: int) -> Stream | None:
+    def of_ticket(self, ticket: int) -> EngineRequest | None:
         """Return the stream with this ticket; ``None`` where the ticket has been taken back."""
         return self._asked.get(ticket)
 
-    def take_ticket(self, stream: Stream) -> int:
+    def take_ticket(self, stream: EngineRequest) -> int:
         """Take the ticket back, since the engine is not to decode this stream any longer; return it."""
         ticket, stream.ticket = stream.ticket, None
         assert ticket is not None
@@ -190,7 +190,12 @@ class Streams:
     # ---- tokens -----------------------------------------------------------------------------------
 
     def extend(
-        self, stream: Stream, token_ids: Sequence[int], logprobs: Sequence[float], version: int, events: StepEvents
+        self,
+        stream: EngineRequest,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
+        events: StepEvents,
     ) -> bool:
         """Add tokens, up to the end of a stop string that began before the engine was asked; return if there is one.
 
@@ -216,7 +221,7 @@ class Streams:
             self._reached.setdefault(point, []).append(stream)
         return end is not None
 
-    def _end_of_stop_string(self, stream: Stream, first: int) -> int | None:
+    def _end_of_stop_string(self, stream: EngineRequest, first: int) -> int | None:
         """Return the number of tokens, above ``first``, at which a stop string ends that began before ``num_begun``."""
         begun, stop = stream.num_begun, stream.request.sampling.stop
         if not begun or not stop:
@@ -233,7 +238,7 @@ class Streams:
                 return end
         return None
 
-    def finish(self, stream: Stream, reason: FinishReason, events: StepEvents) -> None:
+    def finish(self, stream: EngineRequest, reason: FinishReason, events: StepEvents) -> None:
         """End a completion, and report it."""
         del self._streams[stream.request.key]
         if stream.ticket is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_grpo.policy.sharding import whole
+from lit_grpo.policy.sharding import full_tensor
 from lit_grpo.policy.weights import PolicyWeights, lora_layers
 from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.tensors import check_complete, complete
@@ -44,7 +44,7 @@ class AdapterWeights(PolicyWeights):
 
     def _tensors(self) -> Iterator[Named]:
         for name, parameter, scaling in self._adapters():
-            yield name, (whole(parameter).detach() * scaling).to(self.dtype or self.policy.dtype)
+            yield name, (full_tensor(parameter).detach() * scaling).to(self.dtype or self.policy.dtype)
         if self.with_base:
             yield from self._base()
 

@@ -26,7 +26,7 @@ class Versioned:
         """The policy version that samples now; -1 where no complete set of weights has arrived."""
         return self._version
 
-    def distrust(self) -> None:
+    def invalidate_weights(self) -> None:
         """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
         self._version = -1
 

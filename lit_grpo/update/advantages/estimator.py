@@ -123,7 +123,7 @@ class GroupRewards:
         return replace(self, rewards_R=self.rewards_R - torch.tensor(penalties, dtype=torch.float32))
 
 
-class Given(NamedTuple):
+class EstimatorInputs(NamedTuple):
     """What an estimator may go by beside the rewards of groups.
 
     ``weights_K`` are those of the reward functions, ``history`` has earlier visits of prompts, ``scale`` says what to
@@ -147,36 +147,36 @@ class EstimatorRow(NamedTuple):
     ``advantages.estimator`` names.
     """
 
-    compute: Callable[[GroupRewards, Given], torch.Tensor]
+    compute: Callable[[GroupRewards, EstimatorInputs], torch.Tensor]
     scales: tuple[ScaleBy, ...]
     needs: frozenset[str] = frozenset()
     by_scores: bool = False
 
 
-def _scaled(advantages: Callable[..., torch.Tensor]) -> Callable[[GroupRewards, Given], torch.Tensor]:
+def _scaled(advantages: Callable[..., torch.Tensor]) -> Callable[[GroupRewards, EstimatorInputs], torch.Tensor]:
     return lambda rewards, given: advantages(rewards.rewards_R, rewards.groups_R, given.scale)
 
 
-def _ngrpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+def _ngrpo(rewards: GroupRewards, given: EstimatorInputs) -> torch.Tensor:
     scale = cast(Any, given.scale)
     return virtual_maximum_advantages(rewards.rewards_R, rewards.groups_R, given.max_reward, scale)
 
 
-def _gdpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+def _gdpo(rewards: GroupRewards, given: EstimatorInputs) -> torch.Tensor:
     return per_reward_advantages(rewards.by_function_RK, rewards.groups_R, given.weights_K)
 
 
-def _dcpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+def _dcpo(rewards: GroupRewards, given: EstimatorInputs) -> torch.Tensor:
     return smoothed_advantages(rewards.rewards_R, rewards.groups_R, rewards.prompt_ids, given.history, rewards.altered)
 
 
-def _least_variance(rewards: GroupRewards, given: Given) -> torch.Tensor:
+def _least_variance(rewards: GroupRewards, given: EstimatorInputs) -> torch.Tensor:
     scale = cast(Any, given.scale)
     return least_variance_advantages(rewards.rewards_R, rewards.groups_R, rewards.log_weights_R, scale)
 
 
-def _normalized(baseline: bool) -> Callable[[GroupRewards, Given], torch.Tensor]:
-    def compute(rewards: GroupRewards, given: Given) -> torch.Tensor:
+def _normalized(baseline: bool) -> Callable[[GroupRewards, EstimatorInputs], torch.Tensor]:
+    def compute(rewards: GroupRewards, given: EstimatorInputs) -> torch.Tensor:
         num_tokens_R = rewards.num_tokens_R if given.scale == "tokens" else None
         return globally_normalized_advantages(rewards.rewards_R, rewards.groups_R, baseline, num_tokens_R)
 
@@ -285,4 +285,4 @@ class Advantages:
             weights_K: Of the reward functions.
             history: Earlier visits, for ``dcpo``.
         """
-        return self._row.compute(rewards, Given(self.scaled_by, self.max_reward, weights_K, history))
+        return self._row.compute(rewards, EstimatorInputs(self.scaled_by, self.max_reward, weights_K, history))

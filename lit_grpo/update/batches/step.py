@@ -12,7 +12,7 @@ from lit_grpo.process.copies import in_one_copy
 from lit_grpo.types import Completion, GroupKey, Key, Rollout, RolloutGroup
 from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.metrics import MicroBatchSums, read_sums
-from lit_grpo.update.normalization import Part, StepTotals
+from lit_grpo.update.normalization import StepTotals, TokenShare
 from lit_grpo.update.plugin import Chunk, Term
 
 
@@ -83,7 +83,7 @@ class Step:
         values_N = torch.cat([*rows, next(iter(values.values()), none)[:0]])
         return in_one_copy({"values": values_N}, micro_batch.lengths_C.device)["values"]
 
-    def part_of(self, micro_batch: PackedRow) -> Part | None:
+    def part_of(self, micro_batch: PackedRow) -> TokenShare | None:
         """Say of what a micro-batch's tokens are a part; None where completions are whole."""
         if self.weights is None and micro_batch.chunk is None:
             return None
@@ -92,7 +92,7 @@ class Step:
         lengths_C = torch.tensor([len(weights[one.request.key]) for one in completions], dtype=torch.int64)
         lengths_C = in_one_copy({"lengths": lengths_C}, micro_batch.lengths_C.device)["lengths"]
         of_chunk = 1.0 if micro_batch.chunk is None else micro_batch.chunk.weight
-        return Part(self.values_of(weights, micro_batch) * of_chunk, lengths_C)
+        return TokenShare(self.values_of(weights, micro_batch) * of_chunk, lengths_C)
 
 
 @dataclass

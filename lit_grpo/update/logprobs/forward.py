@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
-from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
+from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes, shares_prefix
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def micro_batch_logprobs(
     micro_batch: PackedRow,
     temperature: float,
     entropy_gradient: bool = False,
-    ranks: SequenceParallel = ALONE,
+    ranks: SequenceParallel = SINGLE_RANK,
     owner: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob and entropy, shape N, of the completion tokens of a micro-batch under ``model``.
@@ -60,7 +60,7 @@ def micro_batch_logprobs(
     return micro_batch.spread(logprobs_U), micro_batch.spread(entropy_U)
 
 
-def predecessors(model: PreTrainedModel, micro_batch: PackedRow, ranks: SequenceParallel = ALONE) -> torch.Tensor:
+def predecessors(model: PreTrainedModel, micro_batch: PackedRow, ranks: SequenceParallel = SINGLE_RANK) -> torch.Tensor:
     """Return the last hidden states (u, D) that predict the distinct completion tokens, of several ranks each a part.
 
     Inside ``shared_prefixes(model)``.

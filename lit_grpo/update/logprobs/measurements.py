@@ -13,7 +13,7 @@ from lit_grpo.policy.sharding import compute
 from lit_grpo.process.copies import in_one_read
 from lit_grpo.update.logprobs.forward import head_logprobs, micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
-from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
+from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Measurement = Literal["logprobs", "entropy", "scores"] | OfHidden
 
 
 def logprobs_and_scores(
-    model: PreTrainedModel, micro_batch: PackedRow, temperature: float, ranks: SequenceParallel = ALONE
+    model: PreTrainedModel, micro_batch: PackedRow, temperature: float, ranks: SequenceParallel = SINGLE_RANK
 ) -> torch.Tensor:
     """Return for each completion token its log-prob, and ``|d log pi(token) / d h|^2``, shape (N, 2).
 
@@ -63,7 +63,7 @@ def measure(
     model: PreTrainedModel,
     temperature: float,
     device: torch.device,
-    ranks: SequenceParallel = ALONE,
+    ranks: SequenceParallel = SINGLE_RANK,
 ) -> dict[Key, torch.Tensor]:
     """Measure every token that is learnt from, without gradient; by completion, on the CPU.
 
@@ -82,7 +82,7 @@ def measure(
     lengths: list[list[int]] = []
     for owner, micro_batch in ranks.in_turn(micro_batches):
         values_N = _measured(what, model, micro_batch.to(device), temperature, ranks)
-        if owner == ranks.own:
+        if owner == ranks.rank:
             measured.append(values_N)
             rows += micro_batch.rows
             lengths.append(micro_batch.lengths_C.tolist())

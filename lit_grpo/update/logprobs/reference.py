@@ -13,7 +13,7 @@ import torch
 from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, check_together
 from lit_grpo.limits import Count, Limit, check_fields
 from lit_grpo.policy.architecture.logits import logit_map
-from lit_grpo.policy.loading import Given, load_policy
+from lit_grpo.policy.loading import LoadedPolicy, load_policy
 from lit_grpo.policy.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class InitialAdapterReference:
 
 def make_reference(
     policy: PreTrainedModel,
-    source: str | Given,
+    source: str | LoadedPolicy,
     dtype: str,
     device: torch.device,
     settings: ReferenceSettings,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lit_grpo.update.normalization import Part, StepTotals, token_weights
+from lit_grpo.update.normalization import StepTotals, TokenShare, token_weights
 from lit_grpo.update.objective.corrections import correction_metrics, correction_weights
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.objective import Objective
@@ -29,7 +29,7 @@ def policy_loss(
     beta: float | None = None,
     entropy_coefficient: float | None = None,
     kept_N: torch.Tensor | None = None,
-    part: Part | None = None,
+    part: TokenShare | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """Return a micro-batch's share of the step's loss, a scalar, and metrics of shape N.
 
@@ -75,7 +75,7 @@ def policy_loss(
     return loss, metrics
 
 
-def counted(values_N: torch.Tensor, kept_N: torch.Tensor | None, part: Part | None) -> torch.Tensor:
+def counted(values_N: torch.Tensor, kept_N: torch.Tensor | None, part: TokenShare | None) -> torch.Tensor:
     """Return values with those of tokens that are left out as 0, and each as often as its token counts."""
     values_N = values_N if kept_N is None else values_N * kept_N
     return values_N if part is None else values_N * part.weights_N

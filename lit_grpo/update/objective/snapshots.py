@@ -170,7 +170,7 @@ class Snapshots:
         """
         most = max_staleness // updates_per_batch + 1
         hosts = ranks.gather(socket.gethostname())
-        free_gib = psutil.virtual_memory().available / _GIB / hosts.count(hosts[ranks.own])
+        free_gib = psutil.virtual_memory().available / _GIB / hosts.count(hosts[ranks.rank])
         limit, name = (free_gib, "the host has") if limit_gib is None else (limit_gib, "objective.snapshot_gib allows")
         needed_gib = most * self.snapshot_gib
         if ranks.max(float(needed_gib > limit)):

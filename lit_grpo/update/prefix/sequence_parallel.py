@@ -30,7 +30,7 @@ class SequenceParallel:
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self._group: Any = None if size == 1 else distributed.new_subgroups(size)[0]
-        self.own = 0 if size == 1 else distributed.get_rank(self._group)
+        self.rank = 0 if size == 1 else distributed.get_rank(self._group)
 
     @classmethod
     def of(cls, policy: Any, size: int, shares_prefix: bool) -> SequenceParallel:
@@ -83,7 +83,7 @@ class SequenceParallel:
 
     def own_part(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return this rank's part along an axis; the last ones are filled up with zeros."""
-        return self._padded(tensor, dim).chunk(self.size, dim)[self.own]
+        return self._padded(tensor, dim).chunk(self.size, dim)[self.rank]
 
     def join(self, owner: int, part: torch.Tensor, length: int) -> torch.Tensor:
         """Put all parts along the first axis together, up to ``length``; the gradient is the owner's."""
@@ -97,7 +97,7 @@ class SequenceParallel:
         return functional.pad(tensor, [*later_axes, 0, missing]) if missing else tensor
 
 
-ALONE = SequenceParallel()
+SINGLE_RANK = SequenceParallel()
 """A rank that takes whole rows."""
 
 

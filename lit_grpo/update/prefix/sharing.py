@@ -16,7 +16,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels
-from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
+from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +44,7 @@ class SharedPrefix:
         stretches: Sequence[Stretch],
         carried: Sequence[CarriedSpan] = (),
         in_row: Sequence[tuple[slice, CarriedSpan]] = (),
-        ranks: SequenceParallel = ALONE,
+        ranks: SequenceParallel = SINGLE_RANK,
         labels_3K: torch.Tensor | None = None,
     ) -> None:
         self.stretches, self.ranks, self.num_tokens = stretches, ranks, 0
