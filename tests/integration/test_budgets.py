@@ -177,7 +177,7 @@ def test_what_is_mastered_or_hopeless_is_passed_over(policy_folder: Path, tmp_pa
             r"balanced needs every group .* april keeps groups open",
         ),
         ({"plugins": ["knapsack:budget=5"]}, "budget is 5 completions for 3 prompts, which is less than 2 each"),
-        ({"plugins": ["greso", "sortedrl"]}, r"greso needs all members .* sortedrl lets groups leave in parts"),
+        ({"plugins": ["greso", "sortedrl"]}, r"greso needs complete groups .* sortedrl lets groups leave in parts"),
     ],
 )
 def test_what_does_not_go_together_is_told_before_anything_starts(

@@ -196,11 +196,11 @@ def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_fol
     [
         (
             {"plugins": ["rlep", "chunked:tokens_per_update=5"]},
-            r"rlep needs all members .* add unit=group",
+            r"rlep needs complete groups .* add unit=group",
         ),
         (
             {"advantages": Advantages("dcpo")},
-            r"estimator dcpo needs every member .* rlep lets",
+            r"estimator dcpo needs every completion .* rlep lets",
         ),
         (
             {"plugins": ["repo"], "objective": Objective(proximal="recomputed")},
