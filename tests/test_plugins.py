@@ -171,7 +171,7 @@ def test_what_decodes_beside_an_update_needs_devices_of_its_own() -> None:
 
 def test_a_plug_in_that_is_given_to_two_runs_begins_anew_in_each() -> None:
     given = {"mine": Counting(2)}
-    ranks = SimpleNamespace(gather=lambda own: [own], size=1, own=0)
+    ranks = SimpleNamespace(gather=lambda own: [own], size=1, rank=0)
     run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
     batch: Any = SimpleNamespace(groups=[])
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_a_plug_in_that_is_given_to_two_runs_begins_anew_in_each() -> None:
 
 def test_a_plug_in_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() -> None:
     session = RolloutSession(make_plugins([f"{__name__}.Counting:step=2"]))
-    ranks = SimpleNamespace(gather=lambda own: [own], size=1, own=0)
+    ranks = SimpleNamespace(gather=lambda own: [own], size=1, rank=0)
     run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
     batch: Any = SimpleNamespace(groups=[])
     assert session.learnt(run, batch)["plugins"] == {"mine/count": 2.0}
