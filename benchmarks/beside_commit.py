@@ -13,11 +13,12 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.earlier_commit import earlier_commit
-from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from benchmarks.report import ROOT, Claim, Options, Row, finish, note, options_parser
 
 BEFORE = "23f661f"
 
@@ -70,15 +71,15 @@ BENCHMARKS = {
 }
 
 
-def main(options: Options) -> int:
-    """Run all of it, and compare; what is measured so far is printed as it comes."""
+def main(options: Options, names: Sequence[str]) -> int:
+    """Run these benchmarks, and compare; what is measured so far is printed as it comes."""
     rows: list[Row] = []
     claims: list[Claim] = []
     with earlier_commit(BEFORE) as before:
         if before is None:
             return int(not options.quick)
         roots = {"then": before, "now": ROOT}
-        for name in ("plans",) if options.quick else BENCHMARKS:
+        for name in ("plans",) if options.quick else names:
             benchmark = BENCHMARKS[name]
             runs: dict[str, list[list[Row]]] = {"then": [], "now": []}
             for side in benchmark.order:
@@ -90,7 +91,7 @@ def main(options: Options) -> int:
                 rows.append(row)
                 text = f"{name}: {figure.column} of {row['rows']} rows, how much better than {BEFORE}, median row"
                 claims.append(Claim(text, float(row["median"]), ">=", figure.least))
-    return finish("beside_commit", options, {"before": BEFORE}, rows, claims)
+    return finish("beside_commit", options, {"before": BEFORE, "benchmarks": " ".join(names)}, rows, claims)
 
 
 def _run(name: str, root: Path, output: Path, quick: bool, in_claims: bool) -> list[Row]:
@@ -131,4 +132,10 @@ def _compared(name: str, benchmark: Benchmark, figure: Figure, then: list[list[R
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(__doc__ or "")))
+    parser = options_parser(__doc__ or "")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*BENCHMARKS], default=[*BENCHMARKS], help="which benchmarks to run"
+    )
+    given = vars(parser.parse_args())
+    only = given.pop("only")
+    sys.exit(main(Options(**given), only))
