@@ -46,9 +46,8 @@ class PolicyPasses:
     def __init__(self, policy: PreTrainedModel, optimization: Optimization, settings: LearnerSettings) -> None:
         self.policy, self.optimization, self.settings = policy, optimization, settings
         self.budget: MicroBatchSize | None = None
-        self._laid_out: dict[
-            Hashable, tuple[list[Completion], MicroBatches]
-        ] = {}  # completions, which the key refers to
+        # The key has the ids of the completions, which are kept beside their rows so that no others get these ids.
+        self._laid_out: dict[Hashable, tuple[list[Completion], MicroBatches]] = {}
         for plugin in overriding(settings.plugins, "chunks", "term", base=LearningPlugin):
             if "own_rows" in plugin.needs and not settings.shares_prefix:
                 name = f"rollout.plugins: {type(plugin).__name__}"
