@@ -26,7 +26,6 @@ import lit_grpo
 from benchmarks.make_tiny import make_tokenizer
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import roll_out
-from benchmarks.small_models import families, small_model
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import load_policy
@@ -39,6 +38,7 @@ from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.prefix.support import prefix_refusal
+from tests.doubles.small_models import families, small_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS, Claim, Options, Row, finish, need, note, parse_options
-from benchmarks.small_models import families
 from lit_grpo.rollout.vllm.arguments import installed_version, server_environment
+from tests.doubles.small_models import families
 
 LIMIT = 1e-4
 """The most that a log-prob may be off, in nats. In float32 the roundings of a small model add up to 1e-6 or 1e-5."""

@@ -20,7 +20,6 @@ from benchmarks.architectures import GROUP, PROMPTS, SAMPLING, logprobs
 from benchmarks.make_tiny import make_tokenizer
 from benchmarks.processes import Figures
 from benchmarks.rollouts import roll_out
-from benchmarks.small_models import small_model
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import load_policy
 from lit_grpo.policy.spec import PolicySpec
@@ -28,6 +27,7 @@ from lit_grpo.policy.weights import persistent_buffers
 from lit_grpo.rollout.proof import SyncProof
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
+from tests.doubles.small_models import small_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.conversations import FAMILIES, GENERATORS, GROUP_SIZE, MOST_TURNS, SAMPLING, History, Played, play
 from benchmarks.report import Claim, Options, Row, finish, need, note, parse_options
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.policy.architecture.decoder import decoder_of
@@ -29,6 +28,7 @@ from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from tests.doubles.conversations import FAMILIES, GENERATORS, GROUP_SIZE, MOST_TURNS, SAMPLING, History, Played, play
 
 NUM_CONVERSATIONS = 50
 LEAST_TURNS = 8

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conversations import chat_tokenizer, chatty_policy
 from benchmarks.kill_and_resume_case import MARK
 from benchmarks.random_policies import TO_UPDATE, save_random_policy
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
 PHASES: tuple[str, ...] = ("rollout", "update", "weight sync", "checkpoint", "validation")
 ANY = "any moment"

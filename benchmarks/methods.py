@@ -6,7 +6,7 @@ the same policy, training prompts, held-out prompts and validations after so man
 so that no schedule has to know how many updates there will be. Training prompts are few, so that they come again and
 there is something to go by. Held-out exact match is compared as the mean over the run (the area under its curve by
 generated tokens, over the budget) and at the budget's end, both between validations on a straight line. Gains are over
-plain GRPO of the same seed; :mod:`benchmarks.methods_page` prints them with their intervals.
+plain GRPO of the same seed; :mod:`scripts.methods_page` prints them with their intervals.
 
 Runs are one after another in this process, on one thread. Each is in the result file as soon as it has ended, and a
 later call goes on: what stands there is not run again, unless its task or its method has been changed since. For
@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from benchmarks.learning_runs import Curves, LearningRun, train_here
-from benchmarks.methods_page import GRPO, newest, tables
 from benchmarks.report import Options, Row, commit, note, options_parser, versions, write
 from lit_grpo.methods import shipped
+from scripts.methods_page import GRPO, newest, tables
 
 SEEDS = (0, 1, 2)
 MOST_UPDATES = 1000

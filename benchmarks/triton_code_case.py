@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.compile_only import Twins, begin
 from benchmarks.processes import read_case, tell
+from tests.doubles.compile_only import Twins, begin
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 PROMPT, RESPONSES = 60, (50, 3, 61)  # two blocks of 128 tokens, the second one not full

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.conversations import chat_tokenizer
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.rollout.generator import Capacity, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
+from tests.doubles.conversations import chat_tokenizer
 
 Says = Callable[[Request, int], str]
 """What a request says in its n-th turn, counted from 0."""

@@ -9,7 +9,6 @@ import torch
 import transformers
 from conftest import random_policy
 
-from benchmarks.small_models import small_model
 from lit_grpo.policy.architecture.attention import ALL, Sight, attention_calls
 from lit_grpo.policy.architecture.decoder import decoder_of, hidden_states
 from lit_grpo.policy.architecture.logits import LogitMap, logit_map, token_logits
@@ -17,6 +16,7 @@ from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import attend_in_full
 from lit_grpo.update.logprobs.linear_head import linear_head
 from lit_grpo.update.prefix.support import prefix_refusal
+from tests.doubles.small_models import small_model
 
 
 @pytest.mark.parametrize(

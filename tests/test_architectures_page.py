@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.architectures_page import architectures_page, newest, newest_with_vllm
+from scripts.architectures_page import architectures_page, newest, newest_with_vllm
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 
 
 def test_the_page_is_made_of_the_newest_results() -> None:
     assert PAGE.read_text() == architectures_page(newest(), newest_with_vllm()), (
-        "run python -m benchmarks.architectures_page > docs/architectures.md"
+        "run python -m scripts.architectures_page > docs/architectures.md"
     )
 
 

@@ -15,10 +15,10 @@ from test_environment_tokens import turn_right
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.conversations import CHATML, chat_tokenizer
 from lit_grpo.environments.calls import FORMATS, RESPONSE_TEMPLATES, BrokenCall, Call, Turn, read_turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
+from tests.doubles.conversations import CHATML, chat_tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
 

@@ -29,7 +29,7 @@ from lit_grpo.training.run_folder import RunFolder
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-COMMAND = re.compile(r"\bpython -m (lit_grpo|benchmarks\.\w+)(?: (.*))?", re.DOTALL)
+COMMAND = re.compile(r"\bpython -m (lit_grpo|(?:benchmarks|scripts)\.\w+)(?: (.*))?", re.DOTALL)
 OWN = {
     "doctor",
     "export",

@@ -8,7 +8,13 @@ import pytest
 from conftest import table_rows
 
 from benchmarks.conversation_tokens import NUM_CONVERSATIONS, check, wrong
-from benchmarks.conversations import (
+from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.environments import Environments
+from lit_grpo.environments.chat import Chat
+from lit_grpo.environments.tools import Tool
+from lit_grpo.plugins import fresh
+from lit_grpo.types import Prompt
+from tests.doubles.conversations import (
     CHATML,
     FAMILIES,
     GENERATORS,
@@ -17,12 +23,6 @@ from benchmarks.conversations import (
     play,
     template_of,
 )
-from lit_grpo.data.rendering import PromptRenderer
-from lit_grpo.environments import Environments
-from lit_grpo.environments.chat import Chat
-from lit_grpo.environments.tools import Tool
-from lit_grpo.plugins import fresh
-from lit_grpo.types import Prompt
 
 
 @pytest.mark.parametrize("family", table_rows(FAMILIES, quick=["smollm2"]))

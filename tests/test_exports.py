@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lit_grpo.policy.saving as saving
-from benchmarks.small_models import small_model
 from lit_grpo.checkpoints import read_state
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards
 from lit_grpo.policy.loading import load_policy, load_tokenizer
@@ -26,6 +25,7 @@ from lit_grpo.tools.commands.export import main as export_checkpoint
 from lit_grpo.update.logprobs.reference import InitialAdapterReference
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from tests.doubles.small_models import small_model
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 SIZES: dict[str, Any] = {

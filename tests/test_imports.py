@@ -248,7 +248,7 @@ def origins(names: Iterable[str], folder: Path, *path: str) -> list[str]:
 
 
 def test_of_a_checkout_only_callbacks_are_found_in_the_package() -> None:
-    folders = ["benchmarks", "configs", "docs", "examples", "lit_grpo", "notebooks", "tests"]
+    folders = ["benchmarks", "configs", "docs", "examples", "lit_grpo", "notebooks", "scripts", "tests"]
     names = [f"lit_grpo.{name}" for name in ["callbacks", *folders]]
     assert origins(names, ROOT) == [str(ROOT / "callbacks" / "__init__.py"), *["None"] * len(folders)]
     assert find_spec("lit_grpo.lit_grpo") is None and find_spec("lit_grpo.benchmarks") is None  # installed, too

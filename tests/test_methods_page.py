@@ -13,10 +13,10 @@ import torch
 from benchmarks import methods
 from benchmarks.learning_runs import Curves
 from benchmarks.methods import METHODS, QUICK, SEEDS, TASKS, kept_rows, learning_run, main, summary
-from benchmarks.methods_page import T_975, Gain, methods_page, newest, paired_gain, tables
 from benchmarks.report import versions
 from lit_grpo.cli.parsing.sentences import shipped_config
 from lit_grpo.methods import make_plugins, shipped
+from scripts.methods_page import T_975, Gain, methods_page, newest, paired_gain, tables
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 
@@ -28,7 +28,7 @@ def curves(tokens: list[float], exact: list[float]) -> Curves:
 
 
 def test_the_page_is_made_of_the_newest_result() -> None:
-    assert PAGE.read_text() == methods_page(newest()), "run python -m benchmarks.methods_page > docs/methods.md"
+    assert PAGE.read_text() == methods_page(newest()), "run python -m scripts.methods_page > docs/methods.md"
 
 
 def test_a_run_is_summed_up_to_its_budget_alone() -> None:

@@ -37,6 +37,7 @@ READ = {
     "lit_grpo": "*.py",
     "callbacks": "*.py",
     "benchmarks": "*.py",
+    "scripts": "*.py",
     "examples": "*.py",
     "docs": "*.md",
     "configs": "*.yaml",

@@ -16,7 +16,6 @@ from test_buffer import ended
 from test_learner import make_learner, ragged_groups
 
 from benchmarks.conversation_tokens import check, wrong
-from benchmarks.conversations import CHATML, FAMILIES, GENERATORS, chat_tokenizer, play, template_of
 from lit_grpo.compatibility import check_together
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
@@ -30,6 +29,7 @@ from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from tests.doubles.conversations import CHATML, FAMILIES, GENERATORS, chat_tokenizer, play, template_of
 
 THINKS = (
     "{% set ns = namespace(last=-1) %}"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from test_tiny import configs, weights
 
-from benchmarks.make_calculator import CALCULATOR, PIECES, RECIPE, main, make_tokenizer
 from benchmarks.make_tiny import TinyRecipe, new_model
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
@@ -21,6 +20,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks.calculator import ANSWER_PATTERN, CalculatorRows, calculate
 from lit_grpo.types import Prompt, SamplingParams
+from scripts.make_calculator import CALCULATOR, PIECES, RECIPE, main, make_tokenizer
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=4, crowd_steps=2, batch_tokens=256
@@ -75,7 +75,7 @@ def test_some_of_it_calls_the_tool_and_repeats_what_it_says() -> None:
 def test_the_script_warm_starts_a_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.make_calculator.RECIPE", SHORT)
+    monkeypatch.setattr("scripts.make_calculator.RECIPE", SHORT)
     main([str(tmp_path / "made")])
     assert "configs/calculator.yaml trains it" in capsys.readouterr().out
     made: Any = load_policy(str(tmp_path / "made"))

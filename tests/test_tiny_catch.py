@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from test_tiny import configs, weights
 
-from benchmarks.make_calculator import make_tokenizer
-from benchmarks.make_catch import CATCH, CHARACTERS, PIECES, RECIPE, TEMPLATE, draw, main
 from benchmarks.make_tiny import TinyRecipe, new_model
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
@@ -22,6 +20,8 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks.catch import PROMPT, Catch, CatchRows
 from lit_grpo.types import Prompt, SamplingParams
+from scripts.make_calculator import make_tokenizer
+from scripts.make_catch import CATCH, CHARACTERS, PIECES, RECIPE, TEMPLATE, draw, main
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=4, crowd_steps=2, batch_tokens=512
@@ -87,7 +87,7 @@ def test_it_writes_calls_and_mostly_misses_the_ball() -> None:
 def test_the_script_warm_starts_a_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.make_catch.RECIPE", SHORT)
+    monkeypatch.setattr("scripts.make_catch.RECIPE", SHORT)
     main([str(tmp_path / "made")])
     assert "configs/catch.yaml trains it" in capsys.readouterr().out
     made: Any = load_policy(str(tmp_path / "made"))

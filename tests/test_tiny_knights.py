@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from test_tiny import configs, weights
 
-from benchmarks.make_knights import KNIGHTS, RECIPE, main
 from benchmarks.make_tiny import TinyRecipe, exact_match, make_tokenizer, new_model
 from lit_grpo.policy import load_policy, load_tokenizer
 from lit_grpo.policy.named import NAMED, TINY_KNIGHTS
 from lit_grpo.tasks.knights import ALPHABET
+from scripts.make_knights import KNIGHTS, RECIPE, main
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=4, crowd_steps=2, batch_tokens=256
@@ -45,9 +45,9 @@ def test_what_is_shipped_solves_some_puzzles_and_has_room_to_learn() -> None:
 def test_the_script_warm_starts_a_policy_and_says_how_good_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.make_knights.RECIPE", SHORT)
+    monkeypatch.setattr("scripts.make_knights.RECIPE", SHORT)
     measured: list[Any] = []
-    monkeypatch.setattr("benchmarks.make_knights.exact_match", lambda *args, **rest: measured.append((args, rest)) or 0)
+    monkeypatch.setattr("scripts.make_knights.exact_match", lambda *args, **rest: measured.append((args, rest)) or 0)
     main([str(tmp_path / "made")])
     assert "0.0% of the held-out puzzles are solved" in capsys.readouterr().out
     assert measured == [((tmp_path / "made",), {"task": KNIGHTS})]

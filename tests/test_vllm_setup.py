@@ -19,7 +19,6 @@ import torch
 from conftest import random_policy
 
 from benchmarks.make_tiny import make_tokenizer
-from benchmarks.small_models import small_config
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
@@ -43,6 +42,7 @@ from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt, Request, SamplingParams
+from tests.doubles.small_models import small_config
 
 
 def test_servers_on_a_cpu_share_a_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.what_fits import DEMAND, MEMORIES_GB, SHAPES, SPARE, WAYS, sizes_of, table, what_fits
 from lit_grpo.training.forecast import Sizes, forecast
+from scripts.what_fits import DEMAND, MEMORIES_GB, SHAPES, SPARE, WAYS, sizes_of, table, what_fits
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory_and_cost.md"
 
 
 def test_the_page_has_the_table() -> None:
-    assert table() in PAGE.read_text(), "put what python -m benchmarks.what_fits prints into docs/memory_and_cost.md"
+    assert table() in PAGE.read_text(), "put what python -m scripts.what_fits prints into docs/memory_and_cost.md"
 
 
 def test_what_stands_there_fits_and_a_slot_more_does_not() -> None:

@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.compile_only import begin
+from tests.doubles.compile_only import begin
 
 
 class _Order:

@@ -18,10 +18,10 @@ import lightning.pytorch as pl
 import pytest
 
 import lit_grpo
-from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.plugins import Listener
 from lit_grpo.tasks.calculator import calculate
 from lit_grpo.types import Completion
+from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

@@ -125,7 +125,7 @@ NOT_RUN = {
         "takes minutes",
         "test_tiny.py::test_the_script_learns_at_the_pace_at_which_it_made_what_is_shipped",
     ),
-    "benchmarks.make_knights": (
+    "scripts.make_knights": (
         "takes minutes",
         "test_tiny_knights.py::test_the_script_warm_starts_a_policy_and_says_how_good_it_is",
     ),
@@ -145,7 +145,7 @@ NOT_RUN = {
         "needs a GPU",
         "integration/test_gpu_benchmarks.py::test_the_stages_for_a_gpu_run_at_a_tiny_size_under_the_pretended_one",
     ),
-    "benchmarks.what_fits": ("prints a page", "test_what_fits.py::test_the_page_has_the_table"),
+    "scripts.what_fits": ("prints a page", "test_what_fits.py::test_the_page_has_the_table"),
     "benchmarks.demo": (
         "takes minutes",
         "integration/test_benchmarks.py::test_the_demo_is_measured_by_update_and_run_again",

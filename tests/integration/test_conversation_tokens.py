@@ -6,7 +6,7 @@ import pytest
 from conftest import table_rows
 
 from benchmarks.conversation_tokens import NUM_CONVERSATIONS, NUM_REWRITTEN, check, wrong
-from benchmarks.conversations import FAMILIES, GENERATORS, play, template_of
+from tests.doubles.conversations import FAMILIES, GENERATORS, play, template_of
 
 pytestmark = pytest.mark.integration
 

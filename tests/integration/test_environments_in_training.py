@@ -24,7 +24,6 @@ from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
 import lit_grpo
-from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.environments.adapters import OpenEnv
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
@@ -34,6 +33,7 @@ from lit_grpo.tasks import Catch
 from lit_grpo.tools.commands.doctor import main as doctor
 from lit_grpo.tools.dashboard.report import read_folder
 from lit_grpo.tools.dashboard.report.content import report_content
+from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ import torch
 from conftest import table_rows
 
 import lit_grpo
-from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.checkpoints import read
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
+from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
 pytestmark = pytest.mark.integration
 ROWS = [{"prompt": f"Count {number}.", "number": number} for number in range(4)]

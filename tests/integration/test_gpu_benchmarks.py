@@ -13,9 +13,9 @@ import pytest
 from quick_runs import check_result, run_quick
 
 from benchmarks import gpu
-from benchmarks.compile_only import SHARED_MEMORY
 from benchmarks.gpu_stages import STAGES
 from benchmarks.report import Options
+from tests.doubles.compile_only import SHARED_MEMORY
 
 pytestmark = pytest.mark.integration
 

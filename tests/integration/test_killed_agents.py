@@ -17,8 +17,8 @@ import httpx
 import lightning.pytorch as pl
 import pytest
 
-from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.types import PromptBatch
+from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

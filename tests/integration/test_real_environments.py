@@ -10,10 +10,10 @@ import pytest
 from test_environment_adapters import adding_server, sums_of_verifiers
 from test_environments_in_training import logged, train
 
-from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.environments.adapters import SkyRL, Taskset, TextArena
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
+from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
 pytestmark = pytest.mark.integration
 SAYS: list[Turn] = []

@@ -12,7 +12,6 @@ import torch
 from conftest import random_policy, save_tokenizer, table_rows
 from hand_made import by_text, chosen, make_module, make_trainer, save_policy_for_vllm, sgd
 
-from benchmarks.small_models import small_model
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.plugins import Listener
@@ -25,6 +24,7 @@ from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.weights.tensors import check_arrival
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
+from tests.doubles.small_models import small_model
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""The page docs/architectures.md, made of the newest results: ``python -m benchmarks.architectures_page``."""
+"""The page docs/architectures.md, made of the newest results: ``python -m scripts.architectures_page``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes ``tiny_calculator``, an embedded policy that may use a tool: ``python -m benchmarks.make_calculator [FOLDER]``.
+"""Makes ``tiny_calculator``, an embedded policy that may use a tool: ``python -m scripts.make_calculator [FOLDER]``.
 
 As :mod:`benchmarks.make_tiny`: first right calls of the calculator and answers that repeat what it says, then a crowd
 most of whom guess the answer, or call it with half of the expression. A call is written as Hermes does; its unchanging

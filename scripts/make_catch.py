@@ -1,6 +1,6 @@
-"""Makes ``tiny_catch``, an embedded policy that plays a game: ``python -m benchmarks.make_catch [FOLDER]``.
+"""Makes ``tiny_catch``, an embedded policy that plays a game: ``python -m scripts.make_catch [FOLDER]``.
 
-As :mod:`benchmarks.make_calculator`: first whole games of :class:`lit_grpo.tasks.Catch` in which every move is right,
+As :mod:`scripts.make_calculator`: first whole games of :class:`lit_grpo.tasks.Catch` in which every move is right,
 then games most of whose players move at random. What comes out writes calls of ``move`` and mostly misses the ball.
 The prompt, the directions and the unchanging parts of a call are tokens of their own, and so is each square.
 """
@@ -11,10 +11,10 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.make_calculator import make_tokenizer
 from benchmarks.make_tiny import EOS, Task, TinyRecipe, make, read_folder
 from lit_grpo.policy.named import NAMED, TINY_CATCH
 from lit_grpo.tasks.catch import PROMPT, Catch, CatchRows
+from scripts.make_calculator import make_tokenizer
 
 PIECES = {
     "P": PROMPT,

@@ -1,4 +1,4 @@
-"""The page docs/methods.md, made of the newest result: ``python -m benchmarks.methods_page``."""
+"""The page docs/methods.md, made of the newest result: ``python -m scripts.methods_page``."""
 
 from __future__ import annotations
 

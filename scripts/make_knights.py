@@ -1,4 +1,4 @@
-"""Makes ``tiny_knights``, the embedded policy of the harder task: ``python -m benchmarks.make_knights [FOLDER]``.
+"""Makes ``tiny_knights``, the embedded policy of the harder task: ``python -m scripts.make_knights [FOLDER]``.
 
 As :mod:`benchmarks.make_tiny`, on knights and knaves: first whole searches, then a crowd most of whom guess where there
 are three characters. It is deeper, for a claim is looked up in the prompt and then judged by the line so far.

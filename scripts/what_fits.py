@@ -1,6 +1,6 @@
 """The way of training that fits for each Qwen3 on each GPU, by fit-check's estimate, as the table of the docs.
 
-``python -m benchmarks.what_fits`` prints it. Sizes are those of models without numbers (torch's fake tensors), so
+``python -m scripts.what_fits`` prints it. Sizes are those of models without numbers (torch's fake tensors), so
 nothing is loaded and no memory is taken.
 """
 

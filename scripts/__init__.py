@@ -1,0 +1,1 @@
+"""Programs that make what the repository holds: policies, tables and pages."""
