@@ -17,7 +17,7 @@ from hand_made import fit, make_module, random_groups, sgd, weights_of
 
 from lit_grpo.callbacks import ThroughputMonitor
 from lit_grpo.faults import Phases, StallWatch, forget_after
-from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs, policy_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 
@@ -33,7 +33,7 @@ def test_an_update_whose_loss_alone_is_not_finite_is_left_out(
     monkeypatch.chdir(tmp_path)
     groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
     module = make_module(policy_folder, optimizer=sgd(1.0))
-    monkeypatch.setattr("lit_grpo.update.loss.policy_loss", with_infinite_value)
+    monkeypatch.setattr("lit_grpo.update.passes.policy_loss", with_infinite_value)
     recorder = fit(module, groups)
     assert all(gradient is None for gradient in recorder.gradients[0].values())
     assert recorder.logs[0]["update/skipped"] == 1.0 and math.isfinite(recorder.logs[0]["grad_norm"])
@@ -41,9 +41,9 @@ def test_an_update_whose_loss_alone_is_not_finite_is_left_out(
     assert torch.equal(weights_of(module), expected)
 
 
-def with_infinite_value(*args: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss, metrics = policy_loss(*args)
-    return loss + math.inf, metrics
+def with_infinite_value(tokens: LossInputs) -> LossOutputs:
+    outputs = policy_loss(tokens)
+    return outputs._replace(loss=outputs.loss + math.inf)
 
 
 def test_the_batch_of_an_update_that_is_left_out_is_written_for_a_look(
@@ -53,7 +53,7 @@ def test_the_batch_of_an_update_that_is_left_out_is_written_for_a_look(
 
     monkeypatch.chdir(tmp_path)
     broken = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
-    monkeypatch.setattr("lit_grpo.update.loss.policy_loss", with_infinite_value)
+    monkeypatch.setattr("lit_grpo.update.passes.policy_loss", with_infinite_value)
     fit(make_module(policy_folder, max_skipped_updates=9), *[broken] * 4)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"broken-update-{n}-rank-0.safetensors" for n in range(3)]  # and no more

@@ -10,7 +10,7 @@ import torch
 from lit_grpo.update.normalization import Normalization, StepTotals, token_weights
 from lit_grpo.update.objective.kl import KLTerm, k3
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.recipes import RECIPES, clipped
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
 
@@ -131,7 +131,7 @@ def test_a_log_ratio_that_float32_cannot_raise_costs_no_step(name: str, log_rati
     """``exp(90)`` is infinite in float32; as in verl the log-ratio of such a token is cut at 20, without a gradient."""
     logprobs_N = torch.tensor([-1.0, min(log_ratio, 0.0) - 1, -1.0], requires_grad=True)
     old_N = torch.tensor([-1.2, -max(log_ratio, 0.0) - 1, -0.9])
-    tokens = Tokens(
+    tokens = LossInputs(
         logprobs_N=logprobs_N,
         sampled_logprobs_N=old_N,
         old_logprobs_N=old_N,
@@ -139,9 +139,10 @@ def test_a_log_ratio_that_float32_cannot_raise_costs_no_step(name: str, log_rati
         advantages_N=torch.full((3,), advantage),
         lengths_C=torch.tensor([1, 1, 1]),
         reference_logprobs_N=logprobs_N.detach() + torch.tensor([0.0, 90.0, 0.0]),
+        objective=Objective(name, kl=KLTerm(0.1, importance_weighted=True)),
+        totals=StepTotals(3, 3, 12),
     )
-    objective = Objective(name, kl=KLTerm(0.1, importance_weighted=True))
-    loss, metrics = policy_loss(objective, tokens, StepTotals(3, 3, 12))
+    loss, metrics, _ = policy_loss(tokens)
     loss.backward()
     assert loss.isfinite() and logprobs_N.grad is not None and logprobs_N.grad.isfinite().all()
     assert metrics["ratio/clamped"].tolist() == [0.0, 1.0, 0.0]

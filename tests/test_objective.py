@@ -16,7 +16,7 @@ from lit_grpo.update.objective.controllers import EntropyBonus, EntropyControlle
 from lit_grpo.update.objective.corrections import Correction, correction_weights, gap_metrics, gap_sums
 from lit_grpo.update.objective.kl import KLTerm, k1, k2, k3
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.recipes import RECIPES
 from lit_grpo.update.objective.tokens import Tokens, entropy_threshold, on_policy_completions, spread
 
@@ -47,6 +47,11 @@ def random_tokens(lengths: list[int], seed: int = 0) -> Tokens:
         torch.tensor(lengths, dtype=torch.int64),
         old_N + 0.5 * normal(total),
     )
+
+
+def inputs(tokens: Tokens, objective: Objective, totals: StepTotals, kept_N: torch.Tensor | None = None) -> LossInputs:
+    """What the loss of these tokens is computed from."""
+    return LossInputs(**vars(tokens), objective=objective, totals=totals, kept_N=kept_N)
 
 
 def cut(tokens: Tokens, rows: list[int]) -> Tokens:
@@ -93,7 +98,7 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_split(name: str) -> No
         for rows in split:
             part = cut(tokens, rows)
             kept = None if objective.top_entropy_quantile == 1 else cut(whole, rows).old_logprobs_N.bool()
-            loss = loss + policy_loss(objective, part, totals, kept_N=kept)[0]
+            loss = loss + policy_loss(inputs(part, objective, totals, kept)).loss
         gradients = torch.autograd.grad(loss, [tokens.logprobs_N, tokens.entropy_N], allow_unused=True)
         results.append((loss.detach(), *(torch.zeros(0) if g is None else g for g in gradients)))
     for result in results[1:]:
@@ -108,7 +113,7 @@ def test_each_token_has_the_gradient_of_its_own_advantage(name: str) -> None:
     tokens = random_tokens([4, 1])
     advantages_N = torch.tensor([2.0, 2.0, -1.0, -1.0, 0.5], dtype=torch.float64)
     on_policy = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach(), advantages_N=advantages_N)
-    loss, _ = policy_loss(Objective(name), on_policy, StepTotals(5, 2, 9))
+    loss = policy_loss(inputs(on_policy, Objective(name), StepTotals(5, 2, 9))).loss
     (gradient_N,) = torch.autograd.grad(loss, tokens.logprobs_N)
     counts = {"grpo": [1 / 8] * 4 + [1 / 2], "dr_grpo": [1 / 18] * 5}.get(name, [1 / 5] * 5)
     assert gradient_N.tolist() == pytest.approx([-a * c for a, c in zip(advantages_N.tolist(), counts, strict=True)])
@@ -121,7 +126,7 @@ def test_on_the_policy_that_sampled_each_objective_has_the_gradient_of_reinforce
     tokens = random_tokens([2, 3])
     on_policy = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach())
     objective = Objective(name)
-    loss, _ = policy_loss(objective, on_policy, StepTotals(5, 2, 9))
+    loss = policy_loss(inputs(on_policy, objective, StepTotals(5, 2, 9))).loss
     (gradient_N,) = torch.autograd.grad(loss, tokens.logprobs_N)
     counts_for = {
         "token": [1 / 5] * 5,
@@ -137,7 +142,7 @@ def test_on_the_policy_that_sampled_each_objective_has_the_gradient_of_reinforce
 def test_no_tokens_give_a_loss_of_zero_with_a_graph(name: str) -> None:
     tokens = cut(random_tokens([2]), [])
     kept_N = torch.empty(0, dtype=torch.bool) if "everything" in name else None
-    loss, metrics = policy_loss(COMPOSED[name], tokens, StepTotals(0, 0, 9), kept_N=kept_N)
+    loss, metrics, _ = policy_loss(inputs(tokens, COMPOSED[name], StepTotals(0, 0, 9), kept_N))
     assert loss.detach() == 0 and loss.requires_grad
     assert all(values.shape == (0,) for values in metrics.values())
 
@@ -174,13 +179,13 @@ def test_a_kl_term_without_reference_logprobs_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"kl\.beta is 0\.1, but there are no reference log-probs; .* set kl\.beta to 0"
     ):
-        policy_loss(Objective(kl=KLTerm(0.1)), tokens, StepTotals(2, 1, 9))
+        policy_loss(inputs(tokens, Objective(kl=KLTerm(0.1)), StepTotals(2, 1, 9)))
 
 
 def test_a_kl_term_in_the_reward_is_not_in_the_loss() -> None:
     tokens, totals = random_tokens([2, 3]), StepTotals(5, 2, 9)
-    with_kl = policy_loss(Objective(kl=KLTerm(0.5, place="reward")), tokens, totals)
-    assert torch.equal(with_kl[0], policy_loss(Objective(), tokens, totals)[0])
+    with_kl = policy_loss(inputs(tokens, Objective(kl=KLTerm(0.5, place="reward")), totals))
+    assert torch.equal(with_kl.loss, policy_loss(inputs(tokens, Objective(), totals)).loss)
 
 
 def test_a_bad_completion_that_the_policy_has_left_is_masked_and_a_good_one_is_not() -> None:

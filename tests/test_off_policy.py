@@ -18,7 +18,7 @@ from lit_grpo.types import Prompt, RolloutGroup
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction, CorrectionMode, correction_weights
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.step_size import StepSize, effective_share, scaled_learning_rate
 from lit_grpo.update.objective.tokens import Tokens, near_completions
@@ -135,7 +135,8 @@ def test_metrics_tell_cut_weights_from_those_left_out() -> None:
     totals = StepTotals(5, 5, 12)
 
     def shares(mode: Any) -> dict[str, list[float]]:
-        metrics = policy_loss(Objective(correction=Correction(mode, 0.4, 2.0)), tokens, totals)[1]
+        objective = Objective(correction=Correction(mode, 0.4, 2.0))
+        metrics = policy_loss(LossInputs(**vars(tokens), objective=objective, totals=totals)).metrics
         return {name: value.tolist() for name, value in metrics.items() if name.startswith("correction/")}
 
     cut, masked = shares("sequence_truncate"), shares("geometric_mask")

@@ -38,7 +38,7 @@ from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.step_size import effective_share
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
@@ -210,9 +210,9 @@ def test_the_decoupled_loss_of_areal(mode: Any, low: float | None, loss: float, 
     logprobs_N, proximal_N, sampled_N, advantages_N = torch.tensor(rows, dtype=torch.float64).unbind(1)
     logprobs_N = logprobs_N.clone().requires_grad_()
     lengths_C = torch.ones(9, dtype=torch.int64)
-    tokens = Tokens(logprobs_N, sampled_N, proximal_N, torch.zeros(9), advantages_N, lengths_C)
     objective = Objective("dapo", epsilon=0.2, epsilon_high=0.28, correction=Correction(mode, low=low, high=1.5))
-    found, _ = policy_loss(objective, tokens, StepTotals(9, 9, 1))
+    columns = logprobs_N, sampled_N, proximal_N, torch.zeros(9), advantages_N, lengths_C
+    found = policy_loss(LossInputs(*columns, objective=objective, totals=StepTotals(9, 9, 1))).loss
     found.backward()
     assert logprobs_N.grad is not None
     assert found.item() == pytest.approx(loss, abs=1e-7)

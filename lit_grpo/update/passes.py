@@ -15,14 +15,17 @@ from lit_grpo.plugins import overriding
 from lit_grpo.policy.sharding import compute, is_scattered, scatter
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Completion, GroupKey, Key, Rollout
-from lit_grpo.update.batches.layout import MicroBatches
+from lit_grpo.update.batches.layout import MicroBatches, PackedRow
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
-from lit_grpo.update.logprobs.forward import predecessors
+from lit_grpo.update.logprobs.checkpointing import check_mode
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
-from lit_grpo.update.loss import MicroBatchLoss
 from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
+from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
+from lit_grpo.update.objective.proximal import interpolated_logprobs
+from lit_grpo.update.objective.snapshots import factor_metrics
 from lit_grpo.update.plugin import Chunk, LearningPlugin, SquaredNorm
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
@@ -53,7 +56,6 @@ class PolicyPasses:
                 name = f"rollout.plugins: {type(plugin).__name__}"
                 raise ValueError(f"{name} needs packed rows, which this policy cannot have; leave it out.")
         self._rows = SequenceParallel.of(policy, settings.sequence_parallel_size, settings.shares_prefix)
-        self._loss = MicroBatchLoss(policy, settings, self._rows)
 
     @property
     def ranks(self) -> Ranks:
@@ -130,6 +132,66 @@ class PolicyPasses:
                 if self.policy.device.type == "cpu":
                     return_freed_memory()
         return None if short else gathered
+
+    def _loss(self, micro_batch: PackedRow, owner: int, step: Step, gathered: Gathered) -> torch.Tensor:
+        """Return a micro-batch's share of the step's loss; of another rank's micro-batch 0. Both have a gradient.
+
+        Args:
+            micro_batch: On the policy's device.
+            owner: The rank that has it, of those that share its tokens.
+            step: The step that it is part of.
+            gathered: Gets the loss and the micro-batch's sums for metrics.
+        """
+        settings, objective = self.settings, self.settings.objective
+        check_mode(self.policy, bool(settings.gradient_checkpointing))
+        forward = partial(
+            micro_batch_logprobs,
+            self.policy,
+            micro_batch,
+            settings.temperature,
+            entropy_gradient=objective.entropy.active,
+            ranks=self._rows,
+            owner=owner,
+        )
+        with nullcontext() if step.term is None else step.term.watching():
+            logprobs_N, entropy_N = compute(self.policy, forward)
+        if owner != self._rows.rank:
+            return logprobs_N.sum() * 0.0
+        old_logprobs_N, sampled_logprobs_N = logprobs_N.detach(), micro_batch.sampled_logprobs_N
+        if objective.proximal_policy == "sampled":
+            old_logprobs_N = sampled_logprobs_N
+        elif objective.proximal_policy == "interpolated":
+            old_logprobs_N = interpolated_logprobs(
+                logprobs_N, sampled_logprobs_N, micro_batch.versions_N, step.policy_version
+            )
+        elif step.fixed.old is not None:  # else this is the only update on these rollouts
+            measured_N = step.values_of(step.fixed.old, micro_batch)
+            from_this_pass_N = measured_N.isnan() & (micro_batch.versions_N == step.policy_version)
+            old_logprobs_N = torch.where(from_this_pass_N, old_logprobs_N, measured_N.to(old_logprobs_N.dtype))
+        reference = step.fixed.reference if objective.kl_in_loss else None
+        part = step.part_of(micro_batch)
+        tokens = LossInputs(
+            logprobs_N=logprobs_N,
+            sampled_logprobs_N=sampled_logprobs_N,
+            old_logprobs_N=old_logprobs_N,
+            entropy_N=entropy_N,
+            advantages_N=micro_batch.advantages_N,
+            lengths_C=micro_batch.lengths_C,
+            reference_logprobs_N=None if reference is None else step.values_of(reference, micro_batch),
+            versions_N=micro_batch.versions_N,
+            turn_lengths_S=micro_batch.turn_lengths_S,
+            objective=objective,
+            totals=step.totals,
+            beta=step.beta,
+            entropy_coefficient=step.entropy_coefficient,
+            kept_N=None if step.kept is None else step.values_of(step.kept, micro_batch),
+            weights_N=None if part is None else part.weights_N,
+            whole_lengths_C=None if part is None else part.lengths_C,
+        )
+        outputs = policy_loss(tokens)
+        metrics = outputs.metrics | (factor_metrics(tokens) if objective.proximal_policy == "snapshots" else {})
+        gathered.add(tokens, outputs._replace(metrics=metrics), step)
+        return outputs.loss if step.term is None else step.term.added_to(outputs.loss, micro_batch.weight)
 
     def gradient_by_parts(
         self, step: Step, prompts: Sequence[GroupKey], num_parts: int

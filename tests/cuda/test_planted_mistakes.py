@@ -16,9 +16,9 @@ from lit_grpo.rollout.slots.copies import LoweredWeights
 from lit_grpo.rollout.slots.fused import FusedDecoder
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kv import cache as cache_module
-from lit_grpo.update import loss as loss_module
 from lit_grpo.update.batches import layout, step
 from lit_grpo.update.objective import policy_loss
+from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.prefix.sharing import SharedPrefix
 
 Patch = pytest.MonkeyPatch
@@ -108,10 +108,10 @@ MISTAKES: dict[str, tuple[Where, Callable[[Patch], None]]] = {
     "a tensor stays on the host": ("update", instead(left_on_the_host, (layout.PackedRow, "to"))),
     "a micro-batch comes tensor by tensor": ("update", instead(pinned_one_by_one, (layout, "in_one_copy"))),
     "lengths are read to spread values": (
-        "update", instead(spread_by_lengths, (policy_loss, "spread"), (loss_module, "spread")),
+        "update", instead(spread_by_lengths, (policy_loss, "spread"), (step, "spread")),
     ),
     "metrics are read one by one": ("update", instead(read_each, (step, "read_sums"))),
-    "each micro-batch's loss is read": ("update", after(loss_module.MicroBatchLoss, "__call__", float)),
+    "each micro-batch's loss is read": ("update", after(PolicyPasses, "_loss", float)),
     "labels of the mask come in a copy of their own": ("update", instead(labels_again, (SharedPrefix, "_labels"))),
 }  # fmt: skip
 

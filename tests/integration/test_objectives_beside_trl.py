@@ -18,8 +18,8 @@ from lit_grpo.update.objective.controllers import EntropyBonus, EntropyControlle
 from lit_grpo.update.objective.corrections import Correction, correction_weights
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import policy_loss
-from lit_grpo.update.objective.tokens import Tokens, entropy_threshold, spread
+from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
+from lit_grpo.update.objective.tokens import entropy_threshold, spread
 
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -193,7 +193,13 @@ def our_loss(case: Case, objective: Objective, coefficient: float | None = None)
     logprobs_N = case.flat(case.logprobs_CT).requires_grad_()
     entropy_N = case.flat(case.entropy_CT).requires_grad_()
     sampled_N = case.flat(case.sampled_CT)
-    tokens = Tokens(
+    kept_N, num_kept = None, len(entropy_N)
+    if objective.top_entropy_quantile < 1:
+        # TRL takes the quantile of float32 entropies.
+        threshold = entropy_threshold(entropy_N.detach().float(), objective.top_entropy_quantile)
+        kept_N = entropy_N.detach() >= threshold
+        num_kept = int(kept_N.sum())
+    tokens = LossInputs(
         logprobs_N=logprobs_N,
         sampled_logprobs_N=sampled_N,
         old_logprobs_N=case.flat(case.old_CT) if objective.correction.active else sampled_N,
@@ -201,14 +207,12 @@ def our_loss(case: Case, objective: Objective, coefficient: float | None = None)
         advantages_N=spread(case.advantages_C, case.lengths_C),
         lengths_C=case.lengths_C,
         reference_logprobs_N=case.flat(case.reference_CT) if objective.kl.beta else None,
+        objective=objective,
+        totals=case.totals(num_kept),
+        entropy_coefficient=coefficient,
+        kept_N=kept_N,
     )
-    kept_N, num_kept = None, len(entropy_N)
-    if objective.top_entropy_quantile < 1:
-        # TRL takes the quantile of float32 entropies.
-        threshold = entropy_threshold(entropy_N.detach().float(), objective.top_entropy_quantile)
-        kept_N = entropy_N.detach() >= threshold
-        num_kept = int(kept_N.sum())
-    loss, _ = policy_loss(objective, tokens, case.totals(num_kept), None, coefficient, kept_N)
+    loss = policy_loss(tokens).loss
     loss.backward()
     gradients = (torch.zeros_like(values) if values.grad is None else values.grad for values in (logprobs_N, entropy_N))
     return (loss.detach(), *gradients)

@@ -11,8 +11,10 @@ import torch
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.types import Completion, GroupKey, Key, Rollout, RolloutGroup
 from lit_grpo.update.batches.layout import PackedRow
-from lit_grpo.update.metrics import MicroBatchSums, read_sums
+from lit_grpo.update.metrics import Gap, MicroBatchSums, read_sums
 from lit_grpo.update.normalization import StepTotals, TokenShare
+from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs
+from lit_grpo.update.objective.tokens import completion_sums, spread
 from lit_grpo.update.plugin import Chunk, Term
 
 
@@ -110,6 +112,23 @@ class Gathered:
     entropy: torch.Tensor | float = 0.0
     log_weights: list[torch.Tensor] = field(default_factory=list)
     micro_batches: list[MicroBatchSums] = field(default_factory=list)
+
+    @torch.no_grad()
+    def add(self, tokens: LossInputs, outputs: LossOutputs, step: Step) -> None:
+        """Add a micro-batch of the step."""
+        loss, entropy_N = outputs.loss.detach(), tokens.entropy_N.detach()
+        gap_N = tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
+        self.loss = self.loss + loss
+        self.entropy = self.entropy + outputs.entropy
+        self.log_weights.append(completion_sums(gap_N, tokens.lengths_C))
+        gap = None
+        if step.token_gap_limit is not None:
+            assert tokens.versions_N is not None
+            is_fresh_N = tokens.versions_N == step.policy_version
+            stale_C = completion_sums((~is_fresh_N).to(gap_N.dtype), tokens.lengths_C)  # keys may be of old weights
+            fresh_N = spread(stale_C, tokens.lengths_C, len(gap_N)) == 0
+            gap = Gap.of(gap_N, tokens.lengths_C, fresh_N, step.token_gap_limit)
+        self.micro_batches.append(MicroBatchSums.of(loss, {"entropy": entropy_N, **outputs.metrics}, gap))
 
     @classmethod
     def together(cls, parts: Sequence[Gathered]) -> Gathered:
