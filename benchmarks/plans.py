@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import KnownLengths, lengths_of, replayed
-from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
+from lit_grpo.scheduling.plans.plan import slot_bound
 from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 
 RECORDED = ROOT / "benchmarks" / "traces" / "demo.jsonl"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import lengths_of, replayed
-from lit_grpo.scheduling.bounds import memory_bound
+from lit_grpo.scheduling.plans.plan import memory_bound
 from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 
 NOISES = (0.35, 0.7)

@@ -29,9 +29,9 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.streams import EngineRequest
-from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import NoLengths
 from lit_grpo.scheduling.lengths import LengthPredictor
+from lit_grpo.scheduling.plans.plan import slot_bound
 from lit_grpo.scheduling.plans.probe_choice import ProbeChoice
 from lit_grpo.tools.simulation.traces import Trace, synthetic_lengths
 from lit_grpo.types import Key, Prompt, Request, SamplingParams

@@ -99,14 +99,6 @@ class Clock:
     kv_tokens: array[int] = field(default_factory=partial(array, "q"))
     prefilled: array[int] = field(default_factory=partial(array, "q"))
 
-    def add(self, steps: int, began: float, ended: float, kv_tokens: int, prefilled: int) -> None:
-        """Note a call that took so many steps."""
-        self.steps.append(steps + (self.steps[-1] if self.steps else 0))
-        self.began.append(began)
-        self.ended.append(ended)
-        self.kv_tokens.append(kv_tokens)
-        self.prefilled.append(prefilled)
-
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 
-from lit_grpo.scheduling.bounds import memory_bound, slot_bound
+from lit_grpo.scheduling.plans.plan import memory_bound, slot_bound
 
 
 def least_steps(lengths: list[int], num_slots: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.lengths.ridge import Projection
+from lit_grpo.scheduling.lengths import Projection
 
 
 def test_few_columns_are_passed_on_as_they_are() -> None:

@@ -12,7 +12,7 @@ from lit_grpo.methods.plans.infinite_sampling import (
     makespan,
     packed_lanes,
 )
-from lit_grpo.scheduling.bounds import slot_bound
+from lit_grpo.scheduling.plans.plan import slot_bound
 from lit_grpo.tools.simulation.traces import load_trace
 
 

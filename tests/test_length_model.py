@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.lengths.ridge import Ridge
+from lit_grpo.scheduling.lengths import Ridge
 
 
 def teach(model: Ridge, x: np.ndarray, y: np.ndarray, groups: np.ndarray | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.lengths.quality import average_ranks, spearman, within_correlation
+from lit_grpo.scheduling.lengths import average_ranks, spearman, within_correlation
 
 
 def test_equal_values_share_the_mean_of_their_ranks() -> None:

@@ -16,11 +16,10 @@ from hand_made import make_module
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods.plans import find_plan, shipped_plans
-from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import Job, NoLengths, PredictedRollout
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
-from lit_grpo.scheduling.plans.plan import make_queues
+from lit_grpo.scheduling.plans.plan import make_queues, slot_bound
 from lit_grpo.scheduling.plans.probe_choice import ProbeChoice, RolloutCount, count_steps, time_slices
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate

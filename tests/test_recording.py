@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from array import array
 from pathlib import Path
 
 import numpy as np
 
 from lit_grpo.scheduling.recording import MAX_POINTS, MAX_SPANS, seconds_at, timeline_row
 from lit_grpo.scheduling.timeline import Phase, draw_timeline, recorded_timeline
-from lit_grpo.types import Completion, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams, Span
+from lit_grpo.types import Clock, Completion, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams, Span
 
 SECONDS = {"rollout": 3.0, "reward_wait": 0.5, "update": 1.0, "weight_sync": 0.25}
 
@@ -28,10 +29,16 @@ def batch_of(num_samples: int, num_slots: int, tokens: int = 4, num_calls: int =
         (request.key, Span(sample % num_slots, start, start + tokens, 0))
         for sample, (request, start) in enumerate(zip(requests, starts, strict=True))
     ]
-    batch.clock.slots, batch.clock.kv_limit = num_slots, 100
-    for call in range(num_calls):
-        began = 2.5 * call / num_calls
-        batch.clock.add(1, began, began + 2.5 / num_calls, 10 + call, 7 if call in (0, 4) else 0)
+    calls = range(num_calls)
+    batch.clock = Clock(
+        slots=num_slots,
+        kv_limit=100,
+        steps=array("q", (call + 1 for call in calls)),
+        began=array("d", (2.5 * call / num_calls for call in calls)),
+        ended=array("d", (2.5 * call / num_calls + 2.5 / num_calls for call in calls)),
+        kv_tokens=array("q", (10 + call for call in calls)),
+        prefilled=array("q", (7 if call in (0, 4) else 0 for call in calls)),
+    )
     return batch
 
 

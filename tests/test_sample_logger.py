@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from lit_grpo.callbacks import RolloutTimeline, SampleLogger
 from lit_grpo.display.due import is_due
 from lit_grpo.display.samples import Sample, Samples
 from lit_grpo.module import GRPOModule
-from lit_grpo.types import Prompt, PromptBatch, Rollout, RolloutGroup, Span
+from lit_grpo.types import Clock, Prompt, PromptBatch, Rollout, RolloutGroup, Span
 
 SHORT = Sample("[bold]1[/bold]", "2", 3, "stop", 1.0, 0.5, {"right": 1.0}, {"answer": "2"})
 
@@ -220,8 +221,8 @@ def test_tables_and_pictures_reach_wandb_with_the_update_that_they_belong_to(tmp
     batch.metrics |= {"time/rollout_s": 1.0, "time/reward_wait_s": 0.0}
     batch.spans = [(("train/0", 0, (0,)), Span(0, 0, 2, 0))]
     batch.predicted = {("train/0", 0, (0,)): 2.0}
-    batch.clock.slots = 1
-    batch.clock.add(steps=2, began=0.0, ended=1.0, kv_tokens=3, prefilled=1)
+    seconds = array("d", [0.0]), array("d", [1.0])
+    batch.clock = Clock(1, None, array("q", [2]), *seconds, kv_tokens=array("q", [3]), prefilled=array("q", [1]))
     timeline.on_train_batch_end(a_trainer(7, tmp_path, [logger]), module(), None, batch, 0)
     assert [(set(said) - {"trainer/global_step"}, said["trainer/global_step"]) for said in logger.said] == [
         *(({"samples"}, 7), ({"timeline"}, 7))

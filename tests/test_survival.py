@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.lengths.predictor import mean_length
+from lit_grpo.scheduling.lengths import mean_length
 
 NO_LIMIT = 1e9
 

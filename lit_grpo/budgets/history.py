@@ -26,13 +26,6 @@ class LengthMoments(NamedTuple):
     mean: float = 0.0
     variance: float = 0.0
 
-    def after(self, visit: LengthMoments) -> LengthMoments:
-        """Return them with those of a visit, one completion or more."""
-        number = visit.number + EARLIER_VISITS * self.number
-        weight = visit.number / number
-        mean = self.mean + (visit.mean - self.mean) * weight
-        return LengthMoments(number, mean, self.variance + (visit.variance - self.variance) * weight)
-
 
 class Outcome(NamedTuple):
     """What one visit of a prompt showed: the share that passed, and the version of the policy that learnt from it."""
@@ -196,9 +189,13 @@ class PromptHistory:
     def commit_lengths(self, gather: Callable[[list[Length]], list[list[Length]]] = lambda own: [own]) -> None:
         """Count the lengths that have been noted, on all ranks, in their order."""
         for lengths in gather(self._lengths):
-            for prompt_id, each in lengths:
+            for prompt_id, visit in lengths:
                 record = self[prompt_id]
-                self.records[prompt_id] = replace(record, lengths=record.lengths.after(each))
+                before, number = record.lengths, visit.number + EARLIER_VISITS * record.lengths.number
+                weight = visit.number / number
+                mean = before.mean + (visit.mean - before.mean) * weight
+                variance = before.variance + (visit.variance - before.variance) * weight
+                self.records[prompt_id] = replace(record, lengths=LengthMoments(number, mean, variance))
         self._lengths = []
 
     def state_dict(self) -> dict[str, list[Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
+from lit_grpo.scheduling.lengths import FORGETTING, Projection, Ridge
 
 NUM_COLUMNS, NUM_SCALARS = 256, 2  # of features, after their projection; mean log-prob and entropy among them
 BETWEEN = 100.0  # rows as which what lies between groups counts: all of it, for a group's balance needs it

@@ -30,7 +30,7 @@ from lit_grpo.limits import Count
 from lit_grpo.plugins import GroupBatch, ObservationPoint, RunFacts
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.scheduling.ledger import RequestLedger
-from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
+from lit_grpo.scheduling.lengths import FORGETTING, Projection, Ridge
 from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
 from lit_grpo.update.plugin import LearningPlugin
 

@@ -32,7 +32,7 @@ from lit_grpo.limits import Count
 from lit_grpo.methods.branches import Branching, check_width
 from lit_grpo.plugins import Answer, GroupBatch, RunFacts
 from lit_grpo.scheduling.ledger import RequestLedger
-from lit_grpo.scheduling.lengths.ridge import Ridge
+from lit_grpo.scheduling.lengths import Ridge
 from lit_grpo.types import EMPTY, Completion, GroupKey, Key, PassRule, Rollout, RolloutGroup, Trajectory
 
 NUM_HASHED = 128  # columns of all tokens of an anchor, and as many of its last ones

@@ -12,9 +12,8 @@ import numpy as np
 from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, Listener, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.stats import RolloutStats
-from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
-from lit_grpo.scheduling.plans.plan import make_queues
+from lit_grpo.scheduling.plans.plan import make_queues, slot_bound
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Decoder, Observation, StepEvents

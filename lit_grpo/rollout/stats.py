@@ -67,7 +67,7 @@ class RolloutStats:
 
     def add_step(self, events: StepEvents, capacity: Capacity, began_s: float, ended_s: float) -> None:
         """Add a step, with the seconds from the rollout's beginning to its own and to its end."""
-        elapsed_s = ended_s - began_s
+        elapsed_s, clock = ended_s - began_s, self.clock
         self.num_steps += events.num_steps
         self.num_tokens += events.num_tokens
         self.active_slot_steps += events.num_active * events.num_steps
@@ -75,8 +75,12 @@ class RolloutStats:
         self.active_slot_s += events.num_active * elapsed_s
         self.slot_s += capacity.slots * elapsed_s
         self.kv_tokens_peak = max(self.kv_tokens_peak, capacity.kv_tokens_in_use)
-        self.clock.slots, self.clock.kv_limit = capacity.slots, capacity.kv_tokens
-        self.clock.add(events.num_steps, began_s, ended_s, capacity.kv_tokens_in_use, events.prefilled_tokens)
+        clock.slots, clock.kv_limit = capacity.slots, capacity.kv_tokens
+        clock.steps.append(self.num_steps)
+        clock.began.append(began_s)
+        clock.ended.append(ended_s)
+        clock.kv_tokens.append(capacity.kv_tokens_in_use)
+        clock.prefilled.append(events.prefilled_tokens)
         if events.message:
             self.messages.append(events.message)
 

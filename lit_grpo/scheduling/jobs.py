@@ -15,19 +15,12 @@ from lit_grpo.types import GroupKey, Key
 class Job:
     """A completion to be decoded.
 
-    ``prompt_tokens`` is the length of its prompt, ``max_tokens`` the most tokens that are sampled of it, and
-    ``max_observed`` the most that it observes.
+    ``prompt_tokens`` is the length of its prompt, and ``max_tokens`` the most tokens that are sampled of it.
     """
 
     key: Key
     prompt_tokens: int
     max_tokens: int
-    max_observed: int = 0
-
-    @property
-    def room(self) -> int:
-        """The most tokens that it can hold."""
-        return self.max_tokens + self.max_observed
 
     @property
     def group(self) -> GroupKey:

@@ -215,7 +215,7 @@ class RequestLedger:
         entry = entries.get(request.path)
         if entry is None:
             num_tokens, sampling = len(request.prompt.token_ids), request.sampling
-            job = Job(request.key, num_tokens, sampling.max_tokens, sampling.max_observed)
+            job = Job(request.key, num_tokens, sampling.max_tokens)
             entry = entries[request.path] = Entry(request, job)
         elif entry.stage is not None or request.key in self.awaiting_env:
             raise ValueError(_twice(request.key))
@@ -271,12 +271,12 @@ class RequestLedger:
 
     def _admits(self, job: Job) -> bool:
         """Let a queued request decode where it fits, else say ``False``. Where nothing decodes, any request fits."""
-        smallest = smallest_budget(self._layout, job.prompt_tokens, job.room)
         entry = self._entry(job.key)
+        smallest = smallest_budget(self._layout, job.prompt_tokens, entry.request.sampling.room)
         prefix, group = entry.request.prefix, job.key[:2]
         had, observed = prefix.num_tokens, prefix.num_observed if prefix.num_tokens else 0
         scarce = self.kv_tokens is not None and self.decoding and self._most_tokens + smallest > self.kv_tokens
-        if scarce and self._forecast(job, had, observed) > (self.kv_tokens or 0):
+        if scarce and self._forecast(entry, had, observed) > (self.kv_tokens or 0):
             self._refused = True
             return False
         entry.state, entry.slot, entry.begin = "decoding", self._free.pop(), self.step
@@ -322,7 +322,7 @@ class RequestLedger:
         job = entry.job
         self._free.append(entry.slot)
         self._refused, self._table = False, None
-        self._most_tokens -= smallest_budget(self._layout, job.prompt_tokens, job.room)
+        self._most_tokens -= smallest_budget(self._layout, job.prompt_tokens, entry.request.sampling.room)
         self._decoding_of[group] -= 1
         if not self._decoding_of[group]:  # the last of its group
             self._prompt_tokens -= self._layout.prompt(job.prompt_tokens)
@@ -430,7 +430,7 @@ class RequestLedger:
     def _rows(self) -> _Table:
         if self._table is None:
             columns = [
-                (each.had - each.begin, each.job.prompt_tokens, each.job.room, each.observed)
+                (each.had - each.begin, each.job.prompt_tokens, each.request.sampling.room, each.observed)
                 for each in self.decoding.values()
             ]
             self._table = _Table(*np.array(columns, dtype=np.int64).reshape(-1, 4).T)
@@ -463,14 +463,15 @@ class RequestLedger:
         tokens = np.minimum(self.step + rows.offsets + ahead, rows.limits)
         return self._layout.completion(rows.prompt_tokens, tokens, rows.limits)
 
-    def _forecast(self, job: Job, has: int, observed: int) -> int:
-        """Return the most KV tokens that the requests that decode and ``job`` are expected to hold at a time.
+    def _forecast(self, entry: Entry, has: int, observed: int) -> int:
+        """Return the most KV tokens that the requests that decode and one more are expected to hold at a time.
 
         What may yet be observed is not foreseen: jobs are taken out of their slots where it does not fit.
         """
         self._lengths.progress(self.progress())
-        jobs, rows = [*(each.job for each in self.decoding.values()), job], self._rows
-        had, limits = np.append(self.step + rows.offsets, has), np.append(rows.limits, job.room)
+        job, rows = entry.job, self._rows
+        jobs = [*(each.job for each in self.decoding.values()), job]
+        had, limits = np.append(self.step + rows.offsets, has), np.append(rows.limits, entry.request.sampling.room)
         totals = np.ceil(self._lengths.estimate(jobs)) + np.append(rows.observed, observed)
         remaining = np.clip(totals, had + 1, limits) - had
         moments = np.unique(np.quantile(remaining, np.linspace(0, 1, _MOMENTS), method="nearest"))

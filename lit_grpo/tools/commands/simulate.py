@@ -13,8 +13,8 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from lit_grpo.methods.plans import find_plan, shipped_plans
-from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.jobs import LearntLengths
+from lit_grpo.scheduling.plans.plan import memory_bound, slot_bound
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.tools.simulation.step_cost import StepCost
