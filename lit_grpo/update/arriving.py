@@ -9,9 +9,9 @@ import torch
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.update.batches.layout import MicroBatches
-from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.passes import PolicyPasses
+from lit_grpo.update.step import Gathered, Step
 
 PROVISIONAL = 2**12
 """What the gradient is divided by until all groups are there; a power of two, which rounds nothing."""

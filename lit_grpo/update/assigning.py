@@ -12,9 +12,9 @@ from lit_grpo.plugins import GroupBatch
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import EPSILON
-from lit_grpo.update.batches.step import log_baseline_weights
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.plugin import LearningBatch, LearningPlugin
+from lit_grpo.update.step import log_baseline_weights
 
 
 def assign_advantages(batch: LearningBatch, settings: LearnerSettings, history: PromptHistory, ranks: Ranks) -> None:

@@ -17,16 +17,6 @@ from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.arriving import PROVISIONAL, ArrivingGradient
 from lit_grpo.update.assigning import assign_advantages
-from lit_grpo.update.batches.step import (
-    FixedLogprobs,
-    Gathered,
-    Step,
-    minibatches,
-    problem_of,
-    taking_part_and_learnt,
-    thinned,
-    with_advantage,
-)
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
 from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
@@ -38,6 +28,16 @@ from lit_grpo.update.objective.snapshots import Snapshots
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.step import (
+    FixedLogprobs,
+    Gathered,
+    Step,
+    minibatches,
+    problem_of,
+    taking_part_and_learnt,
+    thinned,
+    with_advantage,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

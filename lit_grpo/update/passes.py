@@ -17,7 +17,6 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.types import Completion, GroupKey, Key, Rollout
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
-from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
@@ -29,6 +28,7 @@ from lit_grpo.update.objective.snapshots import factor_metrics
 from lit_grpo.update.plugin import Chunk, LearningPlugin, SquaredNorm
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
+from lit_grpo.update.step import Gathered, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,8 @@ from lit_grpo.rollout.slots.copies import LoweredWeights
 from lit_grpo.rollout.slots.fused import FusedDecoder
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kv import cache as cache_module
-from lit_grpo.update.batches import layout, step
+from lit_grpo.update import step
+from lit_grpo.update.batches import layout
 from lit_grpo.update.objective import policy_loss
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.prefix.sharing import SharedPrefix
