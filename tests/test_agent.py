@@ -20,7 +20,6 @@ from conversations import play as play_with
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments.agent.plugin import Agent
 from lit_grpo.environments.plugin import Trajectories
-from lit_grpo.methods import make_plugins
 from lit_grpo.methods.mt_grpo import MTGRPO
 from lit_grpo.plugins import Answer, Listener, RunFacts, fresh
 from lit_grpo.process import calls
@@ -837,8 +836,3 @@ def test_a_run_without_room_for_what_agents_say_is_refused() -> None:
     with pytest.raises(ValueError, match=r"what an agent says needs room, and max_observed of model\.sampling"):
         Agent(run=two_turns).check(RunFacts(4, 8, 64, 1))
     Agent(run=two_turns).check(RunFacts(4, 8, 64, 1, max_observed=9))
-
-
-def test_agents_and_environments_decide_the_same() -> None:
-    with pytest.raises(ValueError, match="environments and agent, which both decide what turns are answered by"):
-        make_plugins([{"environments": {"factory": Solver}}, {"agent": {"run": two_turns}}])

@@ -15,9 +15,8 @@ from hand_made import plugin
 
 from lit_grpo.budgets.allocation import Allocation, greedy, proportional
 from lit_grpo.budgets.history import LengthMoments, PromptHistory, Record, Visit
-from lit_grpo.methods import shipped
 from lit_grpo.methods.dars import HardMore
-from lit_grpo.methods.divided import Proportional, Uniform
+from lit_grpo.methods.divided import Proportional
 from lit_grpo.methods.knapsack import Knapsack, knapsack_value
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.sgpo import Buckets
@@ -261,61 +260,6 @@ class Mine(Allocation):
         return [self.size] * num_generations
 
 
-def test_rules_have_names_fields_and_class_paths() -> None:
-    assert plugin("knapsack:budget=64,most=20") == Knapsack(64, most=20)
-    assert plugin(f"{__name__}.Mine:size=5") == Mine(5)
-    allocations = {name: rule for name, rule in shipped().items() if isinstance(rule, Allocation)}
-    assert [name for name, rule in allocations.items() if rule.has_rounds] == [
-        "dars_equal",
-        "dars_hardness",
-        "balanced",
-        "xrpo",
-    ]
-    assert plugin("uniform").first(at(0.2, None), 6) == [6, 6]
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ("best", "plugins best: there is none; give one of april, "),
-        ("no.such.Rule", "cannot be loaded"),
-        ("math.floor", "or the class path of a Plugin"),
-        ("dars_equal:budget=3", "dars_equal:budget=3: it has no field 'budget'; it has schedule, most, divided"),
-        (
-            "knapsack:budget=64,tokens=900",
-            "budget 64 needs completions, but tokens 900 counts tokens; remove one of the two settings",
-        ),
-        ("uniform:tokens=0", "tokens must be at least 1, not 0"),
-        ("uniform:tokens=many", "tokens must be"),
-        ("knapsack:alpha=1", "alpha must be above 0 and below 1, not 1; the paper"),
-        ("knapsack:alpha=much", "alpha must be"),
-        ("knapsack:least=1", "least must be at least 2, not 1"),
-        ("variance:least=4,most=3", "least must be at most most, 3, not 4"),
-        ("buckets:most=1", "least must be at most most, 1, not 2"),
-        ("dars_equal:schedule=steep", "schedule must be equal or hardness, not 'steep'"),
-        ("balanced:rounds=1", "rounds must be at least 2, not 1"),
-        ("balanced:passed=0,failed=0", "passed is 0 and failed is 0"),
-    ],
-)
-def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.plugins ") as caught:
-        plugin(spec)
-    assert sentence in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("rule", "sentence"),
-    [
-        (Knapsack(budget=7), "budget is 7 completions for 4 prompts, which is less than 2 each; give at least 8"),
-        (Uniform(tokens=7), "tokens is 7 tokens for 4 prompts, which is less than 2 each; give at least 8"),
-        (HardMore(most=8), "most is 8, and the first round has num_generations, 8, so there would be no second"),
-    ],
-)
-def test_a_budget_that_does_not_suffice_is_told_beforehand(rule: Allocation, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        rule.check(RunFacts(4, 8, 100, 1))
-
-
 # ---- what a rule does to the gradient ------------------------------------------------------------------
 
 DRAWS = 10_000
@@ -370,26 +314,3 @@ def test_a_budget_is_that_of_an_update_however_many_prompts_are_opened(rule: All
     assert rule.first(at(None), 16, 4) == [10]
     assert sum(rule.first(at(0.2, 0.5, 0.9), 16, 4)) == 30
     assert rule.first([], 16, 4) == []
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        (
-            "knapsack:least=two",
-            "least must be a whole number of at least 2, not 'two'; one completion .*",
-        ),
-        ("knapsack:budget=40.5", "budget must be a whole number of at least 1, not 40.5"),
-        ("variance:most=many", "most must be a whole number of at least 1, not 'many'"),
-        ("buckets:most=7.5", "most must be a whole number of at least 1, not 7.5"),
-        ("dars_equal:most=x", "most must be a whole number of at least 1, not 'x'"),
-        ("balanced:passed=half", "passed must be a whole number of at least 0, not 'half'"),
-        (
-            "balanced:rounds=2.5",
-            "rounds must be a whole number of at least 2, not 2.5; with one .*",
-        ),
-    ],
-)
-def test_a_field_that_is_no_whole_number_is_told(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.plugins {spec}: {sentence}\.$"):
-        plugin(spec)

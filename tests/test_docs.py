@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pydoc
 import re
 import shlex
@@ -88,38 +87,6 @@ def test_each_hop_of_the_walk_is_there() -> None:
         assert callable(pydoc.locate(name)), name
 
 
-def test_the_readme_is_read_in_five_minutes_and_the_written_pages_in_an_evening() -> None:
-    made = {"architectures", "methods", "metrics", "migration"}  # of tables, to look things up in
-    written = [page.stat().st_size for page in PAGES[1:] if page.stem not in made]
-    assert (ROOT / "README.md").stat().st_size <= 9_800 and sum(written) <= 165_000
-
-
-def test_the_first_page_leads_to_the_answers_of_ten_questions() -> None:
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert len(re.findall(r"^\d+\. \[[^\]]+\?[^\]]*\]\(", text, re.MULTILINE)) == 10
-
-
-def test_pictures_are_small() -> None:
-    for picture in (ROOT / "docs" / "pictures").glob("*.png"):
-        assert picture.stat().st_size < 80 * 1024, picture.name
-
-
-def test_the_picture_of_the_first_page_has_room_for_the_mark_of_every_point(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed (the extra plots)")
-    from benchmarks.real_model_memory import draw
-
-    (*_, newest) = sorted((ROOT / "benchmarks" / "results").glob("real_model_memory-*.json"))
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw(json.loads(newest.read_text())["rows"], tmp_path / "picture.svg")
-    for axes in drawn[0].axes:
-        low, high = axes.get_ylim()
-        values, room = [value for line in axes.lines for value in line.get_ydata()], 0.02 * (high - low)
-        assert len(values) == 8 and low + room < min(values) and max(values) < high - room
-
-
 # ---- commands -----------------------------------------------------------------------------------------
 
 
@@ -151,12 +118,6 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
     for line in lines:
         if match := COMMAND.search(line):
             yield match[1], shlex.split(match[2] or "", comments=True)
-
-
-def test_commands_are_found() -> None:
-    found = [(module, *arguments[:1]) for page in PAGES for module, arguments in commands(page)]
-    assert len(found) > 40
-    assert OWN - {"dashboard"} <= {each[1] for each in found if len(each) > 1}
 
 
 @pytest.mark.integration
@@ -223,11 +184,6 @@ def unknown_settings(text: str) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in LINKED if page.stem != "migration"], ids=lambda page: page.stem)
 def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     assert unknown_settings(page.read_text(encoding="utf-8")) == []
-
-
-def test_a_setting_that_is_gone_is_found() -> None:
-    text = "`model.objective.los gspo`, `kl.bet`, `sample_logger.every_n_batches`, --data.ask, `model.generator.x`"
-    assert unknown_settings(text) == ["data.ask", "kl.bet", "model.objective.los", "sample_logger.every_n_batches"]
 
 
 @every_page

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hand_made import plugin
 from test_data import draw, drawn, numbered
 
 from lit_grpo.budgets.history import NUM_RECENT, Outcome, PromptHistory, Record, Visit
@@ -185,15 +184,3 @@ def test_what_was_expected_is_of_before_the_visit() -> None:
     learnt = rule.learn({"learnt_version": 1.0}, [PROMPT], [Record(3, recent=recent)])
     assert learnt["partly_expected"] == pytest.approx(predicted(recent[:2], 2, 0.5)[1]) and not learnt["partly_passed"]
     assert rule.learn(learnt, [], []) == learnt
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ("dps:candidates=0", "candidates must be at least 1, not 0"),
-        ("dps:decay=0", "decay must be above 0 and at most 1, not 0"),
-    ],
-)
-def test_fields_are_checked(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.plugins .*{sentence}"):
-        plugin(spec)

@@ -13,7 +13,6 @@ from conftest import random_policy
 from hand_made import MAX_TOKENS, full_logprobs, make_rollout
 from test_learner import make_learner
 
-from lit_grpo.methods import make_plugins
 from lit_grpo.methods.drpo import DecoupledLength
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup
@@ -162,9 +161,3 @@ def test_what_is_not_learnt_from_takes_no_part() -> None:
         given = shape(rule, members, [1.0, NAN, -1.0, NAN])
         assert math.isnan(given[1]) and math.isnan(given[3])
         assert [given[0], given[2]] == ([2.0, -2.0] if rule.totals == "equal" else [1.0, -1.0])
-
-
-def test_fields_that_cannot_be_are_refused() -> None:
-    assert make_plugins(["drpo:length_temperature=.inf"])["drpo"] == DecoupledLength(INF)
-    with pytest.raises(ValueError, match=r"rollout.plugins drpo.*length_temperature must be above 0, not 0"):
-        make_plugins(["drpo:length_temperature=0"])

@@ -8,12 +8,10 @@ import random
 
 import numpy as np
 import pytest
-from hand_made import plugin
 
 from lit_grpo.budgets.history import Outcome, Record
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.methods.gdro import PromptGDRO, RolloutGDRO, bin_of
-from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Prompt
 
 PROMPT = Prompt("a", (1,), "")
@@ -121,22 +119,3 @@ def test_prompts_that_are_alike_or_new_get_as_many_each() -> None:
         assert RolloutGDRO().first([Record(1, pass_rate=rate) for rate in rates], 6) == [6] * 4
     assert RolloutGDRO().first([Record()] * 3, 6) == [6] * 3
     assert RolloutGDRO(bins=1).first([Record(1, pass_rate=rate) for rate in (0.1, 0.5, 0.9)], 6) == [6] * 3
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ("prompt_gdro:bins=1", "bins must be at least 2, not 1; with one bin all prompts are alike"),
-        ("prompt_gdro:sharpness=0", "sharpness must be above 0, not 0"),
-        ("prompt_gdro:exploration=0", "exploration must be above 0 and at most 1, not 0"),
-        ("rollout_gdro:bins=0", "bins must be at least 1, not 0"),
-    ],
-)
-def test_fields_are_checked(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.plugins .*{sentence}"):
-        plugin(spec)
-
-
-def test_a_budget_that_does_not_suffice_is_told() -> None:
-    with pytest.raises(ValueError, match="budget is 5 completions for 3 prompts, which is less than 2 each"):
-        RolloutGDRO(budget=5).check(RunFacts(num_prompts=3, num_generations=8, max_tokens=9, updates_per_batch=1))

@@ -401,25 +401,6 @@ class Numbers(Hint):
         return 7
 
 
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ("some", "there is none; give one of april, "),
-        ("reference_hint:from=x", "it has no field 'from'; it has after, begin, step, most, column."),
-        ("reference_hint:after=0", "after must be at least 1, not 0."),
-        ("reference_hint:begin=1.5", "begin must be above 0 and at most 1, not 1.5."),
-        ("reference_hint:begin=0.95", "begin must be at most most, 0.9, not 0.95."),
-        ("strategy_hint:step=0", "step must be above 0 and at most 1, not 0."),
-        ("strategy_hint:most=much", "most must be a number above 0 and at most 1, not 'much'."),
-        ("strategy_hint:say=3", "say must be text, not 3; put it into quotes."),
-    ],
-)
-def test_a_hint_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.plugins ") as caught:
-        plugin(spec)
-    assert sentence in str(caught.value)
-
-
 ROW = {"prompt": "1=", "solution": "a"}
 
 

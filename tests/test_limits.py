@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -123,3 +128,54 @@ def test_one_field_may_have_to_be_below_another() -> None:
     check_order(Settings(low=0.5), "low", "high", strict=True)
     with pytest.raises(ValueError, match=r"^low must be below high, 1\.0, not 1\.0\.$"):
         check_order(Settings(low=1.0), "low", "high", strict=True)
+
+
+ROOT = Path(__file__).parents[1]
+UNCHECKED = {"Completion", "LearnerSettings", "ReleaseRule", "RewardWatch"}
+"""Made of values that have been checked before, and not by users."""
+
+
+def limited_classes() -> Iterator[Any]:
+    """All classes of the package in files that know limits, and that can be made."""
+    for path in sorted((ROOT / "lit_grpo").rglob("*.py")):
+        if "lit_grpo.limits import" in path.read_text():
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            for each in vars(importlib.import_module(name)).values():
+                if inspect.isclass(each) and each.__module__ == name and not inspect.isabstract(each):
+                    yield each
+
+
+def excluded(annotation: Any) -> Any:
+    """A value that an annotation excludes; None where it takes all."""
+    if get_origin(annotation) is Literal:
+        return "no such word"
+    if get_origin(annotation) is Annotated:
+        kind, *said = get_args(annotation)
+        for limit in said:
+            if isinstance(limit, Limit):
+                bounds = ((limit.least, -1), (limit.above, 0), (limit.most, 1), (limit.below, 0))
+                return next((bound + step for bound, step in bounds if bound is not None), None)
+        return excluded(kind)
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return next((value for value in map(excluded, options) if value is not None), None)
+
+
+def test_every_field_refuses_what_its_annotation_excludes() -> None:
+    checked = 0
+    for each in limited_classes():
+        try:
+            arguments = inspect.signature(each).parameters
+            hints = get_type_hints(each if is_dataclass(each) else each.__init__, include_extras=True)
+        except (NameError, TypeError, ValueError):  # of exceptions, and names that type checkers alone import
+            continue
+        given = {
+            name: object()
+            for name, its in arguments.items()
+            if its.default is its.empty and its.kind != its.VAR_KEYWORD
+        }
+        for name in arguments if each.__name__ not in UNCHECKED else ():
+            if (value := excluded(hints.get(name))) is not None:
+                with pytest.raises(ValueError, match=rf"{name} must be .*, not {value!r}"):
+                    each(**given | {name: value})
+                checked += 1
+    assert checked > 100

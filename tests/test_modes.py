@@ -26,9 +26,6 @@ class Mine(RolloutMode):
         return 3 * num_prompts - num_open
 
 
-OWN = "lit_grpo.rollout.rules.RolloutMode"
-
-
 def test_synchronous_is_the_default_and_carries_nothing() -> None:
     mode = RolloutMode()
     assert not mode.carries and mode.requirement("mode") == Requirement("mode")
@@ -50,67 +47,6 @@ def test_fields_of_a_mode_are_set_behind_its_name() -> None:
 )
 def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted: int) -> None:
     assert plugin(mode).num_wanted(num_open, 4) == wanted
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ("aprill", "give one of april, .*asynchronous.*sortedrl.*, or the class path of"),
-        ("no.such.Mode", "it cannot be loaded .No module named 'no'.; give one of"),
-        ("collections.Counter", "or the class path of a Plugin"),
-        ("april:batches=2", "plugins april:batches=2: it has no field 'batches'; it has batches_in_work, refill"),
-        ("april:batches_in_work=0.5", "batches_in_work must be at least 1, not 0.5"),
-        ("april:batches_in_work=many", "batches_in_work must be a number of at least 1, not 'many'"),
-        ("april:unit=[", "plugins april:unit=.: unit is set to '.', which is no value"),
-        ("april:max_staleness=1.5", "max_staleness must be a whole number of at least 0, not 1.5"),
-        (
-            "april:max_staleness=0",
-            "keep needs tokens of older .* max_staleness 0 never .*; give a max_staleness of 1 or more",
-        ),
-        (
-            "april:leftovers=finish",
-            "batches_in_work 2 needs .* unfinished .* leftovers finish allows none",
-        ),
-        (
-            f"{OWN}:unit=completion",
-            "unit completion needs completions that may be unfinished .* leftovers finish allows none",
-        ),
-        ("sortedrl:unit=token", "unit must be group or completion, not 'token'"),
-        (
-            "sortedrl:tokens_per_update=9",
-            "but leftovers discard begins them again; take leftovers keep",
-        ),
-        ("april:leftovers=mask", "leftovers must be finish, keep or discard, not 'mask'"),
-        ("april:overlap=beside", "overlap must be none, within or across, not 'beside'"),
-        (
-            "april:overlap=within",
-            "overlap within needs every prompt .*, but leftovers keep keeps some",
-        ),
-        (
-            f"{OWN}:overlap=across",
-            "overlap across needs unfinished completions to go on, but leftovers finish leaves none unfinished",
-        ),
-        (
-            "sortedrl:overlap=across",
-            "overlap across needs unfinished completions .* leftovers discard begins them again",
-        ),
-        ("chunked:overlap=across", "tokens_per_update 1024 needs rollouts that end, but overlap across never ends one"),
-        ("asynchronous:batches_in_work=4", "batches_in_work 4 is more than max_staleness 2 allows.*give at most 3"),
-        (
-            "asynchronous:max_staleness=0",
-            "keep needs tokens of older .* max_staleness 0 never .*; give a max_staleness of 1 or more",
-        ),
-        (
-            "april:at_sync=drain",
-            "at_sync drain needs decoding .*, but overlap none stops it; take overlap across",
-        ),
-        ("april:at_sync=drop", "at_sync must be recompute, keep or drain, not 'drop'"),
-    ],
-)
-def test_a_mode_that_means_nothing_is_refused(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence) as error:
-        plugin(spec)
-    assert str(error.value).startswith("rollout.plugins ")
 
 
 def test_a_mode_has_to_go_with_the_updates() -> None:

@@ -11,7 +11,6 @@ import torch
 from conftest import table_rows
 from test_learner import PlainSteps, make_learner, ragged_groups
 
-from lit_grpo.methods import make_plugins
 from lit_grpo.methods.nat import Prefix, RandomTokens, Uniform
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.batches.layout import PackedRow
@@ -187,10 +186,3 @@ def test_old_log_probs_are_those_of_the_tokens_that_stay() -> None:
     learner, steps = make_learner(objective=objective, num_iterations=2, plugins=[Uniform(0.5)])
     learn_often(learner)
     assert error_in_deviations(steps, steps_of_whole.gradients[0]) < 3.5
-
-
-def test_they_are_made_by_name_and_a_share_out_of_range_is_refused() -> None:
-    made = make_plugins(["nat:share=0.25", "replace_flat"])["nat"]
-    assert made == Prefix(0.25) and make_plugins(["nat_uniform"])["nat_uniform"] == Uniform(0.5)
-    with pytest.raises(ValueError, match=r"share must be above 0 and at most 1, not 0"):
-        Prefix(0)

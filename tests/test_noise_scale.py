@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import plugin, random_groups
+from hand_made import random_groups
 from test_data import drawn, numbered
 from test_learner import make_learner
 
@@ -262,16 +262,3 @@ def test_what_it_needs_of_a_run_is_told(part: Requirement, sentence: str) -> Non
         RolloutSession(make_plugins(["noise_scale"])).check(facts, [])
     with pytest.raises(ValueError, match="norm_test and goodput, which both decide how many prompts a batch has"):
         make_plugins(["norm_test", "goodput"])
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ("noise_scale:parts=1", "parts must be at least 2, not 1; of one part nothing can be told"),
-        ("norm_test:eta=1", "eta must be above 0 and below 1, not 1"),
-        ("goodput:least=9,most=4", "least must be at most most, 4, not 9"),
-    ],
-)
-def test_fields_are_checked(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.plugins .*{sentence}"):
-        plugin(spec)

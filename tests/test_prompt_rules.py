@@ -281,41 +281,6 @@ class Mine(PromptRule):
         return self.value
 
 
-def test_rules_have_names_fields_and_class_paths() -> None:
-    assert plugin("greso:target=0.5") == Greso(0.5)
-    assert plugin(f"{__name__}.Mine:value=0.5") == Mine(0.5)
-    chooser = PromptChooser(PromptRule(), 0)
-    assert chooser.asks(Prompt("a", (1,), "")) and chooser.metrics() == {}
-    assert PromptChooser(Greso(), 0).metrics() == {"prompts/easy": 0.5, "prompts/hard": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        (
-            "some",
-            "there is none; give one of april, ",
-        ),
-        ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step, least, most."),
-        ("greso:target=1.5", "target must be above 0 and at most 1, not 1.5."),
-        ("greso:step=small", "step must be a number above 0 and at most 1, not 'small'."),
-        ("near_half:least=x", "least must be a number above 0 and at most 1, not 'x'."),
-        ("phases:batches=0", "batches must be at least 1, not 0."),
-        ("phases:batches=2.5", "batches must be a whole number of at least 1, not 2.5."),
-        ("phases:easy=1.5", "easy must be above 0 and at most 1, not 1.5."),
-        ("phases:unsolved=0", "unsolved must be above 0 and at most 1, not 0."),
-        ("phases:unsolved=few", "unsolved must be a number above 0 and at most 1, not 'few'."),
-        ("curriculum:batches=0", "batches must be at least 1, not 0."),
-        ("curriculum:raise_at=0.1", "lower_at must be below raise_at, 0.1, not 0.1."),
-        ("near_half:least=0", "least must be above 0 and at most 1, not 0."),
-    ],
-)
-def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.plugins ") as caught:
-        plugin(spec)
-    assert sentence in str(caught.value)
-
-
 def test_a_chance_that_is_none_is_told_with_its_prompt() -> None:
     with pytest.raises(ValueError, match=r"Mine gives the prompt 'a' a chance of 2.0; it must be from 0 to 1"):
         PromptChooser(Mine(), 0).asks(Prompt("a", (1,), ""))

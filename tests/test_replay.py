@@ -6,7 +6,7 @@ import io
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from hand_made import make_rollout, plugin
 from test_learner import make_learner, member
 
 from lit_grpo.budgets.memory import Remembered
-from lit_grpo.methods import make_plugins, shipped
+from lit_grpo.methods import make_plugins
 from lit_grpo.methods.replay import Replay
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.plugins import GroupBatch, RunFacts, fresh
@@ -29,7 +29,6 @@ from lit_grpo.types import (
     PassRule,
     Prompt,
     PromptBatch,
-    Request,
     Rollout,
     RolloutGroup,
     SamplingParams,
@@ -407,46 +406,3 @@ def check(*specs: str) -> None:
 @pytest.mark.parametrize("mode", ["april", "periodic", "asynchronous", "arrol", "sortedrl:unit=group"])
 def test_it_goes_with_modes_whose_groups_are_whole(mode: str) -> None:
     check("rlep", mode)
-
-
-@pytest.mark.parametrize("mode", ["sortedrl", "sortedrl_partial", "chunked"])
-def test_groups_that_leave_in_parts_are_refused(mode: str) -> None:
-    with pytest.raises(ValueError, match=rf"rlep needs complete groups .*plugins {mode} lets groups leave in parts"):
-        check("rlep", mode)
-
-
-@dataclass
-class Shortest(Replay):
-    """A rule of a user's own."""
-
-    def choose(self, known: Sequence[Remembered], number: int, request: Request) -> Sequence[Remembered]:
-        return sorted(known, key=lambda each: each.trajectory.num_tokens)[:number]
-
-
-def test_rules_have_names_fields_and_class_paths() -> None:
-    assert plugin("rlep:members=4,share=0.3,max_age=9") == replace(
-        cast(Replay, shipped()["rlep"]), members=4, share=0.3, max_age=9
-    )
-    assert plugin(f"{__name__}.Shortest:members=1") == Shortest(members=1)
-    memory = remembering(f"{__name__}.Shortest:members=1", group(FIRST, [1, 1]))
-    memory.on_update_end(GroupBatch([RolloutGroup(FIRST, [sampled(FIRST, 7, [5], 1)])], 1, EXACT, alone))
-    assert len(joined(memory, group(FIRST, [0, 0], 1, 1), 1)[0].completion.token_ids_T) == 1
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ("rlep:members=0", "members must be at least 1, not 0"),
-        ("rlep:max_age=0", "max_age must be at least 1, not 0"),
-        ("rlep:kept=0", "kept must be at least 1, not 0"),
-        ("rlep:share=1", "share must be at least 0 and below 1, not 1; some of a group has to be newly sampled"),
-        ("rlep:share=-0.1", "share must be at least 0 and below 1, not -0.1"),
-        ("rlep:share=half", "share must be a number of at least 0 and below 1, not 'half'"),
-        ("rlep:choice=best", "choice must be random, recent or reward, not 'best'"),
-        ("rlep:size=3", "it has no field 'size'; it has members, share, max_age, choice, kept, logprobs"),
-        ("everything", "there is none; give one of april, "),
-    ],
-)
-def test_what_cannot_be_is_told(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.plugins {spec}: {sentence}"):
-        plugin(spec)

@@ -262,12 +262,6 @@ def test_two_rewards_of_one_name_are_refused() -> None:
     ]
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
-def test_weight_that_is_not_finite_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=rf"reward function 'a.b': weight must be a finite number, not {weight}."):
-        RewardSpec("a.b", weight=weight)
-
-
 def test_empty_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"name of reward function 'a.b' is empty; leave it out"):
         RewardSpec("a.b", name="")
@@ -395,11 +389,6 @@ def test_answer_that_cannot_be_computed_is_wrong_and_the_next_is_scored() -> Non
     score = MathEquivalence(timeout_s=0.5)
     assert score("The answer is 9^9^9^9", answer="72") == 0.0
     assert score("72", answer="72") == 1.0
-
-
-def test_math_equivalence_refuses_a_time_limit_of_zero() -> None:
-    with pytest.raises(ValueError, match=r"timeout_s must be above 0, not 0."):
-        MathEquivalence(timeout_s=0)
 
 
 def test_one_reward_may_stand_for_a_list_of_it() -> None:

@@ -100,10 +100,5 @@ def test_a_text_that_cannot_be_put_into_a_row_is_told_with_the_row(tokenizer: st
         data_of(tokenizer, f"{OWN}:preface=ADD")
 
 
-def test_one_plug_in_alone_says_what_prompts_are_asked_with() -> None:
-    with pytest.raises(ValueError, match=r"both decide what prompts are asked with; take one of them"):
-        make_plugins([OWN, "reference_hint"])
-
-
 def test_a_dataloader_of_ones_own_asks_no_rewriter() -> None:
     assert EveryOther().needs == {"prompt_stream"}

@@ -17,7 +17,6 @@ from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.budgets.foresight import MOST_LEFT, Foresight
 from lit_grpo.budgets.history import PromptHistory, Record
 from lit_grpo.budgets.prompts import PromptChooser
-from lit_grpo.compatibility import Requirement
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.faults import Phases
 from lit_grpo.methods import make_plugins, shipped
@@ -287,29 +286,6 @@ FACTS = RunFacts(num_prompts=4, num_generations=8, max_tokens=2000, updates_per_
 MODES = sorted(name for name, plugin in shipped().items() if isinstance(plugin, RolloutMode))
 
 
-@pytest.mark.parametrize("mode", [*MODES, "arrol"])
-def test_rounds_need_a_mode_that_waits_for_them(mode: str) -> None:
-    for name in ("replace_flat", "balanced"):
-        sentence = rf"^rollout\.plugins {name} needs every group to be sampled .* rollout\.plugins {mode} .*; "
-        with pytest.raises(ValueError, match=sentence):
-            session_of(name, mode).check(FACTS, [])
-    session_of("knapsack", mode).check(FACTS, [])
-
-
-@pytest.mark.parametrize("name", ["greso", "reference_hint", "rlep"])
-def test_what_goes_by_whole_visits_needs_whole_groups(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} needs complete groups .* sortedrl lets .*; add unit=group to it"):
-        session_of(name, "sortedrl").check(FACTS, [])
-    session_of(name, "sortedrl:unit=group").check(FACTS, [])
-
-
-def test_a_budget_that_does_not_suffice_names_its_plug_in() -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.plugins knapsack: budget is 7 completions"):
-        session_of("knapsack:budget=7").check(FACTS, [])
-    session_of("knapsack:budget=7").check(RunFacts(None, 8, 2000, 1), [])
-    session_of("knapsack:budget=8").check(FACTS, [])
-
-
 # ---- groups without a difference are replaced ----------------------------------------------------------
 
 
@@ -406,11 +382,3 @@ def test_ranks_share_what_stands_behind_the_batch() -> None:
         ["p10", "p11"],
         ["p12", "p13"],
     ]
-
-
-def test_replacing_needs_our_prompts_and_a_number() -> None:
-    with pytest.raises(ValueError, match=r"replace_flat:most=-1: most must be at least 1, not -1"):
-        session_of("replace_flat:most=-1")
-    own = Requirement("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"})
-    with pytest.raises(ValueError, match=r"replace_flat needs prompts from .*PromptDataModule, but a dataloader of"):
-        session_of("replace_flat").check(FACTS, [own])

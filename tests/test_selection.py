@@ -334,11 +334,6 @@ def test_a_subset_of_the_whole_group_is_let_through() -> None:
     RolloutSession(make_plugins([{"pods": {"keep": 8}}])).check(FACTS, [])
 
 
-def test_two_selections_are_refused() -> None:
-    with pytest.raises(ValueError, match="pods and d3s, which both decide which rollouts are learnt from; take one"):
-        make_plugins([{"pods": {"keep": 4}}, {"d3s": {"keep": 4}}])
-
-
 def test_any_choice_of_completions_can_have_a_share_of_tokens() -> None:
     """By a class of a user's own that derives from both."""
 

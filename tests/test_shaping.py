@@ -14,7 +14,6 @@ from hand_made import make_module
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 
 from lit_grpo.callbacks import RolloutScheduler
-from lit_grpo.methods import make_plugins
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import PassRule, Rollout
 from lit_grpo.update.objective.objective import Objective
@@ -121,12 +120,3 @@ def test_a_scheduler_tells_a_module_of_the_rule_before_each_run() -> None:
         RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
         shapings.append(module.settings.plugin("shape"))
     assert shapings == [ByLength(0.5), None]
-
-
-class Another(ByLength):
-    """A second rule."""
-
-
-def test_one_rule_is_enough() -> None:
-    with pytest.raises(ValueError, match="which both decide what each rollout is learnt from with; take one"):
-        make_plugins([f"{__name__}.ByLength", f"{__name__}.Another"])

@@ -355,45 +355,6 @@ def test_higher_entropies_branch_more() -> None:
 # ---- all ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("eptree:tokens=0", "tokens must be at least 1"),
-        ("eptree:rounds=-1", "rounds must be at least 0"),
-        ("treepo:segment=0", "segment must be at least 1"),
-        ("arpo:threshold=2", "threshold must be"),
-        ("aepo:alpha=-1", "alpha must be at least 0"),
-        ("trace:window=0", "window must be at least 1"),
-    ],
-)
-def test_fields_that_cannot_be_are_refused(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_plugins([spec])
-
-
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        (["treepo:width=4"], "treepo: width is 4, and model.num_generations is 8, which is how many paths begin"),
-        (["treepo:segment=64"], "treepo: segment is 64, and sampling.max_tokens is 64, so that no path would divide"),
-        (["arpo:width=7"], "arpo: width is 7, and model.num_generations is 8"),
-        (["trace:width=7"], "trace: width is 7, and model.num_generations is 8"),
-        (["trace", "aepo"], "trace needs every completion to be sampled separately.* aepo lets comp"),
-        (
-            [{"treepo": {"segment": 8}}, "arpo"],
-            "treepo needs every completion to be sampled separately.* arpo lets comp",
-        ),
-        (["eptree", "sortedrl"], "eptree needs complete groups in every update, but .* sortedrl lets"),
-        (["eptree", "april"], "eptree needs every group to be sampled completely in one rollout"),
-        (["aepo", "balanced"], "balanced needs every completion to be sampled separately"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(specs: list[Any], message: str) -> None:
-    session = RolloutSession(make_plugins(specs))
-    with pytest.raises(ValueError, match=message):
-        session.check(RunFacts(4, 8, 64, 1), [])
-
-
 def test_they_go_with_a_plain_run() -> None:
     for spec in ("eptree", "treepo:segment=8", "arpo", "aepo", "trace"):
         session = RolloutSession(make_plugins([spec]))

@@ -176,34 +176,7 @@ def test_rewards_that_are_not_one_a_turn_are_refused(credit: LearningPlugin) -> 
         credit.credit(group(episode(3, 1.0, [START, KEY], [1.0])), [0.0])
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("mt_grpo:weight=-1", "weight must be at least 0"),
-        ("return_to_go:gamma=1.5", "gamma must be from 0 to 1, not 1.5"),
-    ],
-)
-def test_fields_that_cannot_be_are_refused(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_plugins([spec])
-
-
-def test_one_rule_of_credit_is_enough() -> None:
-    with pytest.raises(ValueError, match=r"has gigpo and mt_grpo, which both decide what each turn is learnt from"):
-        make_plugins(["gigpo", "mt_grpo"])
-
-
 FACTS = RunFacts(num_prompts=4, num_generations=4, max_tokens=64, updates_per_batch=1, max_observed=64)
-
-
-@pytest.mark.parametrize("name", ["arpo", "aepo", "trace", "gigpo", "mt_grpo", "return_to_go"])
-def test_a_method_of_turns_is_refused_in_a_run_that_has_none(name: str) -> None:
-    """They would enlarge groups alone, count an advantage twice, or do nothing at all."""
-    said = rf"plugins {name} needs .*, but this run has .*; add environments or agent to rollout\.plugins, or remove "
-    with pytest.raises(ValueError, match=rf"{said}rollout\.plugins {name}\.$"):
-        RolloutSession(make_plugins([name])).check(FACTS, [ONE_TURN])
-    turns = make_plugins([{"environments": {"factory": Catch}}, name])
-    RolloutSession(turns).check(FACTS, [])
 
 
 def test_rewards_of_turns_that_no_environment_gives_and_a_single_turn_are_refused() -> None:

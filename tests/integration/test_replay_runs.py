@@ -21,7 +21,6 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 
@@ -189,28 +188,3 @@ def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_fol
         ends.append(torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()]))
         assert any(name.startswith("replay/") for name in learnt.logs[-1]) == (replay == "rlep")
     assert not torch.equal(*ends)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"plugins": ["rlep", "chunked:tokens_per_update=5"]},
-            r"rlep needs complete groups .* add unit=group",
-        ),
-        (
-            {"advantages": Advantages("dcpo")},
-            r"estimator dcpo needs every completion .* rlep lets",
-        ),
-        (
-            {"plugins": ["repo"], "objective": Objective(proximal="recomputed")},
-            r"repo needs probability ratios .*objective\.proximal recomputed .*correction\.mode",
-        ),
-        ({"plugins": ["rlep:share=1.5"]}, r"rollout\.plugins rlep:share=1\.5: share must be at least 0 and below 1"),
-    ],
-)
-def test_what_does_not_go_together_is_told_before_anything_starts(
-    policy_folder: Path, tmp_path: Path, options: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        train(policy_folder, tmp_path, options)
