@@ -35,10 +35,11 @@ OBJECTIVES = {
         "epsilon_high": FAR,
         "correction.mode": "sequence_truncate",
         "correction.high": "8",
-        "step_size.rule": "effective_samples",
     },
 }
 """The compared objectives, by the fields of ``model.objective``; a line here is a line in table and picture."""
+PLUGINS = {"vcpo": "vcpo"}
+"""By objective, what ``rollout.plugins`` has."""
 LAST = 5
 """Updates that the reward at the end is the mean of."""
 
@@ -80,6 +81,7 @@ def _run(name: str, seed: int, size: Size) -> LearningRun:
         "--model.generator": generator,
         "--model.generator.lag": size.lag,
         **{f"--model.objective.{field}": value for field, value in OBJECTIVES[name].items()},
+        **({"--rollout.plugins": PLUGINS[name]} if name in PLUGINS else {}),
         "--seed_everything": seed,
         "--trainer.max_steps": size.updates,
         "--trainer.limit_val_batches": 0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -59,7 +58,6 @@ from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.step_size import scaled_learning_rate
 from lit_grpo.update.plugin import LearningPlugin
 from lit_grpo.update.prefix.support import prefix_refusal
 
@@ -527,13 +525,20 @@ class GRPOModule(EvaluationModule):
     def take_step(self, scale: float = 1.0) -> float:
         """Take the optimizer's step, at ``scale`` times its learning rate, and the scheduler's; return the rate."""
         optimizer = cast("LightningOptimizer", self.optimizers())
-        lr = optimizer.param_groups[0]["lr"]
-        with nullcontext() if scale == 1.0 else scaled_learning_rate(optimizer.param_groups, scale):
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            if scale != 1.0:  # of the rate and not of the gradient, by whose size Adam divides
+                for group in groups:
+                    group["lr"] = group["lr"] * scale
             optimizer.step()
+        finally:
+            for group, lr in zip(groups, rates, strict=True):
+                group["lr"] = lr
         if self.make_lr_scheduler is not None:
             cast(Any, self.lr_schedulers()).step()
         self.policy_version += 1
-        return lr
+        return rates[0]
 
 
 def _check_parts(generator: Any, optimizer: Any, lr_scheduler: Any) -> None:

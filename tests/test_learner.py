@@ -26,7 +26,6 @@ from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.step_size import scaled_learning_rate
 
 NAN = math.nan
 OF_SOMETHING = ("sampling/", "advantages/")  # NaN where there is nothing to measure
@@ -50,8 +49,10 @@ class PlainSteps:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
         self.scales.append(scale)
-        with scaled_learning_rate(self.optimizer.param_groups, scale):
-            self.optimizer.step()
+        (group,) = self.optimizer.param_groups
+        group["lr"], lr = group["lr"] * scale, group["lr"]
+        self.optimizer.step()
+        group["lr"] = lr
         self.policy_version += 1
         return 0.0
 

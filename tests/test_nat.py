@@ -12,6 +12,7 @@ from conftest import table_rows
 from test_learner import PlainSteps, make_learner, ragged_groups
 
 from lit_grpo.methods.nat import Prefix, RandomTokens, Uniform
+from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.learner import Learner
@@ -20,7 +21,7 @@ from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.step_size import StepSize
+from lit_grpo.update.plugin import LearningPlugin
 
 DRAWS = 120
 
@@ -167,15 +168,17 @@ def test_draws_are_those_of_the_step_and_the_completion_alone() -> None:
         ({"objective": Objective(correction=Correction("geometric_mask"))}, r"geometric_mask needs all tokens"),
         ({"objective": Objective(off_policy_threshold=0.1)}, r"off_policy_threshold 0\.1 needs all tokens"),
         ({"objective": Objective(off_policy_kl=50.0)}, r"off_policy_kl 50\.0 needs all tokens"),
-        ({"objective": Objective(step_size=StepSize("effective_samples"))}, r"effective_samples needs all tokens"),
+        ({"others": [EffectiveSamples()]}, r"EffectiveSamples needs all tokens"),
         ({"objective": Objective(top_entropy_quantile=0.5)}, r"top_entropy_quantile 0\.5 needs all tokens of a step"),
     ],
     ids=str,
 )
 def test_what_needs_whole_completions_is_refused(changes: dict[str, Any], said: str) -> None:
+    changes = dict(changes)
+    others: list[LearningPlugin] = changes.pop("others", [])
     with pytest.raises(ValueError, match=said + r".*Prefix learns from a random share of each completion's tokens, 0"):
-        make_learner(plugins=[Prefix()], **changes)
-    make_learner(plugins=[Prefix(1.0)], **changes)
+        make_learner(**changes, plugins=[*others, Prefix()])
+    make_learner(**changes, plugins=[*others, Prefix(1.0)])
 
 
 def test_old_log_probs_are_those_of_the_tokens_that_stay() -> None:

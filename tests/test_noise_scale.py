@@ -19,7 +19,7 @@ from lit_grpo.compatibility import SHARDS, Requirement
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.noise_scale import Goodput, NoiseScale, NormTest, estimate
-from lit_grpo.plugins import GroupBatch, RunFacts, fresh
+from lit_grpo.plugins import AllGather, GroupBatch, RunFacts, fresh
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
@@ -97,8 +97,7 @@ class Hearing(LearningPlugin):
     def num_parts(self) -> int:
         return self.parts
 
-    @property
-    def step_scale(self) -> float:
+    def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
         return self.scale
 
     def measured(self, norms: Sequence[SquaredNorm]) -> None:
@@ -163,6 +162,10 @@ def fed(rule: NoiseScale, signal: float, noise: float, prompts: int = 8, steps: 
     return sizer
 
 
+def scale_of(rule: NoiseScale) -> float:
+    return rule.step_scale(torch.empty(0), lambda own: [own])
+
+
 def test_what_is_known_is_logged_and_a_mere_measure_changes_no_size() -> None:
     sizer = fed(NoiseScale(), 0.25, 5.0, steps=3)
     logs = sizer.on_update_end(GroupBatch([], 4, PassRule(), lambda own: [own]))
@@ -197,7 +200,7 @@ def test_the_norm_test_grows_a_batch_by_its_formula_and_never_shrinks_it() -> No
     assert fed(NormTest(most=12, warm_up=1), 1.0, 8.0).num_prompts == 12
     assert fed(NormTest(most=4, warm_up=1), 1.0, 8.0).num_prompts == 8
     two = fed(NormTest(eta=0.5, warm_up=1), 1.0, 8.0, prompts=4, ranks=2)
-    assert two.num_prompts == 8 and two.step_scale == pytest.approx(math.sqrt(2))
+    assert two.num_prompts == 8 and scale_of(two) == pytest.approx(math.sqrt(2))
 
 
 def test_goodput_is_best_at_the_noise_scale_where_steps_cost_nothing_by_themselves() -> None:
@@ -213,14 +216,14 @@ def test_goodput_is_best_at_the_noise_scale_where_steps_cost_nothing_by_themselv
     assert fed(Goodput(warm_up=1, least=4), 1.0, 0.5).num_prompts == 4
     assert fed(rule, 1.0, 10.0).num_prompts == 8  # 8 of 8, 16 is not a tenth better
     assert fed(Goodput(warm_up=1, most=5, least=5), 1.0, 32.0).num_prompts == 8  # no size fits
-    assert fed(rule, 1.0, 32.0).step_scale == 2.0
+    assert scale_of(fed(rule, 1.0, 32.0)) == 2.0
 
 
 def test_sizes_and_means_go_on_from_a_checkpoint() -> None:
     one, again = fed(Goodput(warm_up=1), 1.0, 16.0, steps=5), fresh(Goodput(warm_up=1))
     again.load_state_dict(one.state_dict())
     again.batch_size(8)
-    assert again.num_prompts == one.num_prompts == 32 and again.step_scale == one.step_scale == 2.0
+    assert again.num_prompts == one.num_prompts == 32 and scale_of(again) == scale_of(one) == 2.0
     logs = [each.on_update_end(GroupBatch([], 9, PassRule(), lambda own: [own])) for each in (one, again)]
     assert logs[0] == logs[1]
 

@@ -14,13 +14,13 @@ from hand_made import fit, make_module, relative_error, weights_of
 from test_learner import make_learner, member
 from test_objective_in_module import stale_groups
 
+from lit_grpo.methods.vcpo import EffectiveSamples, effective_share
 from lit_grpo.types import Prompt, RolloutGroup
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction, CorrectionMode, correction_weights
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
-from lit_grpo.update.objective.step_size import StepSize, effective_share, scaled_learning_rate
 from lit_grpo.update.objective.tokens import Tokens, near_completions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
@@ -29,7 +29,6 @@ VCPO = Objective(
     epsilon=1.0,
     epsilon_high=1e9,
     correction=Correction("sequence_truncate", high=8.0),
-    step_size=StepSize("effective_samples"),
 )
 VERSIONS = [0, 0, 1, 2, 4]  # of the tokens of a completion, by turns; the policy is at 4
 
@@ -191,8 +190,9 @@ def test_the_effective_share_is_that_of_the_formula_whatever_the_size_of_weights
     assert effective_share(torch.tensor([0.0, -2000.0])) == pytest.approx(0.5)
     assert effective_share(torch.zeros(7)) == pytest.approx(1.0)
     assert effective_share(torch.empty(0)) == 1.0
-    assert StepSize("effective_samples", 0.8).scale(torch.tensor([0.0, -2000.0])) == pytest.approx(math.sqrt(0.5 / 0.8))
-    assert StepSize("effective_samples", 0.4).scale(torch.tensor([0.0, -2000.0])) == 1.0
+    for full_ess, expected in ((0.8, math.sqrt(0.5 / 0.8)), (0.4, 1.0)):
+        scale = EffectiveSamples(full_ess).step_scale(torch.tensor([0.0, -2000.0]), lambda own: [own])
+        assert scale == pytest.approx(expected)
 
 
 def test_a_step_of_vcpo_has_its_gradient_and_size() -> None:
@@ -200,7 +200,7 @@ def test_a_step_of_vcpo_has_its_gradient_and_size() -> None:
     groups = stale_batch()
     for rollout in groups[0].rollouts[:2]:
         rollout.completion.logprobs_T -= 0.6 if rollout.reward else -0.5  # far from the policy on both sides
-    _, steps, logs = learnt(VCPO, groups, lr=0.3)
+    _, steps, logs = learnt(VCPO, groups, lr=0.3, plugins=[EffectiveSamples()])
     weights: list[float] = []
 
     def losses(now_T: torch.Tensor, sampled_T: torch.Tensor, _: Any, advantage: float) -> torch.Tensor:
@@ -217,7 +217,7 @@ def test_a_step_of_vcpo_has_its_gradient_and_size() -> None:
 
 def test_each_step_on_a_batch_is_sized_by_its_own_completions_and_the_policy_before_it() -> None:
     groups = stale_batch()
-    _, steps, logs = learnt(VCPO, groups, lr=0.5, num_minibatches=2)
+    _, steps, logs = learnt(VCPO, groups, lr=0.5, num_minibatches=2, plugins=[EffectiveSamples()])
     expected = []
     policy = random_policy().double()
     for number, group in enumerate(groups):
@@ -238,24 +238,36 @@ def test_each_step_on_a_batch_is_sized_by_its_own_completions_and_the_policy_bef
     assert logs["update/step_scale"] == pytest.approx(sum(expected) / 2, rel=1e-5)
 
 
-def test_a_learning_rate_is_scaled_for_one_step_and_put_back_after_an_error_too() -> None:
-    groups: list[dict[str, Any]] = [{"lr": 0.1}, {"lr": torch.tensor(0.4)}]
-    tensor = groups[1]["lr"]
-    with pytest.raises(KeyError), scaled_learning_rate(groups, 0.5):
-        assert groups[0]["lr"] == 0.05 and float(groups[1]["lr"]) == pytest.approx(0.2)
+def test_a_learning_rate_is_scaled_for_one_step_and_put_back_after_an_error_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))]
+    tensor = torch.tensor(0.4)
+    optimizer = torch.optim.SGD([{"params": weights[:1], "lr": 0.1}, {"params": weights[1:], "lr": tensor}])
+    groups, seen = optimizer.param_groups, list[list[float]]()
+
+    def fails() -> None:
+        seen.append([float(group["lr"]) for group in groups])
         raise KeyError
+
+    monkeypatch.setattr(optimizer, "step", fails)
+    module = make_module("tiny")
+    monkeypatch.setattr(module, "optimizers", lambda: optimizer)
+    with pytest.raises(KeyError):
+        module.take_step(0.5)
+    assert seen == [pytest.approx([0.05, 0.2])]
     assert groups[0]["lr"] == 0.1 and groups[1]["lr"] is tensor and float(tensor) == pytest.approx(0.4)
 
 
 def test_adam_moves_by_the_scale_and_its_schedule_does_not_see_it(policy_folder: Path) -> None:
     policy, start, moves, rates = random_policy(), None, [], []
-    for step_size in (StepSize(), StepSize("effective_samples")):
+    for plugins in ([], [EffectiveSamples()]):
         module = make_module(
             policy_folder,
-            objective=Objective(step_size=step_size),
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0, eps=1e-12),
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
         )
+        module.set_plugins(*plugins)
         recorder = fit(module, stale_groups(policy))
         start = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
         moves.append(weights_of(module) - start)
@@ -331,20 +343,7 @@ def test_an_objective_that_means_something_else_is_refused(options: dict[str, An
         Objective(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rule": "ess"}, r"step_size\.rule must be fixed or effective_samples, not 'ess'"),
-        (
-            {"rule": "effective_samples", "full_ess": 0.0},
-            r"step_size\.full_ess must be above 0 and at most 1, not 0\.0",
-        ),
-        (
-            {"full_ess": 0.5},
-            r"full_ess 0\.5 needs steps by .*rule fixed takes all .*; set .*rule to effective_samples",
-        ),
-    ],
-)
-def test_a_step_size_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StepSize(**options)
+@pytest.mark.parametrize("full_ess", [0.0, 1.1, math.nan])
+def test_a_share_that_cannot_be_is_refused(full_ess: float) -> None:
+    with pytest.raises(ValueError, match=rf"full_ess must be above 0 and at most 1, not {full_ess}"):
+        EffectiveSamples(full_ess)

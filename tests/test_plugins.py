@@ -59,6 +59,7 @@ METHODS = (
     "spaco",
     "capo",
     "router.loss",
+    "vcpo",
     r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")

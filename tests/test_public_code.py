@@ -28,6 +28,7 @@ from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.treepo import relative_advantages
+from lit_grpo.methods.vcpo import effective_share
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup, SamplingParams
@@ -40,7 +41,6 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
-from lit_grpo.update.objective.step_size import effective_share
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
 from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
 from lit_grpo.update.prefix.sharing import shared_prefixes

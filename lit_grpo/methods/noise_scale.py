@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import torch
 
 from lit_grpo.limits import Count, Limit, NotNegative, Positive, Share, check_order
-from lit_grpo.plugins import GroupBatch, RunFacts
+from lit_grpo.plugins import AllGather, GroupBatch, RunFacts
 from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
 
 
@@ -68,9 +69,12 @@ class NoiseScale(LearningPlugin):
         self.num_prompts = self.num_prompts or num_prompts
         return self.num_prompts
 
+    def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
+        """Return the square root of this batch's size over the first one's."""
+        return self._size_scale
+
     @property
-    def step_scale(self) -> float:
-        """The square root of this batch's size over the first one's."""
+    def _size_scale(self) -> float:
         return math.sqrt(self.num_prompts / self._began) if self._began else 1.0
 
     def measured(self, norms: Sequence[SquaredNorm]) -> None:
@@ -88,7 +92,7 @@ class NoiseScale(LearningPlugin):
         signal, noise = (self._means_2 / self._weight).tolist() if self._weight else (math.nan, math.nan)
         known = signal > 0 and noise > 0
         logs = {"noise/signal": signal, "noise/trace": noise, "noise/scale": noise / signal if known else math.nan}
-        logs |= {"noise/prompts": float(self.num_prompts * num_ranks), "noise/step_scale": self.step_scale}
+        logs |= {"noise/prompts": float(self.num_prompts * num_ranks), "noise/step_scale": self._size_scale}
         if known and self._num_measured >= self.first_change:
             size = self.size(signal, noise, self.num_prompts * num_ranks, self._began * num_ranks)
             self.num_prompts = math.ceil(size / num_ranks)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.faults import BrokenBatches
+from lit_grpo.plugins import overriding
 from lit_grpo.policy.sharding import full_tensor, gather_for_sampling
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -27,7 +28,7 @@ from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.snapshots import Snapshots
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import LearningBatch, LearningPlugin
 from lit_grpo.update.step import (
     FixedLogprobs,
     Gathered,
@@ -296,12 +297,11 @@ class Learner:
             self.policy.zero_grad()
         advantages = [rollout.advantage for rollout in step.rollouts]
         self._broken.count(skipped, step.policy_version, ranks.rank, step.rollouts, advantages, grad_norm, loss)
-        size, scale = self.settings.objective.step_size, 1.0
-        if size.rule != "fixed" and not skipped:
+        scaling, scale = overriding(self.settings.plugins, "step_scale", base=LearningPlugin), 1.0
+        if scaling and not skipped:
             log_weights_C = torch.cat([torch.empty(0), *gathered.log_weights])
-            scale = size.scale(torch.cat(ranks.gather(log_weights_C)))
-        measuring = self.settings.plugin("measured")
-        lr = self.optimization.take_step(scale if measuring is None else scale * measuring.step_scale)
+            scale = math.prod(plugin.step_scale(log_weights_C, ranks.gather) for plugin in scaling)
+        lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, step.policy_version + 1)
@@ -310,7 +310,7 @@ class Learner:
             values |= step.term.metrics
         if step.kept is not None:
             values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
-        metrics.finish_update(values if size.rule == "fixed" else values | {"update/step_scale": scale})
+        metrics.finish_update(values | {"update/step_scale": scale} if scaling else values)
         if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
             self.state.entropy.update(float(ranks.sum(gathered.entropy)) / step.totals.num_entropy_tokens)
 

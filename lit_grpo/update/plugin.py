@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from lit_grpo.plugins import GroupBatch, Plugin, overriding
+from lit_grpo.plugins import AllGather, GroupBatch, Plugin, overriding
 from lit_grpo.update.objective.tokens import highest
 
 if TYPE_CHECKING:
@@ -132,8 +132,9 @@ class LearningPlugin(Plugin):
     compares their rewards, their advantages change (:meth:`shape`), some are left out by comparison with the whole
     batch (:meth:`choose_from_batch`), and turns or tokens get advantages of their own (:meth:`credit`,
     :meth:`credit_tokens`). At each optimizer step tokens are chosen (:meth:`token_mask`, :meth:`token_weights`) and
-    long completions are cut (:meth:`chunks`), the loss gets a further term (:meth:`term`), and norms of the gradient
-    are measured (:meth:`measured`), by which the size of batches may change (:meth:`Plugin.batch_size`).
+    long completions are cut (:meth:`chunks`), the loss gets a further term (:meth:`term`), norms of the gradient are
+    measured (:meth:`measured`), by which the size of batches may change (:meth:`Plugin.batch_size`), and the learning
+    rate of the step is scaled (:meth:`step_scale`).
 
     For example, smaller advantages for long completions::
 
@@ -297,9 +298,16 @@ class LearningPlugin(Plugin):
     def measured(self, norms: Sequence[SquaredNorm]) -> None:
         """A step's gradient has been added up; its norms after each part, and of the whole, on all ranks alike."""
 
-    @property
-    def step_scale(self) -> float:
-        """What the learning rate of a step is multiplied by, for a plug-in that overrides :meth:`measured`."""
+    def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
+        """Return the factor of the learning rate of a step; several plug-ins' factors are multiplied.
+
+        All ranks call it together, unless the step's loss or gradient is not finite.
+
+        Args:
+            log_weights_C: Log of policy / behavior policy of each completion that went through the policy in the step,
+                on this rank: the sum over its tokens, not truncated.
+            all_gather: See :data:`lit_grpo.plugins.AllGather`.
+        """
         return 1.0
 
 

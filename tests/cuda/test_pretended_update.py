@@ -13,6 +13,7 @@ from hand_made import relative_error
 from on_gpu import KeepsGradients, Steps, check_update, learn
 
 from benchmarks.pretend_cuda import GPU, pretend_cuda
+from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
@@ -20,7 +21,6 @@ from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.step_size import StepSize
 from lit_grpo.update.prefix.support import prefix_refusal
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "auto": {"max_tokens_per_micro_batch": "auto"},
     "sequence ratios": {"objective": Objective(loss="gspo")},
     "corrected": {
-        "objective": Objective(correction=Correction("sequence_truncate"), step_size=StepSize("effective_samples"))
+        "objective": Objective(correction=Correction("sequence_truncate")),
+        "plugins": [EffectiveSamples()],
     },
     "entropy": {"objective": Objective(entropy=EntropyBonus(0.01, target=2.0))},
     "two steps": {"num_minibatches": 2},

@@ -41,6 +41,7 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods.copo import Blended
 from lit_grpo.methods.d3s import D3S
 from lit_grpo.methods.members import MaxEntropy
+from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.spec import PolicySpec
@@ -56,7 +57,6 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.recipes import RECIPES
-from lit_grpo.update.objective.step_size import StepSize
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -91,8 +91,8 @@ VCPO = Objective(
     epsilon=1.0,
     epsilon_high=1e9,
     correction=Correction("sequence_truncate", high=8.0),
-    step_size=StepSize("effective_samples"),
 )
+SIZED: dict[str, Any] = {"objective": VCPO, "plugins": [EffectiveSamples()]}
 FILTERED = Objective(correction=Correction("geometric_mask"), off_policy_kl=0.3)
 INTERPOLATED = Objective(correction=Correction("token_truncate"), proximal="interpolated")
 CASES = {
@@ -119,8 +119,8 @@ CASES = {
     "kl_in_the_reward": Case([MIXED, RANK_0_MISSING], {"objective": ADAPTIVE_KL, "num_minibatches": 2}),
     "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"objective": ADAPTIVE_ENTROPY}),
     "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
-    "effective_samples": Case([MIXED, RANK_1_UNIFORM], {"objective": VCPO, "num_minibatches": 2}),
-    "effective_samples_of_one_rank": Case([RANK_1_UNIFORM], {"objective": VCPO}),
+    "effective_samples": Case([MIXED, RANK_1_UNIFORM], SIZED | {"num_minibatches": 2}),
+    "effective_samples_of_one_rank": Case([RANK_1_UNIFORM], SIZED),
     "filtered": Case([MIXED, RANK_1_UNIFORM, MIXED], {"objective": FILTERED, "num_minibatches": 2}),
     "interpolated": Case([MIXED, MIXED], {"objective": INTERPOLATED, "num_minibatches": 2}),
     "ragged": Case([RAGGED, RAGGED[::-1]], {"num_minibatches": 2}),

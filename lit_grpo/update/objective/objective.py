@@ -14,7 +14,6 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.proximal import Proximal
 from lit_grpo.update.objective.recipes import RECIPES, Recipe
-from lit_grpo.update.objective.step_size import StepSize
 from lit_grpo.update.objective.tokens import RatioLevel
 
 BOUNDS = ("epsilon", "epsilon_high", "delta")
@@ -94,7 +93,6 @@ class Objective:
             more than this, in nats per token, below those that it was sampled with.
         off_policy_kl: Leave out a completion without a positive advantage if its estimated KL divergence of the
             behavior policy from the policy, summed over its tokens, in nats, is not below this (F-TIS; 50 there).
-        step_size: Fraction of the learning rate that an optimizer step uses.
     """
 
     loss: str = "dapo"
@@ -113,7 +111,6 @@ class Objective:
     top_entropy_quantile: Annotated[float, Limit(above=0, most=1, remedy="1 keeps all tokens")] = 1.0
     off_policy_threshold: NotNegative | None = None
     off_policy_kl: Annotated[float | None, Limit(above=0, remedy="F-TIS takes 50")] = None
-    step_size: StepSize = field(default_factory=StepSize)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.objective.")
@@ -166,7 +163,6 @@ class Objective:
         parts = [
             Requirement(f"model.objective.loss {self.loss}", needs=self.recipe.needs),
             Requirement(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
-            Requirement(f"model.objective.step_size.rule {self.step_size.rule}", needs=self.step_size.needs),
             Requirement(
                 "model.objective.ratio turn",
                 frozenset({"turns"}),
