@@ -13,10 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 from typing import TYPE_CHECKING, Protocol
@@ -83,7 +83,7 @@ class Curves:
     ``exact_U`` is held-out exact match, ``reward_U`` and ``length_U`` the mean reward and length of the batch that led
     to the update, ``open_U`` the prompts that stayed open after it, ``flat_U`` the share of its groups without a
     difference, ``samples_U`` and ``tokens_U`` what has been learnt from and decoded so far; seconds are without
-    validations.
+    validations. ``logged`` are all metrics by name.
     """
 
     exact_U: np.ndarray
@@ -96,6 +96,7 @@ class Curves:
     length_U: np.ndarray
     open_U: np.ndarray
     flat_U: np.ndarray
+    logged: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def read_curves(folder: Path) -> Curves:
     return Curves(
         column(EXACT), column(REWARD), samples_U, decoded_U.cumsum(), seconds("wall_s"), seconds("cpu_s"),
         column("staleness/mean"), column("completions/mean_length"), column("rollout/open_prompts"),
-        column("frac_reward_zero_std"),
+        column("frac_reward_zero_std"), {name: column(name) for row in logged.values() for name in row},
     )  # fmt: skip
 
 

@@ -74,23 +74,28 @@ def need(package: str) -> None:
         raise SystemExit(f"This benchmark compares with {package}, which is not installed; `make install` installs it.")
 
 
-def finish(name: str, options: Options, settings: Row, rows: Sequence[Row], claims: Sequence[Claim]) -> int:
+def finish(
+    name: str, options: Options, settings: Row, rows: Sequence[Row], claims: Sequence[Claim], program: str | None = None
+) -> int:
     """Print the table and the claims, write the result file, and return the exit code.
 
-    A quick run writes only where ``--output`` says so, and claims no more than finite figures.
+    A quick run writes only where ``--output`` says so, and claims no more than finite figures. ``program`` is the
+    module and its arguments where it measures more than one thing.
     """
-    _print(write(name, options, settings, rows, claims), judged=not options.quick)
+    _print(write(name, options, settings, rows, claims, program), judged=not options.quick)
     if options.quick:
         return int(not all(math.isfinite(claim.value) for claim in claims))
     return int(not all(claim.holds for claim in claims))
 
 
-def write(name: str, options: Options, settings: Row, rows: Sequence[Row], claims: Sequence[Claim]) -> dict[str, Any]:
+def write(
+    name: str, options: Options, settings: Row, rows: Sequence[Row], claims: Sequence[Claim], program: str | None = None
+) -> dict[str, Any]:
     """Write the result file as :func:`finish` does; return what is in it."""
     result = {
         "name": name,
         "date": datetime.date.today().isoformat(),
-        "command": _command(name, options),
+        "command": _command(program or name, options),
         **commit(),
         "versions": versions(),
         "machine": _machine(options.device),
@@ -130,11 +135,11 @@ def result_path(name: str, device: str) -> Path:
     return RESULTS / f"{name}{suffix}-{datetime.date.today().isoformat()}.json"
 
 
-def _command(name: str, options: Options) -> str:
+def _command(program: str, options: Options) -> str:
     flags = " --quick" if options.quick else ""
     if options.policy is not None:  # a path would name a place on this machine
         flags += " --policy " + ("FOLDER" if Path(options.policy).exists() else options.policy)
-    return f"python -m benchmarks.{name}{flags} --device {options.device}"
+    return f"python -m benchmarks.{program}{flags} --device {options.device}"
 
 
 def commit() -> dict[str, Any]:

@@ -26,8 +26,9 @@ before Adam's first step, when there are no moments, all tokens are learnt from;
 learning rate of 0 that its warm-up begins with, so that all are learnt from as well.
 
 Evidence: both models beside autograd's Hessian and Fisher matrix in float64, in ``tests/test_capo.py``, and gradient
-norms beside GRPO's at the paper's learning rate, ``python -m benchmarks.capo_norms``. It has not been shown to help
-(docs/methods.md): those tasks are learnt at rates of 2e-5 and more, and on the demo's 1e-4 it was 8 points lower.
+norms beside GRPO's at the paper's learning rate, ``python -m benchmarks.learning capo_norms``. It has not been shown
+to help (docs/methods.md): those tasks are learnt at rates of 2e-5 and more, and on the demo's 1e-4 it was 8 points
+lower.
 
 The bounds belong to the paper's learning rate of 1.5e-5, and m_F grows with its square: look at ``update/kept_share``
 at another one, and raise them.

@@ -10,8 +10,8 @@ environment's. Advantages equal those of the authors' code (langfengQ/DrMAS at 3
 (langfengQ/verl-agent at 20bd331) counts an episode by its steps where its mean is taken, and the paper, as here, once.
 
 Evidence: worked examples, in ``tests/test_gigpo.py``; and the game of ``configs/catch.yaml``, three seeds: 80% of the
-balls caught after 16 updates, with GRPO 81%, within the range of seeds (``python -m benchmarks.catch_credit``). It has
-not been shown to help.
+balls caught after 16 updates, with GRPO 81%, within the range of seeds (``python -m benchmarks.learning
+catch_credit``). It has not been shown to help.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ In the paper each turn is a row of its own, whose context leaves out the reasoni
 completion are one row, whose context keeps it.
 
 Evidence: worked examples, in ``tests/test_turn_credit.py``; and the game of ``configs/catch.yaml``, three seeds: 70% of
-the balls caught after 16 updates, with GRPO 81%, within the range of seeds (``python -m benchmarks.catch_credit``). It
-has not been shown to help.
+the balls caught after 16 updates, with GRPO 81%, within the range of seeds (``python -m benchmarks.learning
+catch_credit``). It has not been shown to help.
 """
 
 from __future__ import annotations

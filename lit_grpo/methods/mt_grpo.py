@@ -12,7 +12,7 @@ without a tool's answer the advantage of both rewards together, which is not don
 
 Evidence: worked examples and numbers of that code, in ``tests/test_turn_credit.py``; and the game of
 ``configs/catch.yaml``, three seeds: 83% of the balls caught after 16 updates, as many with weight 0.5, and with GRPO
-81%, within the range of seeds (``python -m benchmarks.catch_credit``). It has not been shown to help.
+81%, within the range of seeds (``python -m benchmarks.learning catch_credit``). It has not been shown to help.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ NOT_RUN = {
         "takes minutes",
         "integration/test_benchmarks.py::test_the_other_benchmarks_run",
     ),
-    "benchmarks.catch_credit": (
+    "benchmarks.learning catch_credit": (
         "takes minutes",
         "integration/test_learning_benchmarks.py::test_rules_of_credit_are_trained_beside_grpo_on_the_same_games",
     ),

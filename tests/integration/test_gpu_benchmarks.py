@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,6 @@ from quick_runs import check_result, run_quick
 from benchmarks import gpu
 from benchmarks.gpu_stages import STAGES
 from benchmarks.report import Options
-from tests.doubles.compile_only import SHARED_MEMORY
 
 pytestmark = pytest.mark.integration
 
@@ -61,20 +56,3 @@ def test_counts_are_within_their_budgets(tmp_path: Path) -> None:
     result, _ = run_quick("device_counts", tmp_path / "result.json")
     check_result(result, "device_counts")
     assert len(result["claims"]) == 16 and all(claim["holds"] for claim in result["claims"])
-
-
-@pytest.mark.nightly
-def test_the_attention_of_gpus_compiles_for_them_and_its_code_computes_what_it_should(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    if shutil.which("g++") is None:
-        pytest.skip("there is no g++")
-    output = tmp_path / "result.json"  # a fork has torch before the device that is to be there first
-    command = [sys.executable, "-m", "benchmarks.triton_code", "--quick", "--output", str(output)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(output.read_text())
-    check_result(result, "triton_code")
-    assert [row["gpu"] for row in result["rows"]] == ["sm_89 (RTX 40, L4)"] * len(result["rows"])
-    assert {"flex_attention_0", "flex_attention_backward_1"} <= {row["kernel"] for row in result["rows"]}
-    assert all(row["shared_bytes"] <= SHARED_MEMORY[8, 9] for row in result["rows"])
-    assert [claim["text"] for claim in result["claims"] if not claim["holds"]] == []

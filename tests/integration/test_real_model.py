@@ -164,7 +164,11 @@ def test_it_calls_a_tool_and_is_trained_with_it(folder: Path) -> None:
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
-    "name", [*(f"real_model_{what}" for what in ("learning", "decode", "lengths", "memory", "generators")), "tool_use"]
+    "name",
+    [
+        *(f"real_model_{what}" for what in ("learning", "decode", "lengths", "memory")),
+        *(f"learning {what}" for what in ("real_model_generators", "tool_use")),
+    ],
 )
 def test_its_benchmarks_run(name: str, tmp_path: Path) -> None:
     result, _ = run_quick(name, tmp_path / "result.json")

@@ -14,12 +14,9 @@ pytestmark = pytest.mark.integration
 
 WITH_VLLM = (
     "weight_sync",
-    "lora_sync",
     "sync_proof",
-    "soak",
-    "vllm_learning",
+    "learning vllm_learning",
     "modes",
-    "overlap",
     "architectures_vllm",
 )
 
@@ -67,22 +64,14 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
         "trees",
         "update_gpu",
         "weight_sync",
-        "lora_sync",
         "sync_proof",
-        "soak",
-        "vllm_learning",
+        "learning vllm_learning",
         "modes",
-        "overlap",
-        "default_cost",
-        "python_speed",
         "startup",
         "update_peak",
-        "budgets",
-        "checkpoint_stall",
         "architectures_vllm",
         "beside_commit",
         "same_curves",
-        "long_run",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""A long run on two vLLM servers in which something goes wrong all the time, and what is left over from it.
+"""A run on two vLLM servers in which something goes wrong all the time, and what is left over from it.
 
 A fault comes every few updates, drawn at random: a server is killed, and another started at its port; a server stands
-still for some seconds; its weights are exchanged unseen by the run; a reward function fails, or a call of it takes
-long; a gradient is not finite. The run has to go on to its end. Memory, file descriptors, threads, child processes and
-files in shared memory are counted after every ten updates, and may not grow.
+still for some seconds; its weights are exchanged without the run's knowledge; a reward function fails, or a call of it
+takes long; a gradient is not finite. The run has to reach its end. ``LIT_GRPO_SOAK=500`` runs 500 updates, counts
+memory, file descriptors, threads, child processes and files in shared memory every ten updates, and allows no growth.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import os
 import random
 import signal
 import statistics
-import sys
-import tempfile
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +21,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import psutil
+import pytest
 import torch
 
 from benchmarks.processes import quiet_trainer
 from benchmarks.random_policies import Sizes, random_qwen3
-from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_rows, load
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
@@ -42,8 +39,12 @@ from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import SamplingParams
 
+pytestmark = pytest.mark.integration
+
 EVERY = 10
 """Updates from one count to the next."""
+PATIENCE_S = 8.0
+"""Seconds without progress after which the run takes a server for hung; a busy machine needs some."""
 POLICY = Sizes(2, 64, 128, 4, 2, 32)
 TOKEN = "soak-" + "0123456789abcdef" * 2
 ENGINE = {"max_model_len": 96, "block_size": 32, "kv_cache_memory_bytes": 16 * 2**20}
@@ -75,10 +76,10 @@ class Servers:
         self.processes[number] = self._start(int(self.processes[number].url.rpartition(":")[2]))
 
     def stand_still(self, number: int) -> None:
-        """Stop a server for five seconds."""
+        """Stop a server for longer than the run waits for it."""
         pid = self.processes[number].process.pid
         os.killpg(pid, signal.SIGSTOP)
-        timer = threading.Timer(5.0, lambda: _signal(pid, signal.SIGCONT))
+        timer = threading.Timer(1.5 * PATIENCE_S, lambda: _signal(pid, signal.SIGCONT))
         timer.start()  # of its own, for the run may wait for the server
 
     def look(self) -> None:
@@ -113,7 +114,7 @@ class Faults(pl.Callback):
         self.servers, self.kinds, self.random = servers, kinds, random.Random(seed)
         self.next, self.coming, self.counts = 3, list[str](), Counter[str]()
         self.reward = ""  # what the next call of the reward function does
-        self.rows: list[Row] = []
+        self.rows: list[dict[str, float]] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Bring a fault, where it is time."""
@@ -132,7 +133,6 @@ class Faults(pl.Callback):
         self.next = version + self.random.randint(2, 7)
         self.counts[kind] += 1
         number = self.random.randrange(2)
-        note(f"{version}: {kind}")
         if kind == "a server is killed":
             self.servers.kill(number)
         elif kind == "a server stands still":
@@ -187,7 +187,7 @@ KINDS = (
 )
 
 
-def _possessions() -> Row:
+def _possessions() -> dict[str, float]:
     process = psutil.Process()
     shared = list(Path("/dev/shm").glob("lit_grpo_*")) if Path("/dev/shm").is_dir() else []
     return {
@@ -199,40 +199,29 @@ def _possessions() -> Row:
     }
 
 
-def main(options: Options) -> int:
-    """Run, and compare what there is at the end with what there was."""
-    num_updates = 20 if options.quick else 500
-    kinds = KINDS[1:] if options.quick else KINDS
-    os.environ[TOKEN_VARIABLE] = TOKEN
-    warnings.simplefilter("ignore")
-    _, tokenizer = load("tiny", options.device)
-    policy = random_qwen3(POLICY, options.device)
-    with tempfile.TemporaryDirectory() as name:
-        PolicySpec(policy, tokenizer).save_skeleton(Path(name))
-        policy.save_pretrained(name)
-        servers = Servers(Path(name))
-        faults = Faults(servers, kinds, seed=0)
-        try:
-            start = time.perf_counter()
-            module = _train(Path(name), servers, faults, num_updates)
-            seconds = time.perf_counter() - start
-        finally:
-            servers.close()
-    early, late = _largest(faults.rows[:1] if options.quick else faults.rows[2:12]), _largest(faults.rows[-10:])
-    growth = float(late["rss_mib"]) / float(early["rss_mib"])
-    claims = [
-        Claim("updates taken", module.policy_version, ">=", num_updates),
-        Claim("faults", sum(faults.counts.values()), ">=", num_updates / 10),
-        Claim("memory of the last hundred updates over that of updates 30 to 120", growth, "<=", 1.05),
-        *(
-            Claim(
-                f"{kind} at the end above those at updates 30 to 120", float(late[kind]) - float(early[kind]), "<=", 2
-            )
-            for kind in ("descriptors", "threads", "children", "shared_files")
-        ),
-    ]
-    settings: Row = {"updates": num_updates, "minutes": round(seconds / 60, 2), **faults.counts}
-    return finish("soak", options, settings, faults.rows, claims)
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_survives_faults_and_keeps_nothing_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_updates = int(os.environ.get("LIT_GRPO_SOAK", "20"))
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    _, tokenizer = load("tiny", "cpu")
+    policy = random_qwen3(POLICY)
+    PolicySpec(policy, tokenizer).save_skeleton(tmp_path)
+    policy.save_pretrained(tmp_path)
+    servers = Servers(tmp_path)
+    faults = Faults(servers, KINDS if num_updates >= 100 else KINDS[1:], seed=0)
+    try:
+        module = _train(tmp_path, servers, faults, num_updates)
+    finally:
+        servers.close()
+    assert module.policy_version >= num_updates
+    assert faults.counts.total() >= num_updates / 10
+    rows = faults.rows
+    early, late = _largest(rows[2:12] if len(rows) > 12 else rows[:1]), _largest(rows[-10:])
+    growth = late["rss_mib"] / early["rss_mib"]
+    assert growth <= (1.05 if num_updates >= 100 else 1.2)
+    for kind in ("descriptors", "threads", "children", "shared_files"):
+        assert late[kind] <= early[kind] + 2, kind
 
 
 def _train(folder: Path, servers: Servers, faults: Faults, num_updates: int) -> GRPOModule:
@@ -243,7 +232,7 @@ def _train(folder: Path, servers: Servers, faults: Faults, num_updates: int) -> 
         policy=str(folder),
         rewards=rewards,
         num_generations=4,
-        generator=FaultyGenerator(8, urls=urls, timeout_s=3.0),
+        generator=FaultyGenerator(8, urls=urls, timeout_s=PATIENCE_S),
         sampling=SamplingParams(max_tokens=16),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
         on_reward_error="none",
@@ -256,12 +245,7 @@ def _train(folder: Path, servers: Servers, faults: Faults, num_updates: int) -> 
     return module
 
 
-def _largest(rows: list[Row]) -> Row:
+def _largest(rows: list[dict[str, float]]) -> dict[str, float]:
     """The median memory, and the largest of all other figures."""
-    medians = {"rss_mib": statistics.median(float(row["rss_mib"]) for row in rows)}
+    medians = {"rss_mib": statistics.median(row["rss_mib"] for row in rows)}
     return {name: max(row[name] for row in rows) for name in rows[0]} | medians
-
-
-if __name__ == "__main__":
-    assert __doc__ is not None
-    sys.exit(main(parse_options(__doc__)))

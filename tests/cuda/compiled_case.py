@@ -1,6 +1,6 @@
 """Attention of packed groups compiled for a GPU that is not there, or run in Triton's interpreter; a process each.
 
-Run by :mod:`benchmarks.triton_code`.
+Run by ``test_triton_code.py``.
 """
 
 from __future__ import annotations
