@@ -25,9 +25,8 @@ from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from tests.doubles.conversations import FAMILIES, GENERATORS, GROUP_SIZE, MOST_TURNS, SAMPLING, History, Played, play
 
 NUM_CONVERSATIONS = 50

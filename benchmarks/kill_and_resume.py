@@ -41,6 +41,7 @@ OCCURRENCES = 5
 """A process is killed in one of so many occurrences of a phase."""
 ENVIRONMENT = "environments:factory=benchmarks.kill_and_resume_case.Counting,lock_step=true"
 MODES = ("april", "sortedrl:unit=group", "chunked:unit=group,tokens_per_update=12", ENVIRONMENT)
+METHODS = ({"entropy_target": {"coefficient": 0.01, "target": 2.0}}, {"tr_dpo": {"mixup_alpha": 0.6, "sync_steps": 3}})
 PATIENCE_S = 300
 SEED = 0
 
@@ -252,7 +253,8 @@ class Workplace:
     def _begin(self, name: str, plan: Plan) -> Life:
         """Start a run, or resume it from its last checkpoint."""
         command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name]
-        command += [] if plan.mode is None else ["--rollout.plugins", plan.mode]
+        plugins = [*([] if plan.mode is None else [plan.mode]), *METHODS]
+        command += ["--rollout.plugins", json.dumps(plugins)]
         if plan.mode == ENVIRONMENT:
             command += ["--model.policy", str(self.folder / "chat"), "--model.sampling.max_observed", "80"]
         if plan.ranks > 1:
@@ -281,9 +283,8 @@ class Workplace:
                 "objective": {
                     "loss": "dcpo",
                     "kl": {"beta": 0.02, "target": 0.001},
-                    "entropy": {"coefficient": 0.01, "target": 2.0},
                 },
-                "reference": {"offload": True, "mixup_alpha": 0.6, "sync_steps": 3},
+                "reference": {"offload": True},
                 "sampling": {"max_tokens": 40},
                 "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
                 "lr_scheduler": scheduler,

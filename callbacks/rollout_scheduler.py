@@ -15,7 +15,7 @@ from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.plans import find_plan
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Listener, RunFacts, overriding
+from lit_grpo.plugins import Listener, overriding
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
@@ -87,16 +87,7 @@ class RolloutScheduler(pl.Callback):
             for function in pl_module.rewards:
                 function.check_columns(rows[0].columns)
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        facts = RunFacts(
-            num_prompts=getattr(data, "batch_size", None),
-            num_generations=pl_module.num_generations,
-            max_tokens=pl_module.sampling.max_tokens,
-            updates_per_batch=pl_module.settings.updates_per_batch,
-            max_observed=min(pl_module.sampling.max_observed, pl_module.eval_sampling.max_observed),
-            divided_advantages=pl_module.settings.advantages.divides_groups,
-            generator=type(pl_module.generator).__name__,
-            abilities=pl_module.generator.abilities,
-        )
+        facts = pl_module.facts(getattr(data, "batch_size", None))
         if stage == "fit":
             has_shards = hasattr(trainer.strategy, "shard")
             callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
@@ -135,6 +126,8 @@ class RolloutScheduler(pl.Callback):
     def _other_parts(self, data: object, module: GRPOModule) -> list[Requirement]:
         """Return what plug-ins have to go with: the data and what is learnt."""
         parts = module.settings.parts()
+        bare = "takes the policy without its adapters, which needs no memory and cannot move"
+        parts.append(Requirement("model.lora", changes={"own_reference": bare}, chosen=module.lora is not None))
         if not isinstance(data, PromptDataModule):
             changes = {"prompt_stream": "is asked for its batches alone"}
             parts.append(Requirement("a dataloader of your own", changes=changes))
@@ -153,7 +146,10 @@ class RolloutScheduler(pl.Callback):
         pl_module.check_lengths(asked_prompts(trainer))
         if trainer.training:
             self._check_snapshots(pl_module)
-            self.session.open(pl_module.learner.state.history, own_loader(trainer))
+            mode, buffer = self.session.mode, self.session.buffer
+            carried = (mode.max_staleness, buffer.versions) if mode.carries else (None, None)
+            pl_module.start_plugins(*carried)
+            self.session.open(pl_module.learner.history, own_loader(trainer))
         if self._started:
             return
         policy = replace(pl_module.spec, keeps_kv=self.session.mode.at_sync == "keep")

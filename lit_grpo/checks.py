@@ -32,7 +32,6 @@ from lit_grpo.types import Prompt, SamplingParams
 if TYPE_CHECKING:
     from lit_grpo.policy.adapters import LoraSettings
     from lit_grpo.update.learner_settings import LearnerSettings
-    from lit_grpo.update.logprobs.reference import ReferenceSettings
 
 _AVERAGES = (
     "would give the policy weights that its generator does not sample with; leave it out, and average the policies "
@@ -60,7 +59,7 @@ REFUSED: dict[type[pl.Callback], str] = {
     ModelPruning: "replaces weights outside of an update; leave it out, and prune the exported policy",
 }
 """Lightning's callbacks that cannot do here what they do elsewhere, each with the reason and the remedy."""
-FORMAT = 14
+FORMAT = 15
 """Of checkpoints; it changes whenever what they hold does."""
 
 
@@ -242,7 +241,6 @@ def check_ranks(
     trainer: pl.Trainer,
     policy: object,
     lora: LoraSettings | None,
-    reference: ReferenceSettings,
     settings: LearnerSettings,
 ) -> None:
     """Refuse what ranks cannot do together: share rows, or need whole weights where each has a shard of them.
@@ -261,7 +259,6 @@ def check_ranks(
         whole = frozenset({"unsharded_weights"})
         parts += [
             SHARDS,
-            Requirement("model.reference.mixup_alpha", whole, chosen=reference.mixup_alpha is not None),
             Requirement("model.lora.base nf4", whole, chosen=lora is not None and lora.base == "nf4"),
             Requirement("model.policy, a loaded model and no name,", whole, chosen=not isinstance(policy, str)),
         ]

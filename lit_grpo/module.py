@@ -56,9 +56,9 @@ from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
-from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
+from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings, make_reference
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin
+from lit_grpo.update.plugin import LearningPlugin, TrainingRun
 from lit_grpo.update.prefix.support import prefix_refusal
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class GRPOModule(EvaluationModule):
         lora: Train LoRA adapters instead of all weights; needs peft. The KL term's reference is then the policy without
             them, so it takes no memory. A policy that is an adapter of peft already (of SFT, say) is trained on as it
             is, with no ``lora`` or the same; the reference is then its base with the adapter as it was.
-        reference: The reference policy of the KL term: its place in memory and its updates.
+        reference: The reference policy of the KL term: its place in memory.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them; ``selective`` keeps
             the results of matrix products and of attention, and so costs little time.
         sampling_seed: With the same seed, data and weights a run samples the same completions. The command
@@ -202,7 +202,7 @@ class GRPOModule(EvaluationModule):
         self._told, self._told_before = RunSettings(), RunSettings()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
         self.keep_special_tokens, self._told_of_unseen_tokens = keep_special_tokens, False
-        self._told_of_begun = False
+        self._told_of_begun = self._plugins_started = False
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -215,18 +215,52 @@ class GRPOModule(EvaluationModule):
         Raises:
             ValueError: One does not fit the run's numbers, or does not go with the objective.
         """
-        facts = RunFacts(
-            None,
-            self.num_generations,
-            self.sampling.max_tokens,
-            self.settings.updates_per_batch,
-            generator=type(self.generator).__name__,
-            abilities=self.generator.abilities,
-        )
+        facts = self.facts()
         learning = [plugin for plugin in plugins if isinstance(plugin, LearningPlugin)]
         for plugin in learning:
             plugin.check(facts)
         self.settings.set_plugins(*learning)
+        self._plugins_started = False
+
+    def facts(self, num_prompts: int | None = None) -> RunFacts:
+        """Return the numbers of the run that plug-ins may depend on.
+
+        Args:
+            num_prompts: Prompts of a batch on each rank; None if that is not known.
+        """
+        return RunFacts(
+            num_prompts=num_prompts,
+            num_generations=self.num_generations,
+            max_tokens=self.sampling.max_tokens,
+            updates_per_batch=self.settings.updates_per_batch,
+            max_observed=min(self.sampling.max_observed, self.eval_sampling.max_observed),
+            divided_advantages=self.settings.advantages.divides_groups,
+            normalization=self.settings.objective.normalized_by,
+            corrected=self.settings.objective.correction.active,
+            generator=type(self.generator).__name__,
+            abilities=self.generator.abilities,
+        )
+
+    def start_plugins(
+        self, max_staleness: int | None = None, open_versions: Callable[[int], set[int]] | None = None
+    ) -> None:
+        """Tell the learning plug-ins that training begins; the arguments are those of a ``TrainingRun``.
+
+        :class:`lit_grpo.callbacks.RolloutScheduler` calls it before the generator starts.
+        """
+        reference = self.learner.reference
+        run = TrainingRun(
+            self.policy,
+            reference.model if isinstance(reference, Reference) else None,
+            self.policy_version,
+            self.settings.updates_per_batch,
+            self.ranks,
+            max_staleness,
+            open_versions,
+        )
+        for plugin in self.settings.plugins:
+            plugin.on_train_start(run)
+        self._plugins_started = True
 
     def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
         """Score with further functions too, which plug-ins bring; those that have joined already stay as they are.
@@ -259,7 +293,7 @@ class GRPOModule(EvaluationModule):
                 self.settings.progress(self.policy_version)
             prompts = getattr(data, "prompts", None)
             self._check_monitors(validates=prompts is None or "validation" in prompts)
-            check_ranks(self.trainer, self.policy_name, self.lora, self.reference, self.settings)
+            check_ranks(self.trainer, self.policy_name, self.lora, self.settings)
         self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyright: ignore[reportAttributeAccessIssue]
 
     def _check_monitors(self, validates: bool) -> None:
@@ -362,6 +396,8 @@ class GRPOModule(EvaluationModule):
 
     def on_train_start(self) -> None:
         """On resuming let the optimizer's settings hold, and name all that differ from the checkpoint's."""
+        if not self._plugins_started:  # rollouts come from elsewhere
+            self.start_plugins()
         self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
         self.settings.progress(self.policy_version)
         differing = differences(self._told_before, self._told) if self._told_before else {}

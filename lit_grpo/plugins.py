@@ -357,6 +357,8 @@ class RunFacts:
         updates_per_batch: Optimizer steps on one batch.
         max_observed: The most tokens of a completion that are observed, in training or in validation: the smaller.
         divided_advantages: Whether the advantage estimator divides by a deviation of each group.
+        normalization: How the loss weighs tokens, a :data:`lit_grpo.update.normalization.Normalization`.
+        corrected: Whether an importance-sampling correction weighs the loss.
         generator: The name of its class.
         abilities: Of the generator; None where it is not known.
     """
@@ -369,12 +371,15 @@ class RunFacts:
         updates_per_batch: int,
         max_observed: int = 0,
         divided_advantages: bool = True,
+        normalization: str = "token",
+        corrected: bool = True,
         generator: str = "",
         abilities: Collection[str] | None = None,
     ) -> None:
         self.num_prompts, self.num_generations = num_prompts, num_generations
         self.max_tokens, self.updates_per_batch = max_tokens, updates_per_batch
         self.max_observed, self.divided_advantages = max_observed, divided_advantages
+        self.normalization, self.corrected = normalization, corrected
         self.generator, self.abilities = generator, abilities
 
     def check_one_step(self) -> None:

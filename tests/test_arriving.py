@@ -17,10 +17,9 @@ from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.arriving import check_arriving
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 0.0, 2.0], [0.25, 0.5]]
 OBJECTIVES = {

@@ -12,8 +12,10 @@ import torch
 from conftest import random_policy
 from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout, random_groups
 
+from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.metrics import rollout_metrics
+from lit_grpo.plugins import fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, PassRule, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRewards
@@ -22,10 +24,9 @@ from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 
 NAN = math.nan
 OF_SOMETHING = ("sampling/", "advantages/")  # NaN where there is nothing to measure
@@ -249,7 +250,7 @@ def test_ragged_groups_have_the_advantages_that_each_would_have_alone(estimator:
 
     def advantages(some: Sequence[RolloutGroup]) -> list[float]:
         rewards = GroupRewards.of(some, functions)
-        history = make_learner()[0].state.history
+        history = make_learner()[0].history
         return Advantages(estimator).compute(rewards, torch.ones(1), history).tolist()
 
     alone = [value for group in groups for value in advantages([group])]
@@ -316,20 +317,21 @@ def test_an_interrupt_before_the_first_step_counts_no_visit() -> None:
     steps.before_step = interrupt
     with pytest.raises(KeyboardInterrupt):
         learner.learn(ragged_groups())
-    assert learner.state.history.records == {}
+    assert learner.history.records == {}
     steps.before_step = lambda: None
     learner.learn(ragged_groups())
-    assert {name: record.num_visits for name, record in learner.state.history.records.items()} == {"a": 1, "b": 1}
+    assert {name: record.num_visits for name, record in learner.history.records.items()} == {"a": 1, "b": 1}
 
 
-def test_the_entropy_controller_learns_nothing_from_a_step_without_tokens() -> None:
+def test_an_entropy_target_learns_nothing_from_a_step_without_tokens() -> None:
     """An entropy of 0 over no token would read as one below the target."""
-    learner, _ = make_learner(objective=Objective(entropy=EntropyBonus(0.1, target=0.5)))
-    before = learner.state.state_dict()["entropy"]
+    plugin = fresh(EntropyTarget(0.5, 0.1))
+    learner, _ = make_learner(plugins=[plugin])
+    before = plugin.state_dict()
     learner.learn([RolloutGroup(Prompt("a", (3,), ""), [])])
-    assert learner.state.state_dict()["entropy"] == before
+    assert plugin.state_dict() == before
     learner.learn(ragged_groups())
-    assert learner.state.state_dict()["entropy"] != before
+    assert plugin.state_dict() != before
 
 
 def test_the_kl_controller_learns_nothing_from_a_batch_without_tokens() -> None:
@@ -340,9 +342,9 @@ def test_the_kl_controller_learns_nothing_from_a_batch_without_tokens() -> None:
     learner.reference = Reference(reference, torch.device("cpu"), ReferenceSettings())
     observed = ragged_groups()[0].rollouts[4]
     learner.learn([RolloutGroup(observed.prompt, [observed])])
-    assert learner.state.kl.beta == 0.1
+    assert learner.beta == 0.1
     learner.learn(ragged_groups())
-    assert learner.state.kl.beta != 0.1
+    assert learner.beta != 0.1
 
 
 # ---- numbers -------------------------------------------------------------------------------------------

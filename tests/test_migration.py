@@ -15,6 +15,9 @@ import torch
 from lit_grpo.cli.command_line import GROUPS
 from lit_grpo.cli.parsing.errors import InputParser
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.methods import make_plugins
+from lit_grpo.methods.entropy_target import EntropyTarget
+from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.module import GRPOModule
 from lit_grpo.optim import WarmupDecayLR
 from lit_grpo.tools.migration import TRL, VERL, convert_trl
@@ -120,6 +123,14 @@ REFUSED = {
     "an optimizer": ({"optim": "lomo"}, "optim is 'lomo'"),
     "variables": ({"env": {"A": "1"}}, "set them in the shell"),
 }
+
+
+def test_what_is_a_method_here_becomes_a_plug_in_with_its_fields() -> None:
+    assert "rollout" not in convert(entropy_coef=0.01)
+    config = convert(sync_ref_model=True, beta=0.1, ref_model_sync_steps=8, use_adaptive_entropy=True)
+    moving, held = make_plugins(config["rollout"]["plugins"]).values()
+    assert moving == MovingReference(0.6, 8) and held == EntropyTarget(0.2)
+    assert "entropy" not in config["model"]["objective"]
 
 
 def test_all_problems_are_told_at_once_each_with_its_remedy() -> None:

@@ -17,10 +17,9 @@ from lit_grpo.types import Key, Rollout
 from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.plugin import LearningPlugin
 
 DRAWS = 120

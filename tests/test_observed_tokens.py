@@ -17,9 +17,8 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 
 PROMPTS = (Prompt("a", (3, 4, 5), ""), Prompt("b", (7,), ""))
 LENGTHS = ((4, 6, 3), (5, 2, 7))

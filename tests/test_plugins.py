@@ -19,14 +19,19 @@ from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.compatibility import REQUIREMENTS, Requirement, check_together
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods import make_plugins, shipped
-from lit_grpo.plugins import GroupBatch, Plugin, RunFacts
+from lit_grpo.methods.tr_dpo import MovingReference
+from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.objective.corrections import Correction
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
+from lit_grpo.update.plugin import TrainingRun
 
 ROOT = Path(__file__).parents[1]
 CORE = ("budgets", "data", "policy", "rewards", "rollout", "scheduling", "update")
@@ -60,6 +65,9 @@ METHODS = (
     "capo",
     "router.loss",
     "vcpo",
+    "entropy.target",
+    "tr.dpo",
+    "mixup",
     r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")
@@ -117,9 +125,8 @@ def test_every_plug_in_speaks_of_what_there_is() -> None:
 def refusal(*specs: str, data: object = None, **options: Any) -> str:
     """What a run with these plug-ins is refused with, nothing where it is not."""
     scheduler, module = RolloutScheduler(plugins=[*specs]), make_module("tiny", **options)
-    facts = RunFacts(4, 8, 2000, 1, generator=type(module.generator).__name__, abilities=module.generator.abilities)
     try:
-        scheduler.session.check(facts, scheduler._other_parts(data, module))
+        scheduler.session.check(module.facts(4), scheduler._other_parts(data, module))
     except ValueError as error:
         return str(error)
     return ""
@@ -140,6 +147,29 @@ def test_replay_needs_ratios_to_the_sampler_and_members_that_nobody_else_counts(
     kept = Objective(proximal="snapshots", correction=CORRECTED)
     assert "proximal snapshots takes them to policies whose weights it has to keep" in refusal("repo", objective=kept)
     assert refusal("rlep") == refusal(advantages=Advantages("dcpo")) == ""
+
+
+def test_a_reference_that_moves_needs_weights_of_its_own() -> None:
+    needs = "tr_dpo needs a reference policy with weights of its own"
+    assert f"{needs}, but model.objective.kl.beta 0.0 leaves the KL term out; set model" in refusal("tr_dpo")
+    with_term = Objective(kl=KLTerm(0.1))
+    assert f"{needs}, but model.lora takes" in refusal("tr_dpo", objective=with_term, lora=LoraSettings())
+    assert refusal("tr_dpo", objective=with_term) == ""
+    with pytest.raises(ValueError, match="tr_dpo needs a reference policy with weights of its own, which a run has"):
+        MovingReference().on_train_start(TrainingRun(cast(Any, None), None, 0, 1, Ranks()))
+
+
+def test_an_entropy_target_needs_the_bonus_for_itself_and_the_whole_batch_where_the_loss_is_no_mean_over_tokens() -> (
+    None
+):
+    said = refusal("entropy_target", objective=Objective(entropy=EntropyBonus(0.1)))
+    assert "entropy_target needs the coefficient of the entropy bonus for itself, but model.objective.entropy" in said
+    scheduler = RolloutScheduler(plugins=["entropy_target"])
+    for loss, needs_batch in (("dapo", False), ("grpo", True)):
+        module = make_module("tiny", objective=Objective(loss))
+        scheduler.session.check(module.facts(4), [])
+        (part,) = scheduler.session.parts()
+        assert ("all_ranks" in part.needs) == needs_batch
 
 
 def test_what_decodes_beside_an_update_needs_devices_of_its_own() -> None:

@@ -15,11 +15,15 @@ from accelerate import Accelerator
 from conftest import random_policy
 from hand_made import Batches, Checkpoints, StepRecorder, fit, flat, make_module, make_trainer, random_groups, sgd
 
+from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.module import GRPOModule
+from lit_grpo.plugins import fresh
 from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.ranks import Ranks
 from lit_grpo.update.logprobs.reference import HostWeights, Reference, ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import TrainingRun
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
@@ -52,7 +56,8 @@ def reference_of(module: GRPOModule) -> Reference:
 def test_it_moves_as_that_of_trl(alpha: float, offload: bool) -> None:
     callbacks = pytest.importorskip("trl.trainer.callbacks")
     policy, trl_reference, first = (cast(Any, random_policy()) for _ in range(3))
-    ours = Reference(first, CPU, ReferenceSettings(offload, alpha, sync_steps=3))
+    ours, plugin = Reference(first, CPU, ReferenceSettings(offload)), fresh(MovingReference(alpha, 3))
+    plugin.on_train_start(TrainingRun(policy, ours.model, 0, 1, Ranks()))
     Accelerator(cpu=True)  # the callback asks for its state
     callback = callbacks.SyncRefModelCallback(trl_reference, accelerator=None)
     arguments: Any = SimpleNamespace(ref_model_sync_steps=3, ref_model_mixup_alpha=alpha)
@@ -61,7 +66,7 @@ def test_it_moves_as_that_of_trl(alpha: float, offload: bool) -> None:
         walk(policy, step)
         state: Any = SimpleNamespace(global_step=step)
         callback.on_step_end(arguments, state, None, model=policy)  # pyright: ignore[reportArgumentType]
-        ours.follow(policy, step)
+        plugin.on_optimizer_step(step, 0.0)
         assert torch.equal(vector(ours.model), vector(trl_reference))
         seen.add(vector(ours.model).sum().item())
     assert len(seen) == 3  # as it began, and after steps 3 and 6
@@ -74,7 +79,7 @@ def test_in_a_run_it_moves_after_every_so_many_steps_and_counts_from_the_next_ba
         objective=KL,
         optimizer=sgd(0.02),
         num_minibatches=3,
-        reference=ReferenceSettings(mixup_alpha=1.0, sync_steps=3),
+        plugins=[fresh(MovingReference(1.0, 3))],
     )
     recorder = fit(module, groups, groups)
     assert module.policy_version == 6
@@ -87,19 +92,35 @@ def test_in_a_run_it_moves_after_every_so_many_steps_and_counts_from_the_next_ba
     assert recorder.logs[1]["kl"] < 0.5 * beside.logs[1]["kl"]
 
 
+class KeepsPlugin(pl.Callback):
+    """Keeps a plug-in in checkpoints, as ``RolloutScheduler`` does."""
+
+    def __init__(self, plugin: MovingReference) -> None:
+        self.plugin = plugin
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.plugin.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.plugin.load_state_dict(state_dict)
+
+
 def test_a_checkpoint_keeps_it_once_it_has_moved(policy_folder: Path, tmp_path: Path) -> None:
     groups = random_groups(random_policy(), REWARDS)
     options: dict[str, Any] = {"objective": KL, "optimizer": sgd(0.02)}
-    options["reference"] = ReferenceSettings(offload=True, mixup_alpha=0.3, sync_steps=2)
+    options["reference"] = ReferenceSettings(offload=True)
 
     def run(ckpt_path: Path | None = None) -> GRPOModule:
-        module, trainer = make_module(policy_folder, **options), make_trainer(Checkpoints(tmp_path))
+        plugin = fresh(MovingReference(0.3, 2))
+        module = make_module(policy_folder, plugins=[plugin], **options)
+        trainer = make_trainer(Checkpoints(tmp_path), KeepsPlugin(plugin))
         trainer.fit(module, Batches([groups] * 5), ckpt_path=ckpt_path)
         assert module.policy_version == 5
         return module
 
     whole = run()
-    kept = [torch.load(tmp_path / f"{version}.ckpt", weights_only=True)["reference"] for version in range(1, 6)]
+    loaded = [torch.load(tmp_path / f"{version}.ckpt", weights_only=True) for version in range(1, 6)]
+    kept = [checkpoint["callbacks"].get("KeepsPlugin", {}) for checkpoint in loaded]
     assert kept[0] == {} and all(isinstance(tensor, torch.Tensor) for tensor in kept[1].values())
     for version in (1, 3):
         resumed = run(tmp_path / f"{version}.ckpt")
@@ -173,24 +194,9 @@ def test_gradients_are_freed_after_a_step(policy_folder: Path) -> None:
     assert all(parameter.grad is None for parameter in module.policy.parameters())
 
 
-def test_what_cannot_be_is_refused(policy_folder: Path) -> None:
-    for alpha in (0.0, -0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match=rf"reference\.mixup_alpha must be above 0 and at most 1, not {alpha}"):
-            ReferenceSettings(mixup_alpha=alpha)
-    with pytest.raises(ValueError, match=r"reference\.sync_steps must be at least 1, not 0"):
-        ReferenceSettings(mixup_alpha=0.6, sync_steps=0)
-    with pytest.raises(
-        ValueError,
-        match=r"sync_steps 8 needs a reference that moves, but .* stays where it is; set model\.reference\.mixup_al",
-    ):
-        ReferenceSettings(sync_steps=8)
-    offloaded, moving = ReferenceSettings(offload=True), ReferenceSettings(mixup_alpha=0.6)
-    for settings, said in ((offloaded, "offload true"), (moving, "mixup_alpha 0.6")):
-        with pytest.raises(
-            ValueError, match=f"{said} needs a KL term, but model.objective.kl.beta 0.0 leaves it out; set"
-        ):
-            make_module(policy_folder, reference=settings)
-        with pytest.raises(
-            ValueError, match=f"{said} needs a reference whose .* model.lora takes the policy without its adapters"
-        ):
-            make_module(policy_folder, objective=KL, lora=LoraSettings(), reference=settings)
+def test_weights_that_there_are_not_are_not_offloaded(policy_folder: Path) -> None:
+    offloaded = ReferenceSettings(offload=True)
+    with pytest.raises(ValueError, match=r"offload true needs a KL term, but .*kl\.beta 0\.0 leaves it out; set"):
+        make_module(policy_folder, reference=offloaded)
+    with pytest.raises(ValueError, match=r"offload true needs a reference whose .* model\.lora takes the policy"):
+        make_module(policy_folder, objective=KL, lora=LoraSettings(), reference=offloaded)

@@ -372,7 +372,7 @@ def test_history_and_metrics_know_nothing_of_them() -> None:
         learner.learn(groups)
         batch = PromptBatch([each.prompt for each in groups])
         batch.groups = groups
-        outcomes.append((logged, learner.state.history.records, len(batch.rollouts)))
+        outcomes.append((logged, learner.history.records, len(batch.rollouts)))
     (without, records, number), (joined, others, again) = outcomes
     assert joined == pytest.approx(without, nan_ok=True) and others == records and number == again == 7
     assert joined["frac_reward_zero_std"] == 0.5 and joined["staleness/max"] == 0

@@ -26,9 +26,8 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import OBSERVED, Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Trajectory
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from tests.doubles.conversations import CHATML, FAMILIES, GENERATORS, chat_tokenizer, play, template_of
 
 THINKS = (

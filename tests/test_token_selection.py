@@ -29,8 +29,7 @@ from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, Prompt, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.batches.microbatch import least_tokens
-from lit_grpo.update.objective.controllers import EntropyBonus
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 

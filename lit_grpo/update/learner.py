@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.faults import BrokenBatches
 from lit_grpo.plugins import overriding
 from lit_grpo.policy.sharding import full_tensor, gather_for_sampling
@@ -23,7 +24,6 @@ from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdap
 from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
 from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.normalization import StepTotals
-from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.snapshots import Snapshots
 from lit_grpo.update.objective.tokens import highest
@@ -64,7 +64,7 @@ class Learner:
         folder: Path | None = None,
     ) -> None:
         self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference
-        self.state = ObjectiveState(settings.objective.kl, settings.objective.entropy)
+        self.beta, self.history = settings.objective.kl.beta, PromptHistory()
         self.snapshots = Snapshots(policy) if settings.objective.proximal == "snapshots" else None
         self.passes = PolicyPasses(policy, optimization, settings)
         self.gap_limits = GapLimits()
@@ -115,30 +115,34 @@ class Learner:
         self.passes.forget_rows()
         logs = metrics.compute(ranks.sum, ranks.max)
         if settings.objective.kl.target is not None:
-            self.state.kl.update(logs.get("kl", math.nan), int(ranks.sum(len(rollouts))))
-        self.state.history.commit(ranks.gather)
-        return logs | advantage_metrics(torch.cat(ranks.gather(advantages_R))) | self.state.coefficients()
+            num_sequences = int(ranks.sum(len(rollouts)))
+            self.beta = settings.objective.kl.next_beta(self.beta, logs.get("kl", math.nan), num_sequences)
+            logs["kl_beta"] = self.beta
+        self.history.commit(ranks.gather)
+        return logs | advantage_metrics(torch.cat(ranks.gather(advantages_R)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: what the objective remembers, a reference that has moved, and what was found out."""
-        reference = self.reference.state_dict() if isinstance(self.reference, Reference) else {}
+        """What a checkpoint keeps."""
         budget = self.passes.budget
-        found_out: dict[str, Any] = {
+        own: dict[str, Any] = {
+            "beta": self.beta,
+            "history": self.history.state_dict(),
             "skipped": self._broken.num_skipped,
             "budget": None if budget is None else budget.tokens,
             "snapshots": {} if self.snapshots is None else self.snapshots.state_dict(),
         }
-        return {"objective_state": self.state.state_dict(), "reference": reference, "learner": found_out}
+        return {"learner": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self.state.load_state_dict(state["objective_state"])
-        self._broken.num_skipped, tokens = state["learner"]["skipped"], state["learner"]["budget"]
+        """Go on from a checkpoint; a beta that does not adapt stays as it is configured."""
+        own = state["learner"]
+        if self.settings.objective.kl.target is not None:
+            self.beta = own["beta"]
+        self.history.load_state_dict(own["history"])
+        self._broken.num_skipped, tokens = own["skipped"], own["budget"]
         self.passes.budget = None if tokens is None else MicroBatchSize(tokens)
-        if isinstance(self.reference, Reference):
-            self.reference.load_state_dict(state["reference"])
         if self.snapshots is not None:
-            self.snapshots.load_state_dict(state["learner"]["snapshots"])
+            self.snapshots.load_state_dict(own["snapshots"])
 
     # ---- before the first step ----------------------------------------------------------------------
 
@@ -148,7 +152,7 @@ class Learner:
         """Check rollouts, and give them their advantages; return also what all steps on them compare with.
 
         The reference is computed here and not beside the policy, so that it need not be on the device in a backward
-        pass, and once for all updates; a reference that moves between them counts from the next batch (as in TRL).
+        pass, and once for all updates; a reference that moves between them counts from the next batch.
         """
         settings, passes, objective = self.settings, self.passes, self.settings.objective
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -174,7 +178,7 @@ class Learner:
             completions = [rollout.completion for rollout in rollouts]
             kl = [estimator(c.logprobs_T[c.trained_T], reference.get(c.request.key, none)) for c in completions]
             metrics.add_kl(torch.cat([none, *kl]))
-            rewards = rewards.less([float(kl_T.sum()) * self.state.kl.beta for kl_T in kl])
+            rewards = rewards.less([float(kl_T.sum()) * self.beta for kl_T in kl])
         batch = LearningBatch(
             groups,
             version,
@@ -184,8 +188,8 @@ class Learner:
             settings.progress(version),
             passes.measure,
         )
-        assign_advantages(batch, settings, self.state.history, passes.ranks)
-        self.state.history.note(rewards.visits(groups, settings.pass_rule, version))
+        assign_advantages(batch, settings, self.history, passes.ranks)
+        self.history.note(rewards.visits(groups, settings.pass_rule, version))
         return batch, FixedLogprobs(old, reference)
 
     def _recompute(self, rollouts: Sequence[Rollout]) -> None:
@@ -236,7 +240,8 @@ class Learner:
             counts = torch.tensor([own.num_tokens, own.num_sequences, num_kept], dtype=torch.float64)
             num_tokens, num_sequences, num_kept = map(int, ranks.sum(counts).tolist())
             totals = StepTotals(num_tokens, num_sequences, max_tokens, num_kept)
-        if not objective.uses_every_completion:
+        bonus = settings.plugin("entropy_coefficient")
+        if bonus is None and not objective.uses_every_completion:
             learnt = with_advantage(learnt)
         weighing, cutting, adding = (settings.plugin(hook) for hook in ("token_weights", "chunks", "term"))
         weights = None if weighing is None else weighing.token_weights(learnt, version)
@@ -251,8 +256,8 @@ class Learner:
             totals=totals,
             fixed=fixed,
             policy_version=version,
-            beta=self.state.kl.beta,
-            entropy_coefficient=self.state.entropy.applied,
+            beta=self.beta,
+            entropy_coefficient=objective.entropy.coefficient if bonus is None else bonus.entropy_coefficient,
             kept=kept,
             chunks=chunks,
             weights=weights,
@@ -303,16 +308,17 @@ class Learner:
             scale = math.prod(plugin.step_scale(log_weights_C, ranks.gather) for plugin in scaling)
         lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
-        if isinstance(self.reference, Reference):
-            self.reference.follow(self.policy, step.policy_version + 1)
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
         if step.term is not None:
             values |= step.term.metrics
         if step.kept is not None:
             values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values | {"update/step_scale": scale} if scaling else values)
-        if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
-            self.state.entropy.update(float(ranks.sum(gathered.entropy)) / step.totals.num_entropy_tokens)
+        if stepping := overriding(self.settings.plugins, "on_optimizer_step", base=LearningPlugin):
+            num_tokens = 0 if skipped else step.totals.num_entropy_tokens
+            entropy = float(ranks.sum(gathered.entropy)) / num_tokens if num_tokens else math.nan
+            for plugin in stepping:
+                plugin.on_optimizer_step(step.policy_version + 1, entropy)
 
     def _refuse_gap(self, problem: str) -> None:
         """Refuse a batch that was not sampled with the policy that learns; where a correction is set, warn once.

@@ -149,7 +149,7 @@ class PolicyPasses:
             self.policy,
             micro_batch,
             settings.temperature,
-            entropy_gradient=objective.entropy.active,
+            entropy_gradient=step.entropy_coefficient != 0,
             ranks=self._rows,
             owner=owner,
         )

@@ -106,6 +106,31 @@ class Term:
 
 
 @dataclass(frozen=True)
+class TrainingRun:
+    """A run that is about to train, or to go on from a checkpoint.
+
+    Args:
+        policy: The policy being trained.
+        reference: The model of the KL term's reference policy, if it has weights of its own.
+        version: Number of optimizer steps that the policy has had.
+        updates_per_batch: Optimizer steps on one batch.
+        ranks: Reductions over the ranks of the run.
+        max_staleness: Optimizer steps that may lie between the sampling of a token and the step that trains on it; None
+            if every token is trained on in the batch that it was sampled for.
+        open_versions: Returns the versions that sampled the tokens which may yet be trained on, on this rank, given the
+            version that samples next; None if ``max_staleness`` is.
+    """
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel | None
+    version: int
+    updates_per_batch: int
+    ranks: Ranks
+    max_staleness: int | None = None
+    open_versions: Callable[[int], set[int]] | None = None
+
+
+@dataclass(frozen=True)
 class SquaredNorm:
     """The squared norm of what some prompts have added to a step's gradient, summed over ranks.
 
@@ -161,6 +186,13 @@ class LearningPlugin(Plugin):
     def roles(self) -> Sequence[str]:
         """What it decides, by the methods that it overrides."""
         return [role for role, hooks in ROLES.items() if overriding([self], *hooks, base=LearningPlugin)]
+
+    def on_train_start(self, run: TrainingRun) -> None:
+        """Training begins or goes on; what a checkpoint had is loaded, and nothing has been sampled yet.
+
+        Raises:
+            ValueError: It cannot act on the run.
+        """
 
     # ---- once a batch ---------------------------------------------------------------------------------
 
@@ -291,6 +323,11 @@ class LearningPlugin(Plugin):
         return Term()
 
     @property
+    def entropy_coefficient(self) -> float:
+        """Weight of the entropy bonus in the next step, in place of ``model.objective.entropy.coefficient``."""
+        return 0.0
+
+    @property
     def num_parts(self) -> int:
         """In how many parts of its prompts a step's gradient is added up, for :meth:`measured`."""
         return 1
@@ -310,6 +347,15 @@ class LearningPlugin(Plugin):
         """
         return 1.0
 
+    def on_optimizer_step(self, version: int, entropy: float) -> None:
+        """An optimizer step has been taken; all ranks call it.
+
+        Args:
+            version: Number of optimizer steps that the policy has had, with this one.
+            entropy: Mean entropy of the tokens that the step trained on, over all ranks, in nats; NaN if there are
+                none, or if loss or gradient are not finite, so that the step changed no weight.
+        """
+
 
 ROLES: Mapping[str, Sequence[str]] = {
     "which rollouts are learnt from": ("choose", "choose_from_batch", "token_mask", "token_weights"),
@@ -317,6 +363,7 @@ ROLES: Mapping[str, Sequence[str]] = {
     "what each turn is learnt from with": ("credit", "credit_tokens"),
     "which completions go through the policy in chunks": ("chunks",),
     "what is added to the objective's loss": ("term",),
+    "how much the entropy bonus counts": ("entropy_coefficient",),
     "how many prompts a batch has": ("measured", "batch_size"),
 }
 """What at most one plug-in of a run may decide, and the methods of :class:`LearningPlugin` that decide it."""

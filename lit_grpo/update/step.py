@@ -42,7 +42,7 @@ class Step:
         fixed: What the rollouts' tokens are compared with.
         policy_version: Of the policy that takes the step.
         beta: Weight of the KL term.
-        entropy_coefficient: Weight of the entropy bonus.
+        entropy_coefficient: Weight of the entropy bonus; 0 if there is none.
         kept: The tokens that are learnt from, by completion; None where all are.
         chunks: Those of each rollout that goes through the policy in chunks, by its place.
         weights: What each token counts that would be learnt from of a whole completion, by completion; those of weight

@@ -17,10 +17,9 @@ from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.prefix.support import prefix_refusal
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -36,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "objective": Objective(correction=Correction("sequence_truncate")),
         "plugins": [EffectiveSamples()],
     },
-    "entropy": {"objective": Objective(entropy=EntropyBonus(0.01, target=2.0))},
+    "entropy": {"objective": Objective(entropy=EntropyBonus(0.01))},
     "two steps": {"num_minibatches": 2},
 }
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None, float]] = {

@@ -90,7 +90,7 @@ def train(
 def test_a_run_with_a_budget_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     trained, module, data = train(policy_folder, RULES[name], tmp_path / "whole")
     check_log_probs(trained)
-    history = module.learner.state.history
+    history = module.learner.history
     assert history.records and sum(record.num_visits for record in history.records.values()) == BATCH * UPDATES
     for version in (4, 5):  # in the middle of an epoch, and not
         checkpoint = str(tmp_path / "whole" / f"{version}.ckpt")
@@ -100,7 +100,7 @@ def test_a_run_with_a_budget_resumes_exactly(policy_folder: Path, tmp_path: Path
             assert describe(batch) == describe(trained.batches[number])
         for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
             assert torch.equal(one, other)
-        assert resumed.learner.state.history.records == history.records
+        assert resumed.learner.history.records == history.records
         assert resumed_data.state_dict() == data.state_dict()
 
 

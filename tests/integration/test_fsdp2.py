@@ -40,7 +40,6 @@ from lit_grpo.policy.named import NAMED, TINY
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
-from lit_grpo.update.logprobs.reference import ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 
@@ -258,10 +257,6 @@ def test_what_is_exported_of_shards_is_a_whole_policy(
         (
             {"objective": Objective(proximal="snapshots")},
             r"model\.objective\.proximal snapshots needs the full weights on each rank, but trainer\.strategy fsdp2",
-        ),
-        (
-            {"reference": ReferenceSettings(mixup_alpha=0.5), "objective": Objective(kl=KLTerm(0.1))},
-            r"model\.reference\.mixup_alpha needs the full weights on each rank, but trainer\.strategy fsdp2",
         ),
     ],
 )

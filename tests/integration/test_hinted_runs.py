@@ -83,7 +83,7 @@ def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, n
     trained, module, data = train(policy_folder, RUNS[name], tmp_path / "whole")
     check_log_probs(trained)
     assert any(rollout.prompt.extra.get("hint") for rollout in trained.rollouts)
-    history = module.learner.state.history
+    history = module.learner.history
     for version in (5, 6):
         checkpoint = str(tmp_path / "whole" / f"{version}.ckpt")
         again, resumed, resumed_data = train(policy_folder, RUNS[name], tmp_path / f"from-{version}", checkpoint)
@@ -93,7 +93,7 @@ def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, n
             assert [one.prompt for one in batch] == [one.prompt for one in trained.batches[number]]
         for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
             assert torch.equal(one, other)
-        assert resumed.learner.state.history.records == history.records
+        assert resumed.learner.history.records == history.records
         assert resumed_data.state_dict() == data.state_dict()
         assert known_of_hints(resumed_data) == known_of_hints(data)
 
@@ -150,7 +150,7 @@ def test_hints_go_to_prompts_that_nobody_passed_and_fall_and_rise_by_what_they_e
             names = ("hints/mean_share", "hints/reward_hinted", "hints/pass_rate")
             assert all(math.isnan(log.get(name, math.nan)) for name in names)  # the last value is not repeated
     assert min(moves) < 0 < max(moves)
-    check_records(module.learner.state.history.records, rewards)
+    check_records(module.learner.history.records, rewards)
     check_samples(tmp_path)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from lit_grpo.methods.entropy_target import EntropyTarget
+from lit_grpo.plugins import fresh
 from lit_grpo.update.normalization import StepTotals
-from lit_grpo.update.objective.controllers import EntropyBonus, EntropyController
 from lit_grpo.update.objective.corrections import Correction, correction_weights
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.tokens import entropy_threshold, spread
 
@@ -287,8 +288,7 @@ def test_an_objective_has_the_loss_and_gradient_of_trl(name: str, seed: int) -> 
 
 
 def test_an_entropy_bonus_with_a_target_follows_trl_from_step_to_step() -> None:
-    bonus = EntropyBonus(0.03, target=0.7, delta=0.01, max_coefficient=0.045)
-    controller, objective = EntropyController(bonus), Objective(entropy=bonus, **CLIP)
+    plugin, objective = fresh(EntropyTarget(0.7, 0.03, 0.01, max_coefficient=0.045)), Objective(**CLIP)
     theirs: dict[str, Any] = {"entropy_coef": 0.03, "_last_world_entropy": float("inf")}
     applied = []
     for step, scale in enumerate((0.5, 0.5, 0.5, 2.0, 2.0, 0.5, 0.5)):
@@ -302,12 +302,12 @@ def test_an_entropy_bonus_with_a_target_follows_trl_from_step_to_step() -> None:
             entropy_coef_max=0.045,
             **theirs,
         )
-        assert_same(our_loss(case, objective, controller.applied), expected)
-        applied.append(controller.applied)
-        controller.update(float(case.flat(case.entropy_CT).mean()))
+        assert_same(our_loss(case, objective, plugin.entropy_coefficient), expected)
+        applied.append(plugin.entropy_coefficient)
+        plugin.on_optimizer_step(step + 1, float(case.flat(case.entropy_CT).mean()))
         theirs = {name: getattr(trainer, name) for name in theirs}
-        assert controller.coefficient == pytest.approx(theirs["entropy_coef"])
-        assert controller.last_entropy == pytest.approx(theirs["_last_world_entropy"])
+        assert plugin.state_dict()["coefficient"] == pytest.approx(theirs["entropy_coef"])
+        assert plugin.last_entropy == pytest.approx(theirs["_last_world_entropy"])
     assert applied == pytest.approx([0.0, 0.04, 0.045, 0.045, 0.0, 0.0, 0.035])
 
 

@@ -76,7 +76,7 @@ def ask(policy: str, output: Path, name: str, plugins: list[str], **trainer: Any
     scheduler = RolloutScheduler(plugins=[*plugins])
     own = {"max_steps": 7, "max_epochs": -1, "limit_val_batches": 0, "default_root_dir": str(folder)}
     make_trainer(scheduler, WeightSync(), **own, **trainer).fit(module, datamodule=data)
-    stream, records = data.state_dict(), module.learner.state.history.state_dict()
+    stream, records = data.state_dict(), module.learner.history.state_dict()
     sizer = scheduler.session.sizer
     kept = {} if sizer is None else sizer.state_dict()
     return {"stream": stream, "records": records, "weights": weights_of(module), "sizer": kept}

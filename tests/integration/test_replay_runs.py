@@ -154,7 +154,7 @@ def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp
     learnt, module, scheduler = train(policy_folder, tmp_path / "whole", RUNS[name])
     selects = "pods:keep=4" in RUNS[name].get("plugins", [])
     check_replays(learnt, 0.6 if selects else 0.5, selects)
-    history = module.learner.state.history.records
+    history = module.learner.history.records
     groups = [group for _, some in learnt.batches for group in some]
     assert sum(record.num_visits for record in history.values()) == len(groups)
     versions = [version for version, _ in learnt.batches]
@@ -166,7 +166,7 @@ def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp
             assert describe(actual) == describe(expected)
         for one, two in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
             assert torch.equal(one, two)
-        assert resumed.learner.state.history.records == history
+        assert resumed.learner.history.records == history
         assert repr(other.state_dict()["plugins"]) == repr(scheduler.state_dict()["plugins"])
 
 

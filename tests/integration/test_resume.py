@@ -51,11 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Pat
             "num_generations": 4,
             "num_minibatches": 2,
             "objective": {"kl": {"beta": 0.02}},
-            "reference": {"offload": True, "mixup_alpha": 0.6, "sync_steps": 3},
+            "reference": {"offload": True},
             "sampling": {"max_tokens": 12},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
             "lr_scheduler": scheduler,
         },
+        "rollout": {"plugins": [{"tr_dpo": {"mixup_alpha": 0.6, "sync_steps": 3}}]},
         "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
         "checkpoint": {"every_n_updates": 2},
     }

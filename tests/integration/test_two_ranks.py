@@ -40,6 +40,7 @@ from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods.copo import Blended
 from lit_grpo.methods.d3s import D3S
+from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.members import MaxEntropy
 from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.module import GRPOModule
@@ -52,10 +53,9 @@ from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages
 from lit_grpo.update.micro_batch_size import MicroBatchSize
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.objective.recipes import RECIPES
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -85,7 +85,7 @@ RANK_0_MISSING = [[NAN] * 4, [1.0, NAN, 0.0, 1.0], [NAN] * 4, [0.0, 1.0, 0.0, NA
 ALL_UNIFORM = [[0.0] * 4, [1.0] * 4, [NAN] * 4, [0.7] * 4]
 RAGGED = [[1.0, 0.0, 0.5, 0.2, 0.9], [0.0, 1.0, 0.3], [], [1.0]]
 ADAPTIVE_KL = Objective(kl=KLTerm(0.1, "k1", place="reward", target=0.001, horizon=50))
-ADAPTIVE_ENTROPY = Objective(entropy=EntropyBonus(0.05, target=3.0, delta=0.01))
+ADAPTIVE_ENTROPY = EntropyTarget(3.0, 0.05, 0.01)
 VCPO = Objective(
     "grpo",
     epsilon=1.0,
@@ -117,7 +117,7 @@ CASES = {
     "not_finite_on_one_rank": Case([OVERFLOWING, MIXED], {"advantages": Advantages(scale="none")}),
     "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
     "kl_in_the_reward": Case([MIXED, RANK_0_MISSING], {"objective": ADAPTIVE_KL, "num_minibatches": 2}),
-    "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"objective": ADAPTIVE_ENTROPY}),
+    "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"plugins": [ADAPTIVE_ENTROPY]}),
     "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
     "effective_samples": Case([MIXED, RANK_1_UNIFORM], SIZED | {"num_minibatches": 2}),
     "effective_samples_of_one_rank": Case([RANK_1_UNIFORM], SIZED),
@@ -435,7 +435,7 @@ def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_
         trainer = make_trainer(scheduler, WeightSync(), scheduling, **own)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         learnt = [sorted(key for key, _ in batch) for *_, batch in scheduling.seen]
-        records = module.learner.state.history.state_dict()
+        records = module.learner.history.state_dict()
         return {"learnt": learnt, "records": records, "weights": weights_of(module), "stream": data.state_dict()}
 
     return {"whole": train(Scheduling(output)), "resumed": train(Scheduling(), output / "after-3.ckpt")}

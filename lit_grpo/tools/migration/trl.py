@@ -92,6 +92,7 @@ def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int 
         lambda: _model(taken),
         lambda: _generator(taken),
         lambda: _objective(taken),
+        lambda: {"rollout.plugins": _plugins(taken)},
         lambda: _data(taken),
         lambda: {"model.rewards": _rewards(taken)},
     )
@@ -284,8 +285,6 @@ def _model(taken: Mapping[str, Any]) -> dict[str, Any]:
         "model.sampling.temperature": float(taken["temperature"]),
         "model.sampling.max_tokens": taken["max_completion_length"],
         "model.sampling.stop": _stop(taken["generation_kwargs"] or {}),
-        "model.reference.mixup_alpha": taken["ref_model_mixup_alpha"] if taken["sync_ref_model"] else None,
-        "model.reference.sync_steps": taken["ref_model_sync_steps"] if taken["sync_ref_model"] else None,
     }
 
 
@@ -336,15 +335,8 @@ def _objective(taken: Mapping[str, Any]) -> dict[str, Any]:
         "mask_truncated": taken["mask_truncated_completions"],
         "top_entropy_quantile": float(taken["top_entropy_quantile"]),
         "off_policy_threshold": taken["off_policy_mask_threshold"],
-        "entropy.coefficient": float(taken["entropy_coef"]),
+        "entropy.coefficient": None if taken["use_adaptive_entropy"] else float(taken["entropy_coef"]),
     }
-    if taken["use_adaptive_entropy"]:
-        fields |= {
-            "entropy.target": taken["entropy_target"],
-            "entropy.delta": taken["entropy_coef_delta"],
-            "entropy.min_coefficient": taken["entropy_coef_min"],
-            "entropy.max_coefficient": taken["entropy_coef_max"],
-        }
     if taken["use_vllm"] and taken["vllm_importance_sampling_correction"]:
         cap = taken["vllm_importance_sampling_cap"]
         fields["correction.mode"] = taken["vllm_importance_sampling_mode"]
@@ -354,6 +346,24 @@ def _objective(taken: Mapping[str, Any]) -> dict[str, Any]:
     apart = taken["multi_objective_aggregation"] == "normalize_then_sum"
     advantages = {"estimator": "gdpo"} if apart else {"estimator": "grpo", "scale": scale}
     return {f"model.objective.{name}": value for name, value in fields.items()} | {"model.advantages": advantages}
+
+
+def _plugins(taken: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the plug-ins of what is a method here, with their fields; None if there are none."""
+    plugins: list[dict[str, Any]] = []
+    if taken["sync_ref_model"]:
+        mixup = {"mixup_alpha": taken["ref_model_mixup_alpha"], "sync_steps": taken["ref_model_sync_steps"]}
+        plugins.append({"tr_dpo": mixup})
+    if taken["use_adaptive_entropy"]:
+        names = {
+            "target": "entropy_target",
+            "coefficient": "entropy_coef",
+            "delta": "entropy_coef_delta",
+            "min_coefficient": "entropy_coef_min",
+            "max_coefficient": "entropy_coef_max",
+        }
+        plugins.append({"entropy_target": {field: float(taken[name]) for field, name in names.items()}})
+    return plugins or None
 
 
 def _data(taken: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -102,9 +103,32 @@ class KLTerm:
         """What the term takes away from others."""
         return [
             Requirement(
+                f"model.objective.kl.beta {self.beta}",
+                changes={"own_reference": "leaves the KL term out"},
+                remedy="set model.objective.kl.beta above 0",
+                chosen=self.beta == 0,
+            ),
+            Requirement(
                 "model.objective.kl.place reward",
                 changes={"plain_rewards": "takes a KL term from them"},
                 remedy="set model.objective.kl.place to loss",
                 chosen=self.place == "reward",
-            )
+            ),
         ]
+
+    def next_beta(self, beta: float, kl: float, num_sequences: int) -> float:
+        """Return beta after a batch with a ``target``; without one it stays as it is.
+
+        ``beta *= 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon`` (Ziegler et al., arXiv 1909.08593,
+        section 2.2; verl's ``AdaptiveKLController``), where more completions than ``horizon`` count as that many: beta
+        would turn negative otherwise. A KL that is not a number (no tokens) changes nothing.
+
+        Args:
+            beta: Weight of the KL term in the batch.
+            kl: Mean KL per token of the batch.
+            num_sequences: Completions of the batch on all ranks.
+        """
+        if self.target is None or not math.isfinite(kl):
+            return beta
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return beta * (1 + error * min(num_sequences / self.horizon, 1.0))

@@ -9,7 +9,6 @@ from lit_grpo.compatibility import Clash, Requirement, check_clashes
 from lit_grpo.limits import Limit, NotNegative, check_fields, check_value
 from lit_grpo.settings import find_row
 from lit_grpo.update.normalization import Normalization
-from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.proximal import Proximal
@@ -52,6 +51,20 @@ def _check_bounds(objective: Objective) -> None:
             f"model.objective.delta is {delta}, inside the clip range, which ends at {1 + high}; set it "
             "above, such as 3."
         )
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    """A reward for undecided distributions: ``-coefficient x`` the mean entropy of a token is added to the loss.
+
+    Args:
+        coefficient: Weight of the entropy bonus; 0 computes no gradient of the entropy.
+    """
+
+    coefficient: Annotated[float, Limit(finite=True)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model.objective.entropy.")
 
 
 @dataclass(frozen=True)
@@ -176,9 +189,12 @@ class Objective:
         if self.top_entropy_quantile < 1:
             name = f"model.objective.top_entropy_quantile {self.top_entropy_quantile}"
             parts.append(Requirement(name, needs=frozenset({"all_ranks", "all_tokens"})))
-        if self.entropy.active and self.normalized_by != "token":  # the bonus is an average over tokens
-            name = f"model.objective.entropy with normalization {self.normalized_by}"
-            parts.append(Requirement(name, needs=frozenset({"all_ranks"})))
+        if self.entropy.coefficient:
+            name = f"model.objective.entropy.coefficient {self.entropy.coefficient}"
+            parts.append(Requirement(name, changes={"entropy_coefficient": "sets it"}))
+            if self.normalized_by != "token":  # the bonus is an average over tokens
+                name = f"model.objective.entropy with normalization {self.normalized_by}"
+                parts.append(Requirement(name, needs=frozenset({"all_ranks"})))
         return parts
 
     @property
@@ -267,4 +283,4 @@ class Objective:
     @property
     def uses_every_completion(self) -> bool:
         """Whether a completion with advantage 0 changes the gradient."""
-        return self.kl_in_loss or self.entropy.active or self.top_entropy_quantile < 1
+        return self.kl_in_loss or self.entropy.coefficient != 0 or self.top_entropy_quantile < 1

@@ -101,9 +101,8 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
     if tokens.weights_N is not None:
         weights_N, entropy_N = weights_N * tokens.weights_N, entropy_N * tokens.weights_N
     loss = (loss_N * weights_N).sum()
-    if objective.entropy.active:
-        coefficient = tokens.entropy_coefficient
-        coefficient = objective.entropy.coefficient if coefficient is None else coefficient
+    coefficient = objective.entropy.coefficient if tokens.entropy_coefficient is None else tokens.entropy_coefficient
+    if coefficient:
         loss = loss - coefficient * entropy_N.sum() / max(totals.num_entropy_tokens, 1)
     return LossOutputs(loss, metrics, entropy_N.detach().sum())
 

@@ -1,0 +1,92 @@
+"""An entropy bonus whose coefficient holds the entropy at a target (Skywork-OR1, arXiv 2505.22312)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from lit_grpo.compatibility import Requirement
+from lit_grpo.limits import Limit, Positive, check_order
+from lit_grpo.plugins import GroupBatch, RunFacts
+from lit_grpo.update.plugin import LearningPlugin
+
+
+@dataclass
+class EntropyTarget(LearningPlugin):
+    """Raise and lower the coefficient of the entropy bonus from step to step; TRL's ``use_adaptive_entropy``.
+
+    The coefficient grows by ``delta`` after a step whose mean entropy is at or below ``target``, and falls by ``delta``
+    after one above. The bonus counts only while the last entropy was at or below. For example::
+
+        rollout:
+          plugins: [{entropy_target: {target: 0.2, max_coefficient: 0.05}}]
+
+    Args:
+        target: Mean entropy of a token, in nats, to hold.
+        coefficient: Weight of the entropy bonus at the beginning.
+        delta: Change of the coefficient per step.
+        min_coefficient: The smallest coefficient.
+        max_coefficient: The largest coefficient.
+
+    Attributes:
+        last_entropy: Mean entropy of a token in the last step; infinite before the first.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"entropy_coefficient"})
+    common: ClassVar[bool] = True
+
+    target: Positive = 0.2
+    coefficient: Annotated[float, Limit(finite=True)] = 0.0
+    delta: Positive = 0.005
+    min_coefficient: float = 0.0
+    max_coefficient: float = 1.0
+
+    _by_token = True  # until a run says otherwise
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_order(self, "min_coefficient", "coefficient")
+        check_order(self, "coefficient", "max_coefficient")
+
+    def check(self, run: RunFacts) -> None:
+        """Note how the run weighs tokens."""
+        self._by_token = run.normalization == "token"
+
+    def requirement(self, name: str) -> Requirement:
+        """The bonus is a mean over tokens: if the loss is none, its denominator has to be counted beforehand."""
+        return Requirement(name, self.needs if self._by_token else self.needs | {"all_ranks"})
+
+    def setup(self) -> None:
+        """Begin with the coefficient that is set."""
+        self._now, self.last_entropy = self.coefficient, math.inf
+
+    @property
+    def entropy_coefficient(self) -> float:
+        """The coefficient of the next step: 0 while the last entropy was above the target."""
+        return 0.0 if self.last_entropy > self.target else self._now
+
+    def on_optimizer_step(self, version: int, entropy: float) -> None:
+        """Follow the entropy of a step; one without tokens changes nothing."""
+        if math.isnan(entropy):
+            return
+        if entropy <= self.target:
+            self._now = min(self._now + self.delta, self.max_coefficient)
+        else:
+            self._now = max(self._now - self.delta, self.min_coefficient)
+        self.last_entropy = entropy
+
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
+        """Log the coefficient."""
+        return {"entropy_coefficient": self._now}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient and the last entropy."""
+        return {"coefficient": self._now, "entropy": self.last_entropy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._now, self.last_entropy = state["coefficient"], state["entropy"]
+
+
+PLUGINS = {"entropy_target": EntropyTarget()}
