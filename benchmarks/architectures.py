@@ -261,7 +261,7 @@ def _learnt(
     learner = Learner(policy.train(), steps, settings)
     policy.zero_grad()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    measured = learner.passes.measure(rollouts, "logprobs")
+    measured = learner.passes.by_completion(rollouts, "logprobs")
     learner.learn(groups)
     plain.zero_grad()
     num_tokens = sum(rollout.completion.num_tokens for rollout in rollouts)

@@ -112,7 +112,7 @@ def _compare_ids(row: Row, played: Played, rollouts: list[Rollout]) -> None:
     )
     rows = [each for rollout in rollouts for each in rollout.rows]
     learnt: dict[int, list[int]] = {}
-    for micro_batch in make_micro_batches(rows, [0.0] * len(rows), 8192):
+    for micro_batch in make_micro_batches(rows, 8192):
         token_ids = micro_batch.target_ids_N.split(micro_batch.lengths_C.tolist())
         learnt |= {place: ids_T.tolist() for place, ids_T in zip(micro_batch.rows, token_ids, strict=True)}
     by_key: dict[Key, list[list[int]]] = {key: [] for key in sampled}
@@ -193,7 +193,7 @@ def _compare_update(row: Row, played: Played, rollouts: list[Rollout], exact: di
     policy = played.policy.train()
     reference = Reference(_reference(policy), torch.device("cpu"), ReferenceSettings())
     learner = Learner(policy, _NoStep(), settings, reference)
-    measured = learner.passes.measure(rollouts, "logprobs")
+    measured = learner.passes.by_completion(rollouts, "logprobs")
     row["update_gap"] = max(float((measured[key] - each.logprobs_T).abs().max()) for key, each in exact.items())
     settings.shares_prefix = False  # a row for each conversation, in which every token has its place
     learner.passes.forget_rows()

@@ -99,7 +99,7 @@ def _gaps(policy: Any, groups: list[RolloutGroup], scale: Scale) -> list[float]:
     """Return the difference of sampled log-probs from those of the policy's own forward, by completion."""
     gaps = []
     for rollout in (group.rollouts[0] for group in groups):
-        (row,) = make_micro_batches([rollout], [0.0], scale.most_tokens, shared_prefix=False)
+        (row,) = make_micro_batches([rollout], scale.most_tokens, shared_prefix=False)
         micro_batch = row.to(torch.device(scale.device, 0))
         logprobs_N, _ = micro_batch_logprobs(policy, micro_batch, 1.0)
         gaps.append(float((logprobs_N.cpu() - rollout.completion.logprobs_T).abs().max()))
@@ -111,9 +111,10 @@ def update_alive(scale: Scale) -> list[Row]:
     policy: Any = random_qwen3(scale.small, scale.device).train()
     work = Work(16, 8, 4, vocab_size=16) if scale.tiny else Work(256, 256, 16, vocab_size=16)
     (group,) = work.groups()
-    advantages = [rollout.reward - 0.5 for rollout in group.rollouts]
+    for rollout in group.rollouts:
+        rollout.advantage = rollout.reward - 0.5
     layouts = {
-        name: make_micro_batches(group.rollouts, advantages, scale.most_tokens, shares_prefix).rows[0]
+        name: make_micro_batches(group.rollouts, scale.most_tokens, shares_prefix).filled(group.rollouts).rows[0]
         for name, shares_prefix in (("shared prefix", True), ("rows", False))
     }
     gradients, rows = list[torch.Tensor](), list[Row]()

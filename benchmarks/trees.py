@@ -211,10 +211,11 @@ def _update(model: Any, leaves: Sequence[Rollout], least_shared: int) -> tuple[t
     from lit_grpo.update.prefix.sharing import shared_prefixes
 
     model.zero_grad(set_to_none=True)
-    weights = [1.0 if row % 2 else -0.5 for row in range(len(leaves))]
+    for row, leaf in enumerate(leaves):
+        leaf.advantage = 1.0 if row % 2 else -0.5
     num_tokens, begin = 0, time.perf_counter()
     with shared_prefixes(model):
-        for micro_batch in make_micro_batches(leaves, weights, 4096, least_shared=least_shared):
+        for micro_batch in make_micro_batches(leaves, 4096, least_shared=least_shared).filled(leaves):
             there = micro_batch.to(model.device)
             num_tokens += micro_batch.input_ids_BT.shape[1]
             logprobs_N, _ = micro_batch_logprobs(model, there, 1.0)

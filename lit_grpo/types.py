@@ -389,7 +389,8 @@ class Rollout:
 
     ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
     ``token_advantages`` (float32, shape (completion.num_trained,)) what each token was learnt from with, where that is
-    not ``advantage`` for all of them.
+    not ``advantage`` for all of them. During an update ``columns`` holds further values of the tokens that are trained
+    on, by name, such as their log-probs under the reference; each has shape (completion.num_trained,).
     """
 
     prompt: Prompt
@@ -404,6 +405,7 @@ class Rollout:
     advantage: float = math.nan
     turn_rewards: tuple[float, ...] = ()
     token_advantages: torch.Tensor | None = field(default=None, compare=False)
+    columns: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def said(self) -> str:
@@ -435,8 +437,9 @@ class Rollout:
         if not self.completion.contexts:
             return [self]
         request, rows = self.completion.request, self.completion.rows
-        advantages = self.token_advantages
-        of_rows = None if advantages is None else advantages.split([row.num_trained for row in rows])
+        advantages, counts = self.token_advantages, [row.num_trained for row in rows]
+        of_rows = None if advantages is None else advantages.split(counts)
+        columns = {name: values.split(counts) for name, values in self.columns.items()}
         return [
             replace(
                 self,
@@ -444,6 +447,7 @@ class Rollout:
                     replace(request, path=(*request.path, turn)), row, self.completion.finish_reason
                 ),
                 token_advantages=None if of_rows is None else of_rows[turn],
+                columns={name: values[turn] for name, values in columns.items()},
             )
             for turn, row in enumerate(rows)
         ]

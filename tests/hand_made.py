@@ -93,7 +93,10 @@ def make_micro_batch(
         row = lay_out(rollouts, [RowPart(prompt_ids, members) for prompt_ids, members in prompts.items()])
     else:
         row = lay_out_padded(rollouts, range(len(rollouts)))
-    return MicroBatches([row], shared_prefix).with_advantages(advantages_C).rows[0]
+    for rollout, advantage in zip(rollouts, advantages_C, strict=True):
+        rollout.token_advantages = advantage if isinstance(advantage, torch.Tensor) else None
+        rollout.advantage = 0.0 if isinstance(advantage, torch.Tensor) else advantage
+    return MicroBatches([row], shared_prefix).filled(rollouts).rows[0]
 
 
 @torch.no_grad()

@@ -120,7 +120,7 @@ def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
     seen: dict[Any, torch.Tensor] = {}
 
     def measured(rollouts: Any, what: Any) -> Any:
-        seen.update(plain.passes.measure(rollouts, what))
+        seen.update(plain.passes.by_completion(rollouts, what))
         return seen
 
     optimizer = torch.optim.SGD(plain.policy.parameters(), lr=0.5)

@@ -90,22 +90,32 @@ HOST = ("stretches", "carried", "in_row", "rows", "places", "num_trained", "chun
 
 def test_moving_to_a_device_moves_every_field() -> None:
     here = make_micro_batch([make_rollout([5], [9])], [1.0])
+    here.kept_N = torch.ones(1)
     moved = vars(here.to("meta"))
-    assert moved.pop("distinct_U") is moved.pop("same_N") is None  # no completions share a token
     assert all(moved.pop(name) == getattr(here, name) for name in HOST)
-    assert {value.device.type for value in moved.values()} == {"meta"}
+    absent = {*HOST, *(name for name, value in moved.items() if value is None)}
+    assert absent == {*HOST, *(name for name, value in vars(here).items() if value is None)} - {"labels_3K"}
+    assert {value.device.type for value in moved.values() if value is not None} == {"meta"}
 
 
 def test_no_rollouts_make_no_micro_batch() -> None:
-    assert len(make_micro_batches([], [], 8)) == 0
+    assert len(make_micro_batches([], 8)) == 0
 
 
 def test_micro_batches_are_laid_out_once_and_empty_ones_follow() -> None:
-    made = make_micro_batches([make_rollout([n], [7] * n) for n in (3, 2)], [1.0, 2.0], 6).and_empty(2)
+    rollouts = [make_rollout([n], [7] * n) for n in (3, 2)]
+    made = make_micro_batches(rollouts, 6).and_empty(2)
     assert next(iter(made)) is next(iter(made))
-    others = made.with_advantages([torch.tensor([0.5, 0.25, 0.0]), 3.0])
-    assert [batch.advantages_N.tolist() for batch in made] == [[1.0] * 3, [2.0] * 2, [], []]
+    rollouts[0].advantage, rollouts[1].advantage = 1.0, 2.0
+    first = made.filled(rollouts)
+    rollouts[0].token_advantages, rollouts[1].advantage = torch.tensor([0.5, 0.25, 0.0]), 3.0
+    for rollout in rollouts:
+        rollout.columns["kept"] = torch.arange(rollout.completion.num_trained) > 0
+    others = made.filled(rollouts, ["kept"])
+    assert [batch.advantages_N.tolist() for batch in first] == [[1.0] * 3, [2.0] * 2, [], []]
     assert [batch.advantages_N.tolist() for batch in others] == [[0.5, 0.25, 0.0], [3.0] * 2, [], []]
+    kept = [batch.kept_N.tolist() for batch in others if batch.kept_N is not None]
+    assert kept == [[False, True, True], [False, True], [], []] and next(iter(first)).kept_N is None
     assert all(one.input_ids_BT is other.input_ids_BT for one, other in zip(made, others, strict=True))
     assert [batch.lengths_C.tolist() for batch in made] == [[3], [2], [], []]
     assert [batch.rows for batch in made] == [(0,), (1,), (), ()]
@@ -113,13 +123,13 @@ def test_micro_batches_are_laid_out_once_and_empty_ones_follow() -> None:
 
 def test_in_rows_padding_counts_towards_the_budget() -> None:
     rollouts = [make_rollout([5], [7] * length) for length in (5, 1, 1)]  # rows of 6, 2 and 2 tokens
-    made = make_micro_batches(rollouts, [1.0, 2.0, 3.0], 11, shared_prefix=False)
+    made = make_micro_batches(rollouts, 11, shared_prefix=False)
     assert [batch.lengths_C.tolist() for batch in made] == [[5], [1, 1]]  # two rows of 6 would be too many
 
 
 def test_a_group_that_fits_is_never_split_and_the_last_micro_batch_of_a_larger_one_has_its_prompt() -> None:
     fits, large = [make_rollout([5] * 4, [7] * 6)] * 2, [make_rollout([6] * 5, [7] * 7)] * 4
-    made = make_micro_batches([*large, *fits], [0.0] * 6, 20)  # 4 + 2 x 6 = 16 tokens; 5 + 4 x 7 = 33 in two of 19
+    made = make_micro_batches([*large, *fits], 20)  # 4 + 2 x 6 = 16 tokens; 5 + 4 x 7 = 33 in two of 19
     first, second, third = made
     carried, prompt = Stretch(12, 0, 5, last=2, carried=True), Stretch(0, 0, 5, last=2)
     assert first.stretches == (carried, Stretch(0, 5, 6, last=1), Stretch(6, 5, 6, last=2))
@@ -133,7 +143,7 @@ def test_a_group_that_fits_is_never_split_and_the_last_micro_batch_of_a_larger_o
 
 def test_a_carried_prompt_needs_no_token_in_the_row() -> None:
     rollouts = [make_rollout([6] * 5, [7])] * 7
-    first, second = make_micro_batches(rollouts, [0.0] * 7, 8)
+    first, second = make_micro_batches(rollouts, 8)
     assert first.stretches == (Stretch(1, 0, 5, last=0, carried=True), Stretch(0, 0, 1, last=1))
     assert first.weight == 0 and second.weight == 1
     assert first.input_ids_BT.tolist() == [[0]] and first.source_N.tolist() == [1] * 4
@@ -142,7 +152,7 @@ def test_a_carried_prompt_needs_no_token_in_the_row() -> None:
 
 def test_a_prompt_may_be_alone_in_its_row() -> None:
     rollouts = [make_rollout([6] * 5, [7] * 6)]
-    first, second = make_micro_batches(rollouts, [1.0], 6)
+    first, second = make_micro_batches(rollouts, 6)
     assert first.stretches == (Stretch(5, 0, 5, last=1, carried=True), Stretch(0, 5, 5, last=1))
     assert first.source_N.tolist() == [5, *range(5)]
     assert second.stretches == (Stretch(0, 0, 5, last=0),) and second.lengths_C.tolist() == []
@@ -151,7 +161,7 @@ def test_a_prompt_may_be_alone_in_its_row() -> None:
 
 def test_the_part_with_the_prompt_shares_a_micro_batch_with_another_group_and_the_others_come_before() -> None:
     large, small = [make_rollout([6] * 5, [7] * 7)] * 4, [make_rollout([5], [7])]
-    made = list(make_micro_batches([*small, *large], [0.0] * 5, 21))
+    made = list(make_micro_batches([*small, *large], 21))
     assert [[prompt.length for prompt, _ in prompts_and_spans(batch)] for batch in made] == [[5], [5, 1]]
 
 
@@ -160,9 +170,9 @@ def test_a_rollout_longer_than_the_budget_is_an_error_that_says_what_works() -> 
     for shared_prefix, least in [(True, 4), (False, 7)]:
         error = rf"max_tokens_per_micro_batch is {least - 1}, .* has {least} tokens; set it to at least {least}\."
         with pytest.raises(ValueError, match=error):
-            make_micro_batches(rollouts, [1.0, 1.0], least - 1, shared_prefix)
-    assert len(make_micro_batches(rollouts, [1.0, 1.0], 7, shared_prefix=False)) == 2
-    assert len(make_micro_batches(rollouts, [1.0, 1.0], 4)) == 3
+            make_micro_batches(rollouts, least - 1, shared_prefix)
+    assert len(make_micro_batches(rollouts, 7, shared_prefix=False)) == 2
+    assert len(make_micro_batches(rollouts, 4)) == 3
 
 
 def prompts_and_spans(micro_batch: PackedRow) -> list[tuple[Stretch, Any]]:
@@ -201,7 +211,7 @@ def test_a_prompt_is_in_the_row_of_the_last_micro_batch_that_has_responses_to_it
     prompts = [[number] * rng.randint(1, 9) for number in range(1, 5)]
     rollouts = [make_rollout(rng.choice(prompts), [7] * rng.randint(1, 20)) for _ in range(40)]
     places: dict[tuple[int, ...], list[tuple[bool, Any]]] = {}
-    for micro_batch in make_micro_batches(rollouts, [0.0] * 40, rng.randint(20, 100)):
+    for micro_batch in make_micro_batches(rollouts, rng.randint(20, 100)):
         row = micro_batch.input_ids_BT[0]
         for prompt, span in prompts_and_spans(micro_batch):
             ids = span.token_ids if prompt.carried else tuple(row[prompt.rows].tolist())
@@ -220,7 +230,7 @@ def test_few_prompts_are_carried_at_a_time_however_many_groups_there_are(num_gro
     ]
     begun: set[int] = set()
     most = 0
-    for micro_batch in make_micro_batches(rollouts, [0.0] * len(rollouts), 64):
+    for micro_batch in make_micro_batches(rollouts, 64):
         for prompt, span in prompts_and_spans(micro_batch):
             if prompt.carried:
                 begun.add(id(span))
@@ -230,10 +240,10 @@ def test_few_prompts_are_carried_at_a_time_however_many_groups_there_are(num_gro
     assert 1 <= most <= 3
 
 
-def row_of(rollout: Rollout, advantage: float) -> Row:
+def row_of(rollout: Rollout) -> Row:
     completion = rollout.completion
     tokens, logprobs = tuple(completion.token_ids_T.tolist()), tuple(completion.logprobs_T.tolist())
-    return (rollout.prompt.token_ids, tokens, logprobs, float(torch.tensor(advantage)))
+    return (rollout.prompt.token_ids, tokens, logprobs, float(torch.tensor(rollout.advantage)))
 
 
 def num_budgeted(micro_batch: PackedRow) -> int:
@@ -269,13 +279,14 @@ def test_nothing_is_lost_and_nothing_is_over_budget(seed: int, shared_prefix: bo
         )
         for _ in range(rng.randint(1, 40))
     ]
-    advantages = [rng.gauss(0, 1) for _ in rollouts]
+    for rollout in rollouts:
+        rollout.advantage = rng.gauss(0, 1)
     least = least_tokens(rollouts, shared_prefix)
     budget = least + rng.randrange(0, 3 * least)
-    micro_batches = make_micro_batches(rollouts, advantages, budget, shared_prefix, least_shared=least_shared)
+    micro_batches = make_micro_batches(rollouts, budget, shared_prefix, least_shared=least_shared).filled(rollouts)
 
     rows = [row for micro_batch in micro_batches for row in rows_of(micro_batch)]
-    assert sorted(rows) == sorted(map(row_of, rollouts, advantages))
+    assert sorted(rows) == sorted(map(row_of, rollouts))
     assert all(num_budgeted(micro_batch) <= budget for micro_batch in micro_batches)
     if least_shared == 1:
         assert all(goes_once(micro_batch) for micro_batch in micro_batches)
@@ -289,6 +300,6 @@ def test_groups_that_fit_are_packed_best_fit_the_largest_first(seed: int) -> Non
     rng = random.Random(seed)
     rollouts = [make_rollout([number] * rng.randint(1, 9), [7] * rng.randint(1, 20)) for number in range(1, 30)]
     budget = 29 + rng.randint(0, 60)
-    sizes = [num_budgeted(micro_batch) for micro_batch in make_micro_batches(rollouts, [0.0] * 29, budget)]
+    sizes = [num_budgeted(micro_batch) for micro_batch in make_micro_batches(rollouts, budget)]
     assert sizes == sorted(sizes, reverse=True)
     assert all(smaller + larger > budget for smaller, larger in pairwise(sorted(sizes)))  # no two would fit into one

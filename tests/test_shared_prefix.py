@@ -134,7 +134,7 @@ def check_against_plain(
     rollouts = ragged_rollouts() if rollouts is None else rollouts
     expected, gradient = plain(model, rollouts)
     model.zero_grad()
-    micro_batches = make_micro_batches(rollouts, [0.0] * len(rollouts), max_tokens, least_shared=least_shared)
+    micro_batches = make_micro_batches(rollouts, max_tokens, least_shared=least_shared)
     with shared_prefixes(model):
         for micro_batch in micro_batches:
             members = [rollouts[row] for row in micro_batch.rows]
@@ -205,7 +205,7 @@ def test_the_prompt_of_a_split_group_goes_through_the_model_twice_however_many_m
     )
     rollouts = [make_rollout([3] * 7, [4, 5, 6], sample_id=sample) for sample in range(10)]
     with shared_prefixes(model):
-        for micro_batch in make_micro_batches(rollouts, [0.0] * 10, 10):  # three completions, or the prompt and one
+        for micro_batch in make_micro_batches(rollouts, 10):  # three completions, or the prompt and one
             micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
     assert seen == [(7, False), (6, True), (6, True), (6, True), (9, True)]
 
@@ -216,7 +216,7 @@ def test_what_was_carried_of_a_prompt_is_given_up_in_its_last_micro_batch() -> N
     gc.disable()
     try:
         with shared_prefixes(model):
-            for micro_batch in make_micro_batches(rollouts, [0.0] * 10, 10):
+            for micro_batch in make_micro_batches(rollouts, 10):
                 micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
                 (prompt,) = micro_batch.spans
                 references += [weakref.ref(carried) for carried in prompt._carried.values()]
@@ -251,7 +251,7 @@ def tree_of_rollouts(depth: int, prompts: int = 2) -> list[Rollout]:
 def test_a_tree_of_rollouts_has_the_log_probs_and_gradients_of_the_plain_path(name: str) -> None:
     rollouts = tree_of_rollouts(depth=3)
     assert check_against_plain(family(name), rollouts=rollouts, least_shared=1) == 1
-    (micro_batch,) = make_micro_batches(rollouts, [0.0] * len(rollouts), 10_000, least_shared=1)
+    (micro_batch,) = make_micro_batches(rollouts, 10_000, least_shared=1)
     num_alone = sum(rollout.completion.num_tokens - 1 for rollout in rollouts)
     num_distinct = 2 * (5 + 2 * 6 + 4 * 7 + 8 * 8 - 7)  # three leaves of each tree have a sibling, or longer ones
     in_branches = sum(stretch.length for stretch in micro_batch.stretches if stretch.first)
@@ -276,7 +276,7 @@ def test_what_completions_begin_with_in_common_stands_in_the_row_once_from_32_to
     rollouts = [make_rollout([3], [*beginning[:end], *own], sample_id=n) for n, (end, own) in enumerate(
         [(40, [7, 7]), (40, [8, 8, 8]), (31, [9, 9])]
     )]  # fmt: skip
-    (micro_batch,) = make_micro_batches(rollouts, [0.0] * 3, 10_000)
+    (micro_batch,) = make_micro_batches(rollouts, 10_000)
     assert micro_batch.stretches == tuple(stretches_of([Group(1, (40, 1, 2, 32), (None, 0, 0, None))]))
     assert micro_batch.position_ids_BT[0].tolist() == [0, *range(1, 41), 41, 41, 42, *range(1, 33)]
     assert micro_batch.distinct_U is not None and len(micro_batch.distinct_U) == 40 + 2 + 3 + 33 - 1  # one first token

@@ -190,13 +190,13 @@ def test_entropies_that_slots_tell_are_those_that_the_learner_measures(policy_fo
     by_told = [math.isnan(rollout.advantage) for rollout in rollouts]
     for rollout in rollouts:
         rollout.completion.entropy = math.nan
-    measured = mean_entropies(rollouts, learner.passes.measure(rollouts, "entropy"))
+    measured = mean_entropies(rollouts, learner.passes.by_completion(rollouts, "entropy"))
     torch.testing.assert_close(told, measured, rtol=1e-5, atol=1e-6)
     assert told.std() > 1e-3
     learner.learn(groups)
     assert [math.isnan(rollout.advantage) for rollout in rollouts] == by_told
     for group in groups:
-        mine = [mean_entropies([r], learner.passes.measure([r], "entropy")).item() for r in group.rollouts]
+        mine = [mean_entropies([r], learner.passes.by_completion([r], "entropy")).item() for r in group.rollouts]
         kept = [entropy for entropy, r in zip(mine, group.rollouts, strict=True) if not math.isnan(r.advantage)]
         assert sorted(kept) == sorted(mine)[-3:]
     assert torch.equal(steps.gradients[0], steps.gradients[1]) and steps.gradients[0].norm() > 1e-3

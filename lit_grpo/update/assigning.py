@@ -9,15 +9,14 @@ import torch
 
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.plugins import GroupBatch
-from lit_grpo.ranks import Ranks
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import EPSILON
-from lit_grpo.update.learner_settings import LearnerSettings
+from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import LearningBatch, LearningPlugin
 from lit_grpo.update.step import log_baseline_weights
 
 
-def assign_advantages(batch: LearningBatch, settings: LearnerSettings, history: PromptHistory, ranks: Ranks) -> None:
+def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: PromptHistory) -> None:
     """Give each rollout of a batch its advantage, and tokens theirs where a plug-in credits them.
 
     This is the only place that writes advantages: ``Rollout.advantage`` is NaN if the rollout is not trained on, and
@@ -25,19 +24,20 @@ def assign_advantages(batch: LearningBatch, settings: LearnerSettings, history: 
 
     Args:
         batch: Its ``rewards`` are what is compared.
-        settings: Estimator and plug-ins.
+        passes: Sends tokens through the policy, with the estimator and plug-ins of its settings. All ranks of the run
+            call this together, unless settings and plug-ins need no ``all_ranks``.
         history: Earlier visits of prompts.
-        ranks: Of the run; all of them call this together, unless settings and plug-ins need no ``all_ranks``.
 
     Raises:
         ValueError: A plug-in does not return one finite number for each rollout, turn or token.
     """
-    rewards, rollouts, estimator = batch.rewards, batch.rollouts, settings.advantages
+    settings, ranks, rewards, rollouts = passes.settings, passes.ranks, batch.rewards, batch.rollouts
+    estimator = settings.advantages
     chooser = settings.plugin("choose")
     chosen_R = ~rewards.rewards_R.isnan() if chooser is None else chooser.choose(batch)
     counted = rewards if chooser is None or chooser.statistics == "group" else rewards.only(chosen_R)
     if estimator.by_scores:
-        scores = batch.measure(rollouts, "scores")
+        scores = passes.measure(rollouts, "scores")
         counted = replace(counted, log_weights_R=log_baseline_weights(rollouts, scores))
     weights_K = torch.tensor(list(settings.weights.values()), dtype=torch.float64)
     if "all_ranks" in estimator.needs:

@@ -30,7 +30,6 @@ from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import LearningBatch, LearningPlugin
 from lit_grpo.update.step import (
-    FixedLogprobs,
     Gathered,
     Step,
     minibatches,
@@ -97,22 +96,24 @@ class Learner:
         settings, ranks, metrics = self.settings, self.passes.ranks, TokenMetrics(self.gap_limits)
         if isinstance(groups, Sequence):
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            batch, fixed = self._prepare(groups, rewards, metrics, is_whole=True)
+            batch, columns = self._prepare(groups, rewards, metrics, is_whole=True)
             for minibatch in minibatches(groups, settings.num_iterations, settings.num_minibatches):
-                step = self._step(minibatch, fixed, metrics.num_updates == 0, batch)
+                step = self._step(minibatch, columns, metrics.num_updates == 0, batch)
                 self._take_step(step, self._gradient(step, minibatch), metrics)
         else:
-            rollouts, gradient = [], ArrivingGradient(self.passes)
+            rollouts, columns, gradient = [], (), ArrivingGradient(self.passes)
             for part in groups:
                 if own := [rollout for group in part for rollout in group.rollouts]:
-                    _, fixed = self._prepare(part, None, metrics, is_whole=False)
-                    gradient.add(self._step(own, fixed, is_first=True))
+                    _, columns = self._prepare(part, None, metrics, is_whole=False)
+                    gradient.add(self._step(own, columns, is_first=True))
                     rollouts += own
-            step, gathered, scale = gradient.finish(self._step([], FixedLogprobs(), is_first=True))
+            step, gathered, scale = gradient.finish(self._step([], columns, is_first=True))
             self._take_step(step, gathered, metrics)
             metrics.scale_loss(scale)
         advantages_R = torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)
         self.passes.forget_rows()
+        for rollout in rollouts:
+            rollout.columns = {}
         logs = metrics.compute(ranks.sum, ranks.max)
         if settings.objective.kl.target is not None:
             num_sequences = int(ranks.sum(len(rollouts)))
@@ -148,8 +149,8 @@ class Learner:
 
     def _prepare(
         self, groups: Sequence[RolloutGroup], rewards: GroupRewards | None, metrics: TokenMetrics, is_whole: bool
-    ) -> tuple[LearningBatch, FixedLogprobs]:
-        """Check rollouts, and give them their advantages; return also what all steps on them compare with.
+    ) -> tuple[LearningBatch, tuple[str, ...]]:
+        """Check rollouts, and give them their advantages and the columns, by name, that all steps on them need.
 
         The reference is computed here and not beside the policy, so that it need not be on the device in a backward
         pass, and once for all updates; a reference that moves between them counts from the next batch.
@@ -165,20 +166,24 @@ class Learner:
         if any(recomputes for _, recomputes in everyone):
             self._recompute(replayed)
         version, several_updates = self.optimization.policy_version, settings.updates_per_batch > 1
-        old = reference = None
+        columns: dict[str, Sequence[torch.Tensor]] = {}
         if self.reference is not None:
-            reference = passes.measure(rollouts, "logprobs", self.reference.lend)
+            columns["reference_logprobs"] = passes.measure(rollouts, "logprobs", self.reference.lend)
         if self.snapshots is not None:
             old = self.snapshots.logprobs(rollouts, version, passes.measure, passes.ranks, several_updates)
+            columns |= {} if old is None else {"old_logprobs": old}
         elif objective.proximal_policy == "recomputed" and several_updates:
-            old = passes.measure(rollouts, "logprobs")
+            columns["old_logprobs"] = passes.measure(rollouts, "logprobs")
         rewards = rewards or GroupRewards.of(groups, list(settings.weights))
-        if objective.kl.place == "reward" and reference is not None:  # of the log-probs that were sampled with
+        if objective.kl.place == "reward" and "reference_logprobs" in columns:
             estimator, none = KL_ESTIMATORS[objective.kl.estimator], torch.empty(0, dtype=torch.float32)
-            completions = [rollout.completion for rollout in rollouts]
-            kl = [estimator(c.logprobs_T[c.trained_T], reference.get(c.request.key, none)) for c in completions]
+            sampled = [each.completion.logprobs_T[each.completion.trained_T] for each in rollouts]
+            kl = [estimator(own, its) for own, its in zip(sampled, columns.pop("reference_logprobs"), strict=True)]
             metrics.add_kl(torch.cat([none, *kl]))
             rewards = rewards.less([float(kl_T.sum()) * self.beta for kl_T in kl])
+        for name, values in columns.items():
+            for rollout, its in zip(rollouts, values, strict=True):
+                rollout.columns[name] = its
         batch = LearningBatch(
             groups,
             version,
@@ -186,19 +191,19 @@ class Learner:
             passes.ranks.gather,
             rewards,
             settings.progress(version),
-            passes.measure,
+            passes.by_completion,
         )
-        assign_advantages(batch, settings, self.history, passes.ranks)
+        assign_advantages(batch, passes, self.history)
         self.history.note(rewards.visits(groups, settings.pass_rule, version))
-        return batch, FixedLogprobs(old, reference)
+        return batch, tuple(columns)
 
     def _recompute(self, rollouts: Sequence[Rollout]) -> None:
         """Let rollouts be as if the policy had sampled them now; what is remembered of them stays as it was."""
         version, logprobs = self.optimization.policy_version, self.passes.measure(rollouts, "logprobs")
-        for rollout in rollouts:
+        for rollout, own in zip(rollouts, logprobs, strict=True):
             was = rollout.completion
             trained_T, logprobs_T = was.trained_T, was.logprobs_T.clone()
-            logprobs_T[trained_T] = logprobs[was.request.key].to(logprobs_T.dtype)
+            logprobs_T[trained_T] = own.to(logprobs_T.dtype)
             rollout.completion = Completion(
                 was.request,
                 was.token_ids_T,
@@ -213,7 +218,11 @@ class Learner:
     # ---- a step -------------------------------------------------------------------------------------
 
     def _step(
-        self, rollouts: Sequence[Rollout], fixed: FixedLogprobs, is_first: bool, batch: LearningBatch | None = None
+        self,
+        rollouts: Sequence[Rollout],
+        columns: tuple[str, ...],
+        is_first: bool,
+        batch: LearningBatch | None = None,
     ) -> Step:
         """Choose what goes through the policy in a step, and count what its loss is divided by.
 
@@ -232,11 +241,15 @@ class Learner:
             if (choosing := settings.plugin("token_mask")) is not None:
                 progress, optimizer = settings.progress(version), self.optimization.optimizer
                 now = replace(batch, version=version, progress=progress, optimizer=optimizer)
-                kept = choosing.token_mask(now, learnt)
+                mask = choosing.token_mask(now, learnt)
+                kept = None if mask is None else [mask[row.completion.request.key] for row in learnt]
             if kept is None and objective.top_entropy_quantile < 1:
                 entropies = self.passes.measure(learnt, "entropy")
                 kept = highest(entropies, objective.top_entropy_quantile, ranks.gather)
-            num_kept = own.num_tokens if kept is None else sum(int(part.sum()) for part in kept.values())
+            num_kept = own.num_tokens if kept is None else sum(int(part.sum()) for part in kept)
+            for row, kept_T in zip(learnt, kept or (), strict=kept is not None):
+                row.columns["kept"] = kept_T
+            columns += () if kept is None else ("kept",)
             counts = torch.tensor([own.num_tokens, own.num_sequences, num_kept], dtype=torch.float64)
             num_tokens, num_sequences, num_kept = map(int, ranks.sum(counts).tolist())
             totals = StepTotals(num_tokens, num_sequences, max_tokens, num_kept)
@@ -245,7 +258,12 @@ class Learner:
             learnt = with_advantage(learnt)
         weighing, cutting, adding = (settings.plugin(hook) for hook in ("token_weights", "chunks", "term"))
         weights = None if weighing is None else weighing.token_weights(learnt, version)
-        learnt = learnt if weights is None else thinned(learnt, weights)
+        lengths = None
+        if weights is not None:
+            for row in learnt:
+                row.columns["weights"] = weights[row.completion.request.key]
+            lengths, columns = [row.completion.num_trained for row in learnt], (*columns, "weights")
+            learnt = thinned(learnt)
         chunks = {}
         if cutting is not None:
             parts = {row: cutting.chunks(rollout.completion, version) for row, rollout in enumerate(learnt)}
@@ -254,13 +272,12 @@ class Learner:
             rollouts=learnt,
             own=own,
             totals=totals,
-            fixed=fixed,
             policy_version=version,
             beta=self.beta,
             entropy_coefficient=objective.entropy.coefficient if bonus is None else bonus.entropy_coefficient,
-            kept=kept,
+            columns=columns,
+            lengths=lengths,
             chunks=chunks,
-            weights=weights,
             token_gap_limit=self.gap_limits.token if is_first else None,
         )
         if adding is None or batch is None:
@@ -311,7 +328,7 @@ class Learner:
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
         if step.term is not None:
             values |= step.term.metrics
-        if step.kept is not None:
+        if "kept" in step.columns:
             values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values | {"update/step_scale": scale} if scaling else values)
         if stepping := overriding(self.settings.plugins, "on_optimizer_step", base=LearningPlugin):

@@ -25,17 +25,6 @@ class StepTotals:
     num_entropy_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class TokenShare:
-    """Of which tokens those of a micro-batch are a part, where some of their completions do not go through the policy.
-
-    ``weights_N`` says how many tokens each stands for, and ``lengths_C`` how many each whole completion has.
-    """
-
-    weights_N: torch.Tensor
-    lengths_C: torch.Tensor
-
-
 def token_weights(
     lengths_C: torch.Tensor,
     totals: StepTotals,

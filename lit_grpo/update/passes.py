@@ -67,24 +67,26 @@ class PolicyPasses:
         rollouts: Sequence[Rollout],
         what: Measurement,
         lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
-    ) -> dict[Key, torch.Tensor]:
+    ) -> list[torch.Tensor]:
         """Measure every token that is learnt from under the policy, or under a model that is lent for it.
 
-        A completion of several rows has its values under its own key and those of its rows.
-
         Where the budget is open and the memory of a rank runs out, all of them start again with half of it.
+
+        Returns:
+            For each rollout the values of its tokens, shape (num_trained, ...), on the host.
         """
-        with_tokens = [row for rollout in rollouts for row in rollout.rows if row.completion.num_trained]
-        advantages = [_credit(row) if callable(what) else 0.0 for row in with_tokens]
+        rows = [[row for row in rollout.rows if row.completion.num_trained] for rollout in rollouts]
+        with_tokens = [row for its in rows for row in its]
         while True:
-            values: dict[Key, torch.Tensor] | None = None
+            values: list[torch.Tensor] | None = None
             equally_many = is_scattered(self.policy) or self._rows.size > 1
-            micro_batches = self.micro_batches(with_tokens, advantages, equally_many)
+            micro_batches = self.micro_batches(with_tokens, equally_many)
+            if callable(what):  # it may look at advantages
+                micro_batches = micro_batches.filled(with_tokens)
             try:
                 with nullcontext(self.policy) if lend is None else lend() as model:
                     values = measure(
                         what,
-                        with_tokens,
                         micro_batches,
                         model,
                         self.settings.temperature,
@@ -96,8 +98,15 @@ class PolicyPasses:
                     raise
             short = self.budget is not None and bool(self.ranks.max(float(values is None)))
             if values is not None and not short:
-                return values | _of_several_rows(rollouts, values)
+                of_rows, none = iter(values), torch.empty(0)
+                parts = [[next(of_rows) for _ in its] for its in rows]
+                return [torch.cat(its) if len(its) > 1 else its[0] if its else none for its in parts]
             self.halve_budget(with_tokens)
+
+    def by_completion(self, rollouts: Sequence[Rollout], what: Measurement) -> dict[Key, torch.Tensor]:
+        """Return by completion what :meth:`measure` returns, for completions with a token that is learnt from."""
+        measured = zip(rollouts, self.measure(rollouts, what), strict=True)
+        return {each.completion.request.key: values for each, values in measured if each.completion.num_trained}
 
     def gradient(
         self, micro_batches: MicroBatches, step: Step, first: bool = True, last: bool = True
@@ -115,6 +124,7 @@ class PolicyPasses:
         gathered, is_open, short = Gathered(), self.budget is not None, False
         if is_open and micro_batches and self.ranks.size > 1:
             micro_batches = micro_batches.and_empty(1)
+        micro_batches = micro_batches.filled(step.rollouts, step.columns, step.lengths)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
             for index, (owner, micro_batch) in enumerate(self._rows.in_turn(micro_batches)):
                 is_last = last and index == len(micro_batches) * self._rows.size - 1
@@ -164,12 +174,10 @@ class PolicyPasses:
             old_logprobs_N = interpolated_logprobs(
                 logprobs_N, sampled_logprobs_N, micro_batch.versions_N, step.policy_version
             )
-        elif step.fixed.old is not None:  # else this is the only update on these rollouts
-            measured_N = step.values_of(step.fixed.old, micro_batch)
+        elif micro_batch.old_logprobs_N is not None:  # else this is the only update on these rollouts
+            measured_N = micro_batch.old_logprobs_N
             from_this_pass_N = measured_N.isnan() & (micro_batch.versions_N == step.policy_version)
             old_logprobs_N = torch.where(from_this_pass_N, old_logprobs_N, measured_N.to(old_logprobs_N.dtype))
-        reference = step.fixed.reference if objective.kl_in_loss else None
-        part = step.part_of(micro_batch)
         tokens = LossInputs(
             logprobs_N=logprobs_N,
             sampled_logprobs_N=sampled_logprobs_N,
@@ -177,16 +185,16 @@ class PolicyPasses:
             entropy_N=entropy_N,
             advantages_N=micro_batch.advantages_N,
             lengths_C=micro_batch.lengths_C,
-            reference_logprobs_N=None if reference is None else step.values_of(reference, micro_batch),
+            reference_logprobs_N=micro_batch.reference_logprobs_N,
             versions_N=micro_batch.versions_N,
             turn_lengths_S=micro_batch.turn_lengths_S,
             objective=objective,
             totals=step.totals,
             beta=step.beta,
             entropy_coefficient=step.entropy_coefficient,
-            kept_N=None if step.kept is None else step.values_of(step.kept, micro_batch),
-            weights_N=None if part is None else part.weights_N,
-            whole_lengths_C=None if part is None else part.lengths_C,
+            kept_N=micro_batch.kept_N,
+            weights_N=micro_batch.weights_N,
+            whole_lengths_C=micro_batch.whole_lengths_C,
         )
         outputs = policy_loss(tokens)
         metrics = outputs.metrics | (factor_metrics(tokens) if objective.proximal_policy == "snapshots" else {})
@@ -247,7 +255,6 @@ class PolicyPasses:
     def micro_batches(
         self,
         rollouts: Sequence[Rollout],
-        advantages: Sequence[float | torch.Tensor] | None = None,
         equally_many: bool = True,
         chunks: Mapping[int, Sequence[Chunk]] | None = None,
     ) -> MicroBatches:
@@ -255,21 +262,17 @@ class PolicyPasses:
 
         The same completions under the same budget are cut and laid out once, until :meth:`forget_rows`.
 
-        By default tokens have the ``advantages`` of their rollouts. Without ``chunks``, by the place of a rollout,
-        completions are whole: with no gradient they take little memory, so that one may have more tokens than the
-        budget where a chunk has not.
+        Their columns are not filled. Without ``chunks``, by the place of a rollout, completions are whole: with no
+        gradient they take little memory, so that one may have more tokens than the budget where a chunk has not.
         """
         shares_prefix, max_tokens = self.settings.shares_prefix, self._max_tokens(rollouts)
         if chunks is None and self.settings.plugin("chunks") is not None:
             max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
-        advantages = [_credit(rollout) for rollout in rollouts] if advantages is None else advantages
         completions = [rollout.completion for rollout in rollouts]
         key = tuple(map(id, completions)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())
-        if key in self._laid_out:
-            own = self._laid_out[key][1].with_advantages(advantages)
-        else:
-            own = make_micro_batches(rollouts, advantages, max_tokens, shares_prefix, chunks=chunks)
-            self._laid_out[key] = completions, own
+        if key not in self._laid_out:
+            self._laid_out[key] = completions, make_micro_batches(rollouts, max_tokens, shares_prefix, chunks)
+        own = self._laid_out[key][1]
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 
     def forget_rows(self) -> None:
@@ -294,18 +297,3 @@ class PolicyPasses:
             tokens = estimate_tokens(self.policy, free_bytes(self.policy.device), settings.shares_prefix, is_selective)
             self.budget = MicroBatchSize(int(-self.ranks.max(-tokens)))
         return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))
-
-
-def _credit(rollout: Rollout) -> float | torch.Tensor:
-    """The advantage of a rollout, or where its tokens have their own, that of each."""
-    return rollout.advantage if rollout.token_advantages is None else rollout.token_advantages
-
-
-def _of_several_rows(rollouts: Sequence[Rollout], values: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-    """Return what was measured of completions that are learnt from in several rows, one row after another."""
-    keys = {
-        rollout.completion.request.key: [row.completion.request.key for row in rollout.rows]
-        for rollout in rollouts
-        if rollout.completion.contexts and rollout.completion.num_trained
-    }
-    return {key: torch.cat([values[row] for row in rows if row in values]) for key, rows in keys.items()}

@@ -67,7 +67,7 @@ class LearningBatch(GroupBatch):
 
     def highest(self, scores: Mapping[Key, torch.Tensor], share: float) -> dict[Key, torch.Tensor]:
         """Return by completion which tokens are among that share of all ranks' tokens whose scores are highest."""
-        return highest(scores, share, self.all_gather)
+        return dict(zip(scores, highest([*scores.values()], share, self.all_gather), strict=True))
 
 
 class Chunk(NamedTuple):

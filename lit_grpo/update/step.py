@@ -8,27 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lit_grpo.process.copies import in_one_copy
-from lit_grpo.types import Completion, GroupKey, Key, Rollout, RolloutGroup
-from lit_grpo.update.batches.layout import PackedRow
+from lit_grpo.types import Completion, GroupKey, Rollout, RolloutGroup
 from lit_grpo.update.metrics import Gap, MicroBatchSums, read_sums
-from lit_grpo.update.normalization import StepTotals, TokenShare
+from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs
 from lit_grpo.update.objective.tokens import completion_sums, spread
 from lit_grpo.update.plugin import Chunk, Term
-
-
-@dataclass(frozen=True)
-class FixedLogprobs:
-    """Log-probs that all updates on a batch compare with, by completion; None where the objective needs none.
-
-    They are of the tokens that are learnt from alone. ``old`` are those that ratios are taken to: the trainer's own
-    before the first update, or under earlier weights; NaN where the pass that learns from a token computes it.
-    ``reference`` are those of the KL term's reference.
-    """
-
-    old: Mapping[Key, torch.Tensor] | None = None
-    reference: Mapping[Key, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,14 +24,12 @@ class Step:
         rollouts: Those that go through the policy, with their advantages.
         own: What the rollouts of this rank count, those that do not go through the policy among them.
         totals: What the loss is divided by, of all ranks.
-        fixed: What the rollouts' tokens are compared with.
         policy_version: Of the policy that takes the step.
         beta: Weight of the KL term.
         entropy_coefficient: Weight of the entropy bonus; 0 if there is none.
-        kept: The tokens that are learnt from, by completion; None where all are.
         chunks: Those of each rollout that goes through the policy in chunks, by its place.
-        weights: What each token counts that would be learnt from of a whole completion, by completion; those of weight
-            0 are left out of ``rollouts``. None where each counts 1.
+        columns: Names of the rollouts' :attr:`~lit_grpo.types.Rollout.columns` that the loss needs.
+        lengths: Number of trained tokens of the whole completion of each rollout; None if the rollouts' own are whole.
         term: What is added to the loss, if anything is.
         token_gap_limit: How far, in nats, the log-prob that a fresh token was sampled with may be from the policy's;
             None in later steps on a batch, where the weights are not those that sampled.
@@ -55,46 +38,20 @@ class Step:
     rollouts: Sequence[Rollout]
     own: StepTotals
     totals: StepTotals
-    fixed: FixedLogprobs
     policy_version: int
     beta: float
     entropy_coefficient: float
-    kept: Mapping[Key, torch.Tensor] | None = None
     chunks: Mapping[int, Sequence[Chunk]] = field(default_factory=dict)
-    weights: Mapping[Key, torch.Tensor] | None = None
+    columns: tuple[str, ...] = ()
+    lengths: Sequence[int] | None = None
     term: Term | None = None
     token_gap_limit: float | None = None
 
     def of_prompts(self, prompts: Collection[GroupKey]) -> Step:
         """Return the part of the step that has the rollouts of some prompts; it is divided by what all of it is."""
-        rollouts = [rollout for rollout in self.rollouts if rollout.completion.request.group in prompts]
-        return replace(self, rollouts=rollouts)
-
-    def values_of(self, values: Mapping[Key, torch.Tensor], micro_batch: PackedRow) -> torch.Tensor:
-        """Return the values of a micro-batch's completions one after another, shape N, on its device.
-
-        Args:
-            values: Of all tokens that would be learnt from of whole completions.
-            micro_batch: One of the step's.
-        """
-        keys = [self.rollouts[row].completion.request.key for row in micro_batch.rows]
-        weights = self.weights
-        rows = [values[key] if weights is None else values[key][weights[key] != 0] for key in keys]
-        rows = [row[place] for row, place in zip(rows, micro_batch.places, strict=True)]
-        none = torch.empty(0, dtype=torch.float32)
-        values_N = torch.cat([*rows, next(iter(values.values()), none)[:0]])
-        return in_one_copy({"values": values_N}, micro_batch.lengths_C.device)["values"]
-
-    def part_of(self, micro_batch: PackedRow) -> TokenShare | None:
-        """Say of what a micro-batch's tokens are a part; None where completions are whole."""
-        if self.weights is None and micro_batch.chunk is None:
-            return None
-        completions = [self.rollouts[row].completion for row in micro_batch.rows]
-        weights = self.weights or {one.request.key: torch.ones(one.num_trained) for one in completions}
-        lengths_C = torch.tensor([len(weights[one.request.key]) for one in completions], dtype=torch.int64)
-        lengths_C = in_one_copy({"lengths": lengths_C}, micro_batch.lengths_C.device)["lengths"]
-        of_chunk = 1.0 if micro_batch.chunk is None else micro_batch.chunk.weight
-        return TokenShare(self.values_of(weights, micro_batch) * of_chunk, lengths_C)
+        places = [n for n, rollout in enumerate(self.rollouts) if rollout.completion.request.group in prompts]
+        lengths = None if self.lengths is None else [self.lengths[place] for place in places]
+        return replace(self, rollouts=[self.rollouts[place] for place in places], lengths=lengths)
 
 
 @dataclass
@@ -203,24 +160,24 @@ def with_advantage(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return found
 
 
-def thinned(rollouts: Sequence[Rollout], weights: Mapping[Key, torch.Tensor]) -> list[Rollout]:
+def thinned(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return rollouts whose completions end with the last token that has a weight, and learn from no token without.
 
     Args:
-        rollouts: Whole ones.
-        weights: Of the tokens that are learnt from, by completion.
+        rollouts: Whole ones, with a column ``weights``.
     """
     parts = []
     for rollout in rollouts:
         whole, advantages = rollout.completion, rollout.token_advantages
-        kept = weights[whole.request.key] != 0
+        kept = rollout.columns["weights"] != 0
         part = Completion.of(whole.request, whole.thinned(kept), whole.finish_reason, whole.text)
         of_kept = None if advantages is None else advantages[kept]
-        parts.append(replace(rollout, completion=part, token_advantages=of_kept))
+        columns = {name: values[kept] for name, values in rollout.columns.items()}
+        parts.append(replace(rollout, completion=part, token_advantages=of_kept, columns=columns))
     return parts
 
 
-def log_baseline_weights(rollouts: Sequence[Rollout], scores: Mapping[Key, torch.Tensor]) -> torch.Tensor:
+def log_baseline_weights(rollouts: Sequence[Rollout], scores: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the log of ``w^2 |grad log pi|^2`` of each rollout, for a baseline of least variance.
 
     ``w`` is policy / sampler of the whole completion. The square of the gradient's norm is approximated by the sum of
@@ -229,14 +186,15 @@ def log_baseline_weights(rollouts: Sequence[Rollout], scores: Mapping[Key, torch
 
     Args:
         rollouts: Of whole groups; without a token to learn from a rollout counts nothing.
-        scores: Log-prob and squared norm of each token that is learnt from, shape (T, 2), by completion.
+        scores: Log-prob and squared norm of each rollout's tokens that are learnt from, shape (T, 2).
     """
     weights = []
-    for completion in (rollout.completion for rollout in rollouts):
+    for rollout, scores_T2 in zip(rollouts, scores, strict=True):
+        completion = rollout.completion
         if not completion.num_trained:
             weights.append(-torch.inf)
             continue
-        logprobs_T, squares_T = scores[completion.request.key].unbind(1)
+        logprobs_T, squares_T = scores_T2.unbind(1)
         log_ratio = float((logprobs_T - completion.logprobs_T[completion.trained_T]).sum())
         weights.append(2 * log_ratio + float(squares_T.sum().log()))
     return torch.tensor(weights, dtype=torch.float64)

@@ -14,7 +14,7 @@ from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.tools.doctor.report import Report
-from lit_grpo.types import Key, Prompt, Rollout, RolloutGroup
+from lit_grpo.types import Prompt, Rollout, RolloutGroup
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.logprobs.measurements import measure
 
@@ -64,21 +64,17 @@ class Patient:
         """Return a context with the precision of a training step."""
         return self.trainer.precision_plugin.train_step_context()
 
-    def logprobs(self, temperature: float | None = None) -> dict[Key, torch.Tensor]:
-        """Return the trainer's log-probs of the sampled tokens at a temperature, by completion."""
+    def logprobs(self, temperature: float | None = None) -> list[torch.Tensor]:
+        """Return the trainer's log-probs of the tokens of each rollout that are trained on, at a temperature."""
         settings, policy = self.module.settings, self.module.policy
         applied = settings.temperature if temperature is None else temperature
         shares, most = settings.shares_prefix, settings.max_tokens_per_micro_batch
         most = least_tokens(self.rollouts, shares) if most == "auto" else most
-        micro_batches = make_micro_batches(self.rollouts, [0.0] * len(self.rollouts), most, shares)
+        micro_batches = make_micro_batches(self.rollouts, most, shares)
         with self.computing():
-            return measure("logprobs", self.rollouts, micro_batches, policy, applied, self.device)
+            return measure("logprobs", micro_batches, policy, applied, self.device)
 
     def sampled(self) -> torch.Tensor:
         """Return the generator's log-probs of the trained tokens, one completion after another."""
         completions = [rollout.completion for rollout in self.rollouts]
         return torch.cat([one.logprobs_T[one.trained_T] for one in completions])
-
-    def in_order(self, logprobs: dict[Key, torch.Tensor]) -> torch.Tensor:
-        """Return log-probs by completion in the order of :meth:`sampled`."""
-        return torch.cat([logprobs[rollout.completion.request.key] for rollout in self.rollouts])

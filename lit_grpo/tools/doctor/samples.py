@@ -105,7 +105,7 @@ def check_ends(patient: Patient) -> Iterator[Finding]:
     tokenizer, shares = module.tokenizer, module.settings.shares_prefix
     ends = eos_token_ids(module.policy, tokenizer)
     named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends)
-    micro_batches = make_micro_batches(rollouts, [1.0] * len(rollouts), least_tokens(rollouts, shares), shares)
+    micro_batches = make_micro_batches(rollouts, least_tokens(rollouts, shares), shares)
     learnt = {
         row: ids_N
         for batch in micro_batches

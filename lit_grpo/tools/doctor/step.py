@@ -34,8 +34,9 @@ def check_step(patient: Patient) -> Iterator[Finding]:
     yield _gradient(logs["grad_norm"], changed)
     change = math.sqrt(sum(difference**2 for difference, _ in changed.values()))
     change /= math.sqrt(sum(norm**2 for _, norm in changed.values())) or 1.0
-    good = [rollout.completion.request.key for group in groups for rollout in group.rollouts if rollout.reward]
-    gained = float(torch.cat([after[key] - before[key] for key in good]).mean())
+    rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+    gains = [now_T - then_T for now_T, then_T, reward in zip(after, before, rewards, strict=True) if reward]
+    gained = float(torch.cat(gains).mean())
     figure = f"changes the weights by {change:.2g} of their norm, and what it rewards by {gained:+.2g} nats a token"
     remedy = f"lower model.optimizer.lr, which reaches {logs['lr']:.3g}, for example to a tenth"
     if not (gained >= -MOST_LOST and change <= MOST_CHANGE):

@@ -42,7 +42,8 @@ class PackedRow:
     that axis, and ``turn_lengths_S`` per turn. On the host, ``rows`` is each completion's place among the rollouts of
     the step, ``places`` which of its tokens that are learnt from these are, and ``num_trained`` how many there are of
     it. Where the row is a ``chunk`` of a completion it has no other. ``weight`` is what its tokens count: 1, or the
-    chunk's weight; 0 where the row is a token that stands for nothing.
+    chunk's weight; 0 where the row is a token that stands for nothing. Further columns hold what a step needs of its
+    tokens, and are filled by :meth:`MicroBatches.filled`.
 
     Where completions share tokens, ``distinct_U`` are the places, on the N axis, of one of each that are the same, and
     ``same_N`` says which of them each token is: log-probs are computed of the distinct ones alone.
@@ -74,6 +75,11 @@ class PackedRow:
     chunk: Chunk | None = None
     weight: float = 1.0
     labels_3K: torch.Tensor | None = None
+    old_logprobs_N: torch.Tensor | None = None
+    reference_logprobs_N: torch.Tensor | None = None
+    kept_N: torch.Tensor | None = None
+    weights_N: torch.Tensor | None = None
+    whole_lengths_C: torch.Tensor | None = None
     distinct_U: torch.Tensor | None = None
     same_N: torch.Tensor | None = None
 
@@ -89,19 +95,6 @@ class PackedRow:
     def spread(self, values_U: torch.Tensor) -> torch.Tensor:
         """Give each token the value of the distinct one that it is, along the first axis."""
         return values_U if self.same_N is None else values_U.index_select(0, self.same_N)
-
-    def column(self, values_R: Sequence[float | torch.Tensor]) -> torch.Tensor:
-        """Return the values of its tokens, shape N, float32, on the host.
-
-        Args:
-            values_R: One a rollout of the step: a number, or a tensor with one for each token that is learnt from.
-        """
-        values = [values_R[row] for row in self.rows]
-        if not any(isinstance(value, torch.Tensor) for value in values):
-            counts = [place.stop - place.start for place in self.places]
-            return torch.from_numpy(np.repeat(np.array(values, np.float32), np.array(counts, np.int64)))
-        parts = zip(values, self.num_trained, self.places, strict=True)
-        return torch.cat([torch.as_tensor(value, dtype=torch.float32).expand(num)[own] for value, num, own in parts])
 
     def to(self, device: torch.device | str) -> PackedRow:
         """Return a copy on ``device``, or itself where it is there already."""
@@ -158,13 +151,41 @@ class MicroBatches(Iterable[PackedRow]):
                 if last_uses[span] == number:
                     span.forget()
 
-    def with_advantages(self, advantages_R: Sequence[float | torch.Tensor]) -> MicroBatches:
-        """Return these, whose tokens have other advantages.
+    def filled(
+        self, rollouts: Sequence[Rollout], columns: Sequence[str] = (), lengths: Sequence[int] | None = None
+    ) -> MicroBatches:
+        """Return these, whose tokens have the advantages and other values of their rollouts.
 
         Args:
-            advantages_R: One a rollout: a number, or a tensor with one for each of its tokens that is learnt from.
+            rollouts: The rollouts that have been laid out.
+            columns: Names of :attr:`~lit_grpo.types.Rollout.columns` that each of them has: ``old_logprobs``,
+                ``reference_logprobs``, ``kept`` or ``weights``.
+            lengths: Number of trained tokens of each whole completion; None if the rollouts' own are whole.
         """
-        rows = [replace(row, advantages_N=row.column(advantages_R)) for row in self.rows]
+        rows: list[PackedRow] = []
+        for row in self.rows:
+            own = [rollouts[place] for place in row.rows]
+            counts = [place.stop - place.start for place in row.places]
+            if any(rollout.token_advantages is not None for rollout in own):
+                parts = list[torch.Tensor]()
+                for rollout, number, place in zip(own, row.num_trained, row.places, strict=True):
+                    of_tokens = rollout.token_advantages
+                    of_tokens = torch.tensor(rollout.advantage) if of_tokens is None else of_tokens
+                    parts.append(of_tokens.expand(number)[place])
+                advantages_N = torch.cat(parts)
+            else:
+                advantages = np.array([rollout.advantage for rollout in own], np.float32)
+                advantages_N = torch.from_numpy(np.repeat(advantages, np.array(counts, np.int64)))
+            values = {"advantages_N": advantages_N}
+            for name in columns:
+                parts = [rollout.columns[name][place] for rollout, place in zip(own, row.places, strict=True)]
+                values[f"{name}_N"] = torch.cat(parts) if parts else torch.empty(0)
+            if lengths is not None or row.chunk is not None:
+                whole = row.num_trained if lengths is None else [lengths[place] for place in row.rows]
+                values["whole_lengths_C"] = torch.tensor(whole, dtype=torch.int64)
+            if row.chunk is not None:
+                values["weights_N"] = values.get("weights_N", torch.ones(sum(counts))) * row.chunk.weight
+            rows.append(replace(row, **values))
         return MicroBatches(rows, self.shared_prefix)
 
     def and_empty(self, number: int) -> MicroBatches:

@@ -6,7 +6,6 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 
 from lit_grpo.trajectory import prefix_tree
 from lit_grpo.types import Rollout
@@ -43,7 +42,6 @@ def least_tokens(
 
 def make_micro_batches(
     rollouts: Sequence[Rollout],
-    advantages_C: Sequence[float | torch.Tensor],
     max_tokens: int,
     shared_prefix: bool = True,
     chunks: Mapping[int, Sequence[Chunk]] | None = None,
@@ -57,7 +55,6 @@ def make_micro_batches(
 
     Args:
         rollouts: In any order; those with the same prompt tokens share it.
-        advantages_C: One a rollout: a number, or a tensor with one for each of its tokens that is learnt from.
         max_tokens: Prompt and completion tokens of a micro-batch; in rows, padding counts as well.
         shared_prefix: Lay them out packed; otherwise in padded rows (see :class:`PackedRow`).
         chunks: Of packed rollouts, by their place, those that are cut. A chunk is a micro-batch of its own, and what it
@@ -79,7 +76,7 @@ def make_micro_batches(
     else:
         padded = pack_padded([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
         rows = [lay_out_padded(rollouts, members) for members in padded]
-    return MicroBatches(rows, shared_prefix).with_advantages(advantages_C)
+    return MicroBatches(rows, shared_prefix)
 
 
 def _cut_groups(

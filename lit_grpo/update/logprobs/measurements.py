@@ -17,11 +17,10 @@ from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParall
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from transformers import PreTrainedModel
 
-    from lit_grpo.types import Key, Rollout
     from lit_grpo.update.batches.layout import PackedRow
 
 OfHidden = Callable[["PreTrainedModel", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,36 +57,34 @@ def logprobs_and_scores(
 @torch.no_grad()
 def measure(
     what: Measurement,
-    rollouts: Sequence[Rollout],
     micro_batches: Iterable[PackedRow],
     model: PreTrainedModel,
     temperature: float,
     device: torch.device,
     ranks: SequenceParallel = SINGLE_RANK,
-) -> dict[Key, torch.Tensor]:
-    """Measure every token that is learnt from, without gradient; by completion, on the CPU.
+) -> list[torch.Tensor]:
+    """Measure every token that is learnt from, without gradient; return the values of each rollout, on the CPU.
 
     Args:
         what: ``logprobs`` or ``entropy`` of each token, shape T, both of :func:`logprobs_and_scores`, shape (T, 2), or
             a function of the last hidden states.
-        rollouts: What to measure; each has such tokens.
-        micro_batches: What they have been cut into.
+        micro_batches: The rollouts, laid out.
         model: What to measure them under.
         temperature: Divides the logits.
         device: Where the model computes.
         ranks: Those that share each micro-batch, and have equally many.
     """
     measured: list[torch.Tensor] = []
-    rows: list[int] = []
-    lengths: list[list[int]] = []
+    own: list[PackedRow] = []
     for owner, micro_batch in ranks.in_turn(micro_batches):
         values_N = _measured(what, model, micro_batch.to(device), temperature, ranks)
         if owner == ranks.rank:
             measured.append(values_N)
-            rows += micro_batch.rows
-            lengths.append(micro_batch.lengths_C.tolist())
-    parts = (part for read, its in zip(in_one_read(measured), lengths, strict=True) for part in read.split(its))
-    return {rollouts[row].completion.request.key: part for row, part in zip(rows, parts, strict=True)}
+            own.append(micro_batch)
+    parts: dict[int, torch.Tensor] = {}
+    for read, micro_batch in zip(in_one_read(measured), own, strict=True):
+        parts |= zip(micro_batch.rows, read.split(micro_batch.lengths_C.tolist()), strict=True)
+    return [parts[row] for row in sorted(parts)]
 
 
 def _measured(

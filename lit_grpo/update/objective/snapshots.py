@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import OBSERVED, Key, Rollout, Trajectory
+from lit_grpo.types import OBSERVED, Rollout, Trajectory
 from lit_grpo.update.objective.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class MeasureLogprobs(Protocol):
         rollouts: Sequence[Rollout],
         what: Literal["logprobs"],
         lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
-    ) -> dict[Key, torch.Tensor]:
-        """Return log-probs by completion, on the host."""
+    ) -> list[torch.Tensor]:
+        """Return the log-probs of each rollout's tokens, on the host."""
         ...
 
 
@@ -108,14 +108,14 @@ class Snapshots:
 
     def logprobs(
         self, rollouts: Sequence[Rollout], version: int, measure: MeasureLogprobs, ranks: Ranks, measures_now: bool
-    ) -> dict[Key, torch.Tensor] | None:
-        """Return the log-prob of each token that is learnt from under the version that sampled it, by completion.
+    ) -> list[torch.Tensor] | None:
+        """Return for each rollout the log-prob of each token that is learnt from under the version that sampled it.
 
         A completion goes through the policy once for each version that it has tokens of. All ranks call it together
         where one of them holds a version.
 
         Args:
-            rollouts: What is to be learnt from; those that have been learnt from before are left out.
+            rollouts: What is to be learnt from; those that have been learnt from before are not measured (NaN).
             version: Of the policy now.
             measure: See there.
             ranks: Those of the run.
@@ -125,20 +125,21 @@ class Snapshots:
         Raises:
             ValueError: A version is not kept.
         """
-        fresh = [rollout for rollout in rollouts if not rollout.learnt and rollout.completion.num_trained]
-        sampled = {rollout.completion.request.key: _trained_versions(rollout.completion) for rollout in fresh}
-        found = {key: torch.full((len(versions_T),), math.nan) for key, versions_T in sampled.items()}
-        versions = {each for versions_T in sampled.values() for each in versions_T.unique().tolist()}
+        sampled = [_trained_versions(rollout.completion) for rollout in rollouts]
+        found = [torch.full((len(versions_T),), math.nan) for versions_T in sampled]
+        fresh = [place for place, rollout in enumerate(rollouts) if not rollout.learnt]
+        versions = {each for place in fresh for each in sampled[place].unique().tolist()}
         if self._weights:
             versions = versions.union(*ranks.gather(versions))
         self.check_kept(versions - {version})
         if not measures_now:
             versions -= {version}
         for each in sorted(versions):
-            some = [rollout for rollout in fresh if (sampled[rollout.completion.request.key] == each).any()]
+            some = [place for place in fresh if (sampled[place] == each).any()]
             lend = None if each == version else partial(self.lend, each)
-            for key, logprobs_T in measure(some, "logprobs", lend).items():
-                found[key] = torch.where(sampled[key] == each, logprobs_T, found[key].to(logprobs_T.dtype))
+            measured = measure([rollouts[place] for place in some], "logprobs", lend)
+            for place, logprobs_T in zip(some, measured, strict=True):
+                found[place] = torch.where(sampled[place] == each, logprobs_T, found[place].to(logprobs_T.dtype))
         return found if versions else None
 
     def check_kept(self, versions: Iterable[int]) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-
-from lit_grpo.types import Key
 
 
 @dataclass(frozen=True)
@@ -126,9 +124,9 @@ def entropy_threshold(entropy_N: torch.Tensor, share: float) -> float:
 
 
 def highest(
-    scores: Mapping[Key, torch.Tensor], share: float, all_gather: Callable[[torch.Tensor], list[torch.Tensor]]
-) -> dict[Key, torch.Tensor]:
-    """Return which tokens are among that share of all ranks' tokens whose scores are highest, by completion."""
-    everyone = all_gather(torch.cat([torch.empty(0, dtype=torch.float32), *scores.values()]))
+    scores: Sequence[torch.Tensor], share: float, all_gather: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return which tokens of each completion are among that share of all ranks' tokens whose scores are highest."""
+    everyone = all_gather(torch.cat([torch.empty(0, dtype=torch.float32), *scores]))
     threshold = entropy_threshold(torch.cat(everyone), share)
-    return {key: scores_T >= threshold for key, scores_T in scores.items()}
+    return [scores_T >= threshold for scores_T in scores]
