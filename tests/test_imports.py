@@ -17,94 +17,17 @@ import pytest
 from lit_grpo.callbacks import WeightSync
 
 ROOT = Path(__file__).parents[1]
-UTILITIES = {"types", "limits", "compatibility", "trajectory", "memory", "ranks", "budgets", "process"}
-TOOLS = {f"tools.{room}" for room in ("commands", "dashboard", "doctor", "migration", "simulation")}
-ROOMS: dict[str, set[str]] = {
-    "trajectory": set(),
-    "limits": set(),
-    "types": {"trajectory", "limits"},
-    "memory": set(),
-    "process": set(),
-    "display": {"process", "scheduling"},
-    "ranks": set(),
-    "compatibility": set(),
-    "plugins": {"types", "limits", "compatibility", "scheduling", "rollout", "rewards", "findings"},
-    "budgets": {"types", "limits", "compatibility", "settings", "plugins"},
-    "optim": {"limits"},
-    "policy": UTILITIES,
-    "scheduling": {"types"},
-    "scheduling.plans": {"types", "limits", "compatibility", "settings", "scheduling"},
-    "scheduling.lengths": {"types", "limits", "budgets", "scheduling"},
-    "rewards": UTILITIES,
-    "rollout.weights": {*UTILITIES, "policy"},
-    "rollout": {
-        *UTILITIES,
-        *("faults", "policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights", "update.logprobs"),
-        *("settings", "plugins", "scheduling.lengths", "findings"),
-    },
-    "methods": {
-        *UTILITIES,
-        *("plugins", "settings", "scheduling", "scheduling.lengths", "rollout", "update", "update.advantages"),
-        *("environments", "rewards"),
-    },
-    "methods.plans": {"types", "limits", "scheduling", "scheduling.plans"},
-    "environments": {
-        "types",
-        "limits",
-        "compatibility",
-        "plugins",
-        "process",
-        "scheduling",
-        "rollout",
-        "rewards",
-        "data",
-        "findings",
-    },
-    "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
-    "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
-    "update.prefix": {*UTILITIES, "policy"},
-    "update.batches": {*UTILITIES, "update.prefix", "update"},
-    "update.logprobs": {*UTILITIES, "policy", "update.prefix", "update.batches"},
-    "update.advantages": {*UTILITIES, "settings", "plugins"},
-    "update.objective": {*UTILITIES, "settings", "update", "update.advantages"},
-    "update": {
-        *UTILITIES,
-        "plugins",
-        "faults",
-        "policy",
-        *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
-    },
-    "metrics": {*UTILITIES, "update.advantages"},
-    "checkpoints": {"process"},
-    "strategies": {"policy", "checkpoints", "process"},
-    "checks": {"types", "limits", "compatibility", "strategies", "policy", "update", "update.logprobs"},
-    "settings": set(),
-    "faults": UTILITIES,
-    "faults.observers": {"faults", "process"},
-    "findings": {"types"},
-    "evaluation": {*UTILITIES, "faults", "faults.observers", "findings", "metrics", "rewards"},
-    "data": {*UTILITIES, "policy"},
-    "tasks": {"data", "limits", "process", "rewards"},
-    "tools.dashboard": {"types", "process", "findings"},
-    "tools.migration": set(),
-    "tools.simulation": {"types", "plugins", "scheduling", "scheduling.plans", "methods.plans", "rollout"},
-    "module": {
-        *UTILITIES,
-        *("findings", "metrics", "checks", "strategies", "settings", "checkpoints", "evaluation", "policy", "optim"),
-        *("process", "plugins", "rewards"),
-        *("rollout", "rollout.slots", "rollout.weights", "update"),
-        *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
-    },
-}
-"""Which rooms each room may import, itself apart. Callbacks may import all of them, and the command line those too."""
-ABOVE = {
-    "callbacks": {"training", "cli", "tasks", *TOOLS},
-    "training": {"cli", "tasks", *TOOLS} - {"tools.dashboard"},
-    "tools.doctor": {"training", "cli", "tools.commands"},
-    "cli": {"tools.doctor"},
-    "tools.commands": set[str](),
-}
-"""Which rooms those that stand above all others may not import."""
+LAYERS: tuple[set[str], ...] = (
+    {"limits", "compatibility", "trajectory", "types", "memory", "process", "ranks", "settings", "findings"},
+    {"faults", "scheduling", "policy", "optim", "rewards", "checkpoints", "display", "tools.migration"},
+    {"plugins", "budgets", "scheduling.lengths", "rollout", "update", "strategies", "data", "faults.observers"},
+    {"methods", "environments", "metrics", "checks", "evaluation", "tools.dashboard"},
+    {"module", "tools.simulation"},
+    {"callbacks"},
+    {"training"},
+    {"cli", "tasks", "tools.commands", "tools.doctor"},
+)
+"""Rooms from the lowest to the highest: each may import those of its own layer and of lower ones."""
 ONLY_IN = {
     "lightning": {
         "module",
@@ -154,27 +77,20 @@ def imported(module: str) -> set[str]:
 
 def room(module: str) -> str | None:
     """The room that a module of ours is in; None for the package itself, its start and what is not ours."""
-    parts = module.removeprefix("lit_grpo.").split(".")
-    rooms = {*ROOMS, *ABOVE}
-    if ".".join(parts[:2]) in rooms:
-        return ".".join(parts[:2])
-    return parts[0] if parts[0] in {name.split(".")[0] for name in rooms} - {"tools"} else None
+    first, *others = module.removeprefix("lit_grpo.").split(".")
+    rooms = set().union(*LAYERS)
+    return next((name for name in (".".join([first, *others[:1]]), first) if name in rooms), None)
 
 
-def test_a_room_imports_only_those_below_it() -> None:
-    wrong: list[str] = []
-    for module in MODULES:
-        own = room(module)
-        if own is None:
-            assert module in ("lit_grpo", "lit_grpo.__main__", "lit_grpo.tools")
-            continue
-        for name in imported(module):
-            other = room(name) if name.startswith("lit_grpo.") or name in MODULES else None
-            if other is None or other == own:
-                continue
-            allowed = other not in ABOVE[own] if own in ABOVE else other in ROOMS[own]
-            wrong += [] if allowed else [f"{module} imports {name}"]
-    assert wrong == []
+def layer(module: str) -> int:
+    return next((number for number, rooms in enumerate(LAYERS) if room(module) in rooms), -1)
+
+
+def test_a_room_imports_only_those_of_its_layer_and_below() -> None:
+    outside = [module for module in MODULES if room(module) is None]
+    assert set(outside) == {"lit_grpo", "lit_grpo.__main__", "lit_grpo.tools"}
+    pairs = [(module, name) for module in MODULES for name in imported(module) if module not in outside]
+    assert [f"{module} imports {name}" for module, name in pairs if layer(name) > layer(module)] == []
 
 
 def test_heavy_packages_are_imported_where_they_belong() -> None:
@@ -183,7 +99,7 @@ def test_heavy_packages_are_imported_where_they_belong() -> None:
         for module in MODULES
         for package, rooms in ONLY_IN.items()
         if any(name == package or name.startswith(f"{package}.") for name in imported(module))
-        and room(module) not in rooms
+        and not module.removeprefix("lit_grpo.").startswith(tuple(rooms))
     ]
     assert wrong == []
 
