@@ -162,6 +162,7 @@ def noise(kind: str, rng: np.random.Generator, updates: int) -> np.ndarray:
     return values
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["binary", "rare", "groups", "heavy", "alike"])
 def test_noise_is_hardly_ever_called_anything(kind: str) -> None:
     rng, lengths = np.random.default_rng(0), (20, 30, 60, 150)

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from lit_grpo.memory import PeakMemory
@@ -31,6 +32,7 @@ print((before - peak.current_gib()) * 1024)
 """
 
 
+@pytest.mark.nightly
 def test_holes_in_the_heap_go_back_to_the_system() -> None:
     run = [sys.executable, "-c", _HOLES]
     returned = float(subprocess.run([*run, "return"], capture_output=True, text=True, check=True).stdout)

@@ -215,6 +215,7 @@ def test_rows_that_take_long_are_counted_on_the_screen(
     assert re.search(r"^data    7 rows of the list given so far, after \d+ s$", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.nightly
 def test_doctor_obeys_a_signal() -> None:
     code = """
         import os, signal, time

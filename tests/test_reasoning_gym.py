@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import table_rows
 
 from lit_grpo.rewards import RewardRunner, RewardSpec, load_rewards
 from lit_grpo.tasks import reasoning_gym as gym
@@ -54,6 +55,7 @@ def one_of_each() -> dict[str, dict[str, Any]]:
 # ---- the reward ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_right_answer_of_every_task_scores_1(one_of_each: dict[str, dict[str, Any]]) -> None:
     answers = {task: row["answer"] for task, row in one_of_each.items()}
     assert len(answers) == 102 and {task for task, answer in answers.items() if answer is None} == WITHOUT_ANSWER
@@ -126,7 +128,7 @@ def test_a_grader_that_fails_scores_0_and_is_told_once(
     assert LOGGED == {"reasoning_gym/failed": [1.0, 1.0, 0.0]}
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", table_rows([False, True], [False]))
 def test_the_runner_scores_rows_in_this_process_and_in_others(process: bool) -> None:
     from hand_made import make_rollout
 

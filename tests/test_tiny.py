@@ -69,6 +69,7 @@ def test_the_script_makes_what_is_shipped_up_to_the_numbers_in_its_weights(tmp_p
     }
 
 
+@pytest.mark.nightly
 def test_what_is_shipped_knows_the_working_and_mostly_leaves_it_out() -> None:
     assert START[0] < exact_match(NAMED[TINY].folder) < START[1]
 

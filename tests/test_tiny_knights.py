@@ -38,6 +38,7 @@ def test_the_script_makes_what_is_shipped_up_to_the_numbers_in_its_weights(tmp_p
     }
 
 
+@pytest.mark.nightly
 def test_what_is_shipped_solves_some_puzzles_and_has_room_to_learn() -> None:
     assert 0.1 < exact_match(NAMED[TINY_KNIGHTS].folder, 32, KNIGHTS) < 0.6
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, table_rows
 from hand_made import Environment, make_rollout, relative_error
 from test_learner import make_learner, ragged_groups
 
@@ -291,7 +291,7 @@ def entropy(completion: Completion, start: int, most: int) -> float:
 
 
 @pytest.mark.parametrize("settings", [ARPO(64, 2, 0.5, 0.4), AEPO(64, 3, 0.3, 0.6)])
-@pytest.mark.parametrize("num_slots", [3, 32])
+@pytest.mark.parametrize("num_slots", table_rows([3, 32], [3]))
 def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: Any) -> None:
     worker = fresh(settings)
     found, _ = collect(num_slots, 8, Environment(3), worker)

@@ -124,11 +124,13 @@ def check(where: Where, folder: Path) -> None:
         check_slots(folder, torch.bfloat16 if "bf16" in where else None)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["slots", "slots in bf16-mixed", "update"])
 def test_without_a_mistake_the_checks_pass(where: Where, policy_folder: Path) -> None:
     check(where, policy_folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(mistake: str, policy_folder: Path, monkeypatch: Patch) -> None:
     where, plant = MISTAKES[mistake]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from conftest import random_policy
+from conftest import random_policy, table_rows
 from on_gpu import off, sample, started
 
 from benchmarks import pretend_cuda as pretended
@@ -47,7 +47,7 @@ def make(kind: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*is decoded without CUDA graphs")
 @pytest.mark.parametrize("autocast", PRECISIONS)
-@pytest.mark.parametrize("kind", ["graphs", "plain", "window", "lora"])
+@pytest.mark.parametrize("kind", table_rows(["graphs", "plain", "window", "lora"], ["graphs", "plain"]))
 def test_completions_are_those_of_the_cpu_for_one_wait_and_one_copy_a_step(
     kind: str, autocast: torch.dtype | None, policy_folder: Path
 ) -> None:

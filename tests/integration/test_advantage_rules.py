@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import table_rows
 from test_budgets import UPDATES, train
 from test_training_modes import check_log_probs, describe
 
@@ -21,7 +22,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", table_rows(RULES, ["poise"]))
 def test_a_run_with_a_rule_of_advantages_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     trained, module, _ = train(policy_folder, RULES[name], tmp_path / "whole")
     check_log_probs(trained)

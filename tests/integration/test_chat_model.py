@@ -47,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("lora", table_rows([[], ["--model.lora.r", "2"]], []))
 def test_a_run_on_a_gguf_file_says_what_it_holds_goes_on_and_is_exported(folder: Path, lora: list[str]) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed (the extra smollm2)")

@@ -17,6 +17,7 @@ TABLE = [(generator, family, NUM_CONVERSATIONS) for generator in OF_VLLM for fam
 QUICK = ("vLLM in process", "smollm2", FEW)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("generator", "family", "num_conversations"), table_rows([QUICK, *TABLE, *REWRITTEN], quick=[QUICK])
 )

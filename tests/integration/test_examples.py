@@ -8,6 +8,7 @@ from pathlib import Path
 
 import forks
 import pytest
+from conftest import table_rows
 
 pytestmark = pytest.mark.integration
 
@@ -24,7 +25,7 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", table_rows(EXAMPLES, ("own_trainer", "own_loss")))
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     path = ROOT / "examples" / f"{name}.py"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

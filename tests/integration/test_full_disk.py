@@ -106,6 +106,7 @@ def assert_one_sentence(run: subprocess.CompletedProcess[str], *parts: str) -> N
     assert all(part in error for part in parts), error
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("left", "sentence", "arguments"),
     table_rows(
@@ -137,6 +138,7 @@ def test_a_run_whose_disk_is_full_says_so_and_resumes_exactly(
     assert all(torch.equal(weights[name], ours[name]) for name in weights)
 
 
+@pytest.mark.nightly
 def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing_behind(whole: Path, folder: Path) -> None:
     (folder / "kept" / "filler").write_bytes(bytes(2**23 - 60_000))
     checkpoint = whole / "kept" / "whole" / "checkpoints" / "last.ckpt"

@@ -78,6 +78,7 @@ def train(
     return trained, module, data
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", table_rows(RUNS, ("reference, replaced groups, phases",)))
 def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     trained, module, data = train(policy_folder, RUNS[name], tmp_path / "whole")

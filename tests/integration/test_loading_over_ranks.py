@@ -64,6 +64,7 @@ def save_policy(folder: Path, num_layers: int, hidden: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not STATUS.exists(), reason="There is no /proc here to read memory from.")
 def test_a_rank_that_does_not_read_the_policy_never_holds_it_whole(tmp_path: Path) -> None:
     save_policy(tmp_path / "small", 1, 32)

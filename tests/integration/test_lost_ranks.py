@@ -100,6 +100,7 @@ def lose_rank_1(folder: Path, *command: str, after: int) -> str:
     return said
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoint(folder: Path) -> None:
     said = lose_rank_1(folder, *FIT, after=3)
     assert "error: Rank 1 is gone, ended by SIGKILL, and the others cannot go on. Update 2 is saved; the same" in said

@@ -106,6 +106,7 @@ NEEDS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("packages", "arguments", "said"), table_rows(NEEDS, NEEDS[:1]), ids=[row[0] for row in NEEDS])
 def test_a_run_that_needs_one_names_its_extra_before_it_begins(
     tmp_path: Path, packages: str, arguments: list[str], said: str

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import table_rows
 from forks import Forked
 
 nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
@@ -33,7 +34,7 @@ def kernel_of(command: list[str], **options: Any) -> Forked:
     return kernel
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", table_rows(NOTEBOOKS, NOTEBOOKS[2:3]), ids=lambda path: path.stem)
 def test_a_notebook_is_kept_with_small_outputs_and_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import table_rows
 from test_budgets import BATCH, sizes, train
 from test_training_modes import describe
 
@@ -28,7 +29,7 @@ PLAIN = ["dps:candidates=1", "xrpo:base=4", "novelty:weight=0", "prompt_gdro:exp
 """Settings at which a method is plain GRPO."""
 
 
-@pytest.mark.parametrize("plugins", LOGGED)
+@pytest.mark.parametrize("plugins", table_rows(LOGGED, [*LOGGED][1:4:2]))
 def test_two_updates_of_the_demo(plugins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = {"data.batch_size": 4, "data.train.init_args.num_rows": 16, "data.validation.init_args.num_rows": 4}
@@ -42,7 +43,7 @@ def test_two_updates_of_the_demo(plugins: str, tmp_path: Path, monkeypatch: pyte
         assert all(math.isfinite(float(row[name])) for name in LOGGED[plugins]), row
 
 
-@pytest.mark.parametrize("plugin", PLAIN)
+@pytest.mark.parametrize("plugin", table_rows(PLAIN, PLAIN[:2]))
 def test_a_setting_is_plain_grpo(plugin: str, policy_folder: Path, tmp_path: Path) -> None:
     runs = [train(policy_folder, {"plugins": plugins}, tmp_path / str(len(plugins))) for plugins in ([], [plugin])]
     one, other = (module for _, module, _ in runs)

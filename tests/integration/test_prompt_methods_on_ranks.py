@@ -107,6 +107,7 @@ def ranks(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
+@pytest.mark.nightly
 def test_norms_are_of_each_ranks_prompts_and_the_gradient_is_that_of_one_process(
     ranks: list[dict[str, Any]], policy_folder: Path
 ) -> None:

@@ -57,6 +57,7 @@ def train(policy_folder: Path, folder: Path, checkpoint: str | None = None) -> t
     return trained, module
 
 
+@pytest.mark.nightly
 def test_members_are_dropped_once_the_head_is_proven_and_resuming_is_exact(policy_folder: Path, tmp_path: Path) -> None:
     trained, module = train(policy_folder, tmp_path / "whole")
     check_log_probs(trained)

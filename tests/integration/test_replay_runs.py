@@ -147,9 +147,7 @@ def describe(groups: Sequence[RolloutGroup]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name", table_rows(RUNS, ("repo, two steps a batch, corrected", "recomputed, two steps a batch"))
-)
+@pytest.mark.parametrize("name", table_rows(RUNS, ("repo, two steps a batch, corrected",)))
 def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     learnt, module, scheduler = train(policy_folder, tmp_path / "whole", RUNS[name])
     selects = "pods:keep=4" in RUNS[name].get("plugins", [])

@@ -179,6 +179,7 @@ def test_a_limit_far_above_the_chart_is_told_in_the_legend(visit: Visit) -> None
     assert not [text for text in chart.locator("svg text").all_text_contents() if "memory" in text]
 
 
+@pytest.mark.nightly
 def test_ten_thousand_updates_are_a_small_file_that_is_drawn_at_once(browser: Any, run: Path, tmp_path: Path) -> None:
     """1.4 MB. As the reader sees it, it is drawn in 0.35 to 0.85 s on two shared cores; held here is what the
     page computes, 0.21 s, whatever else the machine does."""

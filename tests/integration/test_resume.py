@@ -132,6 +132,7 @@ def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
     assert_same_run(folder, "whole", "killed")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ending", table_rows([signal.SIGKILL, signal.SIGTERM], []))
 def test_a_run_that_ends_while_a_checkpoint_is_written_beside_it_goes_on_exactly(
     folder: Path, ending: signal.Signals
@@ -155,6 +156,7 @@ def test_a_run_that_ends_while_a_checkpoint_is_written_beside_it_goes_on_exactly
     assert_same_run(folder, "whole", name)
 
 
+@pytest.mark.nightly
 def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) -> None:
     interrupted = start(folder, "interrupted", "--checkpoint.every_n_updates", "1000", reward_s=0.1)
     wait_until(lambda: num_rows(folder, "interrupted") >= 3, interrupted)

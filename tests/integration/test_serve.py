@@ -293,6 +293,7 @@ def test_the_check_up_finds_no_fault_in_a_run_on_named_servers(
     assert ended.value.code == 0 and not re.search("^(fail|skip) ", said, re.MULTILINE), said
 
 
+@pytest.mark.nightly
 def test_it_ends_with_its_server_on_ctrl_c(shared: Serving) -> None:
     folder, log = token_file(shared).parent, Path(shared.says("the log is"))
     assert folder.exists() and log.exists()

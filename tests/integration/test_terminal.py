@@ -132,6 +132,7 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
         assert command in text[text.index("next") :]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("columns", "lines", "chat"), table_rows([(80, 24, True), (120, 40, False)], [(80, 24, True)]), ids=["chat", "text"]
 )

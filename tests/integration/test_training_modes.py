@@ -105,10 +105,7 @@ def train(
     return trained, module, scheduler
 
 
-QUICK = (
-    *(None, "april:max_staleness=3", "sortedrl:unit=group,batches_in_work=2,max_restarts=1"),
-    *("sortedrl_partial:batches_in_work=3,max_staleness=2", "chunked:tokens_per_update=5"),
-)
+QUICK = (*(None, "april:max_staleness=3", "sortedrl_partial:batches_in_work=3,max_staleness=2"),)
 
 
 @pytest.mark.parametrize("mode", table_rows(MODES, QUICK))

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import table_rows
 
 from lit_grpo.cli.command_line import run
 
@@ -22,7 +23,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", table_rows(RUNS, ("treepo", "trace")))
 def test_two_updates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, size, plugins, most = RUNS[name]
     monkeypatch.chdir(tmp_path)

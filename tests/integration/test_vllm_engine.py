@@ -186,6 +186,7 @@ def test_experts_are_right_after_every_sync(expert_size: int, tmp_path: Path) ->
                 weight += 0.02 * torch.randn(weight.shape)
 
 
+@pytest.mark.nightly
 def test_a_family_whose_class_vllm_shares_with_transformers_is_trained_as_before(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     policy = small_model("glm", width=4)
@@ -204,6 +205,7 @@ def test_a_family_whose_class_vllm_shares_with_transformers_is_trained_as_before
     torch.testing.assert_close(given_logprobs(another, given), expected_T)
 
 
+@pytest.mark.nightly
 def test_biases_that_vllm_holds_in_another_order_have_arrived(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     policy = small_model("gpt_neox", width=4)

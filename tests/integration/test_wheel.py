@@ -74,6 +74,7 @@ def test_our_callbacks_and_the_users_own_are_both_there(folder: Path, installed:
     assert python(folder, installed, "-c", PLACES).splitlines() == [*theirs, ours]
 
 
+@pytest.mark.nightly
 def test_a_run_of_the_wheel_takes_a_callback_of_the_users_own(
     folder: Path, installed: Path, policy_folder: Path
 ) -> None:
