@@ -13,7 +13,7 @@ from conftest import random_policy
 from hand_made import check_slots_decode_with, fit, full_logprobs, make_micro_batch, make_module, random_groups, sgd
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
-from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import find_adapters
 from lit_grpo.rollout.vllm.arguments import adapter_arguments
@@ -61,35 +61,8 @@ def test_the_reference_is_the_policy_without_them(trained: Any) -> None:
     assert not torch.allclose(reference_T, full_logprobs(trained.policy, rollout), atol=1e-3)
 
 
-def test_the_export_loads_without_peft_and_computes_the_same(trained: Any, tmp_path: Path) -> None:
-    trained.export(tmp_path / "policy")
-    loaded = load_policy(str(tmp_path / "policy")).eval()
-    assert not any("lora" in name for name, _ in loaded.named_parameters())
-    ids = torch.arange(2, 20)[None]
-    assert torch.allclose(loaded(ids).logits, trained.policy.eval()(ids).logits, atol=1e-4)
-    assert {path.name for path in (tmp_path / "policy" / "adapter").iterdir()} >= {"adapter_model.safetensors"}
-    load_tokenizer(str(tmp_path / "policy"))
-
-
 def test_the_slots_decode_with_them(trained: Any) -> None:
     check_slots_decode_with(trained)
-
-
-def test_settings_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"lora\.r must be at least 1, not 0"):
-        LoraSettings(r=0)
-    with pytest.raises(ValueError, match=r"lora\.alpha must be above 0"):
-        LoraSettings(alpha=0)
-    with pytest.raises(ValueError, match=r"lora\.base must be nf4, not 'int4'"):
-        LoraSettings(base="int4")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="q_prok"):
-        add_adapters(random_policy(), LoraSettings(target_modules=["q_prok"]))  # pyright: ignore[reportArgumentType]
-
-
-def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_grpo.process.packages.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"install the extra lit_grpo\[lora\]"):
-        add_adapters(random_policy(), LoraSettings())  # pyright: ignore[reportArgumentType]
 
 
 def with_adapters(r: int = 3, target_modules: list[str] | str = "all-linear", rslora: bool = False) -> Any:
@@ -137,12 +110,6 @@ def test_adapters_travel_in_the_type_of_the_policy() -> None:
     policy = with_adapters().to(torch.bfloat16)
     policy.model.layers[0].self_attn.q_proj.lora_A.to(torch.float32)
     assert {tensor.dtype for _, tensor in AdapterWeights(policy, with_base=True)} == {torch.bfloat16}
-
-
-def test_the_engines_rank_follows_from_the_adapters() -> None:
-    assert adapter_arguments(find_adapters(with_adapters(r=3)), {})["max_lora_rank"] == 8
-    assert adapter_arguments(find_adapters(with_adapters(r=33)), {})["max_lora_rank"] == 64
-    assert adapter_arguments(find_adapters(with_adapters(r=8)), {"max_lora_rank": 16})["max_lora_rank"] == 16
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from conftest import random_policy
 
 from lit_grpo.policy.architecture.attention import ALL, Sight, attention_calls
@@ -41,23 +40,6 @@ def test_what_a_model_makes_of_its_heads_outputs_is_found_in_its_own_forward(fam
     head = linear_head(model)
     assert head is not None and (head.scale, head.cap) == (expected.scale, expected.cap)
     assert "forward" not in vars(model.get_decoder()) | vars(model.get_output_embeddings())
-
-
-def test_it_takes_no_weights() -> None:
-    with torch.device("meta"):
-        model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=4.0))
-    assert logit_map(model) == LogitMap(0.25)
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 
 
 def test_logits_that_go_another_way_are_refused() -> None:

@@ -6,12 +6,11 @@ import random
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from lit_grpo.rewards.builtin import ExactMatch
-from lit_grpo.tasks import ArithmeticRows, DrawnRows
+from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.tasks.arithmetic import ALPHABET, ANSWER_PATTERN, Remainder, demonstration, draw_exercise, working
 
 
@@ -24,17 +23,6 @@ def test_a_working_is_a_chain_of_true_equations() -> None:
     assert Remainder(312, 47).prompt == "312%47="
     assert working(Remainder(312, 47)) == "265%47=218%47=171%47=124%47=077%47=030"
     assert working(Remainder(53, 39)) == "014"
-
-
-def test_every_line_of_a_working_has_the_answer_of_the_exercise() -> None:
-    for exercise in draw(3000):
-        *lines, last = (exercise.prompt + working(exercise)).split("=")
-        assert int(last) == exercise.number % exercise.divisor == int(exercise.answer)
-        numbers = [int(line.split("%")[0]) for line in lines]
-        assert [line.split("%")[1] for line in lines] == [str(exercise.divisor)] * exercise.num_steps
-        assert [a - b for a, b in zip(numbers, [*numbers[1:], int(last)], strict=True)] == [
-            exercise.divisor
-        ] * exercise.num_steps
 
 
 def test_the_reward_pattern_reads_the_last_number_only_when_the_completion_has_ended_there() -> None:
@@ -74,23 +62,6 @@ def test_rows_are_unique_and_no_line_of_a_validation_working_is_ever_seen_in_tra
     assert not lines["train"] & lines["validation"]
 
 
-def test_lengths_are_long_tailed() -> None:
-    lengths = [len(working(exercise)) + 1 for exercise in draw(4000)]
-    assert 20 <= sum(lengths) / len(lengths) <= 30
-    assert max(lengths) >= 4 * sum(lengths) / len(lengths)
-    assert max(lengths) <= 128
-
-
-def test_most_of_the_crowd_is_hasty_and_then_wrong() -> None:
-    rng = random.Random(0)
-    exercises = [exercise for exercise in draw(4000) if exercise.num_steps > 1]
-    answers = [demonstration(exercise, rng, hasty=0.6, impatient=0.1) for exercise in exercises]
-    exact = ExactMatch(pattern=ANSWER_PATTERN)
-    right = [exact(text, answer=exercise.answer) for text, exercise in zip(answers, exercises, strict=True)]
-    assert 0.57 < sum("=" not in text for text in answers) / len(answers) < 0.63
-    assert 0.28 < sum(map(bool, right)) / len(right) < 0.36
-
-
 def test_the_alphabet_covers_prompts_and_demonstrations() -> None:
     rng = random.Random(0)
     seen = {c for e in draw(500) for c in e.prompt + demonstration(e, rng, hasty=0.3, impatient=0.3)}
@@ -110,21 +81,3 @@ def test_the_alphabet_covers_prompts_and_demonstrations() -> None:
 def test_bad_arguments_are_refused_in_one_sentence(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ArithmeticRows(**arguments)  # pyright: ignore[reportArgumentType]
-
-
-class Letters(DrawnRows):
-    """One of three letters, under a prompt that is the same for all."""
-
-    most_draws = 200
-
-    def draw(self, rng: random.Random) -> dict[str, Any]:
-        return {"prompt": "Which?", "answer": rng.choice("abc")}
-
-    def key(self, row: dict[str, Any]) -> str:
-        return row["answer"]
-
-
-def test_rows_are_told_apart_by_their_key_and_end_where_no_further_one_is_found() -> None:
-    assert sorted(row["answer"] for row in Letters(3, "train", 0).rows()) == ["a", "b", "c"]
-    with pytest.raises(ValueError, match=r"^Letters has only 3 rows of the train split, and num_rows is 4"):
-        list(Letters(4, "train", 0).rows())

@@ -72,10 +72,3 @@ def test_no_schedule_within_a_kv_budget_takes_fewer_steps_than_the_bound() -> No
         assert bound <= least_steps_in_memory(lengths, prompts, groups, 3, kv)
         above_slots += bound > slot_bound(np.array(lengths), 3)
     assert above_slots >= 10
-
-
-def test_a_prompt_counts_once_for_its_group() -> None:
-    lengths, prompts = np.array([10, 10, 10, 10]), np.full(4, 30)
-    # The area: 4 x 55 tokens and a prompt of 30 for 10 steps for each group, over 60.
-    assert memory_bound([0, 0, 0, 0], prompts, lengths, 4, 60) == 10
-    assert memory_bound([0, 1, 2, 3], prompts, lengths, 4, 60) == 24

@@ -96,13 +96,6 @@ def test_what_has_ended_is_forked_and_its_group_is_whole_once() -> None:
     assert len(rewards.submitted) == 1 and stats.num_tokens == sum(stats.lengths) == 2 + 5 + 2 + 2
 
 
-def test_a_prompt_is_kept_until_its_group_is_whole() -> None:
-    generator = FakeGenerator(8, {"a": [5, 2], "b": [3, 3]})
-    controller(generator, listeners=[Forker({4: fork((0, 0))})]).collect(prompts("a", "b"), 2, SAMPLING, seed=0)
-    released = [names for what, names in generator.log if what == "release"]
-    assert released == [["b"], ["a"]]
-
-
 @pytest.mark.parametrize(
     ("answers", "message"),
     [

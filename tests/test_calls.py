@@ -15,7 +15,7 @@ from test_environment_tokens import turn_right
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lit_grpo.environments.calls import FORMATS, RESPONSE_TEMPLATES, BrokenCall, Call, Turn, read_turn
+from lit_grpo.environments.calls import FORMATS, BrokenCall, Call, Turn, read_turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
 from tests.doubles.conversations import CHATML, chat_tokenizer
@@ -140,14 +140,6 @@ def test_reasoning_and_text_are_told_apart() -> None:
     assert read_turn("hm</think>Yes.", FORMATS["hermes"], {}) == Turn("Yes.", "hm")
 
 
-def test_reasoning_that_the_prompt_has_begun_has_no_calls() -> None:
-    mused = 'Perhaps <tool_call>{"name": "a"}</tool_call></think>No.'
-    assert read_turn(mused, FORMATS["hermes"], {}, thinking=True).calls == ()
-    assert read_turn(mused, FORMATS["hermes"], {}).calls == (Call("a", {}),)
-    never_ended = '<tool_call>{"name": "a"}</tool_call>'
-    assert read_turn(never_ended, FORMATS["hermes"], {}, thinking=True).calls == (Call("a", {}),)
-
-
 # ---- chat templates -------------------------------------------------------------------------------------
 
 TOKEN = re.compile('<\\|[\\w"]+\\|?>|<\\w+\\|>|<\uff5c[^\uff5c]+\uff5c>|</?(?:think|tool_\\w+|arg_\\w+|end_of_\\w+)>')
@@ -243,19 +235,6 @@ def test_what_a_template_writes_of_two_turns_is_read_back_and_gone_on_with(name:
         return  # which writes a turn without reasoning in another way once it is answered
     followed = chat.tokenizer.decode([*before, *ids, *chat.following([answer], ids[-1])], skip_special_tokens=False)
     assert followed == whole
-
-
-def test_the_policy_may_end_a_turn_by_the_next_speaker() -> None:
-    """GLM ends no turn: its policies stop at the token of whoever speaks next."""
-    chat = chat_of(family("glm4moe"))
-    ids = chat.tokenizer.convert_tokens_to_ids
-    answer = {"role": "tool", "name": "f", "content": "x"}
-    shown = "\n<tool_response>\nx\n</tool_response><|assistant|>"
-    assert chat.tokenizer.decode(chat.following([answer], ids("<|observation|>"))) == shown
-    assert chat.tokenizer.decode(chat.following([answer], ids("<|endoftext|>"))) == f"<|observation|>{shown}"
-    assert chat.check_ends([ids("<|observation|>"), ids("<|endoftext|>")]) == []
-    (told,) = chat.check_ends([ids("<|endoftext|>")])
-    assert "may continue without the tool's answer" in told
 
 
 @pytest.mark.parametrize(
@@ -441,11 +420,3 @@ def test_a_template_that_is_made_for_one_tool_is_read_back_with_that() -> None:
 def test_a_form_that_the_template_does_not_write_is_told_of() -> None:
     told = chat_of(chat_tokenizer(), form="llama").check(SCHEMAS, calls=True, responds=False)
     assert any("which is not the format llama: calls" in sentence for sentence in told)
-
-
-def test_each_form_has_a_name_that_can_be_set() -> None:
-    from typing import get_args
-
-    from lit_grpo.environments.calls import CallFormatName
-
-    assert [*get_args(CallFormatName)] == [*FORMATS, *RESPONSE_TEMPLATES]

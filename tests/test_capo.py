@@ -90,23 +90,6 @@ def test_with_sgd_a_token_moves_the_head_by_its_gradient_and_adams_first_step_is
         assert found_N2[row].tolist() == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_step_of_one_token_is_bounded_however_small_the_moments_are() -> None:
-    """What divides is the token's own gradient: with 1e-9 for moments, a weight moves by lr (1 - b1) / sqrt(1 - b2)."""
-    weight = torch.nn.Parameter(torch.zeros(3, 2))
-    moments = torch.full((3, 2), 1e-9), torch.full((3, 2), 1e-18)
-    step = HeadStep(1e-3, moments, (0.9, 0.999), 1e-8, number=100_000)
-    moved = step.moved(torch.tensor([[[4.0, -5.0]]]), torch.tensor([[1]]))
-    assert moved.flatten().tolist() == pytest.approx([1e-4 / 0.001**0.5, -1e-4 / 0.001**0.5], rel=1e-3)
-    assert curvature_models(weight, torch.zeros(0, 2), torch.zeros(0).long(), torch.zeros(0), step, 50).shape == (0, 2)
-
-
-def test_an_optimizer_whose_step_is_not_known_is_refused() -> None:
-    weight = torch.nn.Parameter(torch.zeros(3, 2))
-    optimizer = torch.optim.RMSprop([weight])
-    with pytest.raises(ValueError, match=r"capo simulates steps of Adam, AdamW and SGD, and .* is RMSprop; take one"):
-        HeadStep.of(optimizer, weight)
-
-
 def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
     """Bounds at the median of what the tokens have; those left out stay in the denominator."""
     groups = ragged_groups()

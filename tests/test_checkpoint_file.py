@@ -27,14 +27,6 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(tmp_path: Path, monkeypa
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
 
 
-def test_a_checkpoint_is_written_beside_the_one_before_whatever_tmpdir_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
-    WholeFileIO().save_checkpoint({"version": 1}, tmp_path / "last.ckpt")
-    assert torch.load(tmp_path / "last.ckpt") == {"version": 1}
-
-
 class Held(WholeFileIO):
     """Writes once it is let, and fails where it is told to."""
 

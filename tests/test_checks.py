@@ -27,7 +27,6 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import LBFGS, SparseAdam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -38,13 +37,6 @@ from lit_grpo.checks import check_monitors
 from lit_grpo.methods.capo import Capo
 from lit_grpo.methods.router_loss import RouterLoss
 from lit_grpo.plugins import Plugin
-
-
-@pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), HalfPrecision("16-true")])
-def test_float16_is_refused(plugin: Any) -> None:
-    trainer = make_trainer(plugins=[plugin])
-    with pytest.raises(ValueError, match=rf"trainer\.precision '{plugin.precision}' is not supported; use bf16-mixed"):
-        trainer.fit(make_module("nowhere"), train_dataloaders=Batches([]))
 
 
 class Sharded(DDPStrategy):

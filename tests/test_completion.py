@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import tracemalloc
-
-import pytest
 import torch
 
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
@@ -17,24 +12,6 @@ REQUEST = Request(Prompt("a", (2, 3), ""), (4,), SamplingParams())
 def make(ids: list[int], logprobs: list[float], versions: list[int]) -> Completion:
     tensors = torch.tensor(ids, dtype=torch.int64), torch.tensor(logprobs), torch.tensor(versions, dtype=torch.int64)
     return Completion(REQUEST, *tensors, "stop", "text", 0.5)
-
-
-@pytest.mark.parametrize("versions", [[3, 3, 3], [3, 3, 4], [-1, 7, 2**40]])
-def test_what_goes_in_comes_out(versions: list[int]) -> None:
-    completion = make([5, 151_935, 1], [-0.25, -3.5, 0.0], versions)
-    for same in (completion, pickle.loads(pickle.dumps(completion)), copy.deepcopy(completion)):
-        assert same.token_ids_T.tolist() == [5, 151_935, 1] and same.token_ids_T.dtype == torch.int64
-        assert same.logprobs_T.tolist() == [-0.25, -3.5, 0.0] and same.logprobs_T.dtype == torch.float32
-        assert same.versions_T.tolist() == versions and same.versions_T.dtype == torch.int64
-        assert (same.num_tokens, same.text, same.finish_reason, same.entropy) == (3, "text", "stop", 0.5)
-        assert same.request == REQUEST
-
-
-def test_an_empty_completion_has_empty_tensors() -> None:
-    completion = make([], [], [])
-    for tensor in (completion.token_ids_T, completion.logprobs_T, completion.versions_T):
-        assert tensor.shape == (0,)
-    assert completion.num_tokens == 0
 
 
 def test_tensors_can_be_assigned_and_logprobs_written_to() -> None:
@@ -54,15 +31,6 @@ def test_tensors_asked_for_within_inference_mode_take_part_in_autograd() -> None
     weight = torch.ones(3, requires_grad=True)
     (weight * logprobs_T).sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [-0.25, -3.5, 0.0]
-
-
-def test_it_takes_eight_bytes_a_token_and_little_more() -> None:
-    ids, logprobs, versions = torch.arange(100), torch.zeros(100), torch.full((100,), 2)
-    tracemalloc.start()
-    kept = [Completion(REQUEST, ids, logprobs, versions, "stop") for _ in range(1000)]
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert size / len(kept) < 8 * 100 + 200
 
 
 def test_the_digest_of_a_prompt_is_that_of_what_the_policy_reads() -> None:

@@ -87,14 +87,6 @@ def test_what_is_answered_becomes_no_control_token(make: Any, message: dict[str,
     assert "a<|im_end|>b" in tokenizer.decode(evil)
 
 
-def test_the_name_of_a_tool_that_there_is_not_becomes_no_control_token() -> None:
-    template = CHATML.replace("message.role +", "message.role + (message.name or '') +")
-    chat = chat_of(chat_tokenizer(template))
-    ids = chat.following([{"role": "tool", "name": "<|im_end|>", "content": "x"}], chat.tokenizer.eos_token_id)
-    assert chat.tokenizer.decode(ids).startswith("\n<|im_start|>tool<|im_end|>\nx<|im_end|>")
-    assert num_control(chat.tokenizer, ids) == 3
-
-
 class Evil:
     """Says what spells control tokens wherever it may say something."""
 
@@ -128,16 +120,6 @@ def test_no_text_of_an_environment_becomes_a_control_token_in_a_trajectory(histo
     assert num_control(tokenizer, ids) == 2 * 6 + 2  # what begins and ends six messages, and the tags of the call
     assert completion.episode is not None
     assert [each["content"] for each in completion.episode.messages if each["role"] != "assistant"] == [EVIL, EVIL]
-
-
-def test_appended_and_rerendered_histories_have_the_same_tokens() -> None:
-    chat = chat_of(chat_tokenizer())
-    prompt = Prompt("a", (), "", messages=[{"role": "user", "content": "Look."}])
-    turn, answer = {"role": "assistant", "content": "go on"}, {"role": "user", "content": EVIL}
-    begins = chat.opening(prompt, EVIL, [])
-    sampled = chat.tokenizer("go on<|im_end|>")["input_ids"]
-    appended = [*begins, *sampled, *chat.following([answer], sampled[-1])]
-    assert chat.beginning(prompt, chat.conversation(prompt, EVIL, [turn, answer]), []) == appended
 
 
 def test_what_an_agent_writes_becomes_no_control_token() -> None:

@@ -67,12 +67,6 @@ def history(arguments: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_parts_of_text_are_one_text(tmp_path: Path) -> None:
-    (prompt,) = prompts_of(tmp_path, PLAIN, [{"role": "user", "content": parts("add ", "these")}])
-    assert prompt.text == "user: add these\n"
-    assert prompt.messages == [{"role": "user", "content": "add these"}]
-
-
 @pytest.mark.parametrize(
     ("part", "reason"),
     [

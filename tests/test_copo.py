@@ -74,14 +74,6 @@ def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_w
     assert shape(LearningPlugin(), [right, wrong]) == [[0.0] * 8] * 2  # plain GRPO learns nothing from them
 
 
-def test_answers_are_what_a_pattern_finds() -> None:
-    members = group("a", ["so #1", "thus #1", "I say #1", "#1"], [1.0] * 4)
-    assert Blended(pattern=r"#(\d)").local(members) < 1e-12
-    assert Blended().local(members) > 0.999
-    without = group("b", ["x", "y", "#2", "#2"], [0.0] * 4)
-    assert Blended(pattern=r"#(\d)", rho=1.0).local(without) == pytest.approx(0.5)
-
-
 def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() -> None:
     assert shape(Blended(), [group("a", ["1"] * 4, [1.0] * 4)]) == [[0.0] * 4]
     nothing = group("b", ["1"] * 2, [math.nan] * 2)

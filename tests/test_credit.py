@@ -13,7 +13,6 @@ import torch
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 
 from lit_grpo.plugins import GroupBatch
-from lit_grpo.rollout.buffer import _rollout, _rollout_state
 from lit_grpo.types import OBSERVED, PassRule, Rollout, RolloutGroup
 from lit_grpo.update.assigning import give_credit
 from lit_grpo.update.objective.objective import Objective
@@ -64,20 +63,6 @@ def test_each_turn_is_learnt_from_with_its_own(name: str, shares_prefix: bool) -
         assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
 
 
-def test_equal_turns_change_nothing() -> None:
-    class Equal(LearningPlugin):
-        def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
-            pairs = zip(group.rollouts, advantages, strict=True)
-            return [[advantage] * len(rollout.completion.turns) for rollout, advantage in pairs]
-
-    gradients = []
-    for credit in (LearningPlugin(), Equal()):
-        learner, steps = make_learner(plugins=[credit])
-        learner.learn(several_turns())
-        gradients.append(steps.gradients[0])
-    assert torch.equal(*gradients)
-
-
 class Falling(LearningPlugin):
     """Each token has ``1 / (1 + its place)`` of its rollout's advantage."""
 
@@ -108,20 +93,6 @@ def test_each_token_is_learnt_from_with_its_own(shares_prefix: bool) -> None:
     )
     learner.learn(groups)
     assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
-
-
-def test_equal_tokens_change_nothing() -> None:
-    class Equal(LearningPlugin):
-        def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
-            pairs = zip(group.rollouts, advantages, strict=True)
-            return [[advantage] * rollout.completion.num_trained for rollout, advantage in pairs]
-
-    gradients = []
-    for credit in (LearningPlugin(), Equal()):
-        learner, steps = make_learner(plugins=[credit])
-        learner.learn(several_turns())
-        gradients.append(steps.gradients[0])
-    assert torch.equal(*gradients) and gradients[0].norm() > 0
 
 
 def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
@@ -185,14 +156,6 @@ def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
     assert steps.gradients[0].norm() > 0 and without.gradients[0].norm() == 0
 
 
-def test_a_later_batch_forgets_what_turns_were_given() -> None:
-    groups = several_turns()
-    make_learner(plugins=[Alternating()])[0].learn(groups)
-    assert any(rollout.token_advantages is not None for group in groups for rollout in group.rollouts)
-    make_learner()[0].learn(groups)
-    assert not any(rollout.token_advantages is not None for group in groups for rollout in group.rollouts)
-
-
 @pytest.mark.parametrize(
     ("credited", "message"),
     [
@@ -214,9 +177,3 @@ def test_credit_that_does_not_fit_is_refused(credited: Any, message: str) -> Non
 
     with pytest.raises(ValueError, match=message):
         make_learner(plugins=[Wrong()])[0].learn(several_turns())
-
-
-def test_what_turns_have_earned_is_kept_in_checkpoints() -> None:
-    rollout = several_turns()[0].rollouts[1]
-    rollout.turn_rewards = (0.25, 1.0)
-    assert _rollout(rollout.prompt, _rollout_state(rollout)).turn_rewards == (0.25, 1.0)

@@ -13,7 +13,7 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.rollout.slots.graphs import GraphedDecoder, GraphPart, bucket_sizes
+from lit_grpo.rollout.slots.graphs import GraphedDecoder, GraphPart
 from lit_grpo.types import Prompt, SamplingParams
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), "")]
@@ -63,15 +63,6 @@ def check_same(actual: Samples, expected: Samples) -> None:
     assert [ids for ids, _ in actual] == [ids for ids, _ in expected]
     for (_, one), (_, other) in zip(actual, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("most_rows", "sizes"),
-    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20]),
-     (40, [1, 2, 4, 8, 16, 24, 32, 40])],
-)  # fmt: skip
-def test_buckets_reach_the_most_rows(most_rows: int, sizes: list[int]) -> None:
-    assert bucket_sizes(most_rows) == sizes
 
 
 def test_a_rollout_from_recordings_samples_the_same(policy_folder: Path) -> None:

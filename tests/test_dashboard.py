@@ -10,8 +10,7 @@ import pytest
 
 from lit_grpo.cli.parsing.refusals import check_settings
 from lit_grpo.tools.commands import dashboard
-from lit_grpo.tools.dashboard import Panel, explain, sections
-from lit_grpo.tools.dashboard.tensorboard import tag
+from lit_grpo.tools.dashboard import sections
 from lit_grpo.training.loggers import WandB
 
 
@@ -29,18 +28,6 @@ def test_every_metric_says_what_it_is_in_a_sentence() -> None:
             for text in (metric.means, metric.normal, metric.otherwise):
                 assert text == "-" or text.endswith("."), (metric.name, text)
                 assert "|" not in text
-
-
-def test_a_panel_shows_families_by_name() -> None:
-    panel = Panel("", ("reward", "rewards/*/mean"))
-    logged = ["rewards/b/mean", "rewards/a/std", "reward", "rewards/a/mean", "other"]
-    assert panel.of(logged) == ["reward", "rewards/a/mean", "rewards/b/mean"]
-    assert Panel("", ("at_*",)).of(["at_64", "at_8", "at_0"]) == ["at_0", "at_8", "at_64"]
-
-
-def test_a_users_own_metric_comes_last() -> None:
-    assert explain("mine") is None
-    assert tag("mine") == f"{len(sections()) + 1} Own/mine"
 
 
 def test_a_view_needs_a_project_a_key_and_a_package(

@@ -119,18 +119,6 @@ def test_text_becomes_a_prompt_with_its_row_number_and_columns(plain: str) -> No
     )
 
 
-def test_end_of_sequence_that_the_tokenizer_appends_is_stripped(chat: str) -> None:
-    (prompt,) = prompts_of(chat, {"prompt": "one plus two"})
-    assert words_of(prompt) == "one plus two"
-
-
-def test_messages_are_rendered_by_the_chat_template_once(chat: str) -> None:
-    messages = [{"role": "user", "content": "what is one ?"}]
-    (prompt,) = prompts_of(chat, {"prompt": messages, "answer": "1"})
-    assert words_of(prompt) == prompt.text == "[user] what is one ? [bot]"
-    assert prompt.columns == {"prompt": messages, "answer": "1"}
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -159,20 +147,6 @@ def test_a_batch_larger_than_the_data_is_refused(plain: str) -> None:
         "data.batch_size is 3, but data.train has only 2 prompts, so that a step would repeat some; "
         "set it to 2 or less, or give more prompts."
     )
-
-
-def test_fewer_prompts_than_ranks_are_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PromptDataModule, "_rank_and_world_size", lambda _: (0, 2))
-    with pytest.raises(
-        ValueError, match=r"on each of 2 ranks, .* has only 1 prompts.*; give more prompts or fewer dev"
-    ):
-        prompts_of(plain, {"prompt": "one"}, batch_size=1)
-
-
-def test_a_prompt_keeps_the_messages_of_a_conversation_and_of_nothing_else(chat: str) -> None:
-    user = {"role": "user", "content": "what is one ?"}
-    prompts = prompts_of(chat, {"prompt": [user]}, {"prompt": "what is two ?"}, system_prompt="answer", batch_size=1)
-    assert [prompt.messages for prompt in prompts] == [[{"role": "system", "content": "answer"}, user], None]
 
 
 def test_template_makes_the_prompt_of_several_columns(plain: str) -> None:
@@ -276,12 +250,6 @@ def test_prompt_with_characters_that_the_tokenizer_does_not_know_is_refused(plai
         prompts_of(plain, {"prompt": "one plus two"}, {"prompt": "one plus twelve"})
 
 
-@pytest.mark.parametrize("unusable_rows", ["refuse", "drop"])
-def test_no_usable_row_at_all_is_an_error(plain: str, unusable_rows: str) -> None:
-    with pytest.raises(ValueError, match=r"2 of the 2 rows .*no row is left: check data\.prompt_column"):
-        prompts_of(plain, {"question": "one"}, {"question": "two"}, unusable_rows=unusable_rows)
-
-
 def test_source_without_rows_is_an_error(plain: str) -> None:
     with pytest.raises(ValueError, match=r"^Rows has no rows; give a source that has at least one\.$"):
         prompts_of(plain)
@@ -371,12 +339,6 @@ def test_setup_reads_only_what_the_stage_needs_and_only_once(plain: str, tmp_pat
     assert data.prompts["train"] is before
 
 
-def test_fit_without_validation_has_no_validation_loader(plain: str) -> None:
-    data = PromptDataModule(plain, train=Rows({"prompt": "one"}), batch_size=1)
-    data.setup("fit")
-    assert data.val_dataloader() == []
-
-
 # The stream of training prompts
 
 
@@ -397,29 +359,6 @@ def test_stream_draws_every_prompt_once_an_epoch_on_disjoint_ranks() -> None:
         assert stream == [place for step in draw(whole, len(stream)) for place in step]
 
 
-def test_order_is_fixed_by_seed_and_epoch() -> None:
-    first, second = draw(PromptLoader(numbered(6), 6, seed=3), 2)
-    assert [name for name, _ in first] == ["train/2", "train/5", "train/4", "train/1", "train/3", "train/0"]
-    assert [name for name, _ in first] != [name for name, _ in second]
-    assert draw(PromptLoader(numbered(6), 6, seed=4), 1) != [first]
-
-
-def test_order_without_shuffle_is_that_of_the_rows() -> None:
-    steps = draw(PromptLoader(numbered(3), 2, shuffle=False), 3)
-    assert steps == [
-        [("train/0", 0), ("train/1", 0)],
-        [("train/2", 0), ("train/0", 1)],
-        [("train/1", 1), ("train/2", 1)],
-    ]
-
-
-def test_epoch_has_whole_batches_and_at_least_one() -> None:
-    assert len(PromptLoader(numbered(10), 4)) == 2
-    assert len(PromptLoader(numbered(10), 4, rank=1, world_size=2)) == 1
-    assert len(PromptLoader(numbered(1), 4, world_size=2)) == 1
-    assert len(list(PromptLoader(numbered(10), 4))) == 2
-
-
 def test_batch_is_consumed_once_trained_or_passed_over() -> None:
     loader = PromptLoader(numbered(10), 4)
     batches = iter(loader)
@@ -432,25 +371,6 @@ def test_batch_is_consumed_once_trained_or_passed_over() -> None:
     assert loader.state_dict()["prompts_consumed"] == 4
     next(iter(loader))
     assert loader.state_dict()["prompts_consumed"] == 8
-
-
-def test_iterator_made_before_loading_starts_at_the_loaded_place() -> None:
-    expected = draw(PromptLoader(numbered(10), 3), 3)
-    loader = PromptLoader(numbered(10), 3)
-    batches = iter(loader)
-    state = PromptLoader(numbered(10), 3).state_dict() | {"prompts_consumed": 6}
-    loader.load_state_dict(state)
-    assert loader.state_dict() == state
-    assert drawn(next(batches)) == expected[2]
-
-
-def test_loader_that_was_in_use_starts_at_the_loaded_place() -> None:
-    expected = draw(PromptLoader(numbered(10), 3), 2)
-    loader = PromptLoader(numbered(10), 3)
-    state = loader.state_dict()
-    draw(loader, 5)
-    loader.load_state_dict(state)
-    assert draw(loader, 2) == expected
 
 
 def chooser_of(**records: Record) -> PromptChooser:
@@ -545,19 +465,6 @@ def test_evaluation_takes_each_prompt_once_in_equally_many_batches_a_rank() -> N
         assert all(ranks[0])
         seen = [name for batches in ranks for batch in batches for name, _ in batch]
         assert sorted(seen) == sorted(prompt.prompt_id for prompt in numbered(num_prompts))
-
-
-def test_ranks_that_run_out_of_rows_end_with_an_empty_batch() -> None:
-    loaders = [EvalLoader(numbered(3), 1, rank, world_size=2) for rank in range(2)]
-    assert [[drawn(batch) for batch in loader] for loader in loaders] == [
-        [[("train/0", 0)], [("train/2", 0)]],
-        [[("train/1", 0)], []],
-    ]
-
-
-def test_evaluation_gives_new_batches_in_each_pass() -> None:
-    loader = EvalLoader(numbered(3), 2)
-    assert all(old is not new for old, new in zip(list(loader), list(loader), strict=True))
 
 
 # Under a real Trainer
@@ -661,12 +568,6 @@ def test_step_that_was_cut_off_is_done_again(plain: str, tmp_path: Path, fails_a
     after = train(plain, ckpt_path=saved, max_steps=7)
     assert before + after == train(plain, max_steps=7)
     assert len(before) == fails_at
-
-
-def test_checkpoint_taken_before_the_step_gives_its_batch_again(plain: str, tmp_path: Path) -> None:
-    saved = tmp_path / "a.ckpt"
-    steps = train(plain, SaveAt(saved, "on_train_batch_start", 3), max_steps=5)
-    assert train(plain, ckpt_path=saved, max_steps=5) == steps[3:]
 
 
 def test_second_fit_of_one_trainer_goes_on_and_of_another_begins_anew(plain: str) -> None:

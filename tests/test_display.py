@@ -1,6 +1,5 @@
 """Lines that fit the screen, and what they count."""
 
-import io
 import math
 import warnings
 from pathlib import Path
@@ -11,22 +10,19 @@ import pytest
 from lightning.pytorch.loggers import WandbLogger
 from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
 from rich.cells import cell_len
-from rich.console import Console
 
-from lit_grpo.display.cards import Card, folded
-from lit_grpo.display.lines import Field, as_plain, as_text, count, duration, fitting
+from lit_grpo.display.cards import folded
+from lit_grpo.display.lines import as_plain, as_text, count, duration, fitting
 from lit_grpo.display.progress import (
     RolloutCount,
     UpdateCount,
     function_fields,
-    pass_text,
     reward_text,
     run_fields,
     update_fields,
 )
 from lit_grpo.display.samples import transcript
 from lit_grpo.training.quiet import quiet
-from lit_grpo.types import PassRule
 
 METRICS = {"reward": 0.8123, "val/pass@1": 0.941, "tokens/s": 2312.4, "peak_GiB": 0.5123, "mine": 3.0}
 
@@ -63,19 +59,6 @@ def test_fields_are_shed_in_their_order() -> None:
     assert [field.text.split()[-1] for field in fitting(fields, 72)] == ["completions", "slots", "tokens/s", "go"]
 
 
-def test_the_bar_fills_what_is_left_over() -> None:
-    line = as_text([Field("a"), Field("", share=0.5), Field("b")], 20).plain
-    assert line == "a  " + "━" * 7 + "─" * 7 + "  b"
-    assert as_text([Field("a"), Field("", share=0.5)], 13, ascii_only=True).plain == "a  #####-----"
-
-
-def test_a_plain_line_has_all_fields_and_no_bar() -> None:
-    updates = UpdateCount(0, 60)
-    updates.move(60)
-    line = as_plain(update_fields(updates, METRICS))
-    assert line == "update 60/60  reward 0.812  pass@1 94.1%  2.31k tokens/s  0.512 GiB  mine 3"
-
-
 def test_lines_have_the_reward_of_each_function_where_there_are_several() -> None:
     functions = {"correct": 0.046875, "short\x1b[2J": math.nan, "form": 0.99}
     text = r"reward 0.812 (correct 0.0469, short\x1b[2J none, form 0.99)"
@@ -86,11 +69,6 @@ def test_lines_have_the_reward_of_each_function_where_there_are_several() -> Non
     assert as_text(live, 80).plain == "rewards  correct 0.0469  short none  form 0.99"
     assert as_text(live, 40).plain == "rewards  correct 0.0469  short none"
     assert all(cell_len(as_text(live, width).plain) <= width for width in range(1, 60))
-
-
-def test_a_line_of_validation_names_the_reward_that_decides() -> None:
-    assert pass_text(METRICS, str(PassRule("right", 0.5))) == "pass@1 (right >= 0.5) 94.1%"
-    assert "(right" not in as_text(run_fields("updates", UpdateCount(0, 9), {}, "right >= 1"), 120).plain
 
 
 def test_a_rollout_counts_what_ends_and_estimates_the_rest() -> None:
@@ -135,19 +113,6 @@ def test_numbers_are_short() -> None:
 def test_a_command_is_folded_so_that_a_shell_takes_it() -> None:
     lines = folded(["python -m lit_grpo predict", "--model.policy runs/a/policy", "--data.predict P.jsonl"], 60)
     assert lines == ["  python -m lit_grpo predict --model.policy runs/a/policy \\", "    --data.predict P.jsonl"]
-
-
-def test_facts_are_broken_behind_their_commas() -> None:
-    step = "8 prompts x 8 completions, 64 slots, SlotGenerator, 8 updates, goes on from update 1"
-    file = io.StringIO()
-    Console(file=file, width=80).print(Card("", {"step": step, "run": "a" * 100 + ", b"}))
-    assert file.getvalue().splitlines() == [
-        "step  8 prompts x 8 completions, 64 slots, SlotGenerator, 8 updates,",
-        "      goes on from update 1",
-        f"run   {'a' * 74}",
-        f"      {'a' * 26},",
-        "      b",
-    ]
 
 
 def test_a_warning_is_one_line_without_a_place_in_the_code() -> None:

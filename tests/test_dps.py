@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from test_data import draw, drawn, numbered
+from test_data import draw, numbered
 
 from lit_grpo.budgets.history import NUM_RECENT, Outcome, PromptHistory, Record, Visit
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.data.loaders import PromptLoader
-from lit_grpo.methods.dps import DynamicsPredictive, predicted, state_of
+from lit_grpo.methods.dps import DynamicsPredictive, predicted
 from lit_grpo.types import Prompt
 
 SHARES = (0.0, 0.25, 1.0)
@@ -61,23 +61,6 @@ def test_a_prediction_is_that_of_all_sequences_of_states(seed: int) -> None:
     assert predicted(outcomes, first + step, decay).tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_state_that_stays_is_expected_and_forgotten() -> None:
-    assert predicted([], 7, 0.5).tolist() == pytest.approx([1 / 3] * 3)
-    stays = [Outcome(version, 0.5) for version in range(50, 80)]
-    assert predicted(stays, 80, 0.5)[1] == pytest.approx(3 / 5)  # 1 + 1 / (1 - decay) of its column's counts
-    assert predicted(stays, 80, 1.0)[1] > 0.9
-    late = predicted(stays, 100_000, 0.5)
-    assert late.tolist() == pytest.approx([1 / 3] * 3) and late.sum() == pytest.approx(1)
-    assert [state_of(Outcome(0, share)) for share in (0.0, 0.01, 0.5, 0.99, 1.0)] == [0, 1, 1, 1, 2]
-
-
-def test_what_is_forgotten_is_as_if_every_update_were_counted() -> None:
-    """The end of the count, at which the prior is put in place, changes nothing that can be seen."""
-    outcomes = [Outcome(0, 0.5), Outcome(1, 0.5)]
-    whole = of_all_sequences({1: 1, 2: 1}, 6, 0.01)
-    assert predicted(outcomes, 5, 0.01).tolist() == pytest.approx(whole, abs=1e-8)
-
-
 def test_a_history_remembers_the_last_outcomes_and_keeps_them_in_checkpoints() -> None:
     history, again = PromptHistory(), PromptHistory()
     for number in range(NUM_RECENT + 2):
@@ -87,22 +70,6 @@ def test_a_history_remembers_the_last_outcomes_and_keeps_them_in_checkpoints() -
     assert history["a"].recent == expected
     again.load_state_dict(history.state_dict())
     assert again["a"] == history["a"] and again["a"].recent[0].version == 6
-
-
-@pytest.mark.parametrize(("decay", "remembered"), [(1.0, None), (0.9, 51), (0.5, 8), (0.1, 3)])
-def test_as_many_visits_are_remembered_as_count(decay: float, remembered: int | None) -> None:
-    """With nothing forgotten the first of 60 visits counts as much as the last."""
-    rule = DynamicsPredictive(decay=decay)
-    chooser = PromptChooser(rule, 0, numbered(1))
-    outcomes = [Outcome(version, 0.5 if version < 20 else 1.0) for version in range(60)]
-    for number, (version, rate) in enumerate(outcomes):
-        chooser.history.note([Visit("train/0", number, [1.0, 0.0], round(2 * rate), 40, version)])
-        chooser.history.commit()
-        chooser.learn(["train/0"])
-    assert rule.num_recent == remembered
-    assert chooser.history["train/0"].recent == tuple(outcomes[0 if remembered is None else -remembered :])
-    chance = rule.chance(numbered(1)[0], chooser.history["train/0"], chooser.state)
-    assert chance == pytest.approx(predicted(outcomes, 60, decay)[1], abs=0.005)
 
 
 @dataclass
@@ -145,18 +112,6 @@ def test_ranks_share_the_largest_and_replacements_are_the_largest_of_those_that_
 
 def drawn_one(prompt: Prompt) -> tuple[str, int]:
     return prompt.prompt_id, prompt.visit
-
-
-def test_a_window_is_no_larger_than_all_prompts() -> None:
-    loader = PromptLoader(numbered(4), 3, chooser=PromptChooser(Table(candidates=100), 0))
-    for batch in itertools.islice(loader, 8):
-        assert len({name for name, _ in drawn(batch)}) == 3
-    assert loader.take_skipped() == 1
-
-
-def test_one_candidate_asks_as_if_there_were_no_rule() -> None:
-    plain = draw(PromptLoader(numbered(7), 2, seed=3), 9)
-    assert draw(PromptLoader(numbered(7), 2, seed=3, chooser=PromptChooser(DynamicsPredictive(1), 0)), 9) == plain
 
 
 def test_prompts_that_are_passed_in_part_are_asked_first_and_others_come_again() -> None:

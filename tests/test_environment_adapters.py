@@ -21,7 +21,6 @@ from test_environments import call, only, play, text_of, worker_of
 
 from lit_grpo.data import RowSource
 from lit_grpo.environments.adapters import OpenEnv, SkyRL, Taskset, TextArena
-from lit_grpo.environments.contract import make_kinds
 from lit_grpo.rewards.function import RewardFunction, RewardSpec
 from lit_grpo.types import Completion
 
@@ -71,17 +70,6 @@ def test_a_skyrl_gym_environment_is_one() -> None:
     assert rollout.turn_rewards == (0.125, 1.0) and [each.name for each in worker.rewards] == ["Higher"]
     assert rollout.completion.episode is not None and rollout.completion.episode.reward == 1.125
     assert HigherLower.closed == before + 1
-
-
-def test_an_episode_of_it_ends_at_its_own_limit() -> None:
-    completion = only(play(worker_of(Higher), lambda *_: "9", [ROW]))
-    assert len(completion.turns) == 3 and completion.finish_reason == "stop"
-    assert completion.episode is not None and completion.episode.reward == 0.375
-
-
-def test_a_turn_that_is_cut_off_is_no_step() -> None:
-    (group,) = play(worker_of(Higher, max_turns=3), lambda _, turn: "1" if not turn else "9" * 900, [ROW])
-    assert group.rollouts[0].turn_rewards == (0.125, 0.0)
 
 
 def test_a_prompt_that_is_changed_is_refused() -> None:
@@ -276,15 +264,6 @@ def test_a_server_of_openenv_on_loopback() -> None:
     assert [rollout.turn_rewards for rollout in groups[0].rollouts] == [(1.0, 1.0)] * 4
 
 
-def test_a_server_of_openenv_refuses_an_action_and_the_session_goes_on() -> None:
-    with adding_server() as environment:
-        worker = worker_of(environment)
-        (group,) = play(worker, lambda _, turn: "2" if turn else "two", [{"prompt": "Count."}])
-    (rollout,) = group.rollouts
-    assert rollout.turn_rewards == (0.0, 1.0, 1.0) and worker.metrics()["environments/failures"] == 0
-    assert "VALIDATION_ERROR" in said(rollout.completion)[1]["content"]
-
-
 # ---- TextArena ----------------------------------------------------------------------------------------
 
 
@@ -369,16 +348,6 @@ def test_games_with_one_seed_are_equal_whatever_else_is_played_and_leave_the_num
 def said(completion: Completion) -> list[dict[str, Any]]:
     assert completion.episode is not None
     return completion.episode.messages
-
-
-def test_a_game_that_is_cut_short_has_earned_nothing() -> None:
-    completion = only(play(worker_of(Die, max_turns=1), lambda *_: "[0]", [{"prompt": "Roll.", "seed": 5}]))
-    assert completion.episode is not None and completion.episode.reward == 0.0
-
-
-def test_rows_of_a_game_need_a_seed() -> None:
-    with pytest.raises(ValueError, match=r"has no column 'seed', which Die\.reset requires"):
-        make_kinds(Die, ())[None].check_columns({"prompt": "?"})
 
 
 def test_towers_of_hanoi_of_textarena() -> None:
@@ -634,19 +603,3 @@ def test_a_taskset_of_the_package_verifiers() -> None:
     ]
     answers = [[{"role": "assistant", "content": text}] for text in ("2", "3")]
     assert asyncio.run(tasks.reward(answers, [1, 1])) == [2.0, 0.0]
-
-
-def test_views_of_a_taskset_and_its_system_prompt_are_kept(tmp_path: Path) -> None:
-    taskset = sums_of_verifiers()
-    taskset.system_prompt = "Say a number."
-    rows = list(Taskset(taskset.take(9).shuffle(seed=0).skip(2)).rows())
-    assert len(rows) == 7 and [row["task"] for row in rows] == list(range(7))
-    asked = [row["prompt"][-1]["content"] for row in rows]
-    assert sorted(asked) != asked and all(row["prompt"][0]["content"] == "Say a number." for row in rows)
-
-
-def test_a_conversation_with_calls_is_a_trace_of_the_package() -> None:
-    tasks = Taskset(sums_of_verifiers(), most=1)
-    says: Callable[..., str] = lambda _, turn: call("double", n=4) * 2 if not turn else "1"  # noqa: E731
-    messages = said(only(play(worker_of(tools=[double]), says, list(tasks.rows()))))
-    assert asyncio.run(tasks.reward([messages], [0])) == [2.25]

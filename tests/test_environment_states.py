@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import threading
 from collections import deque
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -142,25 +141,6 @@ def test_a_later_state_that_cannot_be_kept_is_told_once_with_a_count(
     assert worker.metrics()["environments/unkept"] == 2
     assert buffer.unfinished
     worker.close()
-
-
-class Word(StrEnum):
-    MORE = "more"
-
-
-def test_a_text_of_a_class_of_its_own_becomes_text() -> None:
-    class Says(Counter):
-        def reset(self, **_: Any) -> str:
-            super().reset()
-            return Word.MORE
-
-        def count(self) -> str:
-            """Count."""
-            super().count()
-            return Word.MORE
-
-    episode = only(play(worker_of(Says), says, [{"prompt": "?"}])).episode
-    assert episode is not None and {type(message["content"]) for message in episode.messages} == {str}
 
 
 class Forgets(Counter):

@@ -69,11 +69,6 @@ def test_a_template_that_rewrites_earlier_turns_is_told_of() -> None:
     assert "differently after a user's answer and a user's answer to a turn with reasoning" in told
 
 
-def test_a_template_that_shows_no_tools_is_told_of() -> None:
-    (told,) = Chat(chat_tokenizer()).check(SCHEMAS, calls=True, responds=True)
-    assert "shows no tools" in told
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [

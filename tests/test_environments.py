@@ -21,10 +21,9 @@ from lit_grpo.checks import check_prompt_lengths
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments import EnvironmentFailed, Environments
 from lit_grpo.environments.plugin import Trajectories
-from lit_grpo.methods import make_plugins
 from lit_grpo.plugins import Answer, CannotGoOn, GroupBatch, Listener, fresh
 from lit_grpo.rewards import RewardRunner, TrainerState
-from lit_grpo.rewards.function import RewardFunction, check_names
+from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.inputs import Surroundings, group_inputs, rollout_inputs
 from lit_grpo.rollout import buffer as buffers
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
@@ -164,23 +163,6 @@ def test_the_environment_of_the_page_is_one(tmp_path: Path) -> None:
     assert [reward.name for reward in worker.rewards] == ["Guess"]
 
 
-def test_the_command_line_names_an_environment_in_one_word(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
-    (tmp_path / "my_env.py").write_text(page.split("```python\n")[1].split("```")[0])
-    plugins = make_plugins([f"environments:factory={tmp_path / 'my_env.py'}:Guess,max_turns=2"])
-    environments: Any = plugins["environments"]
-    worker = fresh(environments)
-    worker.prepare(chat_tokenizer(), {})
-    assert len(only(play(worker)).turns) == 2 and worker.kinds[None].name == "Guess"
-
-
-def test_what_was_sampled_is_learnt_from_and_what_was_observed_is_not() -> None:
-    completion = only(play(worker_of(Guess)))
-    learnt = chat_tokenizer().decode(completion.token_ids_T[completion.trained_T].tolist())
-    assert learnt == "".join(counting(completion.request, turn) + "<|im_end|>" for turn in range(4))
-    assert (completion.logprobs_T[~completion.trained_T] == 0).all()
-
-
 def test_async_tools_several_calls_of_a_turn_and_errors_are_answered_in_their_order() -> None:
     def says(request: Request, turn: int) -> str:
         calls = [call("peek"), call("guess", number=3), call("guess", number=3), call("fly"), call("guess", n=1)]
@@ -224,12 +206,6 @@ def test_turns_are_limited_and_what_is_cut_short_is_counted() -> None:
     assert worker.metrics()["environments/cut_short"] == 1
     short = SamplingParams(max_tokens=400, max_observed=60)
     assert len(only(play(worker_of(Guess), sampling=short)).turns) == 2
-
-
-def test_a_turn_without_an_end_is_the_last() -> None:
-    completion = only(play(worker_of(Guess), sampling=SamplingParams(max_tokens=60, max_observed=99)))
-    assert completion.finish_reason == "length" and completion.num_sampled == 60
-    assert completion.episode is not None and completion.episode.reward == 0.0
 
 
 class Talk:
@@ -325,12 +301,6 @@ def test_rewards_may_read_environments_alone() -> None:
     (group,) = play(worker_of(Guess), num_generations=2, listeners=[Rewarding(runner)])
     runner.close()
     assert [each.rewards for each in group.rollouts] == [{"tries": 3.0, "turns": 7.0}] * 2
-
-
-def test_only_a_rows_own_tools_are_shown() -> None:
-    worker = worker_of({"guess": Guess, "talk": Talk})
-    names = [[tool["function"]["name"] for tool in worker.tool_schemas(row)] for row in _rows("guess", "talk")]
-    assert names == [["guess", "peek"], []]
 
 
 def _rows(*names: str) -> list[dict[str, Any]]:
@@ -905,12 +875,6 @@ def test_environments_are_closed_once_they_have_been_scored() -> None:
     worker.close()
 
 
-def test_the_end_of_a_run_closes_environments() -> None:
-    worker = worker_of(Kept)
-    completion = only(play(worker))  # which closes the worker
-    assert completion.episode is not None and completion.episode.environment.closed
-
-
 def _until(so: Callable[[], bool]) -> None:
     end = time.monotonic() + 5
     while not so() and time.monotonic() < end:
@@ -1019,29 +983,6 @@ def test_an_environment_that_never_ends_is_cut_short_and_the_user_is_told_once(
     assert "cut short" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("told", "text"), [(None, "None"), ([1, {"a": 2}], "[1, {'a': 2}]"), (b"\xff", "b'\\xff'"), ("", "")]
-)
-def test_a_tool_that_returns_no_text_is_told_as_python_prints_it(told: Any, text: str) -> None:
-    def look() -> Any:
-        """Look."""
-        return told
-
-    says: Callable[..., str] = lambda _, turn: "Done." if turn else call("look")  # noqa: E731
-    completion = only(play(worker_of(tools=[look]), says, [{"prompt": "?"}]))
-    assert completion.episode is not None
-    assert completion.episode.messages[1] == {"role": "tool", "name": "look", "content": text}
-
-
-def test_a_reward_function_with_the_name_of_an_environments_is_refused() -> None:
-    def other(completions: Any) -> float:
-        return 0.0
-
-    (own,) = worker_of(Guess).rewards
-    with pytest.raises(ValueError, match=r"2 rewards have the name 'Guess' \(.+, .+\); set a name for each"):
-        check_names([RewardFunction.of(other, "Guess"), own])
-
-
 def test_answers_that_do_not_fit_in_the_context_are_refused_before_anything_is_sampled() -> None:
     (prompt,) = prompts_of(worker_of(Guess), [{"prompt": "Guess.", "number": 1}])
     sampling, room = SamplingParams(max_tokens=30, max_observed=40), 70 + len(prompt.token_ids)
@@ -1066,11 +1007,6 @@ def test_rows_that_an_environment_cannot_begin_with_are_refused(row: dict[str, A
 def test_a_row_that_names_no_environment_is_refused() -> None:
     with pytest.raises(UnusableRow, match="has 'chess' in column 'environment', which names none of the environments"):
         prompts_of(worker_of({"a": Guess}), _rows("chess"))
-
-
-def test_rows_need_no_prompt() -> None:
-    completion = only(play(worker_of(Guess), rows=[{"number": 3}]))
-    assert text_of(completion).startswith("<|im_start|>user\n It is below 10.<|im_end|>")
 
 
 # ---- an environment that is gone for good ---------------------------------------------------------------

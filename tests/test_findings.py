@@ -85,28 +85,10 @@ def test_nothing_is_said_where_no_reward_is_hacked(correct: list[float], format_
     assert not curves.findings() and not said
 
 
-def test_a_single_function_has_nothing_to_part_from() -> None:
-    curves, said = followed({"correct": ramp(0, 1)})
-    assert not curves.findings() and not said
-
-
-def test_a_function_of_weight_0_decides_too() -> None:
-    weights = {"correct": 0.0, "judge": 2.0}
-    (found,) = followed({"correct": ramp(0.2, 0.2), "judge": ramp(0, 1, seed=1)}, weights)[0].findings()
-    assert found.name == "reward hacking" and found.about == "judge"
-    assert not followed({"correct": ramp(0.2, 0.8), "judge": ramp(0, 1, seed=1)}, weights)[0].findings()
-
-
 def test_the_ceiling_is_that_of_the_rule_of_passing() -> None:
     curves = {"correct": ramp(0.5, 0.5), "format": ramp(0, 1, seed=1)}
     assert names(followed(curves)[0].findings()) == ["reward hacking"]
     assert not followed(curves, passes=PassRule("correct", 0.5))[0].findings()
-
-
-def test_all_functions_that_gave_much_of_it_are_named() -> None:
-    functions = {"correct": ramp(0.1, 0.1), "a": ramp(0, 1, seed=1), "b": ramp(0, 1, seed=2), "c": ramp(0, 0.1, seed=3)}
-    (found,) = followed(functions)[0].findings()
-    assert found.about == "a and b" and "Weigh `a` and `b` less" in found.sentence
 
 
 def test_a_run_whose_right_answers_come_later_is_no_longer_called_hacked() -> None:
@@ -136,12 +118,6 @@ def test_a_function_that_falls_while_another_rises_is_named() -> None:
     assert found.sentence.endswith("If `short` matters, weigh it more.")
 
 
-def test_a_penalty_that_grows_is_one_that_falls() -> None:
-    weights = {"correct": 1.0, "length": -0.1}
-    (found,) = followed({"correct": ramp(0.1, 0.8), "length": ramp(1, 3, seed=1)}, weights)[0].findings()
-    assert "`length`, whose weight is -0.1, rose from 1" in found.sentence
-
-
 # ---- noise ----------------------------------------------------------------------------------------------
 
 
@@ -160,18 +136,6 @@ def noise(kind: str, rng: np.random.Generator, updates: int) -> np.ndarray:
     for row in range(1, updates):
         values[row] = 0.5 * values[row - 1] + steps[row]
     return values
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["binary", "rare", "groups", "heavy", "alike"])
-def test_noise_is_hardly_ever_called_anything(kind: str) -> None:
-    rng, lengths = np.random.default_rng(0), (20, 30, 60, 150)
-    num_said = 0
-    for number in range(500):
-        curves = noise(kind, rng, lengths[number % len(lengths)]).T.tolist()
-        _, said = followed({"correct": curves[0], "format": curves[1]}, passes=PassRule("correct", 100.0))
-        num_said += bool(said)
-    assert num_said <= 5  # 1% of the runs, over all looks at each
 
 
 def test_a_hack_is_seen_through_noise_in_nearly_all_runs() -> None:
@@ -222,9 +186,3 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_unless_its_functions_are
     other = RewardCurves({"correct": 1.0, "format": 0.1}, CORRECT)
     other.load_state_dict(first.state_dict())
     assert other.num_rows == 0 and other.latest == {}
-
-
-def test_a_row_without_a_reward_is_left_out() -> None:
-    curves = RewardCurves({"correct": 1.0, "format": 1.0}, CORRECT)
-    curves.add({"reward": NAN, "rewards/correct/mean": NAN, "rewards/format/mean": NAN})
-    assert curves.num_rows == 0

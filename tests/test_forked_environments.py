@@ -206,12 +206,6 @@ def test_an_environment_that_cannot_be_restored_is_refused_where_something_forks
         session.check(RunFacts(4, 8, 64, 1, max_observed=64), [])
 
 
-def test_an_environment_that_can_be_restored_goes_with_forks() -> None:
-    RolloutSession(make_plugins([{"environments": {"factory": Counting, "tools": [add]}}, "arpo"])).check(
-        RunFacts(4, 8, 64, 1, max_observed=64), []
-    )
-
-
 class FailsOnce(Counting):
     """Fails after the first guess of its first attempt."""
 

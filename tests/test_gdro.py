@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 
-import numpy as np
 import pytest
 
 from lit_grpo.budgets.history import Outcome, Record
@@ -74,12 +73,6 @@ def test_a_rare_group_counts_as_much_as_a_frequent_one_and_a_first_visit_nothing
     assert PromptChooser(rule, 0).metrics() == {"prompts/loss_of_bin/0": -1.0, "prompts/loss_of_bin/1": -1.0}
 
 
-def test_exploration_of_one_asks_all() -> None:
-    rule = PromptGDRO(exploration=1.0)
-    state = rule.learn(rule.begin([]), [], [visited(0.0, 0.0), visited(1.0, 1.0)])
-    assert [rule.chance(PROMPT, visited(rate), state) for rate in (0.0, 1.0)] == [1.0, 1.0]
-
-
 def noise(rates: list[float], counts: tuple[int, ...] | list[int], bins: int) -> float:
     """``sum of v / n`` over prompts, each with the variance of its group's mean rate."""
     groups = [min(math.floor(rate * bins), bins - 1) for rate in rates]
@@ -105,17 +98,3 @@ def test_a_division_has_the_least_noise_of_all(seed: int) -> None:
     )
     best = min(noise(rates, each, bins) for each in divisions)
     assert noise(rates, counts, bins) == pytest.approx(best, rel=1e-9, abs=1e-12)
-
-
-def test_counts_go_with_the_root_of_the_variance() -> None:
-    """Eq. 30: in proportion to sqrt(v), here 1/2 to 3/10 to 1/5 of variances 1/4, 9/100 and 1/25."""
-    rates = [0.5, 0.1, 0.5 - math.sqrt(0.21)]
-    counts = np.array(RolloutGDRO(budget=10_000).first([Record(1, pass_rate=rate) for rate in rates], 8))
-    assert counts / counts.sum() == pytest.approx(np.array([0.5, 0.3, 0.2]), abs=1e-3)
-
-
-def test_prompts_that_are_alike_or_new_get_as_many_each() -> None:
-    for rates in ([0.3] * 4, [0.0] * 4, [1.0] * 4):
-        assert RolloutGDRO().first([Record(1, pass_rate=rate) for rate in rates], 6) == [6] * 4
-    assert RolloutGDRO().first([Record()] * 3, 6) == [6] * 3
-    assert RolloutGDRO(bins=1).first([Record(1, pass_rate=rate) for rate in (0.1, 0.5, 0.9)], 6) == [6] * 3

@@ -31,41 +31,12 @@ def group(*rollouts: Rollout) -> RolloutGroup:
     return RolloutGroup(PROMPT, list(rollouts))
 
 
-def test_the_state_of_a_turn_is_what_was_observed_right_before_it() -> None:
-    assert states(episode(0, 1.0, [START, DOOR, KEY], ()).completion) == [START, DOOR, KEY]
-    cut = Completion(Request(PROMPT, (0,), SamplingParams()), [3, 4, 5, 6], [0.0] * 4, [0, 1, OBSERVED, 1], "stop")
-    assert states(cut) == [(), (5,)]  # two versions of one turn
-
-
-def test_turns_are_compared_with_those_that_began_in_the_same_state() -> None:
-    first = episode(0, 1.0, [START, DOOR], [2.0, 2.0])  # returns 4 and 2
-    second = episode(1, 0.0, [START, DOOR], [-3.0, 4.0])  # returns 1 and 4
-    third = episode(2, 0.0, [START, KEY], [-3.0, 4.0])  # returns 1 and 4
-    credit = GiGPO(gamma=1.0).credit(group(first, second, third), [0.5, -0.25, -0.25])
-    assert credit == [[0.5 + 2, 0.5 - 1], [-0.25 - 1, -0.25 + 1], [-0.25 - 1, -0.25]]
-    halved = GiGPO(weight=0.5, gamma=1.0).credit(group(first, second, third), [0.5, -0.25, -0.25])
-    assert halved == [[0.5 + 1, 0.5 - 0.5], [-0.25 - 0.5, -0.25 + 0.5], [-0.25 - 0.5, -0.25]]
-
-
-def test_scaled_turns_are_divided_by_the_deviations_of_those_compared() -> None:
-    members = [episode(n, 0.0, [START], [value]) for n, value in enumerate((4.0, 1.0, 1.0))]
-    credit = GiGPO(scale=True).credit(group(*members), [0.0, 0.0, 0.0])
-    start = math.sqrt(3.0) + 1e-4
-    assert [value for (value,) in credit] == pytest.approx([2 / start, -1 / start, -1 / start])
-
-
 def test_an_episode_without_a_reward_takes_no_part() -> None:
     members = [
         episode(n, reward, [START], [value]) for n, (reward, value) in enumerate([(1, 4), (math.nan, 9), (0, 2)])
     ]
     first, _, third = GiGPO().credit(group(*members), [0.5, math.nan, -0.5])
     assert (first, third) == ([0.5 + 1], [-0.5 - 1])
-
-
-def test_without_rewards_of_turns_the_last_turn_has_that_of_the_rollout() -> None:
-    members = [episode(0, 1.0, [START, DOOR], ()), episode(1, 0.0, [START, DOOR], ())]
-    credit = GiGPO(gamma=0.5).credit(group(*members), [0.0, 0.0])
-    assert credit == [[0.25, 0.5], [-0.25, -0.5]]
 
 
 @pytest.mark.parametrize("seed", range(5))

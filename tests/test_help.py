@@ -1,6 +1,5 @@
 """The help of a field: its type in short, and its first sentence."""
 
-import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -65,9 +64,3 @@ def test_the_help_of_a_group_or_a_field_is_asked_for_as_that_of_a_class(
         parsers()["fit"].parse_args([asked])
     said = capsys.readouterr().out
     assert shown in said and "usage" not in said
-
-
-def test_the_help_of_fit_has_whole_sentences_and_says_how_a_run_ends() -> None:
-    text = HELP.read_text()
-    assert "  --trainer.max_steps int = -1\n" in text and "--trainer.max_epochs" not in text
-    assert not re.findall(r"[^.] \.\.\.$", text, re.MULTILINE)

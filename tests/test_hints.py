@@ -103,12 +103,6 @@ def test_a_visit_without_a_reward_moves_nothing() -> None:
     assert hint_record(hint_visit([0.0]), hint_visit([NAN])).num_unsolved == 1
 
 
-def test_what_is_replayed_counts_at_its_own_visit_alone() -> None:
-    group = group_of([0.0, 1.0])
-    group.rollouts[1].replayed = True
-    assert fresh(Hint()).visit_of(group, PassRule("one")) == HintVisit("train/0", 0.0, [0.0], 0)
-
-
 def test_visits_with_a_hint_leave_all_else_that_is_known_of_a_prompt() -> None:
     plain = [visit([0.0, 0.0]), visit([0.5, 0.5]), visit([0.0, 1.0, 0.5])]
     among = [plain[0], visit([1.0, 0.0], 0.5), visit([1.0, 1.0], 0.25), plain[1], visit([0.0] * 3, 0.7), plain[2]]
@@ -164,13 +158,6 @@ def test_dcpo_standardises_a_visit_with_a_hint_by_itself() -> None:
     assert advantages(rewards_R, [False, False])[:3] != pytest.approx(own)
     assert advantages(rewards_R, [True, False])[3:] == advantages(second, [], 1)  # as if the other had not been
     assert advantages(rewards_R, [False, True])[:3] == advantages(first, [], 1)
-
-
-def test_groups_tell_history_and_advantages_that_their_prompt_was_altered() -> None:
-    groups = [group_of([1.0, 0.0], 0.5, "a"), group_of([1.0, 0.0], name="b")]
-    rewards = GroupRewards.of(groups, ["one"])
-    assert [each.altered for each in rewards.visits(groups, PassRule("one"), 0)] == [True, False]
-    assert GroupRewards.concatenate([rewards, rewards]).altered == [True, False, True, False]
 
 
 def test_metrics_tell_rewards_with_and_without_a_hint_apart() -> None:
@@ -283,24 +270,6 @@ def test_a_strategy_stands_in_front_of_the_question(tokenizer: str, chat_tokeniz
     assert chat[0].messages is not None and chat[0].messages[-1]["content"] == "name c" and turns[-1]["content"] == "c"
     goes_on = data_of(chat_tokenizer, "reference_hint:column=plan", [{"prompt": turns, "plan": "go on"}], batch_size=1)
     assert drawn(goes_on, failed, 1)[0].text == "b a#a b#b c#a go"
-
-
-@dataclass
-class InTiers(Hint):
-    """A user's own: says more, the larger the share."""
-
-    words: str = "deep"
-
-    def text(self, prompt: Prompt, share: float) -> str:
-        return f"{self.words if share > 0.5 else 'mild'} {prompt.columns['plan']} "
-
-
-def test_a_hint_of_ones_own_is_a_class_path(tokenizer: str) -> None:
-    data = data_of(tokenizer, f"{__name__}.InTiers:words=kindle,after=2")
-    known = {"train/0": FAILED, "train/1": HintRecord(num_unsolved=2), "train/2": HintRecord(share=0.5)}
-    texts = [prompt.text for prompt in drawn(data, known)]
-    assert texts[:4] == ["0+0=", "mild add 1+1=", "kindle add 2+2=", "3+3="]
-    assert [prompt.text for prompt in data.rewritten] == ["kindle add 0+0="] * 2
 
 
 @pytest.mark.parametrize("limit", range(4, 14))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.layouts import TIGHT, Blocks, Pieces, piece_sizes, prompt_room, smallest_budget
+from lit_grpo.scheduling.layouts import TIGHT, Blocks, Pieces, piece_sizes, smallest_budget
 
 
 @pytest.mark.parametrize("max_tokens", [1, 63, 64, 65, 200, 1000, 4096, 100_000])
@@ -28,29 +28,10 @@ def test_tight_pieces_hold_little_that_is_not_used(max_tokens: int) -> None:
         assert sum(sizes[: number + 1]) < 5 / 4 * held + 32
 
 
-@pytest.mark.parametrize(("num_tokens", "room"), [(1, 16), (16, 16), (17, 32), (128, 128), (129, 160), (1024, 1024)])
-def test_a_prompt_takes_its_length_rounded_up(num_tokens: int, room: int) -> None:
-    assert prompt_room(num_tokens) == room
-
-
-def test_a_long_prompt_takes_less_than_a_quarter_more() -> None:
-    assert all(count <= prompt_room(count) < 1.25 * count for count in range(64, 20_000))
-
-
 def test_the_smallest_budget_is_a_prompt_and_a_whole_completion() -> None:
     assert smallest_budget(Pieces(), 17, 100) == 32 + 100
     assert smallest_budget(Blocks(16), 17, 100) == 16 + 112  # 117 tokens in 8 blocks, of which the prompt fills one
     assert smallest_budget(Blocks(), 17, 100) == 117
-
-
-def test_pieces_count_those_that_are_begun() -> None:
-    tokens, limits = np.array([1, 64, 65, 200]), np.array([400, 400, 400, 200])
-    assert Pieces().completion(np.zeros(4), tokens, limits).tolist() == [64, 64, 192, 200]
-    grid = np.stack([tokens, tokens + 128])
-    assert Pieces().completion(np.zeros(4), grid, np.full(4, 400)).tolist() == [
-        [64, 64, 192, 400],
-        [192, 192, 400, 400],
-    ]
 
 
 def test_blocks_are_shared_where_a_prompt_fills_them() -> None:

@@ -13,7 +13,6 @@ from conftest import random_policy
 from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout, random_groups
 
 from lit_grpo.methods.entropy_target import EntropyTarget
-from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.plugins import fresh
 from lit_grpo.ranks import Ranks
@@ -166,21 +165,6 @@ def reference_gradient(
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
 
-def test_learning_from_a_selection_is_learning_from_groups_of_those_alone() -> None:
-    groups = ragged_groups()
-    learner, steps = make_learner(plugins=[MaxVariance(2)], max_tokens_per_micro_batch=20)
-    logs = learner.learn(groups)
-    chosen = [
-        RolloutGroup(group.prompt, [rollout for rollout in group.rollouts if not math.isnan(rollout.advantage)])
-        for group in groups
-    ]
-    assert [[rollout.reward for rollout in group.rollouts] for group in chosen] == [[1.0, 0.0], [0.0, 1.0], []]
-    alone, steps_alone = make_learner(max_tokens_per_micro_batch=20)
-    expected = alone.learn(chosen)
-    assert float((steps.gradients[0] - steps_alone.gradients[0]).norm() / steps.gradients[0].norm()) < 1e-9
-    assert logs["update/tokens"] == expected["update/tokens"] and logs["advantages/std"] == expected["advantages/std"]
-
-
 @pytest.mark.parametrize("shares_prefix", [True, False])
 @pytest.mark.parametrize("name", ["dapo", "grpo", "gspo", "turn"])
 def test_groups_of_five_three_and_no_members_train_to_the_gradient_of_the_formula(
@@ -273,14 +257,6 @@ def test_a_batch_of_a_group_of_one_and_one_of_none_is_finite(estimator: Any) -> 
     rollout_logs = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 4, Ranks())
     assert rollout_logs["frac_no_rollout"] == 0.5 and rollout_logs["frac_reward_zero_std"] == 1.0
     assert all(math.isfinite(value) for value in rollout_logs.values())
-
-
-def test_staleness_is_of_sampled_tokens_alone() -> None:
-    groups = ragged_groups()
-    logs = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 3, Ranks())
-    versions = [v for g in groups for r in g.rollouts for v in r.completion.versions_T.tolist() if v != OBSERVED]
-    assert logs["staleness/mean"] == pytest.approx(3 - statistics.fmean(versions))
-    assert logs["staleness/max"] == 3.0
 
 
 def test_a_batch_without_any_rollout_is_learnt_from_without_a_word() -> None:

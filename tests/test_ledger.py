@@ -85,10 +85,6 @@ def test_a_request_is_admitted_exactly_where_every_step_to_come_fits() -> None:
     assert min(decided.values()) > 40
 
 
-def test_anything_fits_where_nothing_decodes() -> None:
-    assert len(make(2, Told({("a", 0, (0,)): 400}), 10, request(0)).admit(1)) == 1
-
-
 def test_what_was_refused_is_asked_for_again_once_something_has_left_or_some_steps_later() -> None:
     first, second = request(0), request(1)
     ledger = make(2, NoLengths(), 500, first, second)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -111,23 +110,6 @@ def test_worthless_features_are_not_informative() -> None:
     assert abs(predictor.metrics()["lengths/spearman_at_0"]) < 0.3
 
 
-def test_worthless_features_do_not_spoil_the_history() -> None:
-    with_them, without = train(LengthPredictor(), 16, worthless), train(LengthPredictor(), 16, None)
-    assert with_them > without - 0.02
-
-
-def test_a_few_completions_are_not_enough_to_be_informative() -> None:
-    predictor = LengthPredictor()
-    for visit in range(3):
-        jobs = jobs_of(4, 4, visit)
-        predictor.begin(jobs)
-        for job in jobs:
-            predictor.finish(job, 10 ** (1 + int(job.key[0][1:]) % 3))
-        predictor.end(commit=True)
-    assert predictor.metrics()["lengths/spearman_at_0"] > 0.5
-    assert not predictor.informative
-
-
 def test_a_completion_that_goes_on_is_expected_to_be_longer_than_it_is() -> None:
     predictor = LengthPredictor()
     train(predictor, 4, None)
@@ -156,17 +138,6 @@ def test_what_is_left_of_exponential_lengths_stays_the_same() -> None:
     decoded = np.array([0, 100, 200, 400])
     predictor.progress({job.key: tokens for job, tokens in zip(jobs, decoded.tolist(), strict=True)})
     assert predictor.estimate(jobs) - decoded == pytest.approx(np.full(4, 200.0), rel=0.12)
-
-
-def test_what_siblings_have_done_says_nothing_of_those_that_wait() -> None:
-    predictor = LengthPredictor()
-    train(predictor, 4, None, new_prompts=True)
-    jobs = jobs_of(2, 8, 9)
-    predictor.begin(jobs)
-    before = predictor.estimate(jobs)
-    for job in jobs[:4]:
-        predictor.finish(job, 5)
-    assert predictor.estimate(jobs)[4:].tolist() == before[4:].tolist()
 
 
 def test_revision_changes_when_estimates_of_waiting_jobs_do() -> None:
@@ -215,25 +186,6 @@ def test_the_state_of_a_predictor_is_plain_and_brings_back_its_estimates() -> No
 def test_the_state_of_other_points_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has .*'points': \[0, 8, 32, 64\]"):
         LengthPredictor(points=(0, 16)).load_state_dict(LengthPredictor().state_dict())
-
-
-def test_the_order_of_rows_changes_nothing() -> None:
-    estimates = []
-    for seed in (None, 1):
-        predictor, rng = LengthPredictor(), np.random.default_rng(0)
-        for visit in range(4):
-            jobs, features = jobs_of(8, 4, visit), rng.normal(size=(32, 100))
-            order = np.arange(32) if seed is None else np.random.default_rng(seed).permutation(32)
-            predictor.begin(jobs)
-            for start in (0, 8):
-                predictor.observe([jobs[row].key for row in order], start, features[order] + start)
-            for row in order.tolist():
-                predictor.finish(jobs[row], 10 + 3 * row)
-            predictor.end(commit=True)
-        predictor.begin(jobs_of(8, 4, 9))
-        predictor.observe([job.key for job in jobs_of(8, 4, 9)], 0, np.ones((32, 100)))
-        estimates.append(predictor.estimate(jobs_of(8, 4, 9)))
-    assert estimates[0] == pytest.approx(estimates[1], rel=1e-4)
 
 
 def test_rows_that_are_not_finite_are_ignored_and_counted() -> None:
@@ -342,20 +294,6 @@ def test_completions_that_a_rollout_leaves_unfinished_are_not_taken_for_short_on
     assert cut.estimate(jobs)[0] == pytest.approx(whole.estimate(jobs)[0], rel=0.25)
 
 
-def test_rollouts_of_a_single_completion_are_learnt_too() -> None:
-    predictor = LengthPredictor(points=(0, 8))
-    for visit in range(3):
-        (job,) = jobs_of(1, 1, visit)
-        predictor.begin([job])
-        for point in (0, 8):
-            predictor.observe([job.key], point, np.ones((1, 4)))
-        predictor.finish(job, 40)
-        predictor.end(commit=True)
-    (job,) = jobs_of(1, 1, 3)
-    predictor.begin([job])
-    assert predictor.estimate([job])[0] == pytest.approx(40, rel=0.1)
-
-
 def own_ways(predictor: LengthPredictor, visits: int, last: bool = False) -> tuple[list[Job], np.ndarray]:
     """Show rollouts whose completions tell their own lengths after 8 tokens; the last up to then only, if ``last``."""
     rng, jobs, actual = np.random.default_rng(0), [], np.empty(0)
@@ -400,14 +338,6 @@ def test_the_outcome_has_what_was_foretold_at_each_point() -> None:
     assert outcome.groups.tolist() == np.repeat(np.arange(16), 8).tolist()
 
 
-def test_there_is_no_outcome_of_a_rollout_that_has_ended_or_of_a_first() -> None:
-    predictor = LengthPredictor(points=(0, 8))
-    own_ways(predictor, 1, last=True)
-    assert np.isnan(predictor.outcome().said).all()
-    predictor.end(commit=True)
-    assert predictor.outcome().said.shape == (0, 2)
-
-
 def test_what_is_told_late_is_said_with_what_was_known_at_its_point() -> None:
     said = []
     for late in (False, True):
@@ -438,19 +368,6 @@ def test_what_is_learnt_of_rollouts_is_bounded() -> None:
         predictor.end(commit=True)
         sizes.append(len(json.dumps(predictor.state_dict())))
     assert sizes[-1] < 1.1 * sizes[9]
-
-
-def test_a_hundred_thousand_jobs_are_estimated_in_under_a_second() -> None:
-    predictor = LengthPredictor()
-    train(predictor, 6, None)
-    jobs = [Job((f"/p{number // 16}", 9, (number % 16,)), 5, 500) for number in range(100_000)]
-    predictor.begin(jobs)
-    elapsed = []
-    for _ in range(3):
-        start = time.process_time()  # not the clock's: other processes take time as well
-        predictor.estimate(jobs)
-        elapsed.append(time.process_time() - start)
-    assert min(elapsed) < 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from benchmarks.rollouts import Stepped
 from lit_grpo.plugins import Answer, Listener, ObservationPoint, Plugin, fresh
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.buffer import RolloutBuffer
-from lit_grpo.rollout.generator import Capacity, Generator, Observation, StepEvents
+from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
 from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import Leftovers, ReleaseRule
@@ -145,10 +145,6 @@ LENGTHS = {"a": [9, 1, 4], "b": [1, 1, 1], "c": [2, 7, 3]}
 SAMPLING = SamplingParams(max_tokens=9)
 
 
-def test_the_fake_is_a_generator() -> None:
-    assert isinstance(FakeGenerator(1, {}), Generator)
-
-
 @pytest.mark.parametrize("slots", [1, 2, 4, 64])
 def test_groups_are_whole_and_in_the_order_of_prompts_and_samples(slots: int) -> None:
     generator = FakeGenerator(slots, LENGTHS)
@@ -180,14 +176,6 @@ def test_every_request_is_admitted_once_and_slots_are_refilled_at_every_step() -
     assert stats.num_tokens == 29
 
 
-def test_a_prompt_is_released_when_its_last_sample_is_admitted() -> None:
-    generator = FakeGenerator(2, LENGTHS)
-    controller(generator).collect(prompts("a", "b"), 3, SAMPLING, seed=0)
-    events = [(what, keys) for what, keys in generator.log if keys]
-    assert events[:3] == [("submit", [("a", 0), ("a", 1)]), ("submit", [("a", 2)]), ("release", ["a"])]
-    assert events[-2:] == [("submit", [("b", 2)]), ("release", ["b"])]
-
-
 def test_a_group_is_rewarded_when_it_is_whole_while_others_still_decode() -> None:
     generator = FakeGenerator(3, LENGTHS)
     rewards = FakeRewards(generator)
@@ -196,12 +184,6 @@ def test_a_group_is_rewarded_when_it_is_whole_while_others_still_decode() -> Non
     assert rewards.submitted[0][1] > 0
     assert rewards.num_gathered == 1
     assert [rollout.reward for rollout in groups[0].rollouts] == [0.0, 1.0, 2.0]
-
-
-def test_without_rewards_they_stay_open() -> None:
-    groups, stats = controller(FakeGenerator(3, LENGTHS)).collect(prompts("b"), 3, SAMPLING, seed=0)
-    assert all(rollout.reward != rollout.reward and rollout.rewards == {} for rollout in groups[0].rollouts)
-    assert stats.reward_wait_s >= 0
 
 
 def test_an_interrupt_aborts_what_is_in_flight_and_the_next_rollout_is_complete() -> None:
@@ -271,11 +253,6 @@ def test_bubble_ratio_is_the_share_of_slot_steps_without_a_completion(monkeypatc
     assert 0.25 < metrics["perf/bubble_ratio"] < 0.5
     assert metrics["rollout/steps"] == 4 and metrics["rollout/tokens"] == 6
     assert metrics["time/rollout_s"] > 4
-
-
-def test_bubble_ratio_of_nothing_is_zero() -> None:
-    groups, stats = controller(FakeGenerator(2, {})).collect([], 3, SAMPLING, seed=0)
-    assert groups == [] and stats.bubble_ratio == 0.0 and stats.num_steps == 0
 
 
 def test_a_display_hears_of_the_tokens_of_each_step() -> None:

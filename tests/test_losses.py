@@ -31,35 +31,6 @@ def objective(
     return loss_N.tolist(), logprobs_N.grad.tolist(), metrics
 
 
-def test_a_good_token_gains_up_to_the_upper_bound_and_no_further() -> None:
-    losses, gradients, _ = objective(RATIOS, advantage=2.0)
-    assert losses == pytest.approx([-1.0, -1.8, -2.0, -2.2, -2.4])
-    assert gradients == pytest.approx([-1.0, -1.8, -2.0, -2.2, 0.0])
-    assert gradients[-1] == 0
-
-
-def test_a_bad_token_is_pushed_down_to_the_lower_bound_and_no_further() -> None:
-    losses, gradients, _ = objective(RATIOS, advantage=-2.0)
-    assert losses == pytest.approx([1.6, 1.8, 2.0, 2.2, 3.0])
-    assert gradients == pytest.approx([0.0, 1.8, 2.0, 2.2, 3.0])
-    assert gradients[0] == 0
-
-
-def test_a_higher_upper_bound_clips_later() -> None:
-    losses, gradients, metrics = objective((0.5, 1.25, 1.4), advantage=1.0, epsilon=0.2, epsilon_high=0.3)
-    assert losses == pytest.approx([-0.5, -1.25, -1.3])
-    assert gradients == pytest.approx([-0.5, -1.25, 0.0])
-    assert metrics["clip_ratio/high"].tolist() == [0, 0, 1]
-    losses, gradients, metrics = objective((0.5, 0.75, 1.4), advantage=-1.0, epsilon=0.2, epsilon_high=0.3)
-    assert losses == pytest.approx([0.8, 0.8, 1.4])
-    assert gradients == pytest.approx([0.0, 0.0, 1.4])
-    assert metrics["clip_ratio/low"].tolist() == [1, 1, 0]
-
-
-def test_without_room_every_change_in_the_right_direction_is_clipped() -> None:
-    assert objective((0.9, 1.1), advantage=1.0, epsilon=0.0, epsilon_high=0.0)[1] == pytest.approx([-0.9, 0.0])
-
-
 def test_metrics_tell_which_tokens_were_clipped_and_by_how_much_they_moved() -> None:
     good, bad = objective(RATIOS, advantage=2.0)[2], objective(RATIOS, advantage=-2.0)[2]
     assert good["clip_ratio/high"].tolist() == [0, 0, 0, 0, 1]
@@ -97,31 +68,11 @@ def test_token_weights_of_a_whole_step_sum_to_one(normalization: Normalization) 
     assert float((weights_C * lengths_C).sum()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
-def test_token_weights_of_nothing_are_empty_and_of_an_empty_row_finite(normalization: Normalization) -> None:
-    nothing = StepTotals(num_tokens=0, num_sequences=0, max_tokens=16)
-    assert token_weights(torch.tensor([], dtype=torch.int64), nothing, normalization).tolist() == []
-    assert token_weights(torch.tensor([0]), nothing, normalization).isfinite().all()
-
-
 def test_k3_is_zero_where_the_models_agree_and_positive_elsewhere() -> None:
     logprobs_N = torch.tensor([-1.0, -1.0, -1.0])
     reference_N = logprobs_N + torch.tensor([0.0, math.log(2), -math.log(2)])
     # 2 - ln 2 - 1 and 1/2 + ln 2 - 1
     assert k3(logprobs_N, reference_N).tolist() == pytest.approx([0.0, 0.30685282, 0.19314718])
-
-
-def test_k3_pulls_the_policy_towards_the_reference() -> None:
-    logprobs_N = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    k3(logprobs_N, torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(2)])).sum().backward()
-    assert logprobs_N.grad is not None
-    assert logprobs_N.grad.tolist() == pytest.approx([0.0, -1.0, 0.5])  # 1 - reference / policy
-
-
-def test_k3_is_an_unbiased_estimate_of_the_divergence() -> None:
-    policy_V, reference_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    estimate = (policy_V * k3(policy_V.log(), reference_V.log())).sum()
-    assert float(estimate) == pytest.approx(float((policy_V * (policy_V / reference_V).log()).sum()))
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hand_made import make_module
 
-from lit_grpo.methods.majority_vote import MajorityVote, majority
+from lit_grpo.methods.majority_vote import MajorityVote
 from lit_grpo.plugins import fresh
 from lit_grpo.rewards import exact_match
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.inputs import Surroundings, TrainerState
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages.functions import group_advantages
 
 
 class Scored:
@@ -47,14 +42,6 @@ def test_the_answer_of_most_is_rewarded() -> None:
     assert scored.extra == [{"majority_label": "4"}] * 5
 
 
-def test_answers_are_what_a_pattern_finds_last_and_none_has_no_vote() -> None:
-    texts = ["it is #1, no, #2", "#2", "three", "four", "five", "#"]
-    scored = Scored(texts, pattern=r"#(\d*)")
-    assert scored.values == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert scored.metrics["majority/share"] == pytest.approx(2 / 6)
-    assert Scored(texts, pattern=r"#(\d*)", messages=True).values == scored.values
-
-
 @pytest.mark.parametrize(
     ("texts", "fields", "share"),
     [
@@ -68,10 +55,6 @@ def test_without_a_majority_the_reward_says_nothing(texts: list[str], fields: di
     scored = Scored(texts, truth="1", **fields)
     assert scored.values == [None] * len(texts)
     assert scored.metrics == {"majority/share": share, "majority/labelled": 0.0}
-
-
-def test_a_share_that_is_reached_is_enough() -> None:
-    assert Scored(["1", "1", "2", "3"], least_share=0.5).values == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("texts", [["7", "7", "8"], ["7"], ["7", "7"], ["7", "x", "7", "y", "z"]])
@@ -88,35 +71,6 @@ def test_where_the_majority_is_wrong_the_figures_say_so() -> None:
     lucky = Scored(["1", "1", "2", "3", "4", "5"], truth="9")
     assert lucky.values == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]  # four of six are given as the true answer would have them
     assert lucky.metrics["majority/reward_right"] == pytest.approx(4 / 6)
-
-
-def expected_step(chance: float, size: int = 5) -> float:
-    """How the logit of the right one of two answers moves on average: over all groups, each by its probability."""
-    total = 0.0
-    for group in itertools.product((True, False), repeat=size):
-        values = Scored(["right" if is_right else "wrong" for is_right in group], truth="right").values
-        advantages = group_advantages(torch.tensor(values, dtype=torch.float64), torch.zeros(size).long(), "none")
-        scores = [(1 - chance) if is_right else -chance for is_right in group]  # of a sigmoid's logit
-        weight = math.prod(chance if is_right else 1 - chance for is_right in group)
-        total += weight * sum(a * s for a, s in zip(advantages.tolist(), scores, strict=True)) / size
-    return total
-
-
-def test_a_right_answer_is_learnt_where_it_is_more_likely_than_a_half_and_unlearnt_where_it_is_less() -> None:
-    steps = {chance: expected_step(chance) for chance in (0.1, 0.3, 0.45, 0.55, 0.7, 0.9)}
-    assert all((step > 0) == (chance > 0.5) for chance, step in steps.items())
-    assert steps[0.3] == pytest.approx(-steps[0.7])
-    assert expected_step(0.5) == pytest.approx(0.0, abs=1e-12)
-
-
-def test_majorities_by_brute_force() -> None:
-    for answers in itertools.product(("a", "b", "c", None), repeat=4):
-        counts = Counter(each for each in answers if each)
-        best = [answer for answer, count in counts.items() if count == max(counts.values())]
-        assert majority(answers) == (
-            best[0] if len(best) == 1 else None,
-            max(counts.values(), default=0) / 4,
-        )
 
 
 def test_a_module_is_scored_by_it_too() -> None:

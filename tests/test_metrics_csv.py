@@ -28,15 +28,6 @@ def test_all_that_is_logged_at_a_step_stands_in_one_row(tmp_path: Path) -> None:
     ]
 
 
-def test_file_is_complete_after_every_call(tmp_path: Path) -> None:
-    log = MetricsCSV(tmp_path / "metrics.csv")
-    for step in range(5):
-        log.log_metrics({"reward": float(step)}, step=step)
-        log.log_metrics({"loss": -float(step)}, step=step)
-        assert read(log.path)[-1] == {"step": str(step), "reward": str(float(step)), "loss": str(-float(step))}
-        assert len(read(log.path)) == step + 1
-
-
 def test_resumed_run_replaces_the_rows_that_it_logs_again(tmp_path: Path) -> None:
     first = MetricsCSV(tmp_path / "metrics.csv")
     for step in range(4):

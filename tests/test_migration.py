@@ -75,14 +75,6 @@ def test_the_page_is_made_of_the_table() -> None:
     assert PAGE.read_text() == migration_page()
 
 
-def test_a_note_of_the_page_does_not_begin_with_the_field_beside_it() -> None:
-    lines = [line for line in migration_page().splitlines() if line.startswith("| `")]
-    rows = [[cell.strip(" `") for cell in line.split("|")] for line in lines]
-    notes = {tuple(row[1:3]): row[3] for row in rows if len(row) == 5}
-    assert notes["adam_beta1", "model.optimizer.betas"] == "the first" and notes["project", "run.wandb_project"] == ""
-    assert not [row for row, note in notes.items() if note.startswith(row[1])]
-
-
 def test_batches_keep_their_completions_and_steps() -> None:
     config = convert(
         per_device_train_batch_size=4, gradient_accumulation_steps=8, num_generations=8, steps_per_generation=16
@@ -153,11 +145,6 @@ def test_validation_on_the_training_rows_is_refused_with_the_remedy(tmp_path: Pa
     with pytest.raises(ValueError, match="would be the training rows"):
         convert(dataset_test_split="train", eval_strategy="steps")
     assert convert(eval_strategy="steps")["data"]["validation"]["init_args"]["split"] == "test"
-
-
-def test_notes_are_of_values_that_differ_from_the_defaults() -> None:
-    notes = convert_trl(LEAST | {"logging_steps": 10, "vllm_mode": "colocate", "save_total_limit": 2}).notes
-    assert [note.partition(":")[0] for note in notes] == ["dataset_name", "reward_funcs", "save_total_limit"]
 
 
 def test_every_field_of_a_group_that_is_named_is_one_of_ours() -> None:

@@ -57,22 +57,6 @@ def test_a_mode_has_to_go_with_the_updates() -> None:
         plugin("chunked:tokens_per_update=16").check(RunFacts(2, 2, 16, 1))
 
 
-def test_what_may_be_open_follows_from_how_old_it_may_be() -> None:
-    assert plugin("asynchronous:max_staleness=4").num_wanted(3, 4) == 17
-    assert plugin("periodic").num_wanted(0, 4) == 4 and not plugin("periodic").carries
-    plugin("periodic").check(RunFacts(2, 2, 16, 1))
-
-
-def test_a_mode_says_what_it_needs_and_what_it_changes() -> None:
-    periodic, asynchronous, april, sortedrl = (
-        plugin(name).requirement(name) for name in ("periodic", "asynchronous", "april", "sortedrl")
-    )
-    assert not periodic.needs and asynchronous.needs == april.needs == {"prompt_stream"}
-    assert april.changes.keys() == periodic.changes.keys() == {"whole_rollouts"} and not april.remedy
-    assert sortedrl.changes.keys() == {"whole_rollouts", "whole_groups"} and "unit=group" in sortedrl.remedy
-    assert not plugin("sortedrl:unit=group").requirement("sortedrl").remedy
-
-
 PACED = plugin("asynchronous:max_staleness=2").rule(1, 1)
 
 

@@ -174,16 +174,6 @@ def test_fit_refuses_before_it_looks_for_the_policy(options: dict[str, Any], mes
         fit(make_module("nowhere", **options), [])
 
 
-def test_truncated_sampling_is_fine_outside_training(policy_folder: Path, policy: Any) -> None:
-    module = make_module(policy_folder, sampling=SamplingParams(top_p=0.9, temperature=0.0))
-    make_trainer().validate(module, Batches([scored(random_groups(policy, MIXED))]), verbose=False)
-
-
-def test_predict_needs_no_reward(policy_folder: Path, policy: Any) -> None:
-    batches = Batches([random_groups(policy, MIXED)])
-    assert make_trainer().predict(make_module(policy_folder, rewards=[]), batches) is not None
-
-
 def test_a_batch_without_rollouts_names_the_callback_that_is_missing(policy_folder: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no rollouts; give the Trainer callbacks=default_callbacks\(\)"):
         fit(make_module(policy_folder), [])
@@ -274,45 +264,6 @@ def test_the_gradient_is_that_of_the_formula_however_the_step_is_split(
         assert logs["clip_ratio/low"] > 0 and logs["clip_ratio/high"] > 0
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_each_scale_of_rewards_gives_its_own_gradient(policy_folder: Path, policy: Any, scale: Scale) -> None:
-    groups = random_groups(policy, ALL_KINDS)
-    recorder = fit(make_module(policy_folder, advantages=Advantages(scale=scale)), groups)
-    assert relative_error(flat(recorder.gradients[0]), naive_step(policy, groups, scale=scale)[1]) < 1e-5
-
-
-@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
-def test_leaving_out_what_teaches_nothing_changes_no_gradient(
-    policy_folder: Path, policy: Any, normalization: Normalization, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = random_groups(policy, [[0.0, 1.0, 0.5, 0.5], [0.7, 0.7, 0.7, 0.7]])
-    lean = fit(make_module(policy_folder, objective=Objective(normalization=normalization)), groups)
-    monkeypatch.setattr(Objective, "uses_every_completion", True)
-    full = fit(make_module(policy_folder, objective=Objective(normalization=normalization)), groups)
-    assert relative_error(flat(lean.gradients[0]), flat(full.gradients[0])) < 1e-5
-    assert lean.logs[0]["loss"] == pytest.approx(full.logs[0]["loss"], rel=1e-4)
-    trained = sum(rollout.completion.num_tokens for rollout in groups[0].rollouts[:2])
-    assert lean.logs[0]["update/tokens"] == trained < full.logs[0]["update/tokens"]
-
-
-def test_the_order_of_members_and_groups_does_not_matter(policy_folder: Path, policy: Any) -> None:
-    groups = random_groups(policy, ALL_KINDS)
-    shuffled = [RolloutGroup(group.prompt, group.rollouts[::-1]) for group in groups[::-1]]
-    recorder = fit(make_module(policy_folder), groups, shuffled)
-    assert relative_error(flat(recorder.gradients[1]), flat(recorder.gradients[0])) < 1e-5
-
-
-def test_a_rollout_without_a_reward_takes_no_part(policy_folder: Path, policy: Any) -> None:
-    groups, others = random_groups(policy, [[1.0, 0.0, NAN, 0.5]]), random_groups(policy, [[1.0, 0.0, NAN, 0.5]])
-    others[0].rollouts[2] = make_rollout([9, 9], [3, 3, 3], NAN, prompt_id="train/0", sample_id=2)
-    alone = random_groups(policy, [[1.0, 0.0, NAN, 0.5]])
-    del alone[0].rollouts[2]
-    recorder = fit(make_module(policy_folder, objective=Objective("grpo")), groups, others, alone)
-    assert torch.equal(flat(recorder.gradients[0]), flat(recorder.gradients[1]))
-    assert torch.equal(flat(recorder.gradients[0]), flat(recorder.gradients[2]))
-    assert recorder.logs[0]["frac_no_reward"] == 0.25
-
-
 def test_a_run_without_any_reward_ends_after_three_batches_and_names_the_functions(
     policy_folder: Path, policy: Any
 ) -> None:
@@ -357,17 +308,6 @@ def test_a_run_that_teaches_nothing_says_so_once_and_on_its_card(
     )
 
 
-def test_an_empty_completion_takes_no_part_in_the_update(policy_folder: Path, policy: Any) -> None:
-    groups = random_groups(policy, MIXED)
-    empty = make_rollout(groups[0].prompt.token_ids, [], 0.0, prompt_id="train/0", sample_id=2, finish_reason="abort")
-    groups[0].rollouts[2] = empty
-    for normalization in ("token", "sequence", "constant"):
-        recorder = fit(make_module(policy_folder, objective=Objective(normalization=normalization)), groups)
-        gradient = naive_step(policy, groups, normalization)[1]
-        assert gradient.isfinite().all()
-        assert relative_error(flat(recorder.gradients[0]), gradient) < 1e-5
-
-
 def test_temperature_divides_the_logits_of_policy_and_reference(policy_folder: Path, policy: Any) -> None:
     groups = random_groups(policy, MIXED)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -378,24 +318,6 @@ def test_temperature_divides_the_logits_of_policy_and_reference(policy_folder: P
     assert recorder.logs[0]["kl"] == pytest.approx(0, abs=1e-6)
     gradient = naive_step(policy, groups, beta=0.1, reference=policy, temperature=0.6)[1]
     assert relative_error(flat(recorder.gradients[0]), gradient) < 1e-5
-
-
-def test_the_logprob_gap_is_that_between_trainer_and_generator(policy_folder: Path, policy: Any) -> None:
-    groups = random_groups(policy, MIXED, noise=0.0)
-    groups[1].rollouts[1].completion.logprobs_T[-1] -= 0.75
-    logs = fit(make_module(policy_folder), groups).logs[0]
-    num_tokens = sum(rollout.completion.num_tokens for group in groups for rollout in group.rollouts)
-    assert logs["sampling/logprob_gap_max"] == pytest.approx(0.75, abs=1e-4)
-    assert logs["sampling/logprob_gap_mean"] == pytest.approx(0.75 / num_tokens, abs=1e-5)
-
-
-def test_the_gradient_is_clipped_to_max_grad_norm(policy_folder: Path, policy: Any) -> None:
-    groups = random_groups(policy, MIXED)
-    free, clipped = (fit(make_module(policy_folder, max_grad_norm=norm), groups) for norm in (0.0, 1e-3))
-    norm = float(flat(free.gradients[0]).norm())
-    assert norm > 1e-2
-    assert float(flat(clipped.gradients[0]).norm()) == pytest.approx(1e-3, rel=1e-3)
-    assert free.logs[0]["grad_norm"] == pytest.approx(norm) == clipped.logs[0]["grad_norm"]
 
 
 # ---- what must not move a weight -----------------------------------------------------------------------
@@ -427,15 +349,6 @@ def test_a_uniform_batch_counts_as_a_step_and_moves_no_weight_whatever_the_optim
     assert [logs["update/tokens"] > 0 for logs in recorder.logs] == [True, False, False, True]
     assert [logs["loss"] for logs in recorder.logs[1:3]] == [0.0, 0.0]
     assert recorder.logs[1]["frac_reward_zero_std"] == 1.0
-
-
-def test_a_batch_that_teaches_nothing_logs_no_entropy_rather_than_that_of_the_batch_before(
-    policy_folder: Path, policy: Any
-) -> None:
-    mixed, uniform = random_groups(policy, MIXED), random_groups(policy, [[0.5] * 4])
-    recorder = fit(make_module(policy_folder), mixed, uniform, mixed)
-    entropies = [logs["entropy"] for logs in recorder.logs]
-    assert entropies[0] > 0 and math.isnan(entropies[1]) and entropies[2] > 0
 
 
 def test_an_update_whose_gradient_is_not_finite_is_left_out_and_several_in_a_row_end_the_run(
@@ -494,18 +407,6 @@ def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_a
         assert relative_error(flat(recorder.gradients[step]), naive_step(policy, part)[1]) < 1e-5
 
 
-def test_later_iterations_are_off_policy_and_the_gap_is_measured_before_the_first_step(
-    policy_folder: Path, policy: Any
-) -> None:
-    groups = random_groups(policy, MIXED, noise=0.0)
-    logs = fit(make_module(policy_folder, num_iterations=4, optimizer=sgd(0.3)), groups).logs[0]
-    assert logs["sampling/logprob_gap_max"] < 1e-5
-    assert logs["clip_ratio/high"] + logs["clip_ratio/low"] > 0
-    once = fit(make_module(policy_folder, optimizer=sgd(0.3)), groups).logs[0]
-    assert once["clip_ratio/high"] + once["clip_ratio/low"] == 0
-    assert once["ratio/mean"] == pytest.approx(1, abs=1e-6)
-
-
 def test_the_lr_scheduler_is_stepped_once_an_optimizer_step_and_the_rate_used_is_logged(
     policy_folder: Path, policy: Any
 ) -> None:
@@ -540,12 +441,6 @@ def test_the_policy_version_survives_a_checkpoint(policy_folder: Path, policy: A
     make_trainer(start, max_epochs=2).fit(after, Batches([groups, groups]), ckpt_path=tmp_path / "last.ckpt")
     assert start.version == 6 and torch.equal(start.weights, weights_of(before))
     assert after.policy_version == 12
-
-
-def test_staleness_is_the_policy_version_minus_that_of_the_tokens(policy_folder: Path, policy: Any) -> None:
-    groups = random_groups(policy, MIXED)  # all of version 0
-    recorder = fit(make_module(policy_folder, num_minibatches=2), groups, groups)
-    assert [logs["staleness/mean"] for logs in recorder.logs] == [0.0, 2.0]
 
 
 # ---- the model -----------------------------------------------------------------------------------------
@@ -703,18 +598,6 @@ def test_the_reference_is_loaded_for_fit_where_validation_came_first(policy_fold
     assert not hasattr(module, "learner")
     trainer.fit(module, train_dataloaders=Batches([random_groups(policy, MIXED)]))
     assert "kl" in recorder.logs[0]
-
-
-def test_an_export_is_the_policy(policy_folder: Path, policy: Any, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    module = make_module(policy_folder, optimizer=sgd(0.1))
-    fit(module, random_groups(policy, MIXED))
-    module.export(tmp_path)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
-    weights = torch.cat([parameter.detach().flatten() for parameter in exported.parameters()])
-    assert torch.equal(weights, weights_of(module))
-    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 1
 
 
 # ---- validation and predict ----------------------------------------------------------------------------

@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jsonargparse._actions import ActionConfigFile
 from jsonargparse._util import import_object
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from lit_grpo.cli.parsing.errors import InputParser
 from lit_grpo.cli.parsing.names import DEFAULTS, FIELDS, GENERATORS, OPTIMIZERS
-from lit_grpo.module import GRPOModule
-from lit_grpo.rewards import ExactMatch, RewardSpec, load_rewards
 from lit_grpo.rewards.loading import REWARDS
 from lit_grpo.rollout.generator import Generator
-from lit_grpo.rollout.slots import SlotGenerator
 
 
 class Model:
@@ -114,18 +110,3 @@ def test_optimizers_and_schedules_have_names_and_keep_what_both_take(tmp_path: P
     assert parse(tmp_path, "--model.optimizer", "SGD").optimizer.init_args.lr == 1e-6
     schedule = parse(tmp_path, "--model.lr_scheduler", "LinearLR", "--model.lr_scheduler.total_iters", "4").lr_scheduler
     assert schedule.class_path == "torch.optim.lr_scheduler.LinearLR" and schedule.init_args.total_iters == 4
-
-
-def test_the_defaults_of_the_command_line_are_those_of_python() -> None:
-    module = GRPOModule(rewards=[RewardSpec("exact_match")])
-    assert type(module.generator) is SlotGenerator
-    optimizer = module.make_optimizer(iter([torch.zeros(2, requires_grad=True)]))
-    assert f"torch.optim.{type(optimizer).__name__}" == DEFAULTS["model.optimizer"]["class_path"]
-    assert optimizer.defaults["lr"] == DEFAULTS["model.optimizer"]["init_args"]["lr"]
-
-
-def test_a_reward_has_a_short_name_under_which_it_is_logged() -> None:
-    (reward,) = load_rewards(["exact_match"], 1.0)
-    assert reward.name == "exact_match" and isinstance(reward.call, ExactMatch)
-    with pytest.raises(ValueError, match=r"'exct' names no function; .* or one of exact_match, math_equivalence,"):
-        load_rewards(["exct"], 1.0)

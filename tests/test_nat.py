@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from test_learner import PlainSteps, make_learner, ragged_groups
 
 from lit_grpo.methods.nat import Prefix, RandomTokens, Uniform
 from lit_grpo.methods.vcpo import EffectiveSamples
-from lit_grpo.types import Key, Rollout
 from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
@@ -73,24 +70,6 @@ def test_a_kl_term_is_of_the_tokens_that_go_through_with_their_weights() -> None
     assert error_in_deviations(steps, steps_of_whole.gradients[0]) < 3.5
 
 
-@dataclass
-class Unweighted(Prefix):
-    """The bias that Horvitz and Thompson's weights take away."""
-
-    def token_weights(self, rollouts: Sequence[Rollout], version: int) -> Mapping[Key, torch.Tensor] | None:
-        weights = super().token_weights(rollouts, version)
-        assert weights is not None
-        return {key: (weights_T > 0).float() for key, weights_T in weights.items()}
-
-
-def test_a_gradient_without_weights_is_found_to_be_biased() -> None:
-    whole, steps_of_whole = make_learner()
-    whole.learn(ragged_groups())
-    learner, steps = make_learner(plugins=[Unweighted(0.5)])
-    learn_often(learner)
-    assert error_in_deviations(steps, steps_of_whole.gradients[0]) > 10
-
-
 @pytest.mark.parametrize("rule", [Prefix(1.0), Uniform(1.0)], ids=repr)
 def test_all_tokens_are_plain_grpo_bit_for_bit(rule: RandomTokens) -> None:
     plain, steps_of_plain = make_learner(num_minibatches=2)
@@ -148,15 +127,6 @@ def test_what_comes_after_the_cut_does_not_go_through_the_policy(monkeypatch: py
         rows.append(sum(micro_batch.input_ids_BT.numel() for micro_batch in seen))
         assert logs["update/tokens"] == sum(len(micro_batch.target_ids_N) for micro_batch in seen)
     assert max(rows) <= most and sum(rows) / len(rows) < 0.7 * most
-
-
-def test_draws_are_those_of_the_step_and_the_completion_alone() -> None:
-    rollouts = [rollout for group in ragged_groups() for rollout in group.rollouts]
-    first, again = (Prefix(0.5).token_weights(rollouts, 3) for _ in range(2))
-    assert first is not None and again is not None
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    for other in (Prefix(0.5).token_weights(rollouts, 4), Prefix(0.5, seed=1).token_weights(rollouts, 3)):
-        assert other is not None and any(not torch.equal(first[key], other[key]) for key in first)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from conftest import random_policy, save_tokenizer
 from hand_made import (
     Batches,
     Checkpoints,
-    check_slots_decode_with,
     make_module,
     make_trainer,
     random_groups,
@@ -103,11 +101,6 @@ def test_the_export_is_numbers_and_computes_the_same(trained: Any, tmp_path: Pat
     assert torch.allclose(loaded(ids).logits, module.policy.eval()(ids).logits, atol=1e-4)
 
 
-def test_the_slots_decode_with_it(trained: Any) -> None:
-    module, _ = trained
-    check_slots_decode_with(module)
-
-
 def test_evaluation_changes_neither_the_numbers_nor_the_gradient(wide_folder: Path) -> None:
     torch.manual_seed(0)
     policy = load_policy(str(wide_folder), nf4=True)
@@ -139,11 +132,3 @@ def test_what_a_checkpoint_keeps() -> None:
     kept, left = ["a.weight", "a.bias", "a.parametrizations.weight.original0"], ["absmax", "quant_map", "nested_absmax"]
     left = [f"a.weight.{name}" for name in [*left, "nested_quant_map", "quant_state.bitsandbytes__nf4"]]
     assert list(without_quant_states(dict.fromkeys([*kept, *left], torch.zeros(1)))) == kept
-
-
-def test_without_bitsandbytes_the_error_says_what_to_install(
-    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"lora\.base is nf4, which needs bitsandbytes"):
-        load_policy(str(policy_folder), nf4=True)

@@ -135,13 +135,6 @@ def test_a_learners_norms_are_those_of_its_prompts_gradients(num_parts: int, max
         assert (norm.signal, norm.noise) == pytest.approx(((end / 5) ** 2, end / 25))
 
 
-def test_a_step_that_teaches_nothing_has_no_gradient_and_changes_nothing() -> None:
-    sizer = Hearing(2)
-    learner, steps = make_learner(plugins=[sizer])
-    learner.learn(random_groups(random_policy(), [[1.0, 1.0], [0.0, 0.0]]))
-    assert not steps.gradients[0].any() and [norm.square for norm in sizer.heard[0]] == [0.0, 0.0]
-
-
 def test_the_learning_rate_is_scaled() -> None:
     learner, steps = make_learner(plugins=[Hearing(2, scale=1.5)])
     learner.learn(groups())
@@ -176,19 +169,6 @@ def test_what_is_known_is_logged_and_a_mere_measure_changes_no_size() -> None:
     assert math.isnan(unknown.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own]))["noise/scale"])
     below = fed(NoiseScale(), -0.1, 5.0)
     assert math.isnan(below.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own]))["noise/scale"])
-
-
-def test_means_are_smoothed_and_each_step_weighs_as_it_should() -> None:
-    sizer = fresh(NoiseScale(smoothing=0.25))
-    sizer.batch_size(8)
-    values = [1.0, 2.0, 5.0]
-    for value in values:
-        half, whole = (SquaredNorm(a * value + c * 3 * value, a, c) for a, c in ((0.25, 1 / 16), (1.0, 1 / 8)))
-        sizer.measured([half, whole])
-    weights = [0.75**2, 0.75, 1.0]
-    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    logs = sizer.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own]))
-    assert (logs["noise/signal"], logs["noise/trace"]) == pytest.approx((mean, 3 * mean))
 
 
 def test_the_norm_test_grows_a_batch_by_its_formula_and_never_shrinks_it() -> None:

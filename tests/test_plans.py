@@ -36,41 +36,6 @@ def test_first_come_hands_out_in_the_order_of_arrival_whatever_the_group() -> No
     assert [(job.key[0], *job.key[2]) for job in plan.admit(4)] == [("b", 1), ("c", 0)]
 
 
-def test_first_come_hands_out_never_more_than_asked_and_nothing_for_no_slots() -> None:
-    plan = queue("fcfs", NoLengths(), 4)
-    plan.add(jobs("a", 5))
-    assert plan.admit(0) == []
-    assert len(plan.admit(2)) == 2
-    assert len(plan) == 3
-    assert len(plan.admit(99)) == 3
-    assert len(plan) == 0
-    assert plan.admit(1) == []
-
-
-def test_first_come_does_not_reorder_by_what_has_finished() -> None:
-    plan = queue("fcfs", NoLengths(), 4)
-    first, second, third = jobs("a", 3)
-    plan.add([first, second, third])
-    assert plan.admit(1) == [first]
-    plan.left(first)
-    assert len(plan) == 2
-    assert plan.admit(2) == [second, third]
-
-
-def test_first_come_loses_and_repeats_nothing() -> None:
-    rng = random.Random(0)
-    for _ in range(20):
-        plan, added, handed = queue("fcfs", NoLengths(), 4), [], []
-        for number in range(rng.randint(1, 30)):
-            new = jobs(f"p{number}", rng.randint(0, 5))
-            plan.add(iter(new))
-            added += new
-            handed += plan.admit(rng.randint(0, 6))
-            assert len(plan) == len(added) - len(handed)
-        handed += plan.admit(10_000)
-        assert handed == added
-
-
 def known(lengths: Sequence[float], informative: bool = True) -> tuple[list[Job], KnownLengths]:
     waiting = jobs("a", len(lengths))
     return waiting, KnownLengths(waiting, np.array(lengths), informative)
@@ -125,10 +90,6 @@ def test_less_is_kept_for_the_end_where_memory_leaves_slots_idle_until_there_are
     assert samples(plan.admit(8)) == [4, 6, 7, 3, 0, 5, 1]
 
 
-def test_where_all_are_kept_for_the_end_the_longest_is_first() -> None:
-    assert samples(made("short_last", [5, 9, 2, 9, 7], 8)[0].admit(5)) == [1, 3, 4, 0, 2]
-
-
 def test_waiting_jobs_are_sorted_anew_when_estimates_have_been_revised() -> None:
     waiting, estimates = known([9, 8, 7, 6])
     plan = queue("lpt", estimates, 1)
@@ -138,15 +99,6 @@ def test_waiting_jobs_are_sorted_anew_when_estimates_have_been_revised() -> None
     assert samples(plan.admit(1)) == [1]  # nobody was told
     estimates.revision = 1
     assert samples(plan.admit(2)) == [3, 2]
-
-
-def test_later_jobs_are_sorted_in() -> None:
-    waiting, estimates = known([5, 9, 7])
-    plan = queue("lpt", estimates, 1)
-    plan.add(waiting[:2])
-    assert samples(plan.admit(1)) == [1]
-    plan.add(waiting[2:])
-    assert samples(plan.admit(2)) == [2, 0]
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in (FULL_GROUP, MICRO_ROUNDS)])
@@ -184,34 +136,11 @@ def test_a_full_group_needs_memory_for_all_of_it() -> None:
         plan.admit(4, lambda job: job is not waiting[3])
 
 
-def test_a_lane_keeps_to_its_own_list_until_that_is_empty() -> None:
-    plan, waiting = made("balanced", [6, 5, 4, 3], 2)  # lanes 6 + 3 and 5 + 4
-    assert samples(plan.admit(2)) == [0, 1]
-    plan.left(waiting[0])
-    assert samples(plan.admit(1)) == [3]  # longest first alone would take 2
-    plan.left(waiting[3])
-    assert samples(plan.admit(1)) == [2]  # from the other lane, which has work left
-    assert plan.admit(1) == []
-
-
 def test_the_two_stage_plan_balances_groups_and_decodes_each_shortest_first() -> None:
     plan, waiting = made("infinite_sampling", [6, 5, 4, 3], 2)
     assert samples(plan.admit(2)) == [3, 2]
     plan.left(waiting[3])
     assert samples(plan.admit(1)) == [0]  # of lane 6 + 3; shortest first alone would take 1
-
-
-def test_a_set_aside_job_frees_its_lane() -> None:
-    plan, waiting = made("balanced", [6, 5, 4, 3], 2)
-    plan.admit(2)
-    preempt(plan, waiting[1])
-    plan.left(waiting[0])
-    assert samples(plan.admit(2)) == [1, 2]
-
-
-def test_more_slots_than_lanes_are_filled_too() -> None:
-    plan, _ = made("balanced", [6, 5, 4, 3], 2)
-    assert sorted(samples(plan.admit(4))) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -304,16 +233,6 @@ def test_fixed_slots_deal_a_later_group_onto_the_slots_whose_turn_it_is() -> Non
     assert plan.admit(1) == [first[2]]
 
 
-def test_what_a_fixed_slot_set_aside_comes_back_in_its_own_slot_before_all_others() -> None:
-    plan, waiting = made(FIXED_SLOT, [1] * 6, 3)  # lists 0, 3 and 1, 4 and 2, 5
-    plan.admit(3)
-    preempt(plan, waiting[2])
-    plan.left(waiting[0])
-    assert len(plan) == 4
-    assert samples(plan.admit(1)) == [2]
-    assert samples(plan.admit(1)) == [3]
-
-
 def test_fixed_slots_are_no_more_than_the_jobs() -> None:
     sentence = (
         r"^The plan FixedSlot deals 3 jobs onto 4 slots, .*: lower the number of slots to 3, or take another plan\.$"
@@ -334,19 +253,6 @@ def test_fixed_slots_are_no_more_than_the_jobs() -> None:
 )
 def test_epsilon_says_when_lists_are_even_enough(spec: str, first: set[int]) -> None:
     assert set(samples(made(spec, [3, 3, 2, 2, 2], 2)[0].admit(2))) == first
-
-
-@pytest.mark.parametrize("epsilon", ["0", "1", "2", "-0.1", "nan", "small"])
-def test_an_epsilon_that_is_no_fraction_is_refused(epsilon: str) -> None:
-    with pytest.raises(ValueError, match=rf"^plan balanced:epsilon={epsilon}: epsilon (is|must be) .*{epsilon}"):
-        queue(f"balanced:epsilon={epsilon}", NoLengths(), 4)
-
-
-def test_fields_that_a_plan_does_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^plan lpt:epsilon=0\.1: it has no field 'epsilon'; it has none\.$"):
-        queue("lpt:epsilon=0.1", NoLengths(), 4)
-    with pytest.raises(ValueError, match=r"^plan balanced:delta=0\.1: it has no field 'delta'; it has epsilon\.$"):
-        queue("balanced:delta=0.1", NoLengths(), 4)
 
 
 def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:

@@ -12,7 +12,7 @@ import torch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline, explained
+from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline
 from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
@@ -23,7 +23,6 @@ RULE = PassRule()
 LOGITS = np.array([[1.0, 0.5, 0.0, -1.0], [-1.0, 0.0, 0.5, 1.0]])  # of four answers to two prompts
 REWARDS = np.array([0.0, 0.0, 1.0, 1.0])  # of the answers
 CHANCES = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
-Answers = list[list[int]]
 
 
 def alone(value: Any) -> list[Any]:
@@ -124,13 +123,6 @@ def test_it_predicts_what_another_rollout_earns_and_not_the_luck_of_the_one_that
     assert np.abs(predicted - expected).max() < 0.05
 
 
-def test_the_mean_over_all_others_is_the_baseline() -> None:
-    members = group("a", [1.0, 0.0, 0.5])
-    for rollout, value in zip(members.rollouts, [0.2, 0.4, 0.9], strict=True):
-        rollout.extra[VALUE] = value
-    assert shape([members])[0] == pytest.approx([1 - 0.65, -0.55, 0.2])
-
-
 def test_a_group_in_which_all_earn_the_same_is_learnt_from() -> None:
     groups = ragged_groups()
     for members in groups:
@@ -155,14 +147,6 @@ def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
     single = group("a", [1.0])
     single.rollouts[0].extra[VALUE] = 0.5
     assert CrossRolloutBaseline(AT).shape(GroupBatch([single], 0, RULE, alone), [[0.125]]) == [[0.125]]
-
-
-def test_a_rollout_that_is_not_learnt_from_stays_so() -> None:
-    members = group("a", [1.0, math.nan])
-    for rollout in members.rollouts:
-        rollout.extra[VALUE] = 0.5
-    first, second = CrossRolloutBaseline(AT).shape(GroupBatch([members], 0, RULE, alone), [[0.0, math.nan]])[0]
-    assert first == 0.5 and math.isnan(second)
 
 
 def test_rollouts_that_ended_before_are_predicted_by_what_such_ones_had_beside_them() -> None:
@@ -205,12 +189,6 @@ def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
         each.add_members(GroupBatch(groups, 0, RULE, alone))
         values.append([rollout.extra[VALUE] for members in groups for rollout in members.rollouts])
     assert values[0] == values[1] and len(set(values[0])) > 1
-
-
-def test_how_much_a_baseline_explains() -> None:
-    assert explained([(1.0, 0.75), (0.0, 0.25), (1.0, math.nan)]) == pytest.approx(0.75)
-    assert explained([(1.0, 0.5), (0.0, 0.5)]) == 0.0
-    assert math.isnan(explained([(1.0, math.nan)])) and math.isnan(explained([(1.0, 0.5), (1.0, 0.5)]))
 
 
 @pytest.mark.parametrize(

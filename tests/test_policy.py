@@ -12,12 +12,9 @@ import torch
 import transformers
 from conftest import random_policy, save_tokenizer
 
-from lit_grpo.policy.architecture.decoder import context_length, hidden_states
-from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import (
     as_loaded,
-    eos_token_ids,
     load_config,
     load_policy,
     load_tokenizer,
@@ -32,22 +29,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "vocab_size": 40,
 }
-
-
-def test_all_end_of_sequence_ids_count(policy_folder: Path) -> None:
-    model, tokenizer = load_policy(str(policy_folder)), load_tokenizer(str(policy_folder))
-    assert eos_token_ids(model, tokenizer) == (1,)
-    cast(Any, model.generation_config).eos_token_id = [5, 3]
-    assert eos_token_ids(model, tokenizer) == (1, 3, 5)
-    assert context_length(model) == 256
-
-
-def test_head_on_hidden_states_is_the_model(policy_folder: Path) -> None:
-    model = load_policy(str(policy_folder))
-    ids = torch.tensor([[3, 4, 5, 6]])
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        torch.testing.assert_close(token_logits(model, hidden_states(model, ids)), expected)
 
 
 @pytest.mark.parametrize(

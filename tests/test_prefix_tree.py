@@ -24,10 +24,6 @@ def test_a_branch_is_what_sequences_have_in_common() -> None:
     ]
 
 
-def test_equal_sequences_and_one_that_another_begins_with_need_no_branch_of_their_own() -> None:
-    assert prefix_tree(arrays([1, 2], [1, 2, 3], [1, 2])) == [Branch(None, 0, 2, (0, 1, 2)), Branch(0, 2, 3, (1,))]
-
-
 @pytest.mark.parametrize("least", [1, 3])
 @pytest.mark.parametrize("seed", range(30))
 def test_a_tree_of_random_sequences(seed: int, least: int) -> None:

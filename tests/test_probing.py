@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from lit_grpo.scheduling.jobs import Job, NoLengths, PredictedRollout
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
 from lit_grpo.scheduling.plans.plan import make_queues, slot_bound
-from lit_grpo.scheduling.plans.probe_choice import ProbeChoice, RolloutCount, count_steps, time_slices
+from lit_grpo.scheduling.plans.probe_choice import ProbeChoice, RolloutCount, count_steps
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate
 from lit_grpo.tools.simulation.traces import load_trace
@@ -143,23 +142,6 @@ def test_one_prompt_takes_fewer_steps_where_a_probe_tells_its_completions_apart(
 # ---- the choice ---------------------------------------------------------------------------------------
 
 
-def slots_in_turn(totals: np.ndarray, order: np.ndarray, num_slots: int) -> int:
-    """Steps of list scheduling."""
-    free = [0] * num_slots
-    for job in order.tolist():
-        heapq.heapreplace(free, free[0] + int(totals[job]))
-    return max(free)
-
-
-def test_steps_without_a_probe_are_those_of_list_scheduling() -> None:
-    rng = np.random.default_rng(0)
-    totals, said = rng.integers(1, 200, 40), rng.uniform(1, 200, 40)
-    said[rng.random(40) < 0.2] = np.nan
-    order = np.argsort(-np.nan_to_num(said, nan=0.0), kind="stable")
-    assert count_steps(totals, said, (), 6) == RolloutCount(slots_in_turn(totals, order, 6), 0, 0)
-    assert count_steps(totals, np.full(40, np.nan), (), 6).steps == slots_in_turn(totals, np.arange(40), 6)
-
-
 @pytest.mark.parametrize("points", [(32,), (8,), (16, 32, 48, 64), (10, 100)])
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_with_points_are_those_of_the_simulated_rollout(seed: int, points: tuple[int, ...]) -> None:
@@ -178,11 +160,6 @@ def test_what_is_parked_without_room_is_computed_again_and_takes_a_pass() -> Non
     assert count_steps(totals, said, (8,), 1, kept_tokens=0) == RolloutCount(80, 4, 4)
     with_room, without = learned(noise=0.1), learned(noise=0.1, kept_tokens=0)
     assert with_room.savings[8,] - without.savings[8,] > 0.05  # some 24 passes over some 350 steps
-
-
-def test_time_slices_end_before_the_limit() -> None:
-    assert time_slices(1024)[:3] == (64, 128, 192) and time_slices(1024)[-1] == 960
-    assert time_slices(17) == () and time_slices(18) == (16,)
 
 
 def outcome(noise: float, seed: int, spread: float) -> PredictedRollout:
@@ -207,25 +184,6 @@ def test_a_probe_is_chosen_where_it_would_have_saved_steps() -> None:
     assert choice.savings[8,] > 0.1
     assert choice.points({8: 0.9}) == (8,)
     assert choice.points({8: 0.1}) == ()  # its ranks within groups are worth nothing
-
-
-def test_what_says_nothing_saves_nothing() -> None:
-    choice = learned(noise=100.0)
-    assert abs(choice.savings[8,]) < 0.1 and choice.points({8: 0.0}) == ()
-
-
-def test_time_slices_save_steps_where_no_completion_is_much_longer_than_all_others() -> None:
-    slices = time_slices(256)
-    choice = learned(noise=100.0, max_tokens=256, spread=0.2)
-    assert choice.savings[slices] > 0.01 and choice.points({8: 0.0}) == slices
-    assert learned(noise=100.0, max_tokens=256, spread=1.0).points({8: 0.0}) == ()  # the longest would be held up
-
-
-def test_a_limit_that_is_cut_into_two_has_one_slice_of_which_nothing_is_foretold() -> None:
-    assert time_slices(24) == (16,)
-    choice = learned(noise=100.0, max_tokens=24, spread=0.2)
-    choice.savings[16,] = 0.1
-    assert choice.points({8: 0.0}) == (16,)
 
 
 def test_nothing_is_learned_where_every_completion_has_a_slot() -> None:

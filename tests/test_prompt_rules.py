@@ -61,10 +61,6 @@ def test_easy_and_hard_visits_are_counted_apart(visits: list[list[float]], easy:
     assert (record.num_easy, record.num_hard) == (easy, hard)
 
 
-def test_a_prompt_without_a_reward_has_no_record() -> None:
-    assert history_of([NAN])["a"] == Record()
-
-
 def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed() -> None:
     history = PromptHistory()
     history.note([visit([1.0, 0.0])])
@@ -185,19 +181,6 @@ def test_phases_go_from_easy_to_hard_by_batches_once_prompts_are_profiled() -> N
     assert rule.learn(state, [], []) == state
 
 
-def test_a_phase_without_prompts_takes_one_batch_and_no_run_stops() -> None:
-    rule = PhasedPrompts(batches=50)
-    hard, unsolved = [Record(3, pass_rate=0.1)], [Record(3)]
-    state = rule.learn(rule.begin([]), [], hard + unsolved)
-    assert state["phase"] == 4.0
-    state = rule.learn(rule.learn(state, [], hard + unsolved), [], hard + unsolved)
-    assert state == {"phase": 8.0, "phase_batches": 1.0}
-    chooser = PromptChooser(rule, seed=0)
-    chooser.history.records = {"a": Record(9, pass_rate=1.0)}  # mastered: nobody is left to ask
-    asked = sum(chooser.asks(Prompt("a", (1,), "", visit=visit)) for visit in range(5000))
-    assert asked / 5000 == pytest.approx(0.01, abs=0.005)
-
-
 def at_levels(*rows: tuple[str, int]) -> list[Prompt]:
     """Prompts of tasks and levels, named by their places."""
     columns = [{"task": task, "level": level} for task, level in rows]
@@ -231,15 +214,6 @@ def test_a_curriculum_asks_each_task_at_a_level_that_rises_and_falls_by_what_pas
     assert chooser.state["level/lcm"] == 0
 
 
-def test_a_curriculum_ends_at_its_lowest_and_highest_level() -> None:
-    chooser = PromptChooser(Curriculum(batches=1), 0, LEVELS)
-    visited(chooser, [LEVELS[0], LEVELS[3]], 0.0)
-    assert (chooser.state["level/gcd"], chooser.state["level/lcm"]) == (1, 0)
-    for _ in range(3):
-        visited(chooser, LEVELS, 1.0)
-    assert (chooser.state["level/gcd"], chooser.state["level/lcm"]) == (3, 1)
-
-
 def test_a_curriculum_goes_on_from_a_checkpoint_and_is_logged() -> None:
     chooser, again = (PromptChooser(Curriculum(batches=3), 0, LEVELS) for _ in range(2))
     visited(chooser, [LEVELS[0]], 0.25)
@@ -258,17 +232,6 @@ def test_a_curriculum_goes_on_from_a_checkpoint_and_is_logged() -> None:
 def test_rows_that_a_curriculum_cannot_go_by_are_told(prompts: list[Prompt], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         PromptChooser(Curriculum(), 0, prompts)
-
-
-def test_draws_follow_the_chances_and_depend_on_seed_prompt_and_visit_alone() -> None:
-    chooser, other = PromptChooser(Greso(), seed=1), PromptChooser(Greso(), seed=2)
-    for each in (chooser, other):
-        each.history.records = {f"p{n}": Record(1, num_hard=1) for n in range(4000)}
-    prompts = [Prompt(f"p{n}", (1,), "", visit=v) for n in range(4000) for v in (0, 1)]
-    asked = [chooser.asks(prompt) for prompt in prompts]
-    assert sum(asked) / len(asked) == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / len(asked)))
-    assert asked == [chooser.asks(prompt) for prompt in prompts] != [other.asks(prompt) for prompt in prompts]
-    assert asked[::2] != asked[1::2]
 
 
 @dataclass

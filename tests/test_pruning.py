@@ -14,11 +14,11 @@ from test_loop import SAMPLING, FakeGenerator, prompts
 
 from lit_grpo.budgets.subsets import nearest_subset
 from lit_grpo.methods.arrol import Arrol, is_left_whole
-from lit_grpo.methods.arrol_head import QualityHead, calibration_error, rising, within_auc
+from lit_grpo.methods.arrol_head import QualityHead, calibration_error, within_auc
 from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.types import Completion, Key, PassRule, RolloutGroup
+from lit_grpo.types import Completion, PassRule, RolloutGroup
 
 AT = 2
 NAMES = [name for name in "abcdefghijklmnop" if not is_left_whole((name, 0))]
@@ -94,18 +94,6 @@ def test_the_chosen_subset_is_the_best_of_all_of_its_size(seed: int) -> None:
 
     best = min(off(rows) for rows in combinations(others, size))
     assert off([row for row in others if chosen[row]]) == pytest.approx(best, abs=1e-9)
-
-
-def test_among_equals_the_surer_are_chosen_and_then_the_earlier() -> None:
-    chances, nobody = np.array([0.5, 0.5, 0.9, 0.1, 0.1, 0.9]), np.zeros(6, dtype=bool)
-    assert np.flatnonzero(nearest_subset(chances, nobody, 2, 0.5)).tolist() == [2, 3]
-    assert np.flatnonzero(nearest_subset(chances, nobody, 4, 0.5)).tolist() == [2, 3, 4, 5]
-
-
-def test_a_group_of_hundreds_is_chosen_from_at_once() -> None:
-    chances = np.random.RandomState(0).choice(np.linspace(0.02, 0.98, 21), 512)
-    chosen = nearest_subset(chances, np.zeros(512, dtype=bool), 256, 0.5)
-    assert chosen.sum() == 256 and chances[chosen].mean() == pytest.approx(0.5, abs=0.005)
 
 
 @pytest.mark.parametrize("slots", [4, 64])  # a slot is given up at the point, or all decode at once
@@ -215,14 +203,6 @@ def test_an_early_end_has_a_chance_of_its_own() -> None:
     assert head.early_chance == pytest.approx(9 / 12)
 
 
-def test_chances_rise_with_scores() -> None:
-    assert rising(np.array([0.1, 0.4, 0.9]), np.ones(3)).tolist() == [0.1, 0.4, 0.9]
-    assert rising(np.array([0.1, 0.8, 0.2, 0.9]), np.array([1.0, 1.0, 3.0, 1.0])) == pytest.approx(
-        [0.1, 0.35, 0.35, 0.9]
-    )
-    assert rising(np.array([0.9, 0.5, 0.1]), np.ones(3)) == pytest.approx([0.5] * 3)
-
-
 def test_the_auc_counts_pairs_of_a_group_alone() -> None:
     chances, success = np.array([0.9, 0.1, 0.2, 0.3, 0.5, 0.5]), np.array([1, 0, 1, 0, 1, 0])
     auc, error = within_auc(chances, success, np.array([0, 0, 1, 1, 2, 2]))
@@ -249,15 +229,6 @@ def test_what_is_saved_goes_on_as_if_it_had_not_been() -> None:
         teach(head, *batch)
         teach(other, *batch)
     assert repr(other.state_dict()) == repr(head.state_dict()) and other.proven == head.proven
-
-
-def test_a_rollout_that_is_not_learnt_from_leaves_nothing() -> None:
-    pruner, good = make_pruner(proven=True), {name: [1, 0] * 4 for name in (*NAMES[:2], WHOLE)}
-    before = repr(pruner.state_dict())
-    lengths = {name: [7] * 8 for name in good}
-    first: dict[str, list[Key]] = collect(pruner, 4, lengths, good)
-    assert repr(pruner.state_dict()) == before
-    assert collect(pruner, 4, lengths, good) == first
 
 
 def test_the_plug_in_says_when_completions_are_dropped() -> None:

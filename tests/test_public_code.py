@@ -10,7 +10,7 @@ import pytest
 import test_copo
 import test_gigpo
 import torch
-from hand_made import as_groups, learning_batch, make_micro_batch, make_rollout, plugin
+from hand_made import as_groups, make_micro_batch, make_rollout, plugin
 from test_allocation import at
 from test_chunked_backward import Drawn
 from test_learner import make_learner
@@ -24,11 +24,8 @@ from lit_grpo.methods.drpo import DecoupledLength
 from lit_grpo.methods.gigpo import GiGPO
 from lit_grpo.methods.knapsack import Knapsack
 from lit_grpo.methods.noise_scale import NormTest, estimate
-from lit_grpo.methods.pods import MaxVariance
-from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.treepo import relative_advantages
-from lit_grpo.methods.vcpo import effective_share
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup, SamplingParams
@@ -40,12 +37,10 @@ from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
-from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
 from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
-NAN = math.nan
 TOKENS = [  # log-prob, log-prob before, advantage
     (-1.0, -1.2, 1.0),
     (-0.5, -1.5, 1.0),
@@ -117,28 +112,6 @@ def test_advantages_of_dcpo_over_four_visits() -> None:
         history.commit()
 
 
-@pytest.mark.parametrize(
-    ("rewards", "keep", "advantages"),
-    [
-        (
-            [1.0, 0.5, 0.2, 0.9, 0.0, 0.4, 0.7, 0.1],
-            4,
-            {0: 0.9561821777, 3: 0.7649457422, 7: -0.7649457422, 4: -0.9561821777},
-        ),
-        ([0.3, 0.8, 0.6, 0.1, 0.95], 3, {4: 0.7345564507, 1: 0.4040060479, 3: -1.1385624986}),
-    ],
-)
-def test_members_and_advantages_of_pods(rewards: list[float], keep: int, advantages: dict[int, float]) -> None:
-    """``maxvargrpo_trainer.py`` of YixuanEvenXu/pods at 187f43b."""
-    rollouts = [make_rollout((3,), (4,), reward, sample_id=number) for number, reward in enumerate(rewards)]
-    group = RolloutGroup(rollouts[0].prompt, rollouts)
-    given = GroupRewards.of([group], [])
-    chosen_R = MaxVariance(keep).choose(learning_batch([group]))
-    assert {*torch.nonzero(chosen_R).flatten().tolist()} == advantages.keys()
-    found = group_advantages(given.only(chosen_R).rewards_R, given.groups_R).tolist()
-    assert {number: found[number] for number in advantages} == pytest.approx(advantages, abs=1e-6)
-
-
 def test_the_gradient_of_drpo() -> None:
     """``compute_policy_loss_drpo`` of Optimization-AI/DRPO at 405f702: lambda 0.1, tau 10, 12 tokens at most."""
     lengths, rewards = (2, 5, 3, 4, 6, 1), (1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
@@ -154,15 +127,6 @@ def test_the_gradient_of_drpo() -> None:
     assert found == pytest.approx(of_a_token, abs=1e-8)
 
 
-def test_reinforce_ada_ends_a_prompt_where_its_code_does() -> None:
-    """Of RLHFlow/Reinforce-Ada at 05be605: ``balanced`` with n = 4 waits for 2 and 2, ``positive_focused`` for one."""
-    balanced, positive = Balanced(rounds=4, passed=2, failed=2), Balanced(rounds=4, passed=1, failed=0)
-    for passed in range(9):
-        assert (balanced.more(8, passed, 1, 8) == 0) == (passed >= 2 and 8 - passed >= 2)
-        assert (positive.more(8, passed, 1, 8) == 0) == (passed >= 1)
-    assert balanced.more(32, 0, 4, 8) == positive.more(32, 0, 4, 8) == 0
-
-
 def test_advantages_of_treepo_before_they_are_whitened() -> None:
     """``compute_tree_reinforce_plus_plus_baseline_outcome_advantage`` of multimodal-art-projection/TreePO at f055523.
 
@@ -173,13 +137,6 @@ def test_advantages_of_treepo_before_they_are_whitened() -> None:
     completions = [make_rollout((1,), leaf, sample_id=number).completion for number, leaf in enumerate(leaves)]
     expected = [0.5555555556, -0.4444444444, -0.4166666667, 0.2777777778, 0.2777777778, -0.5833333333, 0.0]
     assert relative_advantages(completions, rewards, 1) == pytest.approx(expected, abs=1e-9)
-
-
-def test_the_proximal_policy_of_a_3po() -> None:
-    """``compute_prox_logp_approximations`` (loglinear) of inclusionAI/AReaL at 4aef98d8d; its alpha is float32."""
-    sampled_N, logprobs_N = torch.tensor([[-1.0, -2.0, -0.5, -3.0, -0.25], [-0.8, -2.4, -0.6, -1.0, -0.2]]).double()
-    found_N = interpolated_logprobs(logprobs_N, sampled_N, torch.tensor([7, 6, 5, 2, 4]), 7)
-    assert found_N.tolist() == pytest.approx([-1.0, -2.0, -0.55, -1.3999999762, -0.2166666657], abs=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -217,16 +174,6 @@ def test_the_decoupled_loss_of_areal(mode: Any, low: float | None, loss: float, 
     assert logprobs_N.grad is not None
     assert found.item() == pytest.approx(loss, abs=1e-7)
     assert logprobs_N.grad.tolist() == pytest.approx(gradients, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("version", "accepted", "running", "capacity"),
-    [(0, 0, 0, 12), (0, 0, 7, 5), (0, 4, 8, 0), (1, 4, 0, 12), (1, 6, 3, 7), (3, 14, 10, 0), (3, 16, 2, 6)],
-)
-def test_what_areal_begins(version: int, accepted: int, running: int, capacity: int) -> None:
-    """``StalenessManager.get_capacity`` of inclusionAI/AReaL at 4aef98d8d: batches of 4, at most 2 updates old."""
-    num_open = accepted + running - 4 * version  # all that no update has learnt from
-    assert plugin("asynchronous:max_staleness=2").num_wanted(num_open, 4) == capacity
 
 
 @pytest.mark.parametrize(
@@ -272,12 +219,6 @@ def test_the_batch_size_of_adadagrad(eta: float, num_prompts: int) -> None:
     found = estimate([*norms, SquaredNorm(float(gradients_BD.mean(0).square().sum()), signal=1, noise=1 / 4)])
     assert found is not None and found == pytest.approx((0.29 - 0.86 / 4, 0.86), abs=1e-9)
     assert NormTest(eta=eta, most=99).size(*found, now=4, began=4) == num_prompts
-
-
-def test_the_effective_samples_of_vcpo() -> None:
-    """``ess_ratio`` of ``compute_ess_info`` in mit-han-lab/vcpo at c7f030f: (5.5)^2 / (4 x 11.41)."""
-    weights_C = torch.tensor([1.2, 0.4, 0.9, 3.0], dtype=torch.float64)
-    assert effective_share(weights_C.log()) == pytest.approx(0.6627957926, abs=1e-9)
 
 
 @pytest.mark.parametrize(

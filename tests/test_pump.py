@@ -121,10 +121,6 @@ def test_a_failure_in_the_thread_takes_no_rewards_from_what_has_been_given_out(
     assert all(rollout.rewards for rollout in group.rollouts)
 
 
-def test_a_stop_without_a_start_is_nothing(rewards: RewardRunner) -> None:
-    assert RolloutPump(rewards).stop() is None
-
-
 @pytest.mark.parametrize("wants", ["take", "arriving", "stop"])
 def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(
     generator: SlotGenerator, rewards: RewardRunner, monkeypatch: pytest.MonkeyPatch, wants: str

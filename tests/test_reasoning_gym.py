@@ -178,14 +178,6 @@ def test_the_same_seed_gives_the_same_rows_and_another_one_others() -> None:
     assert first[:5] == [*ReasoningGymRows(["gcd", "word_sorting"], num_rows=5, seed=3).rows()]
 
 
-def test_tasks_are_drawn_by_weight_and_levels_equally_often() -> None:
-    rows = [*ReasoningGymRows({"lcm": 3, "gcd": 1}, num_rows=800, levels=[0, 1]).rows()]
-    assert Counter(row["task"] for row in rows)["lcm"] == pytest.approx(600, abs=50)
-    assert Counter(row["level"] for row in rows)[1] == pytest.approx(400, abs=60)
-    longest = {level: max(len(r["entry"]["question"]) for r in rows if r["level"] == level) for level in (0, 1)}
-    assert longest[0] < longest[1]
-
-
 @pytest.mark.parametrize("seeds", [(0, 0), (0, 7)])
 def test_no_question_is_in_both_splits_or_twice(seeds: tuple[int, int]) -> None:
     splits: tuple[Split, Split] = ("train", "validation")

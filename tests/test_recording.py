@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import warnings
 from array import array
-from pathlib import Path
 
-import numpy as np
-
-from lit_grpo.scheduling.recording import MAX_POINTS, MAX_SPANS, seconds_at, timeline_row
+from lit_grpo.scheduling.recording import MAX_POINTS, MAX_SPANS, timeline_row
 from lit_grpo.scheduling.timeline import Phase, draw_timeline, recorded_timeline
 from lit_grpo.types import Clock, Completion, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams, Span
 
@@ -51,11 +47,6 @@ def test_a_row_says_who_decoded_what_when_in_plain_values() -> None:
     assert (row["step"], row["slots"], row["kv_limit"], row["seconds"]) == (3, 2, 100, SECONDS)
 
 
-def test_the_clock_tells_when_a_step_was_reached() -> None:
-    row = timeline_row(1, batch_of(4, 2), SECONDS)
-    assert seconds_at(np.array(row["clock"]), np.array([0, 4, 8])).tolist() == [0, 1.25, 2.5]
-
-
 def test_a_row_of_a_huge_rollout_stays_small_and_keeps_whole_slots_and_the_peak() -> None:
     batch = batch_of(num_samples=3 * MAX_SPANS, num_slots=100, num_calls=50_000)
     batch.clock.kv_tokens[31_234] = 1_000_000
@@ -92,14 +83,3 @@ def test_a_recorded_timeline_is_in_seconds_with_what_came_after_the_rollout() ->
     ]
     assert figure.axes[-1].texts[0].get_text() == "memory for 100, above the picture"
     assert figure.axes[-1].get_xlim() == (0, 4.25)
-
-
-def test_a_rollout_without_a_step_can_be_drawn(tmp_path: Path) -> None:
-    batch = batch_of(num_samples=0, num_slots=0, num_calls=0)
-    row = timeline_row(2, batch, {**SECONDS, "rollout": 0.5})
-    assert row["clock"] == [] and seconds_at(np.array(row["clock"]).reshape(-1, 3), np.array([])).tolist() == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        draw_timeline([recorded_timeline("update 2", row)], "seconds", row["slots_kept"]).savefig(tmp_path / "a.png")
-        row["seconds"] = {"rollout": 0.0, "reward_wait": 0.0}
-        draw_timeline([recorded_timeline("update 2", row)], "seconds", row["slots_kept"]).savefig(tmp_path / "b.png")

@@ -20,7 +20,7 @@ from lit_grpo.budgets.memory import Remembered
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.replay import Replay
 from lit_grpo.metrics import rollout_metrics
-from lit_grpo.plugins import GroupBatch, RunFacts, fresh
+from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import (
@@ -138,13 +138,6 @@ def test_nothing_is_replayed_that_is_too_old_or_too_long_or_of_another_prompt() 
     assert not joined(memory, short, 7)
 
 
-def test_the_age_is_of_the_oldest_token() -> None:
-    old = member(FIRST, 0, [1, 1, OBSERVED, 4, 4], [True] * 5, 1.0)
-    memory = remembering("rlep:max_age=4", RolloutGroup(FIRST, [old]), version=5)
-    assert len(joined(memory, group(FIRST, [0, 0], 5, 1), 5)) == 1 and memory.metrics(alone)["replay/age"] == 4
-    assert not joined(memory, group(FIRST, [0, 0], 6, 2), 6)
-
-
 def test_groups_that_would_show_no_difference_or_are_not_learnt_from_get_none() -> None:
     memory = remembering("rlep", group(FIRST, [1, 1, 0]))
     passed, nothing = group(FIRST, [1, 1, 1], 1, 1), group(FIRST, [math.nan] * 3, 1, 2)
@@ -190,13 +183,6 @@ def test_successes_alone_are_remembered_and_each_once() -> None:
     assert sources(third) == [(0, 5), (0, 0)] and memory.metrics(alone)["replay/age"] == 2
 
 
-def test_of_equal_completions_the_last_is_remembered() -> None:
-    same = [RolloutGroup(FIRST, [sampled(FIRST, 0, [5, 6], 1, version)]) for version in (0, 3)]
-    memory = remembering("rlep:share=0.8", same[0], group(FIRST, [1], 1), same[1], version=4)
-    replayed = joined(memory, group(FIRST, [0] * 4, 5, 1), 5)
-    assert sorted(each.completion.versions_T[0].item() for each in replayed) == [1, 3]
-
-
 def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
     memory = fresh(plugin("rlep:kept=3,max_age=5,members=9,share=0.9,choice=recent"))
     for visit in range(4):
@@ -211,17 +197,6 @@ def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
     assert len(memory.state_dict()["path"]) == 2 and memory.metrics(alone)["replay/prompts"] == 1
     memory.on_update_end(GroupBatch([], 9, EXACT, alone))
     assert not memory.state_dict()["path"] and memory.metrics(alone)["replay/prompts"] == 0
-
-
-def test_of_a_group_with_many_successes_the_last_that_differ_are_remembered() -> None:
-    tokens = [[5], [6], [5], [7], [7], [6], [6]]
-    batch = RolloutGroup(FIRST, [sampled(FIRST, path, ids, 1, 0) for path, ids in enumerate(tokens)])
-    state = remembering("rlep:kept=3", batch).state_dict()
-    assert sorted(map(tuple, zip(state["path"], state["token_ids"].tolist(), strict=True))) == [
-        ([2], 5),
-        ([4], 7),
-        ([6], 6),
-    ]
 
 
 def rows(memory: Replay) -> list[Any]:
@@ -379,30 +354,4 @@ def test_history_and_metrics_know_nothing_of_them() -> None:
     assert records["train/0"].pass_rate == 0 and records["train/1"].pass_rate == 0.25
 
 
-def test_a_reward_by_function_counts_in_advantages() -> None:
-    memory, groups = learnt_groups()
-    memory.add_members(GroupBatch(groups, 4, EXACT, alone))
-    rewards = GroupRewards.of(groups, ["exact"])
-    assert rewards.by_function_RK[:, 0].tolist() == rewards.rewards_R.tolist()
-    assert rewards.groups_R.tolist() == [0] * 5 + [1] * 5
-
-
 # ---- what it goes with ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "snapshots"])
-def test_replays_with_log_probs_of_the_policy_go_with_every_proximal_policy(proximal: Any) -> None:
-    correction = Correction("token_truncate") if proximal == "snapshots" else Correction()
-    parts = Objective(proximal=proximal, correction=correction).parts
-    RolloutSession(make_plugins(["rlep"])).check(RunFacts(4, 8, 2000, 1), parts)
-    with pytest.raises(ValueError, match=r"repo .*set logprobs of it to recomputed"):
-        RolloutSession(make_plugins(["repo"])).check(RunFacts(4, 8, 2000, 1), parts)
-
-
-def check(*specs: str) -> None:
-    RolloutSession(make_plugins(specs)).check(RunFacts(4, 8, 2000, 1), [])
-
-
-@pytest.mark.parametrize("mode", ["april", "periodic", "asynchronous", "arrol", "sortedrl:unit=group"])
-def test_it_goes_with_modes_whose_groups_are_whole(mode: str) -> None:
-    check("rlep", mode)

@@ -19,7 +19,7 @@ from lit_grpo.tools.commands.report import main
 from lit_grpo.tools.dashboard import sections
 from lit_grpo.tools.dashboard.report import read_folder, write_report
 from lit_grpo.tools.dashboard.report.content import MAX_OWN, report_content
-from lit_grpo.tools.dashboard.report.curves import MAX_POINTS, axis, points, rank_correlation
+from lit_grpo.tools.dashboard.report.curves import MAX_POINTS, points, rank_correlation
 from lit_grpo.tools.dashboard.report.folder import MAX_TIMELINES
 
 ASSETS = Path(__file__).parents[1] / "lit_grpo" / "tools" / "dashboard" / "report" / "assets"
@@ -198,13 +198,6 @@ def test_a_long_run_is_drawn_from_means_with_the_least_and_the_greatest() -> Non
     assert max(made["max"]) == 1e6 and made["mean"][250] > 9e4
 
 
-def test_points_stand_for_updates_and_gaps_stay_gaps() -> None:
-    steps = np.arange(3)
-    assert axis(steps, {})["first"] == axis(steps, {})["last"] == [0, 1, 2]
-    assert points(np.array([1.23456789, np.nan, np.inf])) == {"mean": [1.2346, None, None]}
-    assert axis(steps, {"num_tokens": np.array([np.nan, 5, np.nan])})["others"] == {"num_tokens": [0, 5, 5]}
-
-
 def test_rank_correlation_shares_ranks_among_equals() -> None:
     assert rank_correlation(np.array([1, 2, 3, 4]), np.array([1, 4, 9, 16])) == pytest.approx(1)
     assert rank_correlation(np.array([1, 2, 2, 3]), np.array([1, 3, 2, 4])) == pytest.approx(0.9486833)
@@ -212,16 +205,6 @@ def test_rank_correlation_shares_ranks_among_equals() -> None:
 
 
 # ---- folders that are none, or in the making ----------------------------------------------------------
-
-
-def test_lines_that_are_not_whole_yet_are_left_out(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", updates=5, names=["reward", "loss"])
-    for name in ("metrics.csv", "samples.jsonl", "timeline.jsonl", "trace.jsonl"):
-        lines = (run / name).read_text().splitlines(keepends=True)
-        (run / name).write_text("".join(lines[:-1]) + lines[-1][: len(lines[-1]) // 2])
-    content = content_of(run)
-    assert content["axis"]["last"] == [0, 1, 2, 3, 4]
-    assert content["num_samples"] == 19 and content["num_timelines"] == 4 and content["lengths"]["number"] == 39
 
 
 def test_rows_that_were_cut_within_stay_away_and_the_later_of_two_counts(tmp_path: Path) -> None:

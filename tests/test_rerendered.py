@@ -19,7 +19,6 @@ from benchmarks.conversation_tokens import check, wrong
 from lit_grpo.compatibility import check_together
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
-from lit_grpo.methods import make_plugins
 from lit_grpo.plugins import fresh
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
@@ -177,30 +176,6 @@ def test_max_observed_is_that_of_one_conversation() -> None:
     assert only(cut).finish_reason == "length" and len(only(cut).turns) < 4 and metrics["environments/cut_short"] == 1
 
 
-def test_turns_are_limited() -> None:
-    completion = only(talk(max_turns=2)[0])
-    assert len(completion.turns) == len(completion.contexts) == 2 and completion.finish_reason == "length"
-
-
-class DiesOnce(Asks):
-    """Fails in its second turn, the first time."""
-
-    died = False
-
-    def look(self) -> str:
-        """Look something up."""
-        if not DiesOnce.died:
-            DiesOnce.died = True
-            raise ConnectionError("gone")
-        return "found"
-
-
-def test_a_trajectory_that_begins_again_has_no_turn_of_before() -> None:
-    groups, metrics = talk(factory=DiesOnce)
-    assert metrics["environments/retries"] == 1 and len(only(groups).contexts) == len(only(groups).turns) == 4
-    assert only(groups).text == only(talk()[0]).text and only(groups).contexts == only(talk()[0]).contexts
-
-
 def test_checkpoints_keep_what_turns_were_sampled_after() -> None:
     groups, _ = talk()
     buffer, other = RolloutBuffer(), RolloutBuffer()
@@ -334,16 +309,6 @@ def test_what_takes_a_completion_together_is_refused(objective: Objective, messa
         check_together([*objective.parts, part])
     plain = Environments(factory=Asks)
     check_together([*objective.parts, plain.requirement("environments")])
-
-
-def test_rollouts_in_parts_and_replay_are_refused() -> None:
-    rule = Environments(factory=Asks, history="rerendered")
-    part = rule.requirement("rollout.plugins environments")
-    refused = {"april": "needs every group to be sampled completely", "rlep": "needs each completion in one row"}
-    for name, message in refused.items():
-        other = make_plugins([name])[name]
-        with pytest.raises(ValueError, match=message):
-            check_together([part, other.requirement(f"rollout.plugins {name}")])
 
 
 @pytest.mark.parametrize(

@@ -220,14 +220,6 @@ def test_a_run_whose_servers_all_hang_goes_on_with_the_first_that_is_up_again(
         server.process.kill()
 
 
-def test_a_process_without_restarts_that_hangs_is_left_alone(process: ServerProcess) -> None:
-    well, hung = server_of("http://well", well=True), server_of(process.url, well=False, up=False)
-    hung.process = process
-    fleet = fleet_of(well, hung, restarts=0)
-    fleet.muster()
-    assert process.runs and fleet.alive == [well]
-
-
 def test_a_process_whose_port_is_taken_when_it_starts_again_is_asked_at_its_new_one(
     process: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

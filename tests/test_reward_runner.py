@@ -106,14 +106,6 @@ def test_a_function_of_weight_zero_makes_no_reward_of_its_own() -> None:
     assert math.isnan(rewards_of(group)[0]) and rewards_of(group)[1] == 10.0
 
 
-def test_reward_is_nan_where_none_applies(make_runner: MakeRunner) -> None:
-    group = make_group("a", "")
-    make_runner(lengths).score(group)
-    assert values_of(group, "lengths") == [1.0, None]
-    assert group.rollouts[0].reward == 1.0
-    assert math.isnan(group.rollouts[1].reward)
-
-
 def test_function_on_one_rollout_gets_what_its_parameters_name(make_runner: MakeRunner) -> None:
     seen = []
 
@@ -164,64 +156,12 @@ def test_all_columns_are_given_to_columns_but_those_that_args_bind(tmp_path: Any
     assert rewards_of(group) == [13.0]
 
 
-def test_own_values_come_before_columns_of_the_same_name(make_runner: MakeRunner) -> None:
-    seen = []
-
-    def score(completion: str, **columns: Any) -> float:
-        seen.append((completion, columns))
-        return 0.0
-
-    make_runner(score).score(make_group("a", completion="column", prompt="column", level=1))
-    assert seen == [("a", {"prompt": "What is it?", "level": 1})]
-
-
 def test_async_functions_of_a_group_are_awaited_at_once(make_runner: MakeRunner) -> None:
     group = make_group(*["ab"] * 1000)
     began_s = time.monotonic()
     make_runner(slow_length).score(group)
     assert rewards_of(group) == [2.0] * 1000
     assert time.monotonic() - began_s < 25  # one after another they take 50 s
-
-
-def test_async_function_may_score_a_group(make_runner: MakeRunner) -> None:
-    async def score(completions: list[str]) -> list[float]:
-        await asyncio.sleep(0)
-        return [float(len(completion)) for completion in completions]
-
-    group = make_group("a", "bcd")
-    make_runner(score).score(group)
-    assert rewards_of(group) == [1.0, 3.0]
-
-
-def test_async_functions_of_all_groups_share_one_loop(make_runner: MakeRunner) -> None:
-    loops = set()
-
-    async def score(completion: str) -> float:
-        loops.add(asyncio.get_running_loop())
-        return 0.0
-
-    runner = make_runner(score)
-    runner.submit(make_group("a"))
-    runner.score(make_group("b"))
-    runner.score(make_group("c"))
-    assert len(loops) == 1
-
-
-def test_submit_starts_the_work_and_returns_before_it_is_done(make_runner: MakeRunner) -> None:
-    started, go_on = threading.Event(), threading.Event()
-
-    def score(completion: str) -> float:
-        started.set()
-        go_on.wait(5)
-        return 1.0
-
-    runner, group = make_runner(score), make_group("a")
-    runner.submit(group)
-    assert started.wait(5)
-    assert group.rollouts[0].rewards == {}
-    go_on.set()
-    runner.gather()
-    assert rewards_of(group) == [1.0]
 
 
 def test_values_do_not_depend_on_which_thread_is_first(make_runner: MakeRunner) -> None:
@@ -266,14 +206,6 @@ def test_error_names_function_prompt_and_sample_and_has_the_original_as_cause(
         "reward 'ratio' (ratio) failed on prompt 'train/17', sample 1: ZeroDivisionError: division by zero."
     )
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_error_of_a_call_on_the_group_names_all_of_its_samples(make_runner: MakeRunner) -> None:
-    def score(completions: list[str]) -> list[float]:
-        raise KeyError("model")
-
-    with pytest.raises(RewardError, match=r"prompt 'train/17', samples 0 to 2: KeyError: 'model'.$"):
-        make_runner(score).score(make_group("a", "b", "c"))
 
 
 def test_first_error_in_order_is_raised_and_groups_before_it_are_scored(make_runner: MakeRunner) -> None:
@@ -385,16 +317,6 @@ def test_sync_call_that_is_overdue_is_abandoned_and_the_others_are_scored(make_r
         RewardError, match=r"sample 1: it took longer than 0.2 s; make it faster, or raise its time limit.$"
     ):
         make_runner(stuck, timeout_s=0.2).score(group)
-
-
-def test_time_limit_is_of_each_call_and_not_of_the_group(make_runner: MakeRunner) -> None:
-    def score(completion: str) -> float:
-        time.sleep(0.05)
-        return 1.0
-
-    group = make_group(*"abcdefghijkl")
-    make_runner(score, timeout_s=0.4).score(group)
-    assert rewards_of(group) == [1.0] * 12
 
 
 def test_async_call_that_is_overdue_is_cancelled_and_the_others_are_scored(make_runner: MakeRunner) -> None:
@@ -554,14 +476,6 @@ def test_a_conversation_has_messages_for_prompts_and_completions(make_runner: Ma
     assert rewards_of(group) == [0.0, 1.0]
 
 
-def test_a_function_on_one_rollout_keeps_the_text_of_a_conversation(make_runner: MakeRunner) -> None:
-    group = make_group("abc")
-    prompt = dataclasses.replace(group.prompt, messages=[{"role": "user", "content": "What?"}])
-    group = RolloutGroup(prompt, [Rollout(prompt, rollout.completion) for rollout in group.rollouts])
-    make_runner(length).score(group)
-    assert rewards_of(group) == [3.0]
-
-
 def test_logged_metrics_are_means_and_extras_go_to_their_rollouts(make_runner: MakeRunner) -> None:
     def by_group(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
         log_metric("mean_length", len(completions[0]))
@@ -609,26 +523,6 @@ def test_sync_calls_of_one_group_run_at_the_same_time(make_runner: MakeRunner) -
     assert time.monotonic() - began_s < 2  # one after another they take 6.4 s
 
 
-def test_calls_that_take_no_time_stay_on_one_thread(make_runner: MakeRunner) -> None:
-    threads = set()
-
-    def score(completion: str) -> float:
-        threads.add(threading.get_ident())
-        return 0.0
-
-    make_runner(score).score(make_group(*["a"] * 8))
-    assert len(threads) == 1
-
-
-def test_the_first_error_is_raised_though_a_later_one_comes_first(make_runner: MakeRunner) -> None:
-    def score(completion: str) -> float:
-        time.sleep({"slow": 0.3, "fast": 0.0}.get(completion, 0.1))
-        raise ValueError(completion)
-
-    with pytest.raises(RewardError, match=r"sample 0: ValueError: slow.$"):
-        make_runner(score).score(make_group("slow", "fast", *["later"] * 40))
-
-
 def flaky(failures: int) -> Callable[[str], float]:
     calls = 0
 
@@ -668,27 +562,6 @@ def test_retries_are_bounded_and_the_last_error_is_raised() -> None:
         RewardSpec("a.b", retries=11)
     with pytest.raises(ValueError, match=r"reward function 'a.b': retry_pause_s must be from 0 to 60, not -1."):
         RewardSpec("a.b", retry_pause_s=-1)
-
-
-def test_a_function_that_forks_and_lets_its_child_come_back_is_scored_once(tmp_path: Path) -> None:
-    code = """
-        import os, sys, torch
-        sys.path.insert(0, "tests")
-        from test_reward_runner import make_group
-        from lit_grpo.rewards import RewardFunction, RewardRunner
-
-        def forks(completion):
-            if os.fork():
-                os.wait()
-            return 1.0
-
-        group = make_group("a", "b")
-        RewardRunner([RewardFunction.of(forks, "forks")]).score(group)
-        print([rollout.reward for rollout in group.rollouts])
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
-    assert (done.stdout, done.returncode) == ("[1.0, 1.0]\n", 0), done.stderr
 
 
 # ---- processes ------------------------------------------------------------------------------------------
@@ -739,13 +612,6 @@ def test_a_function_in_a_process_scores_logs_and_is_not_this_process(score_in_pr
     assert (rewards_of(group), runner.num_errors) == ([0.0, 0.0, 1.0], 0)
     assert runner.metrics.take() == {"length": 2.0}
     assert os.getpid() not in {rollout.extra["pid"] for rollout in group.rollouts}
-
-
-def test_async_functions_and_classes_run_in_processes_as_well(score_in_processes: Any) -> None:
-    groups = [make_group("a", "b"), make_group("a", "b", level=3)]
-    score_in_processes(groups[0], "later")
-    score_in_processes(groups[1], "Scaled", scale=0.5)
-    assert [rewards_of(group) for group in groups] == [[2.0, 2.0], [0.5, 0.5]]
 
 
 def test_a_function_that_ends_its_process_costs_its_rollout_alone(

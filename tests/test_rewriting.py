@@ -73,13 +73,6 @@ def test_a_prompt_that_is_asked_with_something_else_is_marked(tokenizer: str) ->
     assert [prompt.visit for prompt in prompts] == [0] * 4 + [1] * 4
 
 
-def test_the_rows_themselves_are_never_marked(tokenizer: str) -> None:
-    data = data_of(tokenizer, OWN)
-    data.train_dataloader().draw(8)
-    assert not any(prompt.altered or prompt.extra for prompt in data.prompts["train"])
-    assert not any(prompt.altered for prompt in data_of(tokenizer).train_dataloader().draw(8))
-
-
 def test_what_a_prompt_may_become_is_checked_with_the_prompts(tokenizer: str) -> None:
     trainer: Any = SimpleNamespace(datamodule=data_of(tokenizer, OWN))
     largest = asked_prompts(trainer)["train"][len(ROWS) :]
@@ -98,7 +91,3 @@ def test_a_text_that_cannot_be_put_into_a_row_is_told_with_the_row(tokenizer: st
         data_of(tokenizer, OWN, rows=no_question)
     with pytest.raises(ValueError, match=rf"{sentence} a preface with characters that the tokenizer does not know"):
         data_of(tokenizer, f"{OWN}:preface=ADD")
-
-
-def test_a_dataloader_of_ones_own_asks_no_rewriter() -> None:
-    assert EveryOther().needs == {"prompt_stream"}

@@ -193,12 +193,6 @@ def test_what_is_sampled_does_not_depend_on_how_long_rewards_take(runner: Reward
     assert keys == [[each.completion.request.key for each in group.rollouts] for group in late.values()]
 
 
-def test_a_prompt_without_a_reward_gets_no_more(runner: RewardRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PASSES, "d", "----")
-    groups, _, _ = collect(Balanced(), runner, "d")
-    assert len(groups["d"].rollouts) == 4
-
-
 class Drops(Listener):
     """Leaves the first completion of a prompt out of its group after so many steps."""
 

@@ -69,13 +69,6 @@ def test_value_and_gradient_are_those_of_transformers_however_a_step_is_cut(max_
     assert float(gradients(model).norm() / whole.norm()) > 0.01
 
 
-def test_a_loss_by_micro_batch_would_be_another() -> None:
-    groups = ragged_groups()
-    make_learner(policy=policy())[0].learn(groups)
-    by_group = [float(transformers_loss([group], policy().double()).detach()) for group in groups[:2]]
-    assert abs(sum(by_group) / 2 - float(transformers_loss(groups, policy().double()).detach())) > 1e-3
-
-
 def test_it_is_logged_without_a_weight_and_then_changes_nothing() -> None:
     plain, steps_of_plain = make_learner(policy=policy())
     plain.learn(ragged_groups())

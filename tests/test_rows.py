@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from lit_grpo.faults import json_line, writable
+from lit_grpo.faults import json_line
 
 
 def test_lone_surrogates_are_escaped_and_read_back() -> None:
@@ -18,7 +18,3 @@ def test_lone_surrogates_are_escaped_and_read_back() -> None:
 def test_numbers_that_json_has_not_are_null_at_any_depth() -> None:
     line = json_line({"reward": math.nan, "rewards": {"a": [math.inf, 1.5]}, "step": 1})
     assert line == '{"reward": null, "rewards": {"a": [null, 1.5]}, "step": 1}\n'
-
-
-def test_a_text_with_a_lone_surrogate_becomes_writable() -> None:
-    assert writable("a\ud800é") == "a\\ud800é"

@@ -14,7 +14,6 @@ from lit_grpo.checkpoints import WholeFileIO, read
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.environments import Environments
-from lit_grpo.environments.agent import Agent
 from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.plugins import fresh
 from lit_grpo.rewards import RewardFunction, RewardRunner
@@ -70,15 +69,6 @@ def test_a_conversation_keeps_the_arguments_that_the_policy_wrote() -> None:
     assert first["tool_calls"][0]["function"]["arguments"] == {"items": [7, 8]}
 
 
-def test_each_agent_has_the_row_as_the_data_has_it() -> None:
-    kind = fresh(Agent(run=lambda base_url, api_key, board: board[0].append(1))).kinds[None]
-    prompt = Prompt("train/0", (1,), "?", {"board": [[0]], "other": 1})
-    for _ in range(2):
-        arguments = kind.arguments(prompt)
-        arguments["board"][0].append(1)
-        assert arguments == {"board": [[0, 1]]}
-
-
 def conversation(num_rollouts: int) -> RolloutGroup:
     prompt = Prompt("train/0", (1,), "?", {"board": [[0]]}, messages=[{"role": "user", "content": "?"}])
     rollouts = []
@@ -130,24 +120,6 @@ def test_each_call_of_a_reward_function_has_the_row_and_the_messages_as_they_are
     episode = group.rollouts[0].completion.episode
     assert group.prompt.columns == {"board": [[0]]} and group.prompt.messages == [{"role": "user", "content": "?"}]
     assert episode is not None and episode.messages == [{"role": "assistant", "content": "a"}]
-
-
-def test_a_call_that_is_made_again_has_the_row_as_it_is() -> None:
-    seen: list[list[int]] = []
-
-    def fails_once(completion: str, board: list[list[int]]) -> float:
-        board[0].append(1)
-        seen.append(board[0])
-        if len(seen) == 1:
-            raise ConnectionError
-        return float(len(board[0]))
-
-    group, function = conversation(1), RewardFunction.of(fails_once, "fails_once")
-    object.__setattr__(function, "retries", 1)
-    runner = RewardRunner([function])
-    runner.score(group)
-    runner.close()
-    assert group.rollouts[0].reward == 2.0
 
 
 def test_epochs_and_validations_have_rows_of_their_own() -> None:

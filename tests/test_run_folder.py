@@ -1,7 +1,4 @@
-import json
 import multiprocessing
-import platform
-from importlib.metadata import version
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -29,21 +26,6 @@ def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
     assert [(tmp_path / name / "metrics.csv").read_text() for name in ("run-1", "run-2", "run")] == ["0", "1", "2"]
 
 
-def test_a_folder_says_what_its_run_runs_on(tmp_path: Path) -> None:
-    open_run(tmp_path / "run")
-    found = json.loads((tmp_path / "run" / "versions.json").read_text())
-    assert found["python"] == platform.python_version()
-    assert found["torch"] == version("torch") and "transformers" in found and "lightning" in found
-
-
-def test_a_claim_alone_moves_and_makes_nothing(tmp_path: Path) -> None:
-    open_run(tmp_path / "run")
-    (tmp_path / "run" / "metrics.csv").write_text("rows")
-    with RunFolder() as run:
-        run.claim(tmp_path / "run", resumes=False)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
-
-
 def test_runs_of_one_name_that_live_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
     with RunFolder() as first, RunFolder() as second, RunFolder() as third:
         for number, run in enumerate((first, second, third)):
@@ -60,12 +42,6 @@ def test_a_run_that_still_goes_on_is_not_resumed(tmp_path: Path) -> None:
         first.claim(tmp_path / "run", resumes=False)
         with pytest.raises(ValueError, match=r"still goes on, so it cannot be resumed there; .* with run\.name"):
             second.claim(tmp_path / "run", resumes=True)
-
-
-def test_resumed_run_keeps_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("rows")
-    assert open_run(tmp_path, resumes=True) is None
-    assert (tmp_path / "metrics.csv").read_text() == "rows"
 
 
 def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
@@ -86,12 +62,6 @@ def test_runs_of_two_experiments_have_folders_of_their_own(tmp_path: Path) -> No
         ]  # fmt: skip
         assert runs[0].name_of(again.path) == "exp1/seed0-1"
     assert open_run(runs[0].folder) == tmp_path / "exp1" / "seed0-2"
-
-
-def test_a_name_may_look_like_markup(tmp_path: Path) -> None:
-    run = RunConfig("[red]x[/red]", str(tmp_path))
-    open_run(run.folder)
-    assert (tmp_path / "[red]x[" / "red]" / "versions.json").is_file()
 
 
 def test_loggers_write_into_the_run_folder(tmp_path: Path) -> None:

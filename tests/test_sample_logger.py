@@ -47,11 +47,6 @@ def test_control_sequences_of_a_completion_are_shown_and_not_obeyed(completion: 
     assert not any(character < " " and character != "\n" for character in out) and "\x9b" not in out
 
 
-def test_markup_is_text() -> None:
-    out = shown(SHORT._replace(completion="[red]a[/red] [/x]"))
-    assert "[red]a[/red] [/x]" in out and "[bold]1[/bold]" in out
-
-
 LONG = {
     "words": "so then " * 400 + "the answer is 42",
     "without spaces": "x" * 3000 + "#42",
@@ -81,10 +76,6 @@ def test_rewards_by_function_are_shown_where_there_are_several() -> None:
     assert head in shown(SHORT)
     both = SHORT._replace(rewards={"right": 1.0, "form": None}, advantage=math.nan)
     assert "reward 1  right 1  form none  3 tokens  stop" in shown(both)
-
-
-def test_an_empty_completion_is_called_so() -> None:
-    assert "completion  (empty)" in shown(SHORT._replace(completion=""))
 
 
 def right(completion: str, answer: str) -> float:

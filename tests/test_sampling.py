@@ -74,14 +74,6 @@ def test_uniform_is_uniform_over_samples_and_over_positions(along: str) -> None:
     assert abs(serial) < 0.015
 
 
-def test_uniform_does_not_depend_on_the_other_rows() -> None:
-    keys_B, positions_B = keys(50), np.arange(50) % 9
-    together = uniform(keys_B, positions_B)
-    assert together.tolist() == [uniform(keys_B[i, None], positions_B[i, None]).item() for i in range(50)]
-    order = torch.randperm(50)
-    assert (uniform(keys_B[order], positions_B[order]) == together[order]).all()
-
-
 def test_request_key_differs_by_seed_prompt_visit_and_sample_alone() -> None:
     requests = {
         (seed, name, visit, sample): Request(Prompt(name, (1,), "", visit=visit), (sample,), SamplingParams(), seed)
@@ -113,13 +105,6 @@ def test_temperature_divides_the_logits() -> None:
     expected_V = (logits_V / 0.5).softmax(-1)
     assert torch.allclose(torch.bincount(tokens_B, minlength=4) / 40_000, expected_V, atol=0.01)
     assert torch.allclose(logprobs_B, expected_V.log()[tokens_B], atol=1e-6)
-
-
-def test_logprobs_are_those_of_log_softmax() -> None:
-    logits_BV = torch.randn(64, 100, generator=torch.Generator().manual_seed(0)) * 3
-    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(), uniform(keys(64), np.arange(64)))
-    assert logprobs_B.dtype == torch.float32
-    assert torch.equal(logprobs_B, logits_BV.log_softmax(-1)[torch.arange(64), tokens_B])
 
 
 def test_bfloat16_logits_are_sampled_in_float32() -> None:
@@ -190,40 +175,11 @@ def test_truncation_is_that_of_hugging_face(top_k: int, top_p: float, min_p: flo
     assert torch.allclose(logprobs_B, chosen_B, atol=1e-5)
 
 
-def test_a_dropped_token_is_never_picked() -> None:
-    logits_V = torch.tensor([1.0, 3.0, 2.0, 2.5, 0.0])
-    for sampling, kept in [
-        (SamplingParams(top_k=2), {1, 3}),
-        (SamplingParams(min_p=0.5), {1, 3}),
-        (SamplingParams(top_p=0.5), {1, 3}),
-        (SamplingParams(top_k=3, min_p=0.3), {1, 2, 3}),
-    ]:
-        tokens_B, _ = draw(logits_V, 5000, sampling)
-        assert set(tokens_B.tolist()) == kept
-
-
 def test_impossible_tokens_at_either_end_are_never_picked() -> None:
     logits_V = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
     tokens_B, logprobs_B = draw(logits_V, 5000, SamplingParams())
     assert set(tokens_B.tolist()) == {1, 3}
     assert torch.allclose(logprobs_B, torch.tensor(0.5).log())
-
-
-@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
-def test_the_extreme_random_numbers_pick_possible_tokens_too(number: float, token: int) -> None:
-    logits_BV = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
-    assert sample_tokens(logits_BV, SamplingParams(), np.array([number]))[0].item() == token
-
-
-def test_every_token_of_a_large_vocabulary_gets_the_share_of_random_numbers_that_is_its_probability() -> None:
-    logits_V = torch.randn(2500, generator=torch.Generator().manual_seed(0)) * 4  # some blocks, and a part of one
-    probs_V, count = logits_V.double().softmax(-1), 50_000
-    counts_V = torch.zeros(2500)
-    for numbers in np.split((np.arange(count) + 0.5) / count, 50):
-        tokens_B, *_ = sample_tokens(logits_V.expand(len(numbers), -1), SamplingParams(), numbers)
-        counts_V += torch.bincount(tokens_B, minlength=2500)
-    assert (counts_V - probs_V * count).abs().max() < 1.1  # evenly spaced numbers: at most one more or less
-    assert (probs_V * count < 1).sum() > 500
 
 
 def test_tokens_of_a_vocabulary_of_150_thousand_have_their_probability_down_to_the_rarest() -> None:
@@ -247,21 +203,6 @@ def test_tokens_of_a_vocabulary_of_150_thousand_have_their_probability_down_to_t
     shares = first_number([token + 1 for token in chosen]) - first_number(chosen)
     expected = probs_V[chosen].numpy()
     np.testing.assert_allclose(shares, expected, rtol=1e-5, atol=1e-15)  # float64 numbers near 1 are 1e-16 apart
-
-
-def test_in_a_large_vocabulary_neither_impossible_tokens_nor_other_rows_matter() -> None:
-    logits_BV = torch.full((6, 4000), -torch.inf)
-    logits_BV[:, [3, 1023, 1024, 3000, 3998]] = torch.tensor([0.0, -30.0, 1.0, -60.0, 0.5])
-    numbers = np.array([0.0, 1e-16, 0.3, 0.7, 1 - 2**-52, 1 - 2**-53])
-    tokens_B, logprobs_B, entropies_B = sample_tokens(logits_BV, SamplingParams(), numbers)
-    assert tokens_B.tolist() == [3, 3, 1024, 3998, 3998, 3998]
-    assert torch.equal(logprobs_B, logits_BV.log_softmax(-1)[torch.arange(6), tokens_B])
-    exact = torch.special.entr(logits_BV.double().softmax(-1)).sum(-1)
-    assert torch.allclose(entropies_B.double(), exact, atol=1e-6)
-    alone = [sample_tokens(logits_BV[row, None], SamplingParams(), numbers[row, None])[0].item() for row in range(6)]
-    assert alone == tokens_B.tolist()
-    nan_B, *_ = sample_tokens(torch.full((2, 4000), torch.nan), SamplingParams(), numbers[2:4])
-    assert all(0 <= token < 4000 for token in nan_B.tolist())
 
 
 def test_sampling_takes_the_memory_of_two_float32_numbers_a_logit() -> None:

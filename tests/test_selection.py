@@ -23,7 +23,6 @@ from lit_grpo.methods.pods import MaxVariance, max_variance_subset
 from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, leave_one_out_advantages
 from lit_grpo.update.plugin import LearningPlugin
 
@@ -142,14 +141,6 @@ def test_random_members_are_the_same_in_every_run_and_others_in_every_group() ->
     assert all(len(members) == 4 for members in first) and len(set(first)) > 15
 
 
-def test_all_keeps_everyone() -> None:
-    groups = groups_of(*REWARDS)
-    rewards = GroupRewards.of(groups, ["right"])
-    expected = group_advantages(rewards.rewards_R, rewards.groups_R)
-    found = torch.tensor(list(itertools.chain(*advantages(LearningPlugin(), groups))))
-    assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
-
-
 # ---- by entropy ----------------------------------------------------------------------------------------
 
 
@@ -237,14 +228,6 @@ def test_the_only_loser_counts_in_the_baseline_of_all_others_whoever_is_kept(rul
         assert any(is_kept) and not all(is_kept)
 
 
-def test_statistics_of_the_kept_alone_are_of_those() -> None:
-    """Where the only loser is not among them, they are all alike and teach nothing."""
-    groups = groups_of([1.0] * 4 + [0.0, 1.0])
-    with_entropies(groups, LOSER_IS_QUIET)
-    selection = MaxEntropy(2, statistics="kept")
-    assert known(advantages(selection, groups, 1, leave_one_out_advantages)[0]) == {0: 0.0, 1: 0.0}
-
-
 # ---- over a run ----------------------------------------------------------------------------------------
 
 
@@ -268,12 +251,6 @@ def test_the_first_values_move_to_the_last_in_a_line(progress: float) -> None:
     for rule in (MaxVariance, RandomMembers):
         of_groups = advantages(rule(4, first_keep=2), groups, progress=progress)
         assert {len(known(values)) for values in of_groups} == {math.floor(keep + 0.5)}
-
-
-def test_random_members_stay_when_more_are_kept() -> None:
-    groups, selection = groups_of([float(n) for n in range(12)]), RandomMembers(8, first_keep=2)
-    members = [set(known(advantages(selection, groups, progress=progress)[0])) for progress in (0.0, 0.5, 1.0)]
-    assert [len(some) for some in members] == [2, 5, 8] and members[0] < members[1] < members[2]
 
 
 # ---- tokens --------------------------------------------------------------------------------------------
@@ -328,10 +305,6 @@ def test_what_has_no_meaning_is_refused(name: str, fields: dict[str, Any], sente
     with pytest.raises(ValueError) as error:
         RolloutSession(make_plugins([{name: fields}])).check(FACTS, [])
     assert str(error.value).startswith(f"rollout.plugins {name}: {sentence}")
-
-
-def test_a_subset_of_the_whole_group_is_let_through() -> None:
-    RolloutSession(make_plugins([{"pods": {"keep": 8}}])).check(FACTS, [])
 
 
 def test_any_choice_of_completions_can_have_a_share_of_tokens() -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hand_made import make_module
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 
-from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import PassRule, Rollout
 from lit_grpo.update.objective.objective import Objective
@@ -50,18 +47,6 @@ def test_each_rollout_is_learnt_from_with_what_it_is_given(name: str) -> None:
             assert rollout.advantage != 0
 
 
-def test_without_a_rule_nothing_changes() -> None:
-    gradients: list[torch.Tensor] = []
-    nothing: Any = {"plugins": [ByLength(0.0)], "pass_rule": PassRule()}
-    plain: Any = {"plugins": [LearningPlugin()]}
-    for settings in (plain, nothing, {}):
-        learner, steps = make_learner(**settings)
-        learner.learn(ragged_groups())
-        gradients.append(steps.gradients[0])
-    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
-    assert gradients[0].norm() > 0
-
-
 def test_a_flat_group_is_learnt_from_where_a_rule_says_so() -> None:
     groups = ragged_groups()
     for group in groups:
@@ -70,13 +55,6 @@ def test_a_flat_group_is_learnt_from_where_a_rule_says_so() -> None:
     learner, steps = make_learner(plugins=[ByLength()])
     logs = learner.learn(groups)
     assert steps.gradients[0].norm() > 0 and logs["advantages/max_abs"] > 0.5
-
-
-def test_a_rollout_without_a_reward_is_not_learnt_from() -> None:
-    groups = ragged_groups()
-    groups[0].rollouts[1].reward = math.nan
-    make_learner(plugins=[ByLength()])[0].learn(groups)
-    assert math.isnan(groups[0].rollouts[1].advantage)
 
 
 def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
@@ -111,12 +89,3 @@ def test_advantages_that_do_not_fit_are_refused(returned: Any, message: str) -> 
 
     with pytest.raises(ValueError, match=message):
         make_learner(plugins=[Wrong()])[0].learn(ragged_groups())
-
-
-def test_a_scheduler_tells_a_module_of_the_rule_before_each_run() -> None:
-    module, trainer = make_module("tiny"), SimpleNamespace(datamodule=None, strategy=None, callbacks=[])
-    shapings = []
-    for plugins in ([{f"{__name__}.ByLength": {"cost": 0.5}}], []):
-        RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
-        shapings.append(module.settings.plugin("shape"))
-    assert shapings == [ByLength(0.5), None]

@@ -41,12 +41,6 @@ def test_all_plans_that_have_a_name_are_told_in_a_table(capsys: pytest.CaptureFi
     assert "8 completions" in printed and "4 slots" in printed
 
 
-def test_a_plan_is_given_by_its_class_path_too(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--trace", SMALL, "--slots", "8", "--plans", FULL_GROUP, "fcfs"])
-    table = rows(capsys.readouterr().out)
-    assert list(table) == [FULL_GROUP, "fcfs"] and table[FULL_GROUP] == table["fcfs"]
-
-
 def test_batches_of_a_recorded_trace_are_decoded_one_after_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,12 +72,6 @@ def test_recorded_predictions_can_be_followed(tmp_path: Path, capsys: pytest.Cap
     trace = write_trace(tmp_path / "run.jsonl")  # they say the opposite, so that longest first is shortest first
     main(["--trace", str(trace), "--slots", "2", "--plans", "lpt", "--noise", "recorded"])
     assert rows(capsys.readouterr().out)["lpt"][0] == "10"
-
-
-def test_without_knowledge_longest_first_is_first_come(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--trace", "lognormal_heavy:prompts=3", "--slots", "8", "--noise", "none", "--plans", "lpt", "fcfs"])
-    table = rows(capsys.readouterr().out)
-    assert table["lpt"] == table["fcfs"]
 
 
 def test_plans_that_follow_lengths_go_behind_a_probe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 
 import numpy as np
@@ -164,14 +163,6 @@ def test_a_small_case_by_hand() -> None:
     assert run("sjf", trace, Engine(2)).ends.tolist() == [6, 1, 2, 4]
 
 
-def test_kv_tokens_by_hand() -> None:
-    trace = hand_made([4, 2, 3], groups=[0, 0, 1], prompts=[10, 10, 5])
-    schedule = run("fcfs", trace, Engine(2))
-    # Two of a prompt of 10 with 1 and 1, 2 and 2 tokens; then 3 beside the other prompt and its first token ...
-    assert schedule.kv_tokens_at(np.arange(6)).tolist() == [12, 14, 10 + 3 + 5 + 1, 10 + 4 + 5 + 2, 5 + 3, 0]
-    assert schedule.peak_kv_tokens == 21
-
-
 def test_the_youngest_is_set_aside_when_tokens_run_out_and_goes_on_later() -> None:
     trace = hand_made([6, 6], groups=[0, 1], prompts=[1, 1])
     wrong = KnownLengths(trace.jobs, np.array([1.0, 1.0]))
@@ -194,23 +185,6 @@ def test_golden_steps_of_all_plans() -> None:
     assert run(FULL_GROUP, trace, Engine(128), lengths).steps == trace.lengths.max()
 
 
-def test_keeping_the_short_for_the_end_needs_no_more_steps_than_longest_first_and_less_memory() -> None:
-    trace = load_trace("lognormal_heavy:prompts=32,group=32,max_tokens=512")
-    lengths = lengths_of(trace, 0.35)
-    longest, short = (run(name, trace, Engine(32), lengths) for name in ("lpt", "short_last"))
-    assert short.steps <= 1.01 * longest.steps
-    assert short.peak_kv_tokens < 0.8 * longest.peak_kv_tokens
-    limited = Engine(32, kv_tokens=longest.peak_kv_tokens // 2)
-    assert run("short_last", trace, limited, lengths).steps < 0.9 * run("lpt", trace, limited, lengths).steps
-
-
-def test_twenty_thousand_completions_take_less_than_seconds() -> None:
-    trace = load_trace("lognormal_mild:prompts=500,group=40")
-    start = time.process_time()
-    run("lpt", trace, Engine(256))
-    assert time.process_time() - start < 20  # 1.5 s without coverage; minutes where it grows with the square
-
-
 @pytest.mark.parametrize(
     ("engine", "sentence"),
     [
@@ -226,8 +200,3 @@ def test_what_cannot_decode_is_told_in_one_sentence(engine: Engine, sentence: st
     with pytest.raises(ValueError) as error:
         simulate(hand_made([6, 2], prompts=[4, 4]), "fcfs", engine)
     assert str(error.value) == sentence
-
-
-def test_the_smallest_budget_that_is_named_works() -> None:
-    trace = hand_made([6, 2, 5], groups=[0, 1, 2], prompts=[4, 4, 1])
-    assert run("fcfs", trace, Engine(3, kv_tokens=10)).ends.min() > 0

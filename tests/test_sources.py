@@ -43,11 +43,6 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
         assert list(FileRows(tmp_path / f"a.{suffix}").rows()) == ROWS
 
 
-def test_rows_can_be_read_twice(tmp_path: Path) -> None:
-    source = FileRows(write(tmp_path / "a.jsonl", '{"prompt": "x"}\n'))
-    assert list(source.rows()) == list(source.rows()) == [{"prompt": "x"}]
-
-
 def test_byte_order_mark_blank_lines_and_odd_separators_do_not_disturb(tmp_path: Path) -> None:
     text = '\ufeff{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n'
     assert list(FileRows(write(tmp_path / "a.jsonl", text)).rows()) == [
@@ -128,10 +123,6 @@ def test_malformed_file_is_named_with_the_place(tmp_path: Path, name: str, conte
     assert expected.format(path=path) in error_of(path)
 
 
-def test_json_lines_under_the_wrong_suffix_are_told_the_right_one(tmp_path: Path) -> None:
-    assert "name it .jsonl" in error_of(write(tmp_path / "a.json", '{"p": 1}\n{"p": 2}\n'))
-
-
 def test_saved_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
@@ -165,11 +156,6 @@ def test_make_source_tells_files_folders_hub_ids_and_sources_apart(tmp_path: Pat
     for wrong in ("", "data/train/rows", "./rows"):
         with pytest.raises(ValueError, match=f"The source {wrong!r} is no file"):
             make_source(wrong)
-
-
-def test_own_source_is_named_after_its_class() -> None:
-    assert Doubles().describe() == "Doubles"
-    assert next(Doubles().rows()) == {"prompt": "0 + 0 =", "answer": "0"}
 
 
 @pytest.mark.nightly

@@ -43,13 +43,6 @@ def spec_of(tokenizer: PreTrainedTokenizerBase, keeps: bool) -> PolicySpec:
     return PolicySpec(random_policy(), tokenizer, keeps)  # pyright: ignore[reportArgumentType]
 
 
-def test_text_keeps_special_tokens_but_for_those_at_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    bite, four = tokenizer.convert_ids_to_tokens([BITE, 4])
-    assert spec_of(tokenizer, keeps=True).text_of([BITE, 4, BITE, END, PAD]) == f"{bite}{four}{bite}"
-    assert spec_of(tokenizer, keeps=True).text_of([4, END, BITE]) == f"{four}<eos>{bite}"
-    assert spec_of(tokenizer, keeps=False).text_of([BITE, 4, BITE, END, PAD]) == four
-
-
 @pytest.mark.parametrize("keeps", [False, True])
 def test_both_kinds_of_generators_give_such_text(tokenizer: PreTrainedTokenizerBase, keeps: bool) -> None:
     spec, sampling = spec_of(tokenizer, keeps), SamplingParams(max_tokens=40)

@@ -32,18 +32,6 @@ def test_of_two_ranks_the_slower_has_little_more_to_do_than_in_the_best_of_all_w
     assert min(worst) > 1 - 1e-9 and max(worst) < 1.05 and np.mean(worst) < 1.01
 
 
-def test_many_ranks_have_less_than_as_the_prompts_come() -> None:
-    for seed in range(20):
-        work = np.random.default_rng(seed).lognormal(5, 0.7, 128)
-        slowest = max(work[places].sum() for places in spread(work.tolist(), 16))
-        assert slowest < 0.9 * work.reshape(16, 8).sum(1).max()
-
-
-def test_exchanges_come_to_an_end_where_work_is_nearly_equal() -> None:
-    work = [1.0, 1.0 + 1e-15, 1.0 - 1e-15, 1.0, 1.0 + 3e-16, 1.0, 1.0, 1.0]
-    assert sorted(place for places in spread(work, 4) for place in places) == list(range(8))
-
-
 def prompts(number: int) -> list[Prompt]:
     return [Prompt(f"train/{place}", (1, 2), "") for place in range(number)]
 
@@ -71,10 +59,3 @@ def test_ranks_get_prompts_in_order_until_lengths_are_known_and_then_by_these() 
     assert sorted(first + second) == [f"train/{place}" for place in range(8)]
     tokens = {f"train/{place}": length for place, length in enumerate([100, 90, 80, 70, 10, 10, 10, 10])}
     assert sum(tokens[name] for name in first) == sum(tokens[name] for name in second) == 190
-
-
-def test_a_new_prompt_counts_as_the_others_do_on_average() -> None:
-    loaders = [PromptLoader(prompts(4), 2, rank, 2, shuffle=False) for rank in range(2)]
-    for loader in loaders:
-        loader.use_history(history([50, 10]))  # and 30 are expected of the other two
-    assert taken(loaders) == [["train/0", "train/1"], ["train/2", "train/3"]]

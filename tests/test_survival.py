@@ -21,12 +21,6 @@ def test_the_mean_is_over_the_errors_that_have_not_been_outlived() -> None:
     assert means == pytest.approx([10.5, 12.5, 16.0])
 
 
-def test_lengths_beyond_the_limit_count_as_the_limit() -> None:
-    errors = np.log(np.arange(1.0, 21.0))
-    mean = mean_length(constant(0.0), constant(1.0), errors, constant(0.0), constant(10.0))
-    assert mean == pytest.approx([(sum(range(1, 10)) + 11 * 10) / 20])
-
-
 def test_an_exponential_length_is_memoryless() -> None:
     lengths = -np.log(1 - (np.arange(20_000) + 0.5) / 20_000)  # quantiles of the exponential distribution, mean 1
     errors = np.log(lengths)
@@ -40,9 +34,3 @@ def test_beyond_all_errors_the_tail_is_that_of_a_pareto_distribution() -> None:
     errors = np.log(np.arange(1.0, 21.0))
     mean = mean_length(constant(0.0), constant(1.0), errors, constant(130.0), constant(NO_LIMIT))
     assert mean == pytest.approx([130 * np.mean(np.arange(13.0, 21.0)) / 13])  # the eight largest, scaled up
-
-
-def test_a_smaller_scale_draws_lengths_together() -> None:
-    errors = np.array([-1.0, 0.0, 1.0])
-    means = mean_length(constant(0.0, 2), np.array([0.5, 1.0]), errors, constant(0.0, 2), constant(NO_LIMIT, 2))
-    assert means == pytest.approx([np.exp([-0.5, 0, 0.5]).mean(), np.exp([-1.0, 0, 1.0]).mean()])

@@ -46,9 +46,3 @@ def test_the_package_tells_torch_not_to_spin_unless_the_user_has_chosen() -> Non
     code = "import lit_grpo, os; print(os.environ['OMP_WAIT_POLICY'], os.environ['OPENBLAS_NUM_THREADS'])"
     assert said(code) == "PASSIVE 1"
     assert said(code, SINGLE_RANK | {"OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "2"}) == "ACTIVE 2"
-
-
-@pytest.mark.nightly
-def test_a_process_that_only_loads_the_package_for_vllm_keeps_its_environment() -> None:
-    code = "import torch, lit_grpo.rollout.vllm.worker, os; print('OMP_WAIT_POLICY' in os.environ)"
-    assert said(code) == "False"

@@ -8,16 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.timeline import Timeline, active_slots, draw_timeline
+from lit_grpo.scheduling.timeline import Timeline, draw_timeline
 from lit_grpo.types import Span
 
 SPANS = [Span(0, 0, 4, 0), Span(1, 0, 1, 0), Span(1, 1, 3, 7), Span(1, 3.5, 6, 7)]
-
-
-def test_active_slots_change_where_spans_begin_and_end() -> None:
-    times, active = active_slots(SPANS)
-    assert times.tolist() == [0, 1, 3, 3.5, 4, 6]
-    assert active.tolist() == [2, 2, 1, 2, 1, 0]
 
 
 def test_a_plan_has_a_panel_with_a_bar_for_each_span_and_curves_under_it(tmp_path: Path) -> None:
@@ -51,9 +45,3 @@ def test_a_plan_without_spans_can_be_drawn_and_nothing_at_all_cannot() -> None:
     assert len(draw_timeline([Timeline("idle", "idle", [])]).axes) == 2
     with pytest.raises(ValueError, match="0 timelines"):
         draw_timeline([])
-
-
-def test_curves_of_many_plans_all_differ(tmp_path: Path) -> None:
-    plans = [Timeline(f"plan {number}", f"plan {number}", [Span(0, 0, 9, 0)]) for number in range(16)]
-    curves = draw_timeline(plans).axes[len(plans)].get_lines()
-    assert len({(line.get_color(), repr(line._dash_pattern)) for line in curves}) == 16  # pyright: ignore

@@ -20,21 +20,11 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks.calculator import ANSWER_PATTERN, CalculatorRows, calculate
 from lit_grpo.types import Prompt, SamplingParams
-from scripts.make_calculator import CALCULATOR, PIECES, RECIPE, main, make_tokenizer
+from scripts.make_calculator import CALCULATOR, RECIPE, main, make_tokenizer
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=4, crowd_steps=2, batch_tokens=256
 )
-
-
-def test_it_is_a_small_policy_that_loads_by_its_name_and_has_a_token_for_each_piece() -> None:
-    model, tokenizer = load_policy("tiny_calculator"), load_tokenizer("tiny_calculator")
-    assert type(model).__name__ == "Qwen3ForCausalLM" and model.num_parameters() < 300_000
-    assert model.config.vocab_size == len(tokenizer)
-    text = f"37*48-95={PIECES['c']}37*48-95{PIECES['x']}<eos>{PIECES['r']}1681{PIECES['a']}1681<eos>"
-    ids = tokenizer.encode(text)
-    assert len(ids) == 9 + 1 + 8 + 1 + 1 + 1 + 4 + 1 + 4 + 1
-    assert tokenizer.decode(ids) == text
 
 
 def test_the_script_makes_what_is_shipped_up_to_the_numbers_in_its_weights(tmp_path: Path) -> None:

@@ -96,16 +96,6 @@ def test_where_one_completion_is_too_much_the_error_says_what_to_do(policy_folde
         fit(make_module(policy_folder, max_tokens_per_micro_batch="auto"), groups, callbacks=[ScarceMemory(room=3)])
 
 
-def test_other_errors_and_a_fixed_budget_are_left_alone(policy_folder: Path) -> None:
-    class Broken(ScarceMemory):
-        def _check(self, _: Any, inputs: tuple[torch.Tensor, ...], __: Any) -> None:
-            raise RuntimeError("shapes do not match")
-
-    groups = random_groups(random_policy(), REWARDS)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        fit(make_module(policy_folder, max_tokens_per_micro_batch="auto"), groups, callbacks=[Broken(40)])
-
-
 def test_the_budget_is_halved_down_to_the_longest_sequence() -> None:
     budget = MicroBatchSize(100)
     budget.halve(least=40)

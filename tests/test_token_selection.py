@@ -260,13 +260,6 @@ def test_a_schedule_of_a_run_without_end_is_refused(policy_folder: Path, loader:
         assert not hasattr(module, "policy")  # before it is loaded
 
 
-def test_a_schedule_without_lightning_needs_the_number_of_updates() -> None:
-    learner, steps = make_learner(plugins=[SCHEDULE])
-    with pytest.raises(ValueError, match="nothing says how many it has"):
-        learner.learn(groups_of_eleven())
-    assert steps.gradients == []
-
-
 def test_two_choices_of_tokens_are_refused(policy_folder: Path) -> None:
     both: Any = {"objective": Objective(top_entropy_quantile=0.5), "plugins": [TokenShare(first_tokens=0.5)]}
     said = r"top_entropy_quantile 0\.5 needs all tokens .* TokenShare chooses a share .* first_tokens 0\.5; remove one"

@@ -19,7 +19,6 @@ from test_reward_runner import make_group
 from lit_grpo.environments.contract import make_kinds
 from lit_grpo.environments.tools import Tool
 from lit_grpo.findings.reward_curves import Finding
-from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.process.signals import sets_signals
 from lit_grpo.process.values import find_foreign
 from lit_grpo.rewards import RewardFunction, RewardRunner, RewardSpec
@@ -118,22 +117,6 @@ def test_every_kind_of_method_is_a_tool_that_works(name: str, answer: str) -> No
     assert schema["parameters"]["properties"]["text"]["type"] == "string"
     episode = only(play(worker, lambda _, turn: "Done." if turn else call(name, text="key"), [{"prompt": "?"}])).episode
     assert episode is not None and episode.messages[1]["content"] == answer
-
-
-def test_partial_functions_and_callable_objects_are_tools() -> None:
-    class Search:
-        async def __call__(self, text: str) -> str:
-            """Search.
-
-            Args:
-                text: A text.
-            """
-            return f"found {text}"
-
-    tools = make_kinds(None, [functools.partial(Words.join, times=3), Search()])[None].tools
-    assert list(tools) == ["join", "Search"] and tools["Search"].is_async
-    assert tools["join"].function(text="a") == "aaa"
-    assert tools["Search"].schema["function"]["parameters"]["required"] == ["text"]
 
 
 def test_a_method_that_cannot_be_called_is_refused() -> None:
@@ -330,16 +313,6 @@ def test_a_resumed_run_goes_on_counting_the_calls_of_tools() -> None:
         worker = worker_of(tools=[lookup])
         worker.load_state_dict(state)
     assert worker.findings()[0].sentence.startswith('All 3 calls of the tool `lookup` failed, 3 of them with "KeyErr')
-
-
-def test_a_tool_that_has_worked_once_and_one_that_was_hardly_called_are_not_named() -> None:
-    calls = ToolCalls()
-    for error in ("OSError: a", "OSError: b", None, "OSError: a"):
-        calls.add("lookup", error)
-    calls.add_many("hardly", 2, 2)
-    assert calls.findings() == []
-    calls.add_many("hardly", 1, 1)
-    assert [finding.name for finding in calls.news()] == ["tool hardly"] and calls.news() == []
 
 
 def test_the_report_names_a_tool_whose_calls_all_failed(tmp_path: Path) -> None:

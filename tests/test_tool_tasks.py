@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
-from itertools import islice
-
 import pytest
 
-from lit_grpo.tasks import CalculatorRows, Catch, CatchRows
-from lit_grpo.tasks.calculator import ANSWER_PATTERN, calculate
+from lit_grpo.tasks import Catch, CatchRows
+from lit_grpo.tasks.calculator import calculate
 
 
 @pytest.mark.parametrize(
@@ -60,17 +56,6 @@ def test_nothing_else_is_and_nothing_takes_long(expression: str, message: str) -
         calculate(expression)
 
 
-def test_rows_of_the_calculator_have_their_answers_and_no_split_has_anothers() -> None:
-    train, held_out = (list(CalculatorRows(200, split).rows()) for split in ("train", "validation"))
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
-    for row in train:
-        numbers = re.fullmatch(r"(\d\d)([-+*])(\d\d)([-+*])(\d\d)", row["prompt"])
-        assert numbers is not None
-        assert row["answer"] == str(Fraction(eval(row["prompt"])))  # of our own rows
-    assert re.search(ANSWER_PATTERN, '"}}</tool_call>-12')[1] == "-12"  # pyright: ignore
-    assert re.search(ANSWER_PATTERN, "1681") and not re.search(ANSWER_PATTERN, '{"expression": "1681"}')
-
-
 def test_a_game_goes_on_from_its_state() -> None:
     game, other = Catch(), Catch()
     game.reset(seed=3)
@@ -110,10 +95,3 @@ def test_a_game_of_catch_is_a_board_in_text() -> None:
         game.move("stay")
     with pytest.raises(ValueError, match="the ball is down"):
         game.move("stay")
-
-
-def test_splits_of_catch_share_no_game() -> None:
-    train, held_out = (
-        {row["seed"] for row in islice(CatchRows(300, split).rows(), 300)} for split in ("train", "validation")
-    )
-    assert len(train) == len(held_out) == 300 and not train & held_out

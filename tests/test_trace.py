@@ -64,12 +64,6 @@ def test_no_other_division_has_more_groups_with_both_outcomes(seed: int) -> None
     assert worth(found) == pytest.approx(max(map(worth, divisions)), abs=1e-12)
 
 
-def test_of_equal_anchors_each_gets_one_before_any_gets_two() -> None:
-    assert divided([0.5] * 4, [1, 1, 1, 8], 3) == [1, 1, 1, 0]
-    assert divided([0.9, 0.5, 0.1], [1, 1, 1], 1) == [0, 1, 0]
-    assert divided([0.5], [1], 3) == [3]
-
-
 # ---- in a rollout -----------------------------------------------------------------------------------------
 
 
@@ -110,10 +104,6 @@ def test_a_group_goes_on_from_its_anchors_by_the_division(num_slots: int, collec
 def test_what_is_sampled_does_not_depend_on_the_slots(collect: Any) -> None:
     one, two, many = (tokens(collect(slots, 8, fresh(ContrastiveTree(20)))[0]) for slots in (2, 5, 32))
     assert one == two == many and len(one) == 60
-
-
-def test_a_width_of_the_paths_that_begin_samples_what_a_run_without_it_does(collect: Any) -> None:
-    assert tokens(collect(4, 4, fresh(ContrastiveTree(4)))[0]) == tokens(collect(4, 4)[0])
 
 
 # ---- what is learnt ----------------------------------------------------------------------------------------
@@ -193,20 +183,6 @@ def test_ranks_learn_as_one() -> None:
     together = ranks.on_update_end(GroupBatch(first, 0, PASSES, lambda value: [value, next(theirs)]))
     assert together["trace/explained"] == pytest.approx(logged["trace/explained"])
     assert chances(ranks) == pytest.approx(chances(alone))
-
-
-def test_contrast_is_the_share_of_continuations_that_end_otherwise_than_their_path() -> None:
-    worker = fresh(ContrastiveTree())
-    worker.on_rollout_start(None)  # pyright: ignore
-    group = batch(random.Random(2), 0)[0]
-    for number, rollout in enumerate(group.rollouts[:4]):
-        parent = group.rollouts[4 + number // 2].completion.request
-        rollout.completion.request = Request(parent.prompt, (*parent.path, number), SAMPLING)
-    worker._continued = {each.completion.request.key for each in group.rollouts[:4]}
-    passed = [each.rewards["r"] for each in group.rollouts]
-    expected = sum(passed[number] != passed[4 + number // 2] for number in range(4)) / 4
-    assert worker.on_update_end(GroupBatch([group], 0, PASSES, lambda value: [value]))["trace/contrast"] == expected
-    assert 0 < expected < 1
 
 
 def test_anchors_are_what_a_path_had_come_to_as_its_turns_began() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.jobs import Job
-from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
+from lit_grpo.tools.simulation.known import lengths_of
 from lit_grpo.tools.simulation.traces import FAMILIES, load_trace, noisy, synthetic_trace
 
 GOOD = {"prompt_id": "a", "sample_id": 0, "prompt_tokens": 3, "tokens": 9}
@@ -44,20 +43,6 @@ def test_families_are_what_their_names_say() -> None:
     assert within < 0.3 < 0.6 < np.log(lengths["per_prompt"]).mean(axis=1).std()
 
 
-def test_a_spec_has_defaults() -> None:
-    trace = load_trace("bimodal")
-    assert len(trace) == 32 * 16 and set(trace.max_tokens) == {1024}
-
-
-def test_noise_has_its_spread_and_does_not_follow_the_lengths() -> None:
-    trace = synthetic_trace("lognormal_heavy:prompts=64,group=64,max_tokens=100000,seed=5")
-    errors = np.log(noisy(trace.lengths, 0.5, seed=5) / trace.lengths)
-    assert errors.std() == pytest.approx(0.5, abs=0.02)
-    assert errors.mean() == pytest.approx(0.0, abs=0.02)
-    assert abs(np.corrcoef(errors, np.log(trace.lengths))[0, 1]) < 0.05  # the same seed is not the same numbers
-    assert (noisy(trace.lengths, 0.0) == trace.lengths).all()
-
-
 def test_negative_noise_is_told_in_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"^The noise is -0\.1: .* so give 0 or more\.$"):
         noisy(np.array([1.0]), -0.1)
@@ -71,13 +56,6 @@ def test_lengths_of_a_trace_are_true_without_noise_and_within_the_limit_with_it(
     assert estimates.informative and estimates.estimate(jobs).max() == 50 and estimates.estimate(jobs).min() >= 1
     nothing = lengths_of(trace, None)
     assert not nothing.informative and set(nothing.estimate(jobs)) == {50}
-
-
-def test_known_lengths_answer_for_the_jobs_that_are_asked_for() -> None:
-    jobs = [Job(("a", 0, (sample,)), 2, 10) for sample in range(3)]
-    lengths = KnownLengths(jobs, np.array([4.0, 99.0, 0.0]))
-    assert lengths.estimate(jobs[::-1]).tolist() == [1.0, 10.0, 4.0]
-    assert lengths.estimate([]).shape == (0,)
 
 
 def test_a_recorded_trace_keeps_order_groups_and_batches(tmp_path: Path) -> None:

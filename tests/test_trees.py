@@ -16,16 +16,13 @@ from conftest import random_policy, table_rows
 from hand_made import Environment, make_rollout, relative_error
 from test_learner import make_learner, ragged_groups
 
-from lit_grpo.compatibility import check_together
-from lit_grpo.methods import make_plugins
 from lit_grpo.methods.arpo import AEPO, ARPO
 from lit_grpo.methods.eptree import EPTree, step_signals
 from lit_grpo.methods.treepo import TreePO, relative_advantages
-from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
+from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, Completion, Key, PassRule, Prompt, Request, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
@@ -103,23 +100,6 @@ def test_trees_fork_at_their_least_likely_tokens(settings: EPTree, num_slots: in
     assert worker.metrics(list) == pytest.approx(expected) and saved > 0
 
 
-def test_without_rounds_it_samples_what_a_run_without_it_does(collect: Any) -> None:
-    plain, _ = collect(4, 3)
-    found, _ = collect(4, 3, fresh(EPTree(rounds=0)))
-    assert tokens(found) == tokens(plain)
-
-
-def test_step_signals_of_a_worked_example() -> None:
-    """[1 2] is below the root with the leaves 0 and 1, which part after it; leaf 2 shares nothing."""
-    signals = step_signals([np.array(each) for each in ([1, 2, 3], [1, 2, 4, 5], [6])], [1.0, 0.0, 0.0])
-    above = [1.0, -0.5, -0.5]  # less the mean of the others
-    node = (above[0] + above[1]) / 2
-    trunk = 2 * node / math.sqrt(2)
-    assert signals[0].tolist() == pytest.approx([trunk, trunk, above[0] + (above[0] - node)])
-    assert signals[1].tolist() == pytest.approx([trunk, trunk, *[above[1] + (above[1] - node)] * 2])
-    assert signals[2].tolist() == pytest.approx([2 * above[2]])
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_step_signals_are_their_formula_token_by_token(seed: int) -> None:
     rng = random.Random(seed)
@@ -151,15 +131,6 @@ def test_step_signals_are_their_formula_token_by_token(seed: int) -> None:
             parent = value(leaf[:above]) if above else value([])
             expected = (value(beginning) - value([]) + value(beginning) - parent) / math.sqrt(len(below(beginning)))
             assert found[number][place] == pytest.approx(expected, abs=1e-12)
-
-
-def test_without_forks_a_completion_has_twice_its_leave_one_out_advantage() -> None:
-    rewards = [1.0, 0.0, 0.25, 0.5]
-    rollouts = [make_rollout([5], [6 + number, 7], reward, sample_id=number) for number, reward in enumerate(rewards)]
-    group = RolloutGroup(rollouts[0].prompt, rollouts)
-    for number, signal in enumerate(EPTree().credit_tokens(group, [0.0] * 4)):
-        others = [reward for other, reward in enumerate(rewards) if other != number]
-        assert signal.tolist() == pytest.approx([2 * (rewards[number] - statistics.fmean(others))] * 2)
 
 
 def test_only_sampled_tokens_are_credited() -> None:
@@ -201,10 +172,6 @@ def filled(members: Found, segment: int) -> set[Key]:
 def test_what_is_sampled_does_not_depend_on_the_slots(collect: Any) -> None:
     one, two, many = (tokens(collect(slots, 2, fresh(TreePO(10, 3)))[0]) for slots in (1, 3, 32))
     assert one == two == many and len(many) == 30
-
-
-def test_a_width_of_the_paths_that_begin_samples_what_a_run_without_it_does(collect: Any) -> None:
-    assert tokens(collect(4, 3, fresh(TreePO(3, 2)))[0]) == tokens(collect(4, 3)[0])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -335,30 +302,4 @@ def by_prompt(found: Found) -> dict[str, list[Key]]:
     return {prompt.prompt_id: [key for key in found if key[0] == prompt.prompt_id] for prompt in PROMPTS}
 
 
-def test_the_width_bounds_a_group(collect: Any) -> None:
-    found, _ = collect(4, 4, Environment(3), fresh(ARPO(6, 20, 0.0, 1.0)))  # all branch that may
-    assert {len(members) for members in by_prompt(found).values()} == {6}
-    plain, _ = collect(4, 4, Environment(3))
-    assert tokens(collect(4, 4, Environment(3), fresh(ARPO(4, 20, 0.0, 1.0)))[0]) == tokens(plain)
-
-
-def test_higher_entropies_branch_more() -> None:
-    rng = random.Random(0)
-    draws = [rng.random() for _ in range(4000)]
-    for settings in (ARPO(), AEPO()):
-        shares = [sum(settings.branches(draw, rise, 0) for draw in draws) / len(draws) for rise in (-1.0, 0.0, 1.0)]
-        assert shares == pytest.approx([0.3, 0.5, 0.7], abs=0.03)
-    held = [sum(AEPO().branches(draw, 0.0, before) for draw in draws) / len(draws) for before in (0, 4, 10, 20)]
-    assert held == pytest.approx([0.5, 1 - 0.5 / 0.8, 0.0, 0.0], abs=0.03)
-
-
 # ---- all ----------------------------------------------------------------------------------------------
-
-
-def test_they_go_with_a_plain_run() -> None:
-    for spec in ("eptree", "treepo:segment=8", "arpo", "aepo", "trace"):
-        session = RolloutSession(make_plugins([spec]))
-        session.check(RunFacts(4, 8, 64, 1), [])
-        (worker,) = session.plugins.values()
-        assert isinstance(worker, Plugin) and worker.forks
-        check_together(session.parts())

@@ -16,7 +16,6 @@ from lit_grpo.compatibility import ONE_TURN, check_together
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.kevin import ReturnToGo
 from lit_grpo.methods.mt_grpo import MTGRPO
-from lit_grpo.methods.turns import discounted_returns
 from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.tasks import Catch
@@ -45,30 +44,7 @@ def close(found: Any, expected: Sequence[Sequence[float]]) -> bool:
     )
 
 
-def test_returns_are_discounted_to_the_end_of_the_episode() -> None:
-    assert discounted_returns([1.0, 0.0, 2.0], 0.5) == [1.5, 1.0, 2.0]
-    assert discounted_returns([], 0.5) == []
-
-
 # ---- MT-GRPO ------------------------------------------------------------------------------------------
-
-
-def test_turns_of_one_number_are_compared_and_the_outcome_is_added() -> None:
-    members = episodes([1.0, 4.0, 9.0], [3.0, 2.0])  # the third turn has none to be compared with
-    credit = MTGRPO(scale=False).credit(members, [0.7, -0.7])
-    assert close(credit, [[0.7 - 1, 0.7 + 1, 0.7], [-0.7 + 1, -0.7 - 1]])
-    deviation = math.sqrt(2) + EPSILON  # of 1 and 3, and of 4 and 2
-    credit = MTGRPO(weight=2.0).credit(members, [0.0, 0.0])
-    assert close(credit, [[-2 / deviation, 2 / deviation, 0], [2 / deviation, -2 / deviation]])
-
-
-def test_two_turns_of_which_the_first_has_a_reward_are_those_of_the_code() -> None:
-    """Printed by ``_assign_advantages`` of SiliangZeng/Multi-Turn-RL-Agent at 7dbdd08, turn rewards 1, 0, 0.5, 0.2."""
-    outcome = [0.8658754298, -0.8658754298, -0.8658754298, 0.8658754298]
-    members = episodes([1.0, 0.0], [0.0, 0.0], [0.5, 0.0], [0.2, 0.0], outcomes=[1.0, 0.0, 0.0, 1.0])
-    first, second = zip(*MTGRPO().credit(members, outcome), strict=True)
-    assert first == pytest.approx([2.1876144, -1.8428130, -0.6934747, 0.3486732], abs=1e-6)
-    assert second == pytest.approx(outcome, abs=1e-12)
 
 
 def test_without_weight_or_rewards_by_turn_it_is_plain_grpo() -> None:
@@ -76,12 +52,6 @@ def test_without_weight_or_rewards_by_turn_it_is_plain_grpo() -> None:
     assert MTGRPO(weight=0.0).credit(members, [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
     silent = [episode(0, 1.0, [START, KEY], ()), episode(1, 0.0, [START, KEY], ())]
     assert MTGRPO().credit(group(*silent), [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
-
-
-def test_a_completion_that_the_environment_says_nothing_of_takes_no_part() -> None:
-    """As one that was stopped in the middle."""
-    members = group(*episodes([1.0], [3.0]).rollouts, episode(2, 1.0, [START], ()))
-    assert MTGRPO(scale=False).credit(members, [0.0, 0.0, 0.2]) == [[-1.0], [1.0], [0.2]]
 
 
 @pytest.mark.parametrize("credit", [MTGRPO(weight=0.0), MTGRPO()])
@@ -101,15 +71,6 @@ def test_the_gradient_is_then_that_of_plain_grpo(credit: LearningPlugin) -> None
 # ---- returns to go ------------------------------------------------------------------------------------
 
 
-def test_returns_of_all_turns_of_a_group_are_compared() -> None:
-    members = episodes([0.0, 2.0], [4.0])  # returns 1 and 2, and 4, of mean 7/3 and variance 7/3
-    mean, deviation = 7 / 3, math.sqrt(7 / 3) + EPSILON
-    expected = [[(1 - mean) / deviation, (2 - mean) / deviation], [(4 - mean) / deviation]]
-    assert close(ReturnToGo(gamma=0.5).credit(members, [9.0, 9.0]), expected)  # which those of rollouts are not in
-    expected = [[1 - mean, 2 - mean], [4 - mean]]
-    assert close(ReturnToGo(gamma=0.5, scale=False).credit(members, [9.0, 9.0]), expected)
-
-
 def test_of_an_outcome_alone_and_undiscounted_all_turns_have_the_outcomes_advantage() -> None:
     """Without scale exactly; the deviation is over all turns, not over the rollouts."""
     rewards = [1.0, 0.0, 0.25]
@@ -119,18 +80,6 @@ def test_of_an_outcome_alone_and_undiscounted_all_turns_have_the_outcomes_advant
         torch.tensor(rewards, dtype=torch.float64), torch.zeros(3, dtype=torch.long), "none"
     ).tolist()
     assert close(credit, [[value, value] for value in expected])
-
-
-def test_with_one_turn_each_it_is_grpo() -> None:
-    rewards = [1.0, 0.0, 0.25, 0.5]
-    members = group(*(episode(n, reward, [START], ()) for n, reward in enumerate(rewards)))
-    expected = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(4, dtype=torch.long)).tolist()
-    assert close(ReturnToGo().credit(members, [0.0] * 4), [[value] for value in expected])
-
-
-def test_without_later_rewards_a_turn_has_its_own() -> None:
-    members = episodes([3.0, 1.0], [2.0, 6.0])
-    assert ReturnToGo(gamma=0.0, scale=False).credit(members, [0.0, 0.0]) == [[0.0, -2.0], [-1.0, 3.0]]
 
 
 # ---- both ---------------------------------------------------------------------------------------------

@@ -83,12 +83,6 @@ def check(groups: Sequence[Any], expected: dict[Key, Completion]) -> None:
         assert torch.allclose(completion.logprobs_T, other.logprobs_T, atol=1e-5)
 
 
-def test_the_cases_have_several_turns(expected: dict[Key, Completion]) -> None:
-    turns = [len(completion.turns) for completion in expected.values()]
-    assert max(turns) > 2 and sum(count > 1 for count in turns) >= 4
-    assert min(each.num_observed for each in expected.values()) == 0
-
-
 @pytest.mark.parametrize(
     ("plan", "most_delay"),
     [*((plan, 7) for plan in shipped_plans()), *((plan, delay) for plan in ("fcfs", "points") for delay in (0, 1, 60))],
@@ -110,13 +104,6 @@ def test_trajectories_are_what_they_are_one_by_one(
             sampled_T = rollout.completion.versions_T >= 0
             expected_T = full_logprobs(policy, Rollout(group.prompt, rollout.completion))
             assert torch.allclose(rollout.completion.logprobs_T[sampled_T], expected_T[sampled_T], atol=1e-5)
-
-
-def test_a_group_of_one_has_one_member(make: Any, expected: dict[Key, Completion]) -> None:
-    """A request that goes on is no second member of its group."""
-    groups, _ = RolloutLoop(make(), listeners=[Environment()]).collect(PROMPTS, 1, SAMPLING, seed=0)
-    assert [len(group.rollouts) for group in groups] == [1, 1, 1]
-    check(groups, {key: each for key, each in expected.items() if key[2] == (0,)})
 
 
 def test_memory_counts_what_is_observed(make: Any, expected: dict[Key, Completion]) -> None:

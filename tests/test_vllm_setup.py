@@ -31,8 +31,6 @@ from lit_grpo.rollout.vllm.arguments import (
     cpu_kv_arguments,
     kv_bytes_per_token,
     require_vllm,
-    sampling_fields,
-    server_arguments,
     server_environment,
     warn_of_dtype,
 )
@@ -41,15 +39,7 @@ from lit_grpo.rollout.vllm.fleet import check_settings
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.types import Prompt, Request, SamplingParams
 from tests.doubles.small_models import small_config
-
-
-def test_servers_on_a_cpu_share_a_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert server_arguments("float32", 8, 2)["gpu_memory_utilization"] == pytest.approx(0.2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "gpu_memory_utilization" not in server_arguments("float32", 8, 2)
 
 
 def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> None:
@@ -418,13 +408,6 @@ def test_a_server_that_samples_otherwise_is_refused(config: dict[str, Any], said
         check_settings("http://127.0.0.1:9", SERVED | config)
 
 
-def test_a_request_leaves_no_sampling_parameter_to_the_server() -> None:
-    fields = sampling_fields(Request(Prompt("a", (2,), ""), (0,), SamplingParams(max_tokens=3)), 0, [1], keyed=True)
-    of_model = {"repetition_penalty", "temperature", "top_k", "top_p", "min_p"}  # which vLLM looks for defaults of
-    assert of_model | {"presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "ignore_eos"} <= set(fields)
-    assert None not in fields.values()
-
-
 def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Path) -> None:
     policy: Any = random_policy()
     PolicySpec(policy, load_tokenizer(str(policy_folder))).save_skeleton(tmp_path)
@@ -432,20 +415,6 @@ def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Pa
     assert not list(tmp_path.glob("*.safetensors"))
     assert load_tokenizer(str(tmp_path)).encode("1+") == load_tokenizer(str(policy_folder)).encode("1+")
     assert policy.config.architectures is None
-
-
-def test_a_skeleton_says_nothing_of_four_bits_since_its_weights_come_whole(tmp_path: Path, policy_folder: Path) -> None:
-    random_policy().save_pretrained(tmp_path / "whole")  # pyright: ignore[reportCallIssue]
-    policy = load_policy(str(tmp_path / "whole"), nf4=True)
-    PolicySpec(policy, load_tokenizer(str(policy_folder))).save_skeleton(tmp_path / "skeleton")
-    assert "quantization_config" not in json.loads((tmp_path / "skeleton" / "config.json").read_text())
-    assert policy.config.quantization_config is not None
-
-
-def test_bytes_of_a_token() -> None:
-    assert kv_bytes_per_token(random_policy().config, torch.float32) == 2 * 2 * 2 * 16 * 4  # pyright: ignore
-    assert kv_bytes_per_token(small_config("gemma4_text"), torch.float32) == 2 * 2 * (2 * 8 + 1 * 16) * 4  # 4 layers
-    assert kv_bytes_per_token(small_config("falcon_mamba"), torch.float32) is None  # it has no attention
 
 
 def test_a_family_that_vllm_computes_in_another_way_is_refused_with_a_remedy() -> None:

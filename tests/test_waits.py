@@ -8,8 +8,6 @@ import torch
 from hand_made import make_micro_batch, make_rollout
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_grpo.update.objective.tokens import spread
-
 
 class Copies(TorchDispatchMode):
     """Counts the copies from the host."""
@@ -34,9 +32,3 @@ def test_a_micro_batch_reaches_the_device_in_one_copy() -> None:
     assert there.labels_3K is not None and there.labels_3K.shape == (3, len(micro_batch.input_ids_BT[0]))
     for name, tensor in tensors.items():
         assert getattr(there, name).is_meta and getattr(there, name).shape == tensor.shape
-
-
-def test_values_of_completions_are_spread_without_reading_lengths() -> None:
-    lengths_C = torch.empty(2, dtype=torch.int64, device="meta")
-    assert spread(torch.empty(2, device="meta"), lengths_C, 5).shape == (5,)
-    assert spread(torch.tensor([7.0, 8.0]), torch.tensor([1, 3]), 4).tolist() == [7, 8, 8, 8]

@@ -11,7 +11,7 @@ from lit_grpo.environments.tools import Tool, named
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import WordProblemRows
 from lit_grpo.tasks.calculator import calculate
-from lit_grpo.tasks.word_problems import ANSWER_PATTERN, EXAMPLES
+from lit_grpo.tasks.word_problems import ANSWER_PATTERN
 
 QUESTION = re.compile(r"(\w+) has (\d+) (\w+) and \w+ (\d+) (.*)\. How many \3 does \1 have now\?")
 
@@ -32,13 +32,6 @@ def test_every_answer_follows_from_its_question(split: str) -> None:
     assert min(answers) >= 1
     more = sum("more" in row["prompt"][-1]["content"] for row in rows)
     assert 100 < more < 200
-
-
-def test_prompts_are_conversations_that_begin_with_solved_examples() -> None:
-    (row,) = WordProblemRows(1).rows()
-    assert [message["role"] for message in row["prompt"]] == ["user", "assistant"] * 2 + ["user"]
-    for question, reply in EXAMPLES:
-        assert ExactMatch(pattern=ANSWER_PATTERN)(reply, answer=str(solved(question)[2])) == 1.0
 
 
 def test_examples_with_a_tool_call_it_as_it_can_be_called_and_say_what_it_answers() -> None:
@@ -62,11 +55,6 @@ def test_no_pair_of_numbers_is_in_both_splits_and_no_row_is_twice() -> None:
         pairs[split] = {(solved(question)[:2], "more" in question) for question in questions}
     assert not pairs["train"] & pairs["validation"]
     assert len(pairs["validation"]) > 20
-
-
-def test_rows_depend_on_the_seed_alone() -> None:
-    assert list(WordProblemRows(20, seed=1).rows()) == list(WordProblemRows(20, seed=1).rows())
-    assert list(WordProblemRows(20, seed=1).rows()) != list(WordProblemRows(20, seed=2).rows())
 
 
 @pytest.mark.parametrize(
