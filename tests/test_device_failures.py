@@ -69,4 +69,4 @@ def test_the_run_says_why_there_are_no_cuda_graphs() -> None:
     model: Any = SimpleNamespace(device=torch.device("cuda"))
     shape: Any = SimpleNamespace(dtype=torch.float32)
     with pytest.warns(UserWarning, match=r"SimpleNamespace is decoded without CUDA graphs, .* longer: .*has no"):
-        assert _fused_decoder(model, [], shape, torch.zeros(1, 6), torch.zeros(1)) is None
+        assert _fused_decoder(model, [], shape, torch.zeros(1, 6), torch.zeros(1), 0.0) is None

@@ -26,6 +26,7 @@ from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget, check_request, kv_budget_bytes
+from lit_grpo.rollout.slots.kv.tables import RowTables, row_attention
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncError, check_complete
 from lit_grpo.scheduling.layouts import prompt_room
@@ -73,6 +74,8 @@ class SlotGenerator(Versioned):
         self._mode: DecodingMode | None = None
         self._shape = KVShape((), torch.float32, torch.device("cpu"))
         self._sampling = SamplingParams()
+        self._graphs: GraphedDecoder | None = None
+        self._tables: RowTables | None = None
         self._expected: dict[GroupKey, Prompt] = {}  # prompts that requests will come for
         self._released: set[GroupKey] = set()  # prompts in flight that no more requests will come for
         self._clear()
@@ -90,9 +93,11 @@ class SlotGenerator(Versioned):
             check_packing(model)
         gather(model)
         self._shape, self._fused = check_slot_support(model)
-        self._graphs: GraphedDecoder | None = None
-        if self._fused is not None and model.device.type == "cuda":
-            self._fused = self._graphs = GraphedDecoder(self._fused, model.parameters, self.num_slots)
+        self._graphs, self._tables = None, None
+        attention = row_attention(self._shape)
+        if self._fused is not None and attention is not None:
+            self._tables = RowTables(self._shape, self.num_slots, attention)
+            self._fused = self._graphs = GraphedDecoder(self._fused, self._tables, model.parameters)
         self._policy, self._tokenizer, self._text_of = model, policy.tokenizer, policy.text_of
         self._device, self._dtype, self._head = model.device, self._shape.dtype, token_head(model)
         self._eos_ids = np.array(policy.eos_ids)
@@ -304,7 +309,8 @@ class SlotGenerator(Versioned):
         """
         room, shape = self._sampling.room, self._shape_now()
         if not self._cache.num_rows and (self._cache.max_tokens, self._cache.shape) != (room, shape):
-            self._rows, self._cache = TokenRows(self.num_slots, room), SlotCache(shape, room, self.num_slots)
+            self._rows = TokenRows(self.num_slots, room)
+            self._cache = SlotCache(shape, room, self.num_slots, self._tables)
         cache, budget = self._cache, self.budget
         assert budget is not None
         entering = cache.tokens_of([request.prefix.num_tokens for request in self._incoming])

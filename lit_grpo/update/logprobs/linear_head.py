@@ -44,6 +44,7 @@ def linear_head(model: PreTrainedModel) -> LinearHead | None:
 
 
 TOKENS_PER_BLOCK = 2048
+_COLUMN_STEP = 128  # a GPU multiplies matrices whose rows begin at odd places several times slower
 LOGITS_PER_BLOCK = {"cpu": 2**21, "cuda": 2**25}  # 8 MiB in float32, most of which caches hold; 128 MiB
 
 
@@ -72,6 +73,7 @@ class LogitBlocks:
         num_tokens, size = len(hidden_ND), len(weight_VD)
         logits = LOGITS_PER_BLOCK.get(hidden_ND.device.type, 2**21)
         columns = max(1, logits // max(1, min(num_tokens, TOKENS_PER_BLOCK)))
+        columns = max(columns // _COLUMN_STEP * _COLUMN_STEP, min(columns, _COLUMN_STEP))
         self.tokens = [
             slice(start, min(start + TOKENS_PER_BLOCK, num_tokens)) for start in range(0, num_tokens, TOKENS_PER_BLOCK)
         ]

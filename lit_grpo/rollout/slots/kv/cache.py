@@ -18,6 +18,7 @@ from lit_grpo.policy.architecture.attention import ALL, Sight
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape, attention_weights
 from lit_grpo.rollout.slots.kv.shelves import Shelf, ShelfWriter, Stretch
+from lit_grpo.rollout.slots.kv.tables import RowTables
 from lit_grpo.scheduling.layouts import TIGHT, piece_sizes, prompt_room
 
 _WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
@@ -49,10 +50,11 @@ class SlotCache:
         shape: What the keys of a token look like.
         max_tokens: The most tokens of one completion.
         max_rows: The most rows at a time.
+        tables: Attend for the rows of a step; by default the shelves do, whose shapes change from step to step.
     """
 
-    def __init__(self, shape: KVShape, max_tokens: int, max_rows: int) -> None:
-        self.shape, self.max_tokens, self.most_entries = shape, max_tokens, max_rows
+    def __init__(self, shape: KVShape, max_tokens: int, max_rows: int, tables: RowTables | None = None) -> None:
+        self.shape, self.max_tokens, self.most_entries, self.tables = shape, max_tokens, max_rows, tables
         self.prompts: dict[Hashable, CachedPrompt] = {}
         self.num_rows = 0
         self._slack = _SLACK_OF_TIGHT if shape.pieces.growth == TIGHT else _SLACK
@@ -204,6 +206,10 @@ class SlotCache:
                 rows = np.flatnonzero(entering_B & (pieces_B == piece))
                 self._entries[rows, piece] = self._pieces[piece].add(len(rows), self.most_entries)
             self._read = None
+        if self.tables is not None:
+            there = in_one_copy({**others, "columns": columns_B, **self._tabulate()}, self.shape.device)
+            self.tables.take(there, len(columns_B))
+            return there
         longest = int(columns_B.max()) + 1
         if self._read is None or longest > len(self._completion_L):
             return self._lay_out(columns_B, longest, others)
@@ -214,6 +220,22 @@ class SlotCache:
             else:  # what slides, or is cut, is computed again
                 del self._masks[sight]
         return in_one_copy(others, self.shape.device)
+
+    def _tabulate(self) -> dict[str, np.ndarray]:
+        """Return what the tables are to hold; nothing where they hold it."""
+        assert self.tables is not None
+        if self._read is not None:
+            return {}
+        for shelf in self._pieces:
+            shelf.trim(self._slack)
+        self._read = []
+        return self.tables.laid_out(
+            self._pieces,
+            self._prompt_shelves,
+            np.append(self._starts, self._ends[-1:]),
+            self._entries[: self.num_rows],
+            [(own.room, own.entry, own.num_tokens) for own in self._prompt_of],
+        )
 
     def _lay_out(
         self, columns_B: np.ndarray, longest: int, others: Mapping[str, np.ndarray]
@@ -267,6 +289,8 @@ class SlotCache:
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Write each token's key and value, then attend over its row's prompt and its completion so far."""
+        if self.tables is not None:
+            return self.tables.attend(layer, inputs)
         rows, heads, _, size = inputs.query.shape
         kv_heads = self.shape.layers[layer].num_heads
         # The query heads that share a KV head stand together, so keys are not repeated.

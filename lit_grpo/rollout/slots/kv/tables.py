@@ -1,0 +1,124 @@
+"""Where the keys and values of a decode step's rows lie, in tensors that a recorded step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.slots.kv.shelves import Shelf
+
+RowAttention = Callable[["RowTables", int, AttentionInputs, torch.Tensor], None]
+"""Attends as :func:`lit_grpo.rollout.slots.kv.kernel.attend_rows` does."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SIZES = (16, 32, 64, 128, 256)
+
+
+def row_attention(shape: KVShape) -> RowAttention | None:
+    """Return the kernel that attends for keys and values of this shape, on a GPU where there is one for them."""
+    sizes = {size for layer in shape.layers for size in (layer.key_size, layer.value_size)}
+    if shape.device.type != "cuda" or find_spec("triton") is None or shape.dtype not in _DTYPES:
+        return None
+    if len(sizes) > 1 or not sizes.issubset(_SIZES):
+        return None
+    from lit_grpo.rollout.slots.kv.kernel import attend_rows
+
+    return attend_rows
+
+
+class RowTables:
+    """Tables of the rows of a step, which stay where they are while rows come, grow and go.
+
+    Where one has to grow it is another tensor, and what was recorded has to be recorded again: see :attr:`places`.
+
+    Attributes:
+        columns: Where each row's next token stands in its completion, int64, shape (most rows,); -1 for rows that are
+            not in use.
+        segments: Of each row the tokens of its prompt, then shelf and entry of the prompt and of each piece of its
+            completion, int32, shape (most rows, 3 + 2 x pieces).
+        bounds: The number of pieces, then the columns at which they begin, and the end of the last one; int32.
+        sizes: The tokens of an entry of each shelf, int32. The shelves of pieces come first, then those of prompts.
+        pointers: Where each shelf's keys and values lie, int64, shape (2 x layers, shelves): of each layer the keys,
+            then the values.
+
+    Args:
+        shape: What the keys of a token look like.
+        most_rows: The most rows at a time.
+        attention: Attends by these tables.
+    """
+
+    def __init__(self, shape: KVShape, most_rows: int, attention: RowAttention) -> None:
+        self.shape, self._attention = shape, attention
+        self.columns = torch.full((most_rows,), -1, device=shape.device)
+        self.segments, self.bounds, self.sizes = (
+            torch.zeros(size, dtype=torch.int32, device=shape.device) for size in ((most_rows, 3), (2,), (0,))
+        )
+        self.pointers = torch.zeros((2 * len(shape.layers), 0), dtype=torch.int64, device=shape.device)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the tables lie."""
+        return tuple(each.data_ptr() for each in (self.columns, self.segments, self.bounds, self.sizes, self.pointers))
+
+    def laid_out(
+        self,
+        pieces: Sequence[Shelf],
+        prompts: Mapping[int, Shelf],
+        starts: np.ndarray,
+        entries: np.ndarray,
+        prompt_of: Sequence[tuple[int, int, int]],
+    ) -> dict[str, np.ndarray]:
+        """Return what the tables are to hold, after rows, pieces or prompts have come, gone or moved.
+
+        Args:
+            pieces: The shelves of pieces.
+            prompts: Those of prompts, by room.
+            starts: The columns at which pieces begin, and the end of the last one.
+            entries: Each row's entry on the shelf of each piece, or -1.
+            prompt_of: Each row's prompt: room, entry and tokens.
+        """
+        shelves = [*pieces, *prompts.values()]
+        number_of = {room: len(pieces) + index for index, room in enumerate(prompts)}
+        segments = np.empty((len(entries), 3 + 2 * len(pieces)), dtype=np.int32)
+        segments[:, 0] = [tokens for _, _, tokens in prompt_of]
+        segments[:, 1] = [number_of[room] for room, _, _ in prompt_of]
+        segments[:, 2] = [entry for _, entry, _ in prompt_of]
+        segments[:, 3::2] = np.arange(len(pieces))
+        segments[:, 4::2] = entries
+        pointers = [
+            [getattr(shelf, kind)[layer].data_ptr() for shelf in shelves]
+            for layer in range(len(self.shape.layers))
+            for kind in ("keys", "values")
+        ]
+        return {
+            "segments": segments,
+            "bounds": np.array([len(pieces), *starts], dtype=np.int32),
+            "sizes": np.array([shelf.num_tokens for shelf in shelves], dtype=np.int32),
+            "pointers": np.array(pointers, dtype=np.int64),
+        }
+
+    def take(self, there: dict[str, torch.Tensor], num_rows: int) -> None:
+        """Take the columns of the rows from what has been copied to the device, and the rest if it was laid out anew."""
+        if "segments" in there:
+            self.columns.fill_(-1)
+            for name in ("segments", "bounds", "sizes", "pointers"):
+                new, table = there.pop(name), getattr(self, name)
+                if new.shape[-1] > table.shape[-1]:
+                    room = 2 * new.shape[-1]
+                    table = new.new_zeros((*table.shape[:-1], room))
+                    setattr(self, name, table)
+                table[tuple(slice(size) for size in new.shape)] = new
+        self.columns[:num_rows] = there.pop("columns")
+
+    def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        """Write each row's key and value, then attend over its prompt and its completion so far."""
+        rows, heads, _, size = inputs.query.shape
+        output = inputs.value.new_empty((rows, heads, size))
+        self._attention(self, layer, inputs, output)
+        return output
