@@ -560,13 +560,6 @@ def test_an_agent_that_has_been_given_up_is_answered_no_more() -> None:
     assert said == ["turn", 404] and len(completion.turns) == 1
 
 
-class Endless(Scripted):
-    """Never comes to the end of a turn."""
-
-    def step(self) -> StepEvents:
-        return StepEvents(len(self.rows), len(self.rows))
-
-
 class Drops(Listener):
     """Leaves out what is decoded, and what is away once it is told to."""
 
@@ -614,22 +607,6 @@ def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_cl
     assert over.acquire(timeout=20) and over.acquire(timeout=20)
     assert sorted(happened) == ["asked", "cancelled", "closed"]
     assert worker.metrics()["environments/retries"] == worker.metrics()["environments/dropped"] == 0
-    worker.close()
-
-
-def test_an_agent_whose_trajectory_is_dropped_while_the_policy_answers_is_told_that_it_is_over() -> None:
-    told: list[Any] = []
-    over = threading.Event()
-
-    def solve(base_url: str, api_key: str, **columns: Any) -> None:
-        client = Client(base_url, api_key)
-        told.append(refusal(client.chat(ASKED), 410))
-        told.append(client.chat(ASKED).status_code)
-        over.set()
-
-    worker = worker_of(solve)
-    dropped(worker, told, Endless)
-    assert over.wait(20) and told == ["This trajectory is over, or was never begun.", 404]
     worker.close()
 
 

@@ -19,12 +19,6 @@ def draw(count: int, seed: int = 0) -> list[Remainder]:
     return [draw_exercise(rng, "train", 39, 18) for _ in range(count)]
 
 
-def test_a_working_is_a_chain_of_true_equations() -> None:
-    assert Remainder(312, 47).prompt == "312%47="
-    assert working(Remainder(312, 47)) == "265%47=218%47=171%47=124%47=077%47=030"
-    assert working(Remainder(53, 39)) == "014"
-
-
 def test_the_reward_pattern_reads_the_last_number_only_when_the_completion_has_ended_there() -> None:
     exact = ExactMatch(pattern=ANSWER_PATTERN)
     assert exact("265%47=218%47=171%47=124%47=077%47=030", answer="030") == 1.0

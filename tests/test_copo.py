@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_learner import make_learner, ragged_groups
@@ -44,25 +42,6 @@ def shape(rule: LearningPlugin, groups: Sequence[RolloutGroup], others: Sequence
         list(its)
         for its in rule.shape(GroupBatch(groups, 0, PassRule(), lambda value: [value, list(others)]), advantages)
     ]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_it_is_its_formula(seed: int) -> None:
-    rng = random.Random(seed)
-    rule = Blended(gamma=rng.uniform(1, 20), rho=rng.uniform(0.2, 1.5))
-    groups = [
-        group(str(n), [rng.choice("abcd") for _ in range(6)], [float(rng.random() < 0.5) for _ in range(6)])
-        for n in range(5)
-    ]
-    means = np.array([np.mean([each.reward for each in members.rollouts]) for members in groups])
-    for members, found, mean in zip(groups, shape(rule, groups), means, strict=True):
-        rewards = np.array([each.reward for each in members.rollouts])
-        texts = [each.completion.text for each in members.rollouts]
-        shares = np.array([texts.count(text) / 6 for text in set(texts)])
-        local = 1 / (1 + np.exp(-rule.gamma * (-(shares * np.log2(shares)).sum() - rule.rho)))
-        own = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
-        expected = local * own + (1 - local) * (mean - means.mean()) / (means.std(ddof=1) + 1e-4)
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_wrong() -> None:

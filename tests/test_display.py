@@ -12,7 +12,7 @@ from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMi
 from rich.cells import cell_len
 
 from lit_grpo.display.cards import folded
-from lit_grpo.display.lines import as_plain, as_text, count, duration, fitting
+from lit_grpo.display.lines import as_plain, as_text, count, duration
 from lit_grpo.display.progress import (
     RolloutCount,
     UpdateCount,
@@ -44,19 +44,6 @@ def test_no_line_is_longer_than_the_screen(width: int) -> None:
     updates.move(20)
     for fields in (run_fields("updates", updates, METRICS), at_work(92).fields("rollout", "0.51 GiB")):
         assert cell_len(as_text(fields, width).plain) <= width
-
-
-def test_fields_are_shed_in_their_order() -> None:
-    updates = UpdateCount(12, 60)
-    updates.move(20)
-    order = ["(right >= 1)", "mine", "━", "pass@1", "reward", "left"]
-    shed = []
-    for width in range(149, 1, -1):
-        line = as_text(run_fields("updates", updates, METRICS, "right >= 1"), width).plain
-        shed += [name for name in order if name not in line and name not in shed]
-    assert shed == order
-    fields = at_work(92).fields("rollout", "0.51 GiB")
-    assert [field.text.split()[-1] for field in fitting(fields, 72)] == ["completions", "slots", "tokens/s", "go"]
 
 
 def test_lines_have_the_reward_of_each_function_where_there_are_several() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_data import draw, numbered
 
-from lit_grpo.budgets.history import NUM_RECENT, Outcome, PromptHistory, Record, Visit
+from lit_grpo.budgets.history import Outcome, Record, Visit
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods.dps import DynamicsPredictive, predicted
@@ -59,17 +59,6 @@ def test_a_prediction_is_that_of_all_sequences_of_states(seed: int) -> None:
     outcomes = [Outcome(first + at, SHARES[state]) for at, state in observed.items()]
     expected = of_all_sequences(observed, step, decay)
     assert predicted(outcomes, first + step, decay).tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_history_remembers_the_last_outcomes_and_keeps_them_in_checkpoints() -> None:
-    history, again = PromptHistory(), PromptHistory()
-    for number in range(NUM_RECENT + 2):
-        history.note([Visit("a", number, [1.0] * 4, number % 5, 40, 3 * number)])
-        history.commit()
-    expected = tuple(Outcome(3 * number, number % 5 / 4) for number in range(2, NUM_RECENT + 2))
-    assert history["a"].recent == expected
-    again.load_state_dict(history.state_dict())
-    assert again["a"] == history["a"] and again["a"].recent[0].version == 6
 
 
 @dataclass

@@ -135,23 +135,6 @@ def play(
     return play_with(worker, says, rows, **options)
 
 
-def test_an_episode_is_one_completion_of_many_turns() -> None:
-    completion = only(play(worker_of(Guess)))
-    assert text_of(completion) == (
-        "<|im_start|>user\nGuess. It is below 10.<|im_end|>\n<|im_start|>assistant\n"
-        '<tool_call>{"name": "guess", "arguments": {"number": 1}}</tool_call><|im_end|>\n'
-        "<|im_start|>tool\nmore<|im_end|>\n<|im_start|>assistant\n"
-        '<tool_call>{"name": "guess", "arguments": {"number": 2}}</tool_call><|im_end|>\n'
-        "<|im_start|>tool\nmore<|im_end|>\n<|im_start|>assistant\n"
-        '<tool_call>{"name": "guess", "arguments": {"number": 3}}</tool_call><|im_end|>\n'
-        "<|im_start|>tool\nright<|im_end|>\n<|im_start|>assistant\nI am done.<|im_end|>"
-    )
-    assert completion.finish_reason == "stop" and len(completion.turns) == 4
-    assert completion.episode is not None and completion.episode.reward == 1.0
-    assert [message["role"] for message in completion.episode.messages] == ["assistant", "tool"] * 3 + ["assistant"]
-    assert completion.episode.messages[2]["tool_calls"][0]["function"] == {"name": "guess", "arguments": {"number": 2}}
-
-
 def test_the_environment_of_the_page_is_one(tmp_path: Path) -> None:
     """As its reader would copy it into a file."""
     page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -286,21 +269,6 @@ def test_rewards_are_named_after_classes_and_apply_to_their_own_rows() -> None:
     completions, environments, names = max(seen, key=lambda each: each[2][0] == "guess")
     assert isinstance(environments[0], Guess) and names == ["guess"]
     assert [message["role"] for message in completions[0]][:2] == ["assistant", "tool"]
-
-
-def test_rewards_may_read_environments_alone() -> None:
-    """As those of TRL's examples do (``reward_func(environments, **kwargs)``); an episode is of one completion."""
-
-    def tries(environments: list[Any], **kwargs: Any) -> list[float]:
-        return [float(each.tries) for each in environments]
-
-    def turns(episode: Any) -> float:
-        return float(len(episode.messages))
-
-    runner = RewardRunner([RewardFunction.of(tries, "tries"), RewardFunction.of(turns, "turns")])
-    (group,) = play(worker_of(Guess), num_generations=2, listeners=[Rewarding(runner)])
-    runner.close()
-    assert [each.rewards for each in group.rollouts] == [{"tries": 3.0, "turns": 7.0}] * 2
 
 
 def _rows(*names: str) -> list[dict[str, Any]]:

@@ -228,20 +228,3 @@ def test_a_fork_goes_on_from_the_attempt_that_its_parent_is() -> None:
     (group,) = play(worker_of(FailsOnce), says, ROWS, listeners=[forks])
     rewards = rewards_of(group)
     assert {path: rewards[path] // 100 for path in rewards} == dict.fromkeys(rewards, 2.0) and len(rewards) > 2
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_state_that_fails_is_a_failure_of_the_environment(is_async: bool, kind: type[Counting]) -> None:
-    class Unsaid(kind):  # pyright: ignore
-        def state(self) -> dict[str, Any]:
-            if type(self).num_reset == 1:
-                raise EnvironmentFailed("gone")
-            return super().state()
-
-    class Async(kind):  # pyright: ignore
-        async def state(self) -> dict[str, Any]:  # pyright: ignore
-            return super().state()
-
-    worker = worker_of(Async if is_async else Unsaid)
-    (group,) = play(worker, says, ROWS, listeners=[Forks()])
-    assert len(group.rollouts) > 3 and worker.metrics()["environments/retries"] == (0 if is_async else 1)

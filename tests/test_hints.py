@@ -19,7 +19,7 @@ from lit_grpo.budgets.history import PromptHistory, Record, Visit
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.hints import Hint, HintRecord, HintVisit, Reference, Strategy
+from lit_grpo.methods.hints import Hint, HintRecord, HintVisit
 from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
@@ -402,16 +402,6 @@ def test_a_row_that_lacks_its_hint_is_told_before_anything_starts(
 ) -> None:
     with pytest.raises(ValueError, match=rf"^rollout\.plugins: .*{sentence}"):
         data_of(tokenizer, spec, rows, batch_size=1)
-
-
-def test_rules_have_names_fields_and_rows_without_a_text_no_hint(tokenizer: str) -> None:
-    assert plugin("reference_hint:step=0.5") == Reference(step=0.5)
-    assert plugin("strategy_hint:say=plan") == Strategy(say="plan")
-    rows = [ROW, {"prompt": "2=", "solution": ""}, {"prompt": "3=", "solution": None}]
-    prompts = drawn(
-        data_of(tokenizer, "reference_hint", rows, batch_size=3), {f"train/{n}": FAILED for n in range(3)}, 3
-    )
-    assert [(prompt.text, share_of(prompt)) for prompt in prompts] == [("1=a", 0.5), ("2=", 0.0), ("3=", 0.0)]
 
 
 def test_validation_is_never_hinted(tokenizer: str) -> None:

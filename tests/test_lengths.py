@@ -338,24 +338,6 @@ def test_the_outcome_has_what_was_foretold_at_each_point() -> None:
     assert outcome.groups.tolist() == np.repeat(np.arange(16), 8).tolist()
 
 
-def test_what_is_told_late_is_said_with_what_was_known_at_its_point() -> None:
-    said = []
-    for late in (False, True):
-        predictor = LengthPredictor(points=(0, 8))
-        own_ways(predictor, 4)
-        jobs = jobs_of(1, 4, 9)
-        predictor.begin(jobs)
-        if late:
-            predictor.finish(jobs[0], 300)
-            predictor.progress({job.key: 200 for job in jobs[1:]})
-        predictor.observe([job.key for job in jobs[1:]], 8, np.array([[-1.0] * 3, [0.0] * 3, [1.0] * 3]))
-        said.append(predictor.outcome().said[1:, 1].tolist())
-        if late:
-            assert (predictor.estimate(jobs[1:]) > 200).all()
-    assert said[0] == said[1]
-    assert said[0] == sorted(said[0])
-
-
 def test_what_is_learnt_of_rollouts_is_bounded() -> None:
     predictor = LengthPredictor(points=(0,))
     sizes = []

@@ -28,21 +28,6 @@ def test_all_that_is_logged_at_a_step_stands_in_one_row(tmp_path: Path) -> None:
     ]
 
 
-def test_resumed_run_replaces_the_rows_that_it_logs_again(tmp_path: Path) -> None:
-    first = MetricsCSV(tmp_path / "metrics.csv")
-    for step in range(4):
-        first.log_metrics({"reward": float(step)}, step=step)
-    second = MetricsCSV(tmp_path / "metrics.csv")
-    second.log_metrics({"reward": 20.0, "new": 1.0}, step=2)
-    second.log_metrics({"reward": 30.0}, step=3)
-    assert read(second.path) == [
-        {"step": "0", "reward": "0.0", "new": ""},
-        {"step": "1", "reward": "1.0", "new": ""},
-        {"step": "2", "reward": "20.0", "new": "1.0"},
-        {"step": "3", "reward": "30.0", "new": ""},
-    ]
-
-
 def test_a_validation_that_is_repeated_on_resuming_stands_in_the_row_of_its_update(tmp_path: Path) -> None:
     first = MetricsCSV(tmp_path / "metrics.csv")
     first.log_metrics({"reward": 1.0}, step=2)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import random_policy
 from hand_made import (
-    MAX_TOKENS,
     Batches,
     StepRecorder,
     fit,
@@ -294,12 +293,3 @@ def test_a_resumed_run_goes_on_with_what_the_objective_remembers(
         assert resumed_logs.logs[0][name] == pytest.approx(logs.logs[1][name])
     assert whole.learner.beta > 0.1
     assert whole.learner.history["train/0"].num_visits == 2
-
-
-def test_a_uniform_batch_under_an_entropy_bonus_is_learnt_from(policy_folder: Path, policy: Any) -> None:
-    """Its advantages are 0, but its entropy has a gradient."""
-    groups = random_groups(policy, [[0.5] * 4])
-    assert fit(make_module(policy_folder), groups).logs[0]["update/tokens"] == 0
-    recorder = fit(make_module(policy_folder, objective=Objective(entropy=EntropyBonus(0.1))), groups)
-    assert flat(recorder.gradients[0]).norm() > 1e-4
-    assert MAX_TOKENS * 4 >= recorder.logs[0]["update/tokens"] > 0

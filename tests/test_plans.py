@@ -57,25 +57,6 @@ def made(name: str, lengths: Sequence[float], num_slots: int, informative: bool 
     return plan, waiting
 
 
-def test_longest_and_shortest_first_go_by_length_and_among_equals_by_arrival() -> None:
-    lengths = [5, 9, 2, 9, 7]
-    assert samples(made("lpt", lengths, 2)[0].admit(5)) == [1, 3, 4, 0, 2]
-    assert samples(made("sjf", lengths, 2)[0].admit(5)) == [2, 0, 4, 1, 3]
-
-
-@pytest.mark.parametrize("name", ["sjf", "lpt", "short_last", "balanced", "infinite_sampling"])
-def test_plans_fall_back_to_first_come_where_lengths_say_nothing(name: str) -> None:
-    plan, _ = made(name, [5, 9, 2, 9, 7], 2, informative=False)
-    assert samples(plan.admit(3)) == [0, 1, 2]
-    assert samples(plan.admit(3)) == [3, 4]
-
-
-def test_short_jobs_are_kept_for_the_end_longest_first() -> None:
-    # Two slots decode 18 tokens in the time of the longest; three quarters of that, 13.5, are 1 + 2 + 2 + 3 + 4.
-    plan, _ = made("short_last", [5, 2, 8, 4, 1, 9, 3, 7, 2], 2)
-    assert samples(plan.admit(9)) == [0, 2, 5, 7, 3, 6, 1, 8, 4]
-
-
 def test_less_is_kept_for_the_end_where_memory_leaves_slots_idle_until_there_are_new_jobs() -> None:
     lengths = [4, 2, 9, 5, 8, 3, 7, 6]
     plan, _ = made("short_last", lengths, 8)
@@ -141,27 +122,6 @@ def test_the_two_stage_plan_balances_groups_and_decodes_each_shortest_first() ->
     assert samples(plan.admit(2)) == [3, 2]
     plan.left(waiting[3])
     assert samples(plan.admit(1)) == [0]  # of lane 6 + 3; shortest first alone would take 1
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_first_that_does_not_fit_ends_the_admission_and_stays_next(name: str) -> None:
-    plan, waiting = made(name, [9, 7, 5, 3], 4)
-    asked: list[Job] = []
-
-    def only_one(job: Job) -> bool:
-        asked.append(job)
-        return len(asked) < 2
-
-    if name == FULL_GROUP:
-        with pytest.raises(ValueError, match="memory for 1 of 4"):
-            plan.admit(4, only_one)
-        return
-    admitted = plan.admit(4, only_one)
-    assert admitted == asked[:1] and len(asked) == 2 and len(plan) == 3
-    plan.left(admitted[0])
-    rest = plan.admit(4)
-    assert {job.key for job in rest} == {job.key for job in waiting} - {admitted[0].key}
-    assert name in ("balanced", "infinite_sampling") or rest[0] == asked[1]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -122,12 +122,6 @@ def test_every_completion_is_decoded_once_behind_a_probe(plan: str, kv_tokens: i
     assert kv_tokens is None or schedule.peak_kv_tokens <= kv_tokens
 
 
-def test_with_a_slot_for_each_completion_nothing_is_probed() -> None:
-    trace = load_trace("lognormal_heavy:prompts=1,group=8,max_tokens=512")
-    schedule = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, trace.lengths), points=[16])
-    assert len(schedule.spans) == 8 and schedule.steps == trace.lengths.max()
-
-
 def test_one_prompt_takes_fewer_steps_where_a_probe_tells_its_completions_apart() -> None:
     steps = {"fcfs": 0, "behind a probe": 0, "bound": 0}
     for seed in range(20):

@@ -36,14 +36,6 @@ def history_of(*visits: list[float]) -> PromptHistory:
 # ---- what is known -------------------------------------------------------------------------------------
 
 
-def test_a_record_tells_what_visits_have_shown() -> None:
-    record = history_of([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0])["a"]
-    assert (record.num_visits, record.version, record.num_easy, record.num_hard) == (2, 1, 1, 0)
-    assert record.num_completions == 6 and record.pass_rate == pytest.approx((0.5 * 1 + 4) / 6)
-    assert record.last_pass_rate == 1.0 and record.mean_tokens == pytest.approx(10.0)
-    assert record.mean == pytest.approx(0.625)
-
-
 @pytest.mark.parametrize(
     ("visits", "easy", "hard"),
     [
@@ -76,16 +68,6 @@ def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed()
     assert "c" not in history.records  # of which nothing has come
     history.commit()
     assert history["a"].num_visits == 1
-
-
-def test_a_history_goes_on_from_a_checkpoint() -> None:
-    history, again = history_of([1.0, 0.0], [0.5, 0.25]), PromptHistory()
-    history.note_lengths("a", LengthMoments(2, 3.0, 0.5))
-    history.note_lengths("new", LengthMoments(1, 2.0, 0.0))
-    history.commit_lengths()
-    assert history["new"].num_visits == 0 and history["new"].lengths.number == 1
-    again.load_state_dict(history.state_dict())
-    assert again.records == history.records
 
 
 # ---- chances -------------------------------------------------------------------------------------------

@@ -19,21 +19,17 @@ from test_learner import make_learner, member
 from lit_grpo.budgets.memory import Remembered
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.replay import Replay
-from lit_grpo.metrics import rollout_metrics
 from lit_grpo.plugins import GroupBatch, fresh
-from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import (
     OBSERVED,
     Completion,
     PassRule,
     Prompt,
-    PromptBatch,
     Rollout,
     RolloutGroup,
     SamplingParams,
 )
-from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 
@@ -333,25 +329,6 @@ def test_a_group_of_failures_gets_its_difference_from_them() -> None:
     advantages = [rollout.advantage for rollout in groups[0].rollouts]
     assert all(advantage < 0 for advantage in advantages[:3]) and all(advantage > 0 for advantage in advantages[3:])
     assert steps.gradients[1].any()
-
-
-def test_history_and_metrics_know_nothing_of_them() -> None:
-    memory, groups = learnt_groups()
-    outcomes = []
-    for version in (None, 4):
-        if version is not None:
-            memory.add_members(GroupBatch(groups, version, EXACT, alone))
-        learner, steps = make_learner()
-        steps.policy_version = 4
-        logged = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 4, Ranks())
-        learner.learn(groups)
-        batch = PromptBatch([each.prompt for each in groups])
-        batch.groups = groups
-        outcomes.append((logged, learner.history.records, len(batch.rollouts)))
-    (without, records, number), (joined, others, again) = outcomes
-    assert joined == pytest.approx(without, nan_ok=True) and others == records and number == again == 7
-    assert joined["frac_reward_zero_std"] == 0.5 and joined["staleness/max"] == 0
-    assert records["train/0"].pass_rate == 0 and records["train/1"].pass_rate == 0.25
 
 
 # ---- what it goes with ---------------------------------------------------------------------------------

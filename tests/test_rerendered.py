@@ -22,7 +22,7 @@ from lit_grpo.environments import Environments
 from lit_grpo.plugins import fresh
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.types import OBSERVED, Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Trajectory
+from lit_grpo.types import OBSERVED, Completion, Prompt, Request, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
@@ -136,28 +136,6 @@ def test_each_turn_is_sampled_after_the_conversation_as_the_template_writes_it_t
     assert metrics["environments/turns"] == metrics["environments/rows"] == 4
     assert metrics["num_discarded"] == 0
     assert completion.request.seed == 0 and completion.request.prefix.num_tokens == 0
-
-
-def test_rows_have_the_tokens_of_their_turns_alone_to_learn_from() -> None:
-    (group,), _ = talk(num_generations=2)
-    assert [each.completion.request.path for each in group.rollouts] == [(0,), (1,)]
-    values = group.rollouts[1].completion.of_turns((0.1, 0.2, 0.3, 0.4))
-    rollout = replace(group.rollouts[1], token_advantages=values, advantage=1.0)
-    assert rollout.completion.episode is not None and rollout.completion.episode.reward == 1.0
-    rows = rollout.rows
-    assert [row.completion.request.path for row in rows] == [(1, turn) for turn in range(4)]
-    told = [row.token_advantages for row in rows]
-    assert [set(each.tolist()) for each in told if each is not None] == [{v} for v in values.unique().tolist()]
-    for row, context, turn in zip(rows, rollout.completion.contexts, rollout.completion.turns, strict=True):
-        assert row.completion.token_ids_T.tolist() == [*context, *turn]
-        assert row.completion.trained_T.tolist() == [False] * len(context) + [True] * len(turn)
-        assert row.completion.logprobs_T.tolist() == [0.0] * len(context) + [-1.0] * len(turn)
-        assert (row.advantage, row.prompt) == (1.0, group.prompt)
-    assert sum(row.completion.num_trained for row in rows) == rollout.completion.num_sampled
-    (plain,) = Rollout(
-        group.prompt, Completion.of(rollout.completion.request, Trajectory([5], [-1.0], [0]), "stop")
-    ).rows
-    assert plain.completion.token_ids_T.tolist() == [5]
 
 
 def test_max_tokens_are_those_of_all_turns_together() -> None:

@@ -77,21 +77,6 @@ async def slow_length(completion: str) -> float:
     return float(len(completion))
 
 
-def test_reward_is_the_weighted_sum_of_those_that_apply() -> None:
-    def long_only(completion: str) -> float | None:
-        return 1.0 if len(completion) > 2 else None
-
-    functions = [RewardFunction.of(length, "length", 0.5), RewardFunction.of(long_only, "long", 10.0)]
-    runner, group = RewardRunner(functions), make_group("a", "abcd")
-    runner.score(group)
-    runner.close()
-    assert [rollout.rewards for rollout in group.rollouts] == [
-        {"length": 1.0, "long": None},
-        {"length": 4.0, "long": 1.0},
-    ]
-    assert rewards_of(group) == [0.5, 12.0]
-
-
 def test_a_function_of_weight_zero_makes_no_reward_of_its_own() -> None:
     """It is logged alone: where nothing else applies there is no reward, rather than one of 0."""
 
@@ -104,27 +89,6 @@ def test_a_function_of_weight_zero_makes_no_reward_of_its_own() -> None:
     runner.close()
     assert [rollout.rewards["length"] for rollout in group.rollouts] == [1.0, 4.0]
     assert math.isnan(rewards_of(group)[0]) and rewards_of(group)[1] == 10.0
-
-
-def test_function_on_one_rollout_gets_what_its_parameters_name(make_runner: MakeRunner) -> None:
-    seen = []
-
-    def score(
-        prompt: str,
-        completion: str,
-        answer: int,
-        num_tokens: int,
-        finish_reason: str,
-        max_tokens: int,
-        other: str = "-",
-    ) -> bool:
-        seen.append((prompt, completion, answer, num_tokens, finish_reason, max_tokens, other))
-        return True
-
-    group = make_group("ab", "c", answer=4, level=3)
-    make_runner(score).score(group)
-    assert seen == [("What is it?", "ab", 4, 2, "stop", 9, "-"), ("What is it?", "c", 4, 1, "stop", 9, "-")]
-    assert values_of(group, "score") == [1.0, 1.0]
 
 
 def test_function_on_a_group_gets_lists_in_one_call(make_runner: MakeRunner) -> None:

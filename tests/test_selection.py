@@ -231,28 +231,6 @@ def test_the_only_loser_counts_in_the_baseline_of_all_others_whoever_is_kept(rul
 # ---- over a run ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("progress", [0.0, 0.1, 0.25, 0.5, 0.8, 1.0])
-def test_the_first_values_move_to_the_last_in_a_line(progress: float) -> None:
-    selection = D3S(4, tokens=0.9, first_keep=2, first_tokens=0.2)
-    keep, tokens = (1 - progress) * 2 + progress * 4, (1 - progress) * 0.2 + progress * 0.9
-    assert selection.keep_at(progress) == pytest.approx(keep) and selection.token_share(progress) == pytest.approx(
-        tokens
-    )
-    still = D3S(3, tokens=0.4)
-    assert (still.keep_at(progress), still.token_share(progress)) == (3, 0.4)
-    rng = np.random.default_rng(0)
-    groups = groups_of(*rng.standard_normal((3, 5)).tolist())
-    everyone = list(itertools.chain(*advantages(LearningPlugin(), groups)))
-    found = advantages(selection, groups, 2, progress=progress)
-    kept = [value for value in itertools.chain(*found) if value == value]
-    assert len(kept) == math.floor(3 * keep + 0.5)  # of the whole batch
-    best = max(statistics.pvariance(some) for some in itertools.combinations(everyone, len(kept)))
-    assert statistics.pvariance(kept) == pytest.approx(best)
-    for rule in (MaxVariance, RandomMembers):
-        of_groups = advantages(rule(4, first_keep=2), groups, progress=progress)
-        assert {len(known(values)) for values in of_groups} == {math.floor(keep + 0.5)}
-
-
 # ---- tokens --------------------------------------------------------------------------------------------
 
 

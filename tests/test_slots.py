@@ -32,7 +32,7 @@ from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import WeightSyncError
-from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, SamplingParams, Segment, Trajectory
+from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, SamplingParams, Trajectory
 
 EOS = 1
 PROMPTS = [
@@ -119,37 +119,6 @@ def expected(policy: Any, tokenizer: Any) -> dict[Key, Completion]:
     return decode(generator, requests(PROMPTS, 6, SAMPLING))
 
 
-@pytest.mark.parametrize("num_slots", [3, 8, 64])
-def test_the_number_of_slots_does_not_change_what_is_sampled(
-    make: Any, expected: dict[Key, Completion], num_slots: int
-) -> None:
-    completions = decode(make(num_slots), requests(PROMPTS, 6, SAMPLING))
-    assert tokens(completions) == tokens(expected)
-    for key, completion in completions.items():
-        assert completion.finish_reason == expected[key].finish_reason
-        assert completion.text == expected[key].text
-        assert torch.allclose(completion.logprobs_T, expected[key].logprobs_T, atol=1e-5)
-    lengths = [completion.num_tokens for completion in expected.values()]
-    assert min(lengths) < 5 and max(lengths) == 24  # the samples are of all kinds
-    assert len({tuple(ids) for ids in tokens(expected).values()}) > 20
-
-
-def test_an_aborted_request_that_is_submitted_again_samples_the_same(
-    make: Any, expected: dict[Key, Completion]
-) -> None:
-    generator = make(5)
-    todo = requests(PROMPTS, 6, SAMPLING)
-    generator.submit(todo[:5])
-    early = [completion for _ in range(4) for completion in generator.step().finished]
-    aborted = generator.abort([todo[1].key, todo[3].key])
-    for request in aborted:
-        assert request.prefix.token_ids_T.tolist() == tokens(expected)[request.key][:4]
-    done = {completion.request.key: completion for completion in early}
-    again = [request.after(EMPTY) for request in aborted]
-    done |= decode(generator, todo[5:] + again)
-    assert tokens(done) == tokens(expected)
-
-
 def test_a_longer_prompt_that_arrives_in_between_makes_room_and_changes_nothing(make: Any) -> None:
     sampling = SamplingParams(max_tokens=40)
     long = Prompt("long", tuple(2 + i % 30 for i in range(150)), "")
@@ -182,50 +151,7 @@ def test_weights_are_refused_while_requests_are_in_flight(make: Any, policy: Any
     assert generator.version == 0 and len(decode(generator, [])) == 1
 
 
-def test_requests_that_are_handed_back_go_on_with_keys_and_values_of_the_new_weights(make: Any) -> None:
-    old, new, between = random_policy(), random_policy(1), random_policy()
-    generator, todo = make(12, between), requests(PROMPTS[:2], 6, SAMPLING)
-    generator.submit(todo)
-    finished = {c.request.key for _ in range(3) for c in generator.step().finished}
-    handed_back = generator.abort([request.key for request in todo])
-    between.load_state_dict(new.state_dict())
-    generator.load_weights(between.named_parameters(), 1)
-    done = decode(generator, handed_back)
-    assert len(done) == len(todo) - len(finished) > 5
-    for completion in done.values():
-        assert completion.versions_T.tolist() == [0] * 3 + [1] * (completion.num_tokens - 3)
-        rollout = Rollout(completion.request.prompt, completion)
-        for model, part in ((old, slice(0, 3)), (new, slice(3, None))):
-            assert torch.allclose(completion.logprobs_T[part], full_logprobs(model, rollout)[part], atol=1e-4)
-
-
 # ---- prefixes ---------------------------------------------------------------------------------------
-
-
-def test_a_completion_that_is_cut_at_any_token_goes_on_as_if_it_had_not_been(
-    make: Any, expected: dict[Key, Completion]
-) -> None:
-    whole = max(expected.values(), key=lambda completion: completion.num_tokens)
-    (request,) = [each for each in requests(PROMPTS, 6, SAMPLING) if each.key == whole.request.key]
-    generator = make(3)
-    for count in range(whole.num_tokens):
-        done = decode(generator, [request.after(whole.until(count))])[whole.request.key]
-        assert done.token_ids_T.tolist() == whole.token_ids_T.tolist() and done.finish_reason == whole.finish_reason
-        assert torch.allclose(done.logprobs_T, whole.logprobs_T, atol=1e-5)
-        assert done.segments == whole.segments and done.request.prefix.num_tokens == 0
-        assert done.entropy == pytest.approx(whole.entropy, rel=0.5)
-
-
-def test_observed_tokens_are_gone_on_from_and_count_as_positions(make: Any, policy: Any) -> None:
-    request = requests(PROMPTS[1:2], 1, SamplingParams(max_tokens=20, max_observed=3))[0]
-    prefix = Trajectory().followed_by([4, 5], [-0.5, -0.25], version=3).followed_by([9, 9, 9])
-    (done,) = decode(make(2), [request.after(prefix)]).values()
-    assert done.token_ids_T[:5].tolist() == [4, 5, 9, 9, 9]
-    assert done.segments[:2] == (Segment(2, 3), Segment(3, None, False)) and done.segments[2][1:] == (0, True)
-    assert done.versions_T[:6].tolist() == [3, 3, -1, -1, -1, 0]
-    assert done.trained_T.tolist() == [True, True, False, False, False] + [True] * (done.num_tokens - 5)
-    expected_T = full_logprobs(policy, Rollout(request.prompt, done))
-    assert torch.allclose(done.logprobs_T[5:], expected_T[5:], atol=1e-5)
 
 
 def test_a_stop_string_that_a_prefix_holds_already_ends_nothing(make: Any) -> None:
@@ -430,17 +356,6 @@ def test_a_refused_submission_admits_none_of_its_requests(make: Any, policy: Any
         generator.submit(requests([PROMPTS[0], long], 1, SAMPLING))
     assert generator.capacity().free_slots == 4
     assert policy.config._attn_implementation != ATTENTION_NAME
-
-
-def test_a_prompt_that_does_not_fit_the_context_is_refused_in_one_sentence(make: Any) -> None:
-    fits, long = Prompt("fits", (2,) * 232, ""), Prompt("train/3", (2,) * 233, "")
-    with pytest.raises(ValueError) as caught:
-        make().submit(requests([long], 1, SAMPLING))
-    assert str(caught.value) == (
-        "Prompt 'train/3' has 233 tokens and up to 24 are to follow, but the model's context is 256; "
-        "lower sampling.max_tokens or data.max_prompt_tokens."
-    )
-    assert len(decode(make(), requests([fits], 1, SAMPLING))) == 1
 
 
 def test_a_prompt_without_tokens_is_refused(make: Any) -> None:

@@ -169,19 +169,6 @@ def test_turns_are_counted_by_their_tokens_that_are_learnt_from() -> None:
     assert Trajectory().trained_of_turns == []
 
 
-def test_the_gradient_of_gspo_is_that_of_gspo_token() -> None:
-    """GSPO-token (eq. 13): the sequence's ratio without gradient, times each token's own; as verl computes GSPO."""
-    rows = [(-1.0, -1.1, 1.0), (-2.0, -1.9, 1.0), (-1.5, -1.5, 1.0), (-1.0, -1.05, -2.0), (-0.4, -0.3, -2.0)]
-    tokens, twin = tokens_of(rows, [3, 2]), tokens_of(rows, [3, 2])
-    weights_N = spread(1 / torch.tensor([3.0, 2.0]), tokens.lengths_C)
-    (log_ratios(tokens, "sequence").exp() * tokens.advantages_N * weights_N).sum().backward()
-    sequence_N = log_ratios(twin, "sequence").detach()
-    token_N = (sequence_N + twin.logprobs_N - twin.logprobs_N.detach()).exp()
-    (token_N * twin.advantages_N * weights_N).sum().backward()
-    assert tokens.logprobs_N.grad is not None and twin.logprobs_N.grad is not None
-    torch.testing.assert_close(tokens.logprobs_N.grad, twin.logprobs_N.grad, rtol=1e-12, atol=0)
-
-
 def test_sums_and_means_over_completions_take_empty_ones_and_none_at_all() -> None:
     values_N, lengths_C = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 1])
     assert completion_sums(values_N, lengths_C).tolist() == [3, 0, 4]

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from conversations import call, only
 from test_environments import play, worker_of
@@ -313,21 +312,3 @@ def test_a_resumed_run_goes_on_counting_the_calls_of_tools() -> None:
         worker = worker_of(tools=[lookup])
         worker.load_state_dict(state)
     assert worker.findings()[0].sentence.startswith('All 3 calls of the tool `lookup` failed, 3 of them with "KeyErr')
-
-
-def test_the_report_names_a_tool_whose_calls_all_failed(tmp_path: Path) -> None:
-    from made_runs import make_run
-
-    from lit_grpo.tools.dashboard.report import read_folder
-    from lit_grpo.tools.dashboard.report.content import report_content
-
-    run = make_run(tmp_path / "run", updates=2, names=["reward"])
-    (run / "metrics.csv").write_text(
-        "step,reward,environments/calls/lookup,environments/failed_calls/lookup,"
-        "environments/calls/add,environments/failed_calls/add\n"
-        "1,0,20,20,4,4\n2,0,27,27,4,3\n"
-    )
-    said = "All 47 calls of the tool `lookup` failed. The answers in samples.jsonl have the errors."
-    facts = report_content(read_folder(run))["head"]["facts"]
-    assert ("Tool lookup", "failed", said) in facts and not any("add" in str(fact) for fact in facts)
-    assert np.isfinite(report_content(read_folder(run))["metrics"]["environments/calls/lookup"]["mean"]).all()

@@ -32,17 +32,6 @@ def test_a_family_has_lengths_within_the_limit_that_follow_from_the_seed(family:
     assert (trace.lengths != other.lengths).any()
 
 
-def test_families_are_what_their_names_say() -> None:
-    lengths = {name: synthetic_trace(f"{name}:prompts=64,group=64").lengths.reshape(64, 64) for name in FAMILIES}
-    spread = {name: float(np.log(values).std()) for name, values in lengths.items()}
-    assert spread["lognormal_mild"] == pytest.approx(0.4, abs=0.02)
-    assert spread["lognormal_heavy"] > 0.9
-    assert np.mean(lengths["truncated"] == 1024) == pytest.approx(0.19, abs=0.02)
-    assert np.mean((lengths["bimodal"] > 150) & (lengths["bimodal"] < 350)) < 0.01
-    within = np.log(lengths["per_prompt"]).std(axis=1).mean()
-    assert within < 0.3 < 0.6 < np.log(lengths["per_prompt"]).mean(axis=1).std()
-
-
 def test_negative_noise_is_told_in_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"^The noise is -0\.1: .* so give 0 or more\.$"):
         noisy(np.array([1.0]), -0.1)

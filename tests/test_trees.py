@@ -174,30 +174,6 @@ def test_what_is_sampled_does_not_depend_on_the_slots(collect: Any) -> None:
     assert one == two == many and len(many) == 30
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_relative_advantages_are_their_formula(seed: int) -> None:
-    rng = random.Random(seed)
-    segment = rng.randint(1, 3)
-    leaves = [[rng.randint(0, 1) for _ in range(rng.randint(1, 7))] for _ in range(8)]
-    rewards = [math.nan if rng.random() < 0.1 else rng.random() for _ in leaves]
-    completions = [make_rollout([5], leaf).completion for leaf in leaves]
-    found = relative_advantages(completions, rewards, segment)
-    for leaf, reward, value in zip(leaves, rewards, found, strict=True):
-        if math.isnan(reward):
-            assert value == 0
-            continue
-        terms = []
-        for depth in range(len(leaf) // segment + 1):
-            relatives = [
-                other_reward
-                for other, other_reward in zip(leaves, rewards, strict=True)
-                if other[: depth * segment] == leaf[: depth * segment] and not math.isnan(other_reward)
-            ]
-            if depth == 0 or len(relatives) > 1:
-                terms.append(reward - statistics.fmean(relatives))
-        assert value == pytest.approx(statistics.fmean(terms), abs=1e-12)
-
-
 def test_segments_count_sampled_tokens_and_compare_what_was_observed() -> None:
     def member(number: int, observed: int) -> Completion:
         versions = [0, OBSERVED, 0, 0]

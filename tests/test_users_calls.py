@@ -26,25 +26,6 @@ def python(code: str, cwd: Path, timeout_s: float = 20.0) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_the_child_of_a_function_that_forks_ends_where_the_function_does(kind: str, tmp_path: Path) -> None:
-    code = f"""
-        import os
-        from lit_grpo.process.calls import Calls
-
-        {kind} forks():
-            if os.fork():
-                os.wait()
-            return 1.0
-
-        calls = Calls(1, "tools", "wait")
-        call = calls.call(forks, {kind != "def"}, 10.0, lambda seconds: None)
-        print(calls.start(call).result(), flush=True)
-        calls.stop()
-    """
-    assert python(code, tmp_path) == "1.0\n"
-
-
 class BadError(Exception):
     def __str__(self) -> str:
         raise ValueError("no text")

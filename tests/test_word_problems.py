@@ -8,10 +8,8 @@ import pytest
 
 from lit_grpo.environments.calls import FORMATS, Call, read_turn
 from lit_grpo.environments.tools import Tool, named
-from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import WordProblemRows
 from lit_grpo.tasks.calculator import calculate
-from lit_grpo.tasks.word_problems import ANSWER_PATTERN
 
 QUESTION = re.compile(r"(\w+) has (\d+) (\w+) and \w+ (\d+) (.*)\. How many \3 does \1 have now\?")
 
@@ -55,11 +53,3 @@ def test_no_pair_of_numbers_is_in_both_splits_and_no_row_is_twice() -> None:
         pairs[split] = {(solved(question)[:2], "more" in question) for question in questions}
     assert not pairs["train"] & pairs["validation"]
     assert len(pairs["validation"]) > 20
-
-
-@pytest.mark.parametrize(
-    ("reply", "right"),
-    [("8 + 5 = 13", True), ("Emma has 8 + 5 = 13 coins.", True), ("13 coins, not 14", False), ("thirteen", False)],
-)
-def test_the_last_number_of_a_reply_is_its_answer(reply: str, right: bool) -> None:
-    assert ExactMatch(pattern=ANSWER_PATTERN)(reply, answer="13") == float(right)

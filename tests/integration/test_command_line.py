@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import random_policy, save_tokenizer
 
 from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
@@ -105,14 +105,6 @@ def test_same_seed_gives_the_same_metrics_and_weights(folder: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_second_run_of_a_name_keeps_the_first_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit("--trainer.max_steps", "1")
-    before = Path("runs/task/metrics.csv").read_text()
-    fit("--trainer.max_steps", "1")
-    assert Path("runs/task-1/metrics.csv").read_text() == before
-    assert "is now in" in capsys.readouterr().out
-
-
 MISTAKES_BEFORE_A_RUN = {
     "data": ["--data.train", "absent.jsonl"],
     "reward column": ["--model.rewards", '[{"function": "rewards.py:gold"}]'],
@@ -154,14 +146,6 @@ def test_a_second_run_beside_a_living_one_gets_a_folder_of_its_own(
         path.name for path in Path("runs/task-1").iterdir()
     }
     assert yaml.safe_load(Path("runs/task-1/config.yaml").read_text())["run"]["name"] == "task-1"
-
-
-def test_command_line_overrides_what_a_checkpoint_was_trained_with(folder: Path) -> None:
-    fit("--trainer.max_steps", "2")
-    fit("--trainer.max_steps", "3", "--ckpt_path", "runs/task/checkpoints/last.ckpt", "--model.num_generations", "6")
-    assert [int(row["step"]) for row in metrics("task")] == [0, 1, 2, 3]
-    saved = Path("runs/task/config.yaml").read_text()
-    assert "num_generations: 6" in saved
 
 
 def test_an_optimizer_setting_on_the_command_line_holds_for_a_resumed_run(folder: Path) -> None:
@@ -309,57 +293,6 @@ def test_the_plan_does_not_change_what_is_learned(folder: Path) -> None:
     fit("--run.name=rounds", rounds, "--rollout.predict_lengths=false", *short)
     one, other = weights("lpt"), weights("rounds")
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
-
-
-OWN_PLAN = """
-from dataclasses import dataclass
-
-from lit_grpo.scheduling.plans import Plan, Queue
-
-
-class LastComeFirst(Queue):
-    def _arrange(self, jobs, estimates):
-        super()._arrange(jobs[::-1], None)
-
-
-@dataclass(frozen=True)
-class Reversed(Plan):
-    note: str = "unused.txt"
-
-    def queue(self, lengths, num_slots):
-        with open(self.note, "a") as file:
-            file.write(f"{num_slots} ")
-        return LastComeFirst(lengths, num_slots)
-"""
-
-
-def test_a_plan_from_outside_the_package_is_named_in_yaml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "own_plans.py").write_text(OWN_PLAN)
-    (folder / "own.yaml").write_text("rollout: {plan: 'own_plans.Reversed:note=made.txt'}\n")
-    monkeypatch.syspath_prepend(folder)
-    slots = ("--model.generator=slots", "--model.generator.num_slots=5")
-    fit("--run.name=usual", *slots)
-    fit("--run.name=own", "--config=own.yaml", *slots)
-    assert set((folder / "made.txt").read_text().split()) == {"5"}
-    one, other = weights("usual"), weights("own")
-    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
-
-
-def test_what_was_learned_of_lengths_is_in_the_checkpoint(folder: Path) -> None:
-    fit()
-    checkpoint = torch.load("runs/task/checkpoints/last.ckpt", weights_only=True)
-    (state,) = [value for key, value in checkpoint["callbacks"].items() if key.startswith("RolloutScheduler")]
-    (own,) = state["ranks"]
-    assert own["lengths"]
-
-
-def test_kl_scheduler_and_several_updates_a_batch_are_configurable(folder: Path) -> None:
-    schedule = '{"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 4}}'
-    fit("--model.objective.kl.beta", "0.04", "--model.num_minibatches", "2", "--model.lr_scheduler", schedule)
-    rows = metrics("task")[1:]
-    assert [int(row["step"]) for row in rows] == [2, 4]
-    assert float(rows[-1]["kl"]) > 0
-    assert float(rows[0]["lr"]) < float(rows[1]["lr"])
 
 
 def test_an_objective_of_several_pieces_is_configurable_and_learns(folder: Path) -> None:
@@ -620,16 +553,3 @@ def test_a_mistake_in_any_command_is_one_sentence(
         run(told.split())
     said = capsys.readouterr().err.strip().splitlines()
     assert sentence in said[0] and said[1:] in ([], ["(LIT_GRPO_TRACEBACK=1 shows where)"])
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "option"),
-    table_rows([("examples.galore.GaLore", "rank"), ("AdamW8bit", "min_8bit_size")], [("AdamW8bit", "min_8bit_size")]),
-)
-def test_optimizers_of_less_memory_go_on_from_a_checkpoint(folder: Path, optimizer: str, option: str) -> None:
-    options = ["--model.optimizer", optimizer, "--model.optimizer.lr", "1e-3", f"--model.optimizer.{option}", "16"]
-    fit(*options)
-    fit(*options, "--trainer.max_steps", "2", "--run.name", "part")
-    fit(*options, "--run.name", "on", "--ckpt_path", "runs/part/checkpoints/last.ckpt")
-    expected, actual = weights("task"), weights("on")
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import random
 import re
@@ -205,24 +204,6 @@ def test_conversations_that_are_rerendered_train_and_samples_say_so(folder: str)
     assert [sample["rows"] for sample in samples] == turns
 
 
-def test_an_objective_of_whole_completions_is_refused_where_turns_are_rows(folder: str) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"model\.objective\.normalization sequence needs each completion in one row of the update, ",
-    ):
-        lit_grpo.train(
-            folder,
-            [{"prompt": "Play.", "seed": 1}],
-            [],
-            max_steps=1,
-            batch_size=1,
-            objective={"loss": "grpo"},
-            sampling={"max_tokens": 9, "max_observed": 400},
-            callbacks={"rollout": {"plugins": [{"environments": {"factory": Catch, "history": "rerendered"}}]}},
-            trainer={"accelerator": "cpu"},
-        )
-
-
 def test_python_names_an_environment_and_tools_and_its_reward_decides_who_passes(folder: str) -> None:
     """Without a list of rewards, and with further settings of the plug-in."""
     rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
@@ -248,36 +229,6 @@ def test_python_names_an_environment_and_tools_and_its_reward_decides_who_passes
     assert max(logged(table, "environments/turns")) <= 3
     config = (run.folder / "config.yaml").read_text() if (run.folder / "config.yaml").exists() else ""
     assert not config or "Catch" in config
-
-
-def test_a_reward_that_no_environment_brings_decides_nothing(folder: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"model\.pass_reward 'Chess' names no reward function: the names are Catch; wr"
-    ):
-        lit_grpo.train(
-            folder,
-            [{"prompt": "Play.", "seed": 1}],
-            max_steps=1,
-            batch_size=1,
-            environment=Catch,
-            pass_reward="Chess",
-            sampling={"max_tokens": 9, "max_observed": 400},
-            trainer={"accelerator": "cpu"},
-        )
-
-
-def test_validation_needs_room_for_answers_too(folder: str) -> None:
-    with pytest.raises(ValueError, match=r"max_observed of model\.sampling or model\.eval_sampling is 0; set it"):
-        lit_grpo.train(
-            folder,
-            [{"prompt": "Play.", "seed": 1}],
-            [],
-            max_steps=1,
-            batch_size=1,
-            sampling={"max_tokens": 9, "max_observed": 9},
-            eval_sampling={"max_tokens": 9},
-            callbacks={"rollout": {"plugins": [{"environments": {"factory": Catch}}]}},
-        )
 
 
 class Both:
@@ -312,26 +263,6 @@ class Both:
         board = self.game.move(direction)
         self.reward = self.game.get_reward()
         return board
-
-
-def catch_reward(environments: list[Any], **kwargs: Any) -> list[float | None]:
-    """What catch gave; None for the other game."""
-    return [each.reward if each.active == "catch" else None for each in environments]
-
-
-def game_reward(environments: list[Any], **kwargs: Any) -> list[float | None]:
-    """What 2048 gave; None for the other game."""
-    return [each.reward if each.active == "2048" else None for each in environments]
-
-
-def test_one_class_for_two_games_with_rewards_that_are_none_for_the_other(folder: str) -> None:
-    games = ("catch", "2048", "2048", "catch")
-    prompts = [{"prompt": "Play.", "seed": number, "env": game} for number, game in enumerate(games)]
-    rows = train(folder, prompts, [catch_reward, game_reward], max_steps=3, factory=Both)
-    for name in ("catch_reward", "game_reward"):
-        assert logged(rows, f"rewards/{name}/mean"), name
-    assert max(logged(rows, "environments/tool_failures")) > 0  # tools of the inactive game
-    assert all(math.isfinite(value) for value in logged(rows, "reward")) and logged(rows, "frac_no_reward")[0] == 0
 
 
 class Turns(OpenEnv):
