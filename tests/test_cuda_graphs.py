@@ -91,6 +91,20 @@ def test_under_autocast_recordings_sample_the_same_and_without_it_they_are_made_
     assert len(recorder.recorded) > num_recorded
 
 
+def test_weights_that_are_updated_in_place_are_seen_without_recording_anew(policy_folder: Path) -> None:
+    policy, recorder = random_policy(), Recorder()
+    generator = make(policy, policy_folder, 11, recorder)
+    first = sample(generator)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.1)
+    generator.load_weights(policy.named_parameters(), 1)
+    second = sample(generator)
+    assert [ids for ids, _ in second] != [ids for ids, _ in first]
+    check_same(second, sample(make(policy, policy_folder, 11, None)))
+    assert len(recorder.recorded) <= NUM_PARTS * NUM_BUCKETS
+
+
 def test_weights_that_moved_are_recorded_anew(policy_folder: Path) -> None:
     policy, recorder = random_policy(), Recorder()
     generator = make(policy, policy_folder, 11, recorder)
