@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import table_rows
+from sampled_runs import check_log_probs, describe
 from test_budgets import UPDATES, train
-from test_training_modes import check_log_probs, describe
 
 pytestmark = pytest.mark.integration
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -12,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import table_rows
-from hand_made import Checkpoints, make_module, make_trainer, sgd
-from test_training_modes import Trained, check_log_probs, describe
+from sampled_runs import Trained, check_log_probs, describe, train_on_sums
 
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.cli.command_line import run
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.integration
 
@@ -65,24 +61,15 @@ def rarely(completion: str, prompt: str) -> float:
 def train(
     policy_folder: Path, rule: dict[str, Any], folder: Path, checkpoint: str | None = None
 ) -> tuple[Trained, GRPOModule, PromptDataModule]:
-    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
-    folder.mkdir(exist_ok=True)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = str(folder / "prompts.jsonl")
-    data = PromptDataModule(str(policy_folder), train=source, batch_size=BATCH)
-    module = make_module(
-        policy_folder,
-        generator=SlotGenerator(7),
-        num_generations=GROUP,
-        optimizer=sgd(0.5),
-        sampling=SamplingParams(max_tokens=24),
-        rewards=[RewardSpec(f"{__file__}:rarely")],
-    )
-    trained = Trained()
-    scheduler = RolloutScheduler(plugins=rule.get("plugins"))
-    options: dict[str, Any] = {"max_steps": UPDATES, "max_epochs": -1, "default_root_dir": folder}
-    trainer = make_trainer(scheduler, WeightSync(), trained, Checkpoints(folder), **options)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    own: dict[str, Any] = {"plugins": rule.get("plugins"), "rewards": [RewardSpec(f"{__file__}:rarely")]}
+    sizes: dict[str, Any] = {
+        "num_prompts": NUM_PROMPTS,
+        "batch_size": BATCH,
+        "max_steps": UPDATES,
+        "num_generations": GROUP,
+    }
+    own |= {"generator": SlotGenerator(7), "checkpoint": checkpoint}
+    module, data, _ = train_on_sums(policy_folder, folder, trained := Trained(), **own, **sizes)
     return trained, module, data
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import table_rows
-from hand_made import Checkpoints, make_module, make_trainer, sgd
-from test_training_modes import Trained, check_log_probs, describe
+from hand_made import make_module, make_trainer, sgd
+from sampled_runs import Trained, check_log_probs, describe, train_on_sums
 
 from lit_grpo.budgets.history import Record
 from lit_grpo.callbacks import RolloutScheduler, SampleLogger, WeightSync
@@ -56,25 +56,18 @@ class Recorded(Trained):
 def train(
     policy_folder: Path, run: dict[str, Any], folder: Path, checkpoint: str | None = None
 ) -> tuple[Recorded, GRPOModule, PromptDataModule]:
-    rows = [{"prompt": f"{n}+{n + 1}=", "solution": f"{n}bcdefgh"} for n in range(NUM_PROMPTS)]
-    folder.mkdir(exist_ok=True)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
-    module = make_module(
-        policy_folder,
-        generator=SlotGenerator(7),
-        num_generations=GROUP,
-        optimizer=sgd(0.1),
-        sampling=SamplingParams(max_tokens=16),
-        rewards=[RewardSpec(f"{__file__}:begins")],
-        advantages=Advantages(run.get("estimator", "grpo")),
-    )
+    own: dict[str, Any] = {"plugins": run.get("plugins"), "rewards": [RewardSpec(f"{__file__}:begins")]}
+    own |= {"advantages": Advantages(run.get("estimator", "grpo")), "sampling": SamplingParams(max_tokens=16)}
+    own |= {"generator": SlotGenerator(7), "optimizer": sgd(0.1), "checkpoint": checkpoint}
+    sizes: dict[str, Any] = {
+        "num_prompts": NUM_PROMPTS,
+        "batch_size": BATCH,
+        "max_steps": UPDATES,
+        "num_generations": GROUP,
+    }
     trained = Recorded()
-    scheduler = RolloutScheduler(plugins=run.get("plugins"))
-    callbacks = [scheduler, WeightSync(), trained, SampleLogger(every_n_updates=1), Checkpoints(folder)]
-    limits: dict[str, Any] = {"max_steps": UPDATES, "max_epochs": -1, "default_root_dir": folder}
-    trainer = make_trainer(*callbacks, **limits)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    samples = SampleLogger(every_n_updates=1)
+    module, data, _ = train_on_sums(policy_folder, folder, trained, samples, **own, **sizes)
     return trained, module, data
 
 

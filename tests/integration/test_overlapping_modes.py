@@ -20,15 +20,8 @@ from hand_made import (
     sgd,
     weights_of,
 )
-from test_training_modes import (
-    UPDATES,
-    Interrupt,
-    Trained,
-    check_log_probs,
-    check_staleness,
-    check_stream,
-    train,
-)
+from sampled_runs import Trained, check_log_probs
+from test_training_modes import UPDATES, Interrupt, check_staleness, check_stream, train
 
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import table_rows
+from sampled_runs import describe
 from test_budgets import BATCH, sizes, train
-from test_training_modes import describe
 
 from lit_grpo.cli.command_line import run
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hand_made import Checkpoints, make_module, make_trainer, sgd
-from test_training_modes import Trained, check_log_probs, describe
+from hand_made import sgd
+from sampled_runs import Trained, check_log_probs, describe, train_on_sums
 
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.cli.command_line import run
-from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods.arrol import is_left_whole
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.integration
 
@@ -31,29 +28,10 @@ def early_sign(completion: str) -> float:
 
 
 def train(policy_folder: Path, folder: Path, checkpoint: str | None = None) -> tuple[Trained, GRPOModule]:
-    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(12)]
-    folder.mkdir(exist_ok=True)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
-    module = make_module(
-        policy_folder,
-        generator=SlotGenerator(12),
-        num_generations=GROUP,
-        optimizer=sgd(0.1),
-        sampling=SamplingParams(max_tokens=24),
-        rewards=[RewardSpec(f"{__file__}:early_sign")],
-    )
-    trained = Trained()
-    trainer = make_trainer(
-        RolloutScheduler(plugins=[f"arrol:at={AT}"]),
-        WeightSync(),
-        trained,
-        Checkpoints(folder),
-        max_steps=UPDATES,
-        max_epochs=-1,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    own: dict[str, Any] = {"plugins": [f"arrol:at={AT}"], "rewards": [RewardSpec(f"{__file__}:early_sign")]}
+    own |= {"generator": SlotGenerator(12), "optimizer": sgd(0.1), "checkpoint": checkpoint}
+    sizes: dict[str, Any] = {"num_prompts": 12, "batch_size": BATCH, "max_steps": UPDATES, "num_generations": GROUP}
+    module, _, _ = train_on_sums(policy_folder, folder, trained := Trained(), **own, **sizes)
     return trained, module
 
 

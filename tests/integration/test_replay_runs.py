@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import table_rows
-from hand_made import Checkpoints, make_module, make_trainer, sgd
+from sampled_runs import train_on_sums
 from test_two_ranks import SlotsBeside
 
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
-from lit_grpo.data.module import PromptDataModule
+from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.types import PromptBatch, RolloutGroup
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 
@@ -62,33 +59,18 @@ class Learnt(pl.Callback):
 
 
 def train(
-    policy_folder: Path, folder: Path, options: dict[str, Any], checkpoint: str | None = None, generator: Any = None
+    policy_folder: Path, folder: Path, options: dict[str, Any], checkpoint: str | None = None, **settings: Any
 ) -> tuple[Learnt, GRPOModule, RolloutScheduler]:
-    folder.mkdir(exist_ok=True)
-    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
-    module = make_module(
-        policy_folder,
-        generator=generator or SlotGenerator(6),
-        num_generations=GROUP,
-        rewards=[RewardSpec(f"{__file__}:rarely")],
-        optimizer=sgd(0.5),
-        sampling=SamplingParams(max_tokens=24),
-        **{name: value for name, value in options.items() if name != "plugins"},
-    )
-    learnt, scheduler = Learnt(), RolloutScheduler(plugins=options.get("plugins", ["rlep"]))
+    own: dict[str, Any] = {"plugins": ["rlep"], "rewards": [RewardSpec(f"{__file__}:rarely")]} | options | settings
     steps = BATCHES * options.get("num_minibatches", 1)
-    trainer = make_trainer(
-        scheduler,
-        WeightSync(),
-        learnt,
-        Checkpoints(folder),
-        max_steps=steps,
-        max_epochs=-1,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    sizes: dict[str, Any] = {
+        "num_prompts": NUM_PROMPTS,
+        "batch_size": BATCH,
+        "max_steps": steps,
+        "num_generations": GROUP,
+    }
+    learnt = Learnt()
+    module, _, scheduler = train_on_sums(policy_folder, folder, learnt, checkpoint=checkpoint, **own, **sizes)
     return learnt, module, scheduler
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +11,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import table_rows
-from hand_made import Checkpoints, by_text, chosen, make_module, make_trainer, plugin, sgd
+from hand_made import by_text, chosen, make_module, make_trainer, plugin
+from sampled_runs import Trained, check_log_probs, describe, train_on_sums
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.metrics import STALENESS
 from lit_grpo.module import GRPOModule
-from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import OBSERVED, PromptBatch, Rollout, SamplingParams
+from lit_grpo.types import OBSERVED, PromptBatch
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
@@ -41,67 +39,23 @@ MODES = [
 ]
 
 
-class Trained(pl.Callback):
-    """Keeps the policy of each version, and what was learnt from at each."""
-
-    def __init__(self) -> None:
-        self.policies: dict[int, Any] = {}
-        self.batches: dict[int, list[Rollout]] = {}
-        self.logs: list[dict[str, float]] = []
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, GRPOModule)
-        version = pl_module.policy_version
-        self.policies[version] = copy.deepcopy(pl_module.policy).double().eval()
-        self.batches[version] = list(batch.rollouts)
-        assert all(rollout.kept for rollout in batch.rollouts)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: PromptBatch, batch_idx: int
-    ) -> None:
-        self.batches[max(self.batches)] = list(batch.rollouts)  # of one that was learnt from as it came, they are here
-        self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """All of them."""
-        return [rollout for batch in self.batches.values() for rollout in batch]
-
-
 def train(
     policy_folder: Path,
     mode: str | None,
     folder: Path,
     checkpoint: str | None = None,
     callbacks: Sequence[pl.Callback] = (),
-    generator: Any = None,
     **settings: Any,
 ) -> tuple[Trained, GRPOModule, RolloutScheduler]:
-    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
-    folder.mkdir(exist_ok=True)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
-    module = make_module(
-        policy_folder,
-        generator=generator or SlotGenerator(6),
-        num_generations=GROUP,
-        rewards=[by_text()],
-        **({"optimizer": sgd(0.5), "sampling": SamplingParams(max_tokens=24)} | settings),
-    )
-    trained, scheduler = Trained(), RolloutScheduler(plugins=chosen(mode))
-    trainer = make_trainer(
-        scheduler,
-        WeightSync(),
-        trained,
-        Checkpoints(folder),
-        *callbacks,
-        max_steps=UPDATES,
-        max_epochs=-1,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    own: dict[str, Any] = {"plugins": chosen(mode), "checkpoint": checkpoint, "rewards": [by_text()]}
+    sizes: dict[str, Any] = {
+        "num_prompts": NUM_PROMPTS,
+        "batch_size": BATCH,
+        "max_steps": UPDATES,
+        "num_generations": GROUP,
+    }
+    trained = Trained()
+    module, _, scheduler = train_on_sums(policy_folder, folder, trained, *callbacks, **own, **sizes, **settings)
     return trained, module, scheduler
 
 
@@ -142,19 +96,6 @@ def check_staleness(trained: Trained, cap: int) -> None:
         assert sum(shares) == pytest.approx(1) and (shares[0] < 1) == (log["staleness/max"] > 0)
 
 
-def check_log_probs(trained: Trained) -> None:
-    """Each token's log-prob is what the policy of its version gives to it, in float64."""
-    for rollout in trained.rollouts:
-        completion, prompt = rollout.completion, rollout.prompt.token_ids
-        ids_T = torch.cat([torch.tensor(prompt), completion.token_ids_T])
-        for version in completion.versions_T.unique().tolist():
-            logits_TV = trained.policies[version](input_ids=ids_T[None], use_cache=False).logits[0]
-            logprobs_T = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1]
-            exact_T = logprobs_T.gather(-1, completion.token_ids_T[:, None]).squeeze(-1)
-            own_T = completion.versions_T == version
-            assert torch.allclose(exact_T[own_T].float(), completion.logprobs_T[own_T], atol=1e-4)
-
-
 def check_stream(trained: Trained, scheduler: RolloutScheduler) -> None:
     """Every sample of every prompt that was drawn is learnt from once, or still open; an epoch has each prompt once."""
     keys = [rollout.completion.request.key for rollout in trained.rollouts]
@@ -167,13 +108,6 @@ def check_stream(trained: Trained, scheduler: RolloutScheduler) -> None:
     drawn = sorted(visit for _, visit in groups | open_groups)
     epochs = len(drawn) // NUM_PROMPTS
     assert drawn == sorted([*range(epochs)] * NUM_PROMPTS + [epochs] * (len(drawn) - epochs * NUM_PROMPTS))
-
-
-def describe(rollouts: Sequence[Rollout]) -> list[Any]:
-    return [
-        (c.request.key, c.token_ids_T.tolist(), c.versions_T.tolist(), c.trained_T.tolist(), c.logprobs_T.tolist())
-        for c in (rollout.completion for rollout in rollouts)
-    ]
 
 
 class Interrupt(pl.Callback):
@@ -234,7 +168,9 @@ def test_snapshots_in_a_run_of_april_are_exact_and_resume(policy_folder: Path, t
 
     def kept(self: Snapshots, rollouts: Any, version: int, *more: Any, **options: Any) -> Any:
         found = logprobs(self, rollouts, version, *more, **options)
-        seen[version] = found or {}
+        seen[version] = {
+            each.completion.request.key: values_T for each, values_T in zip(rollouts, found or (), strict=False)
+        }
         return found
 
     with pytest.MonkeyPatch.context() as patch:
