@@ -197,11 +197,11 @@ OBJECTIVES = {
     "token_truncate": TRUNCATE,
     "token_mask": {"correction.mode": "token_mask"},
     "sequence_mask": {"correction.mode": "sequence_mask"},
-    "interpolated": TRUNCATE | {"proximal": "interpolated"},
+    "a3po": TRUNCATE,
     "f_tis": TRUNCATE | {"correction.high": "2", "off_policy_kl": "50"},
     "vcpo": PLAIN | {"correction.mode": "sequence_truncate", "correction.high": "8"},
 }
-"""The compared objectives, by the fields of ``model.objective``; ``vcpo`` is a plug-in too."""
+"""The compared objectives, by the fields of ``model.objective``; ``a3po`` and ``vcpo`` are plug-ins too."""
 STABILITY = Study(
     tasks={
         "arithmetic": Task(
@@ -209,7 +209,7 @@ STABILITY = Study(
             {
                 name: System(
                     {f"model.objective.{each}": value for each, value in fields.items()}
-                    | ({PLUGINS: json.dumps([name])} if name == "vcpo" else {})
+                    | ({PLUGINS: json.dumps([name])} if name in ("a3po", "vcpo") else {})
                 )
                 for name, fields in OBJECTIVES.items()
             },

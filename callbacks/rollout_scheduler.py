@@ -145,7 +145,6 @@ class RolloutScheduler(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         pl_module.check_lengths(asked_prompts(trainer))
         if trainer.training:
-            self._check_snapshots(pl_module)
             mode, buffer = self.session.mode, self.session.buffer
             carried = (mode.max_staleness, buffer.versions) if mode.carries else (None, None)
             pl_module.start_plugins(*carried)
@@ -165,24 +164,12 @@ class RolloutScheduler(pl.Callback):
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
-    def _check_snapshots(self, module: GRPOModule) -> None:
-        """Check that there is room for the weights that old tokens need, and on resuming that they are there."""
-        snapshots, learning, mode = module.learner.snapshots, module.settings, self.session.mode
-        if snapshots is None or not mode.carries:
-            return
-        limit_gib = learning.objective.snapshot_gib
-        snapshots.check_memory(mode.max_staleness, learning.updates_per_batch, limit_gib, module.ranks)
-        needed = self.session.buffer.versions(module.policy_version) - {module.policy_version}
-        module.ranks.together(lambda: snapshots.check_kept(needed))
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
         """Sample the completions of the batch, and reward them."""
         assert isinstance(pl_module, GRPOModule)
         self._tell_state(trainer, batch_idx / trainer.num_training_batches)
-        if self.session.mode.carries and pl_module.learner.snapshots is not None:
-            pl_module.learner.snapshots.hold(pl_module.policy_version)  # its tokens may be learnt from after the update
         context = trainer.precision_plugin.forward_context
         self.session.next_batch(pl_module, batch, self._heard_by(trainer), context)
         self._warn(batch)
@@ -197,10 +184,6 @@ class RolloutScheduler(pl.Callback):
         logs = self.session.learnt(pl_module, batch)
         if self.session.mode.overlap != "none":
             self._warn(batch)
-        snapshots = pl_module.learner.snapshots
-        if self.session.mode.carries and snapshots is not None:
-            pl_module.log_dict(snapshots.metrics())
-            snapshots.let_go(self.session.buffer.versions(pl_module.policy_version), pl_module.ranks)
         pl_module.log_dict(logs.pop("learnt"))
         for source, values in logs.items():
             pl_module.log_anew(source, values)

@@ -31,6 +31,7 @@ REQUIREMENTS: dict[str, str] = {
     "one_row": "each completion in one row of the update",
     "whole_completions": "all tokens of a completion in the same forward pass",
     "own_rows": "complete packed rows, and separate prompts, on each rank",
+    "denominator": "the denominator of the probability ratio for itself",
     "entropy_coefficient": "the coefficient of the entropy bonus for itself",
     "own_reference": "a reference policy with weights of its own",
     "all_tokens": "all tokens of a step to choose from",

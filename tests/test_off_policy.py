@@ -14,13 +14,13 @@ from hand_made import fit, make_module, relative_error, weights_of
 from test_learner import make_learner, member
 from test_objective_in_module import stale_groups
 
+from lit_grpo.methods.a3po import InterpolatedPolicy
 from lit_grpo.methods.vcpo import EffectiveSamples, effective_share
 from lit_grpo.types import Prompt, RolloutGroup
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction, CorrectionMode, correction_weights
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
-from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.tokens import Tokens, near_completions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
@@ -284,7 +284,7 @@ def test_adam_moves_by_the_scale_and_its_schedule_does_not_see_it(policy_folder:
 def test_an_interpolated_policy_is_one_step_behind_on_the_line_from_the_sampler() -> None:
     now_N = torch.tensor([-1.0] * 5, dtype=torch.float64, requires_grad=True)
     sampled_N, versions_N = torch.full((5,), -3.0, dtype=torch.float64), torch.tensor([10, 9, 8, 6, 0])
-    actual_N = interpolated_logprobs(now_N, sampled_N, versions_N, 10)
+    actual_N = InterpolatedPolicy().proximal_logprobs(now_N, sampled_N, versions_N, 10)
     assert actual_N.tolist() == pytest.approx([-3.0, -3.0, -2.0, -1.5, -1.2])  # a = 0, 0, 1/2, 3/4, 9/10
     assert not actual_N.requires_grad
 
@@ -297,8 +297,8 @@ def clipped(now_T: torch.Tensor, old_T: torch.Tensor, advantage: float) -> torch
 @pytest.mark.parametrize("mode", ["none", "token_truncate"])
 def test_a_step_with_an_interpolated_policy_is_that_of_its_formula(mode: Any) -> None:
     groups = stale_batch()
-    objective = Objective("grpo", correction=Correction(mode, high=1.2), proximal="interpolated")
-    _, steps, _ = learnt(objective, groups)
+    objective = Objective("grpo", correction=Correction(mode, high=1.2))
+    _, steps, _ = learnt(objective, groups, plugins=[InterpolatedPolicy()])
 
     def losses(
         now_T: torch.Tensor, sampled_T: torch.Tensor, versions_T: torch.Tensor, advantage: float
@@ -331,7 +331,7 @@ def test_a_recomputed_policy_without_a_correction_weighs_nothing() -> None:
             {"loss": "vespo", "correction": Correction("geometric_mask")},
             r"vespo needs corrections of single .*geometric_mask makes one .*; take token_truncate",
         ),
-        ({"proximal": "moved"}, r"objective\.proximal must be sampled, recomputed, .*, not 'moved'"),
+        ({"proximal": "moved"}, r"objective\.proximal must be sampled or recomputed, not 'moved'"),
         (
             {"proximal": "sampled", "correction": Correction("token_mask")},
             r"mode token_mask needs ratios .*proximal sampled takes them to the sampler.*; set",

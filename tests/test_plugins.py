@@ -6,7 +6,7 @@ import ast
 import functools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from hand_made import make_module
 
 from lit_grpo import methods
 from lit_grpo.callbacks import RolloutScheduler
-from lit_grpo.compatibility import Requirement, check_together
+from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods import make_plugins, shipped
 from lit_grpo.methods.tr_dpo import MovingReference
@@ -65,6 +65,8 @@ METHODS = (
     "capo",
     "router.loss",
     "vcpo",
+    "a3po",
+    "interpolated",
     "entropy.target",
     "tr.dpo",
     "mixup",
@@ -130,17 +132,35 @@ CORRECTED = Correction("token_truncate")
 
 
 def test_replay_needs_ratios_to_the_sampler_and_members_that_nobody_else_counts() -> None:
-    for proximal in ("recomputed", "interpolated"):
-        said = refusal("repo", objective=Objective(proximal=proximal))
+    for plugins, proximal in (([], "recomputed"), (["a3po"], None)):
+        objective = Objective(proximal=cast(Any, proximal))
+        said = refusal("repo", *plugins, objective=objective)
         assert "repo needs probability ratios to the behavior policy of each token" in said
-        assert f"proximal {proximal} takes" in said
-        assert "set logprobs of it to recomputed, or set model.objective.correction.mode to token_truncate" in said
-        assert refusal("repo", objective=Objective(proximal=proximal, correction=CORRECTED)) == ""
-        assert refusal("rlep", objective=Objective(proximal=proximal)) == ""
+        assert f"{' '.join(plugins) or 'proximal recomputed'} takes" in said
+        assert "set logprobs of it to recomputed, or" in said and "model.objective.correction.mode" in said
+        assert refusal("repo", *plugins, objective=replace(objective, correction=CORRECTED)) == ""
+        assert refusal("rlep", *plugins, objective=objective) == ""
     assert "estimator dcpo needs every completion" in refusal("rlep", advantages=Advantages("dcpo"))
-    kept = Objective(proximal="snapshots", correction=CORRECTED)
-    assert "proximal snapshots takes them to policies whose weights it has to keep" in refusal("repo", objective=kept)
+    corrected = Objective(correction=CORRECTED)
+    said = refusal("repo", "snapshots", objective=corrected)
+    assert "rollout.plugins snapshots takes them to policies whose weights it has to keep" in said
+    assert refusal("rlep", "snapshots", objective=corrected) == ""
     assert refusal("rlep") == refusal(advantages=Advantages("dcpo")) == ""
+
+
+@pytest.mark.parametrize("name", ["a3po", "snapshots"])
+def test_one_setting_alone_chooses_the_denominator_of_ratios(name: str) -> None:
+    said = refusal(name, objective=Objective(proximal="sampled"))
+    needs = f"rollout.plugins {name} needs the denominator of the probability ratio for itself"
+    assert f"{needs}, but model.objective.proximal sampled sets it; remove" in said
+    with pytest.raises(ValueError, match="which both decide which log-probs ratios are taken to"):
+        make_plugins(["a3po", "snapshots"])
+
+
+def test_snapshots_need_whole_weights() -> None:
+    session = RolloutScheduler(plugins=["snapshots"]).session
+    with pytest.raises(ValueError, match=r"snapshots needs the full weights on each rank, but trainer\.strategy fsdp2"):
+        session.check(make_module("tiny").facts(4), [SHARDS])
 
 
 def test_a_reference_that_moves_needs_weights_of_its_own() -> None:
@@ -206,7 +226,6 @@ def test_a_figure_that_a_plug_in_leaves_out_is_not_repeated(monkeypatch: pytest.
     scheduler.session = RolloutSession({"mine": Alternating(1)})
     logs: list[dict[str, float]] = []
     monkeypatch.setattr(module, "log_dict", lambda values: logs.append(dict(values)))
-    module.learner = cast(Any, SimpleNamespace(snapshots=None))
     trainer: Any = SimpleNamespace(max_steps=-1)
     for number in range(3):
         batch: Any = SimpleNamespace(groups=[], messages=[])

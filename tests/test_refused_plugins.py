@@ -43,7 +43,7 @@ OWN = f"{__name__}.Finishing"
 MEANINGLESS = [
     ("no.such.Rule", r"cannot be loaded .No module named 'no'.; give one of"),
     ("math.floor", "or the class path of a Plugin"),
-    ("aprill", "aprill: there is none; give one of april, .*sortedrl.*, or the class path of a Plugin"),
+    ("aprill", "aprill: there is none; give one of .*april, .*sortedrl.*, or the class path of a Plugin"),
     ("april:batches=2", "april:batches=2: it has no field 'batches'; it has batches_in_work, refill"),
     ("april:unit=[", "april:unit=.: unit is set to '.', which is no value"),
     ({"april": {"staleness": 3}}, "april: it has no field 'staleness'; it has batches_in_work, refill"),

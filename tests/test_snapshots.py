@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,16 +15,18 @@ from test_buffer import ended
 from test_learner import make_learner, member
 from test_off_policy import clipped, formula
 
+from lit_grpo.methods.snapshots import Snapshots
+from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.rules import ReleaseRule
-from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams, Trajectory
+from lit_grpo.types import Completion, PassRule, Prompt, Request, RolloutGroup, SamplingParams, Trajectory
 from lit_grpo.update.metrics import TokenMetrics
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.snapshots import Snapshots
+from lit_grpo.update.plugin import TrainingRun
 
-OBJECTIVE = Objective("grpo", correction=Correction("token_truncate", high=1.3), proximal="snapshots")
+OBJECTIVE = Objective("grpo", correction=Correction("token_truncate", high=1.3))
 
 
 def moved(policy: Any, seed: int) -> None:
@@ -47,15 +49,23 @@ def batch(versions: Sequence[int]) -> list[RolloutGroup]:
     return groups
 
 
+def snapshots_of(policy: Any, snapshot_gib: float | None = None, updates_per_batch: int = 1) -> Snapshots:
+    """Snapshots of a run that trains a policy."""
+    plugin = fresh(Snapshots(snapshot_gib))
+    plugin.on_train_start(TrainingRun(policy, None, 0, updates_per_batch, Ranks()))
+    return plugin
+
+
 def learner_with_policies(**options: Any) -> tuple[Any, Any, dict[int, Any]]:
     """A learner at version 3 that has kept versions 0, 2 and 3, and all policies whole."""
-    learner, steps = make_learner(objective=OBJECTIVE, **options)
-    assert learner.snapshots is not None
+    policy: Any = random_policy()
+    snapshots = snapshots_of(policy)
+    learner, steps = make_learner(policy=policy, objective=OBJECTIVE, plugins=[snapshots], **options)
     policies = {}
     for version in range(4):
         policies[version] = copy.deepcopy(learner.policy)
         if version != 1:
-            learner.snapshots.hold(version)
+            snapshots.hold(version)
         if version < 3:
             moved(learner.policy, version)
     steps.policy_version = 3
@@ -107,7 +117,7 @@ def test_measuring_leaves_the_weights_and_takes_a_pass_for_each_old_version() ->
     passes: list[tuple[int, int]] = []
     measure = learner.passes.measure
 
-    def counted(rollouts: Any, what: Any, lend: Any = None) -> Any:
+    def counted(rollouts: Any, what: Any, lend: Any = None, /) -> Any:
         passes.append((len(rollouts), lend.args[0]))
         return measure(rollouts, what, lend)
 
@@ -126,12 +136,16 @@ def test_measuring_leaves_the_weights_and_takes_a_pass_for_each_old_version() ->
 
 def test_versions_that_nobody_needs_are_let_go_and_one_that_is_missing_is_told() -> None:
     learner, _, _ = learner_with_policies()
-    snapshots = learner.snapshots
-    assert snapshots.versions == [0, 2, 3] and snapshots.metrics()["snapshots/versions"] == 3.0
-    snapshots.let_go([3, 2, 7], Ranks())
-    assert snapshots.versions == [2, 3]
+    (snapshots,) = learner.settings.plugins
+    assert snapshots.versions == [0, 2, 3]
+    needed: set[int] = {3, 2, 7}
+    snapshots._run = replace(snapshots._run, max_staleness=3, open_versions=lambda version: needed)
+    logs = snapshots.on_update_end(GroupBatch([], 4, PassRule(), lambda own: [own]))
     size = sum(weight.numel() for weight in learner.policy.parameters()) * 8 / 2**30
-    assert snapshots.metrics()["snapshots/gib"] == pytest.approx(2 * size)
+    assert logs == {"snapshots/versions": 3.0, "snapshots/gib": pytest.approx(3 * size)}
+    assert snapshots.versions == [2, 3]
+    snapshots.on_batch_start()
+    assert snapshots.versions == [2, 3, 4]
     with pytest.raises(ValueError, match=r"Tokens of policy version 0 wait to be learnt from, .* have not been kept"):
         learner.learn(batch([0, 3]))
 
@@ -141,7 +155,7 @@ def test_frozen_weights_are_not_kept_and_those_that_are_come_back_from_a_checkpo
     _, *trained = policy.parameters()
     next(policy.parameters()).requires_grad_(False)
     first = [weight.detach().clone() for weight in trained]
-    snapshots, resumed = Snapshots(policy), Snapshots(policy)
+    snapshots, resumed = snapshots_of(policy), snapshots_of(policy)
     snapshots.hold(0)
     resumed.load_state_dict(snapshots.state_dict())
     moved(policy, 1)
@@ -152,34 +166,21 @@ def test_frozen_weights_are_not_kept_and_those_that_are_come_back_from_a_checkpo
             assert all(torch.equal(*pair) for pair in zip(trained, first, strict=True))
             raise KeyError
         assert all(torch.equal(*pair) for pair in zip(trained, later, strict=True))
-        assert len(kept.state_dict()[0]) == len(trained)
+        assert len(kept.state_dict()["weights"][0]) == len(trained)
 
 
 def test_snapshots_that_may_not_fit_are_refused() -> None:
     policy: Any = random_policy()
-    snapshots = Snapshots(policy)
-    one = snapshots.snapshot_gib
-    snapshots.check_memory(8, 4, 3.01 * one, Ranks())
-    snapshots.check_memory(8, 4, None, Ranks())
-    message = r"weights of 9 versions at a time \(max_staleness 8, 1 updates a batch\).* objective\.snapshot_gib allows"
+    one = snapshots_of(policy).one_gib
+    for limit_gib in (3.01 * one, None):
+        snapshots_of(policy, limit_gib, updates_per_batch=4).check_memory(8)
+    run = TrainingRun(policy, None, 0, 1, Ranks(), max_staleness=8, open_versions=lambda version: {version})
+    message = r"weights of 9 versions at a time \(max_staleness 8, 1 updates a batch\).* its snapshot_gib allows"
     with pytest.raises(ValueError, match=message):
-        snapshots.check_memory(8, 1, 8.9 * one, Ranks())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"snapshot_gib": 3.0},
-            r"objective\.snapshot_gib 3\.0 needs snapshots of earlier weights, but .*proximal sampled keeps none; set",
-        ),
-        ({"proximal": "snapshots", "snapshot_gib": 0.0}, r"snapshot_gib must be above 0, not 0\.0"),
-        ({"proximal": "snapshots", "snapshot_gib": math.inf}, r"snapshot_gib must be a finite number above 0, not inf"),
-    ],
-)
-def test_limits_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Objective(**options)
+        fresh(Snapshots(8.9 * one)).on_train_start(run)
+    resumed = replace(run, version=4, open_versions=lambda version: {version, 2})
+    with pytest.raises(ValueError, match=r"Tokens of policy version 2 wait to be learnt from, .* have not been kept"):
+        fresh(Snapshots()).on_train_start(resumed)
 
 
 def trajectory(*versions: int) -> Trajectory:

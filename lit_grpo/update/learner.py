@@ -25,7 +25,6 @@ from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, ad
 from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
-from lit_grpo.update.objective.snapshots import Snapshots
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import LearningBatch, LearningPlugin
@@ -64,7 +63,6 @@ class Learner:
     ) -> None:
         self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference
         self.beta, self.history = settings.objective.kl.beta, PromptHistory()
-        self.snapshots = Snapshots(policy) if settings.objective.proximal == "snapshots" else None
         self.passes = PolicyPasses(policy, optimization, settings)
         self.gap_limits = GapLimits()
         self._told_of_gap = False
@@ -130,7 +128,6 @@ class Learner:
             "history": self.history.state_dict(),
             "skipped": self._broken.num_skipped,
             "budget": None if budget is None else budget.tokens,
-            "snapshots": {} if self.snapshots is None else self.snapshots.state_dict(),
         }
         return {"learner": own}
 
@@ -142,8 +139,6 @@ class Learner:
         self.history.load_state_dict(own["history"])
         self._broken.num_skipped, tokens = own["skipped"], own["budget"]
         self.passes.budget = None if tokens is None else MicroBatchSize(tokens)
-        if self.snapshots is not None:
-            self.snapshots.load_state_dict(own["snapshots"])
 
     # ---- before the first step ----------------------------------------------------------------------
 
@@ -169,11 +164,6 @@ class Learner:
         columns: dict[str, Sequence[torch.Tensor]] = {}
         if self.reference is not None:
             columns["reference_logprobs"] = passes.measure(rollouts, "logprobs", self.reference.lend)
-        if self.snapshots is not None:
-            old = self.snapshots.logprobs(rollouts, version, passes.measure, passes.ranks, several_updates)
-            columns |= {} if old is None else {"old_logprobs": old}
-        elif objective.proximal_policy == "recomputed" and several_updates:
-            columns["old_logprobs"] = passes.measure(rollouts, "logprobs")
         rewards = rewards or GroupRewards.of(groups, list(settings.weights))
         if objective.kl.place == "reward" and "reference_logprobs" in columns:
             estimator, none = KL_ESTIMATORS[objective.kl.estimator], torch.empty(0, dtype=torch.float32)
@@ -181,9 +171,6 @@ class Learner:
             kl = [estimator(own, its) for own, its in zip(sampled, columns.pop("reference_logprobs"), strict=True)]
             metrics.add_kl(torch.cat([none, *kl]))
             rewards = rewards.less([float(kl_T.sum()) * self.beta for kl_T in kl])
-        for name, values in columns.items():
-            for rollout, its in zip(rollouts, values, strict=True):
-                rollout.columns[name] = its
         batch = LearningBatch(
             groups,
             version,
@@ -193,6 +180,16 @@ class Learner:
             settings.progress(version),
             passes.by_completion,
         )
+        if (plugin := settings.plugin("old_logprobs", "proximal_logprobs")) is not None:
+            if (old := plugin.old_logprobs(batch, several_updates)) is not None:
+                unmeasured = [torch.full((rollout.completion.num_trained,), math.nan) for rollout in rollouts]
+                pairs = zip(rollouts, unmeasured, strict=True)
+                columns["old_logprobs"] = [old.get(each.completion.request.key, nan_T) for each, nan_T in pairs]
+        elif objective.proximal_policy == "recomputed" and several_updates:
+            columns["old_logprobs"] = passes.measure(rollouts, "logprobs")
+        for name, values in columns.items():
+            for rollout, its in zip(rollouts, values, strict=True):
+                rollout.columns[name] = its
         assign_advantages(batch, passes, self.history)
         self.history.note(rewards.visits(groups, settings.pass_rule, version))
         return batch, tuple(columns)

@@ -75,7 +75,7 @@ class LearnerSettings:
         """Return what each setting needs of a run, and what it takes away from others; a selection is a plug-in.
 
         Example:
-            ``Requirement("model.objective.proximal snapshots", needs={"unsharded_weights", ...})``
+            ``Requirement("model.objective.loss vespo", needs={"whole_completions"})``
         """
         parts = [*self.objective.parts, *self.advantages.parts]
         if self.sequence_parallel_size > 1:

@@ -23,8 +23,6 @@ from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
 from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
-from lit_grpo.update.objective.proximal import interpolated_logprobs
-from lit_grpo.update.objective.snapshots import factor_metrics
 from lit_grpo.update.plugin import Chunk, LearningPlugin, SquaredNorm
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
@@ -103,9 +101,14 @@ class PolicyPasses:
                 return [torch.cat(its) if len(its) > 1 else its[0] if its else none for its in parts]
             self.halve_budget(with_tokens)
 
-    def by_completion(self, rollouts: Sequence[Rollout], what: Measurement) -> dict[Key, torch.Tensor]:
+    def by_completion(
+        self,
+        rollouts: Sequence[Rollout],
+        what: Measurement,
+        lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
+    ) -> dict[Key, torch.Tensor]:
         """Return by completion what :meth:`measure` returns, for completions with a token that is learnt from."""
-        measured = zip(rollouts, self.measure(rollouts, what), strict=True)
+        measured = zip(rollouts, self.measure(rollouts, what, lend), strict=True)
         return {each.completion.request.key: values for each, values in measured if each.completion.num_trained}
 
     def gradient(
@@ -168,12 +171,11 @@ class PolicyPasses:
         if owner != self._rows.rank:
             return logprobs_N.sum() * 0.0
         old_logprobs_N, sampled_logprobs_N = logprobs_N.detach(), micro_batch.sampled_logprobs_N
-        if objective.proximal_policy == "sampled":
+        if (plugin := settings.plugin("proximal_logprobs")) is not None:
+            versions_N, version = micro_batch.versions_N, step.policy_version
+            old_logprobs_N = plugin.proximal_logprobs(logprobs_N, sampled_logprobs_N, versions_N, version)
+        elif objective.proximal_policy == "sampled" and settings.plugin("old_logprobs") is None:
             old_logprobs_N = sampled_logprobs_N
-        elif objective.proximal_policy == "interpolated":
-            old_logprobs_N = interpolated_logprobs(
-                logprobs_N, sampled_logprobs_N, micro_batch.versions_N, step.policy_version
-            )
         elif micro_batch.old_logprobs_N is not None:  # else this is the only update on these rollouts
             measured_N = micro_batch.old_logprobs_N
             from_this_pass_N = measured_N.isnan() & (micro_batch.versions_N == step.policy_version)
@@ -197,8 +199,9 @@ class PolicyPasses:
             whole_lengths_C=micro_batch.whole_lengths_C,
         )
         outputs = policy_loss(tokens)
-        metrics = outputs.metrics | (factor_metrics(tokens) if objective.proximal_policy == "snapshots" else {})
-        gathered.add(tokens, outputs._replace(metrics=metrics), step)
+        for plugin in overriding(settings.plugins, "token_metrics", base=LearningPlugin):
+            outputs.metrics.update(plugin.token_metrics(tokens))
+        gathered.add(tokens, outputs, step)
         return outputs.loss if step.term is None else step.term.added_to(outputs.loss, micro_batch.weight)
 
     def gradient_by_parts(

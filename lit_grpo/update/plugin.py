@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from lit_grpo.plugins import AllGather, GroupBatch, Plugin, overriding
-from lit_grpo.update.objective.tokens import highest
+from lit_grpo.update.objective.tokens import Tokens, highest
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ class Measure(Protocol):
         self,
         rollouts: Sequence[Rollout],
         what: Literal["entropy", "logprobs", "scores"] | Callable[..., torch.Tensor],
+        lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
         /,
     ) -> Mapping[Key, torch.Tensor]:
         """Return by completion what was measured of each token that is trained on.
@@ -40,6 +41,7 @@ class Measure(Protocol):
             what: Entropies in nats, log-probs, log-probs with squared norms of their gradients with respect to the last
                 hidden states (shape T, 2), or what a function makes of the last hidden states that predict tokens
                 (:data:`lit_grpo.update.logprobs.measurements.OfHidden`).
+            lend: Makes a context that gives the model to measure under; by default the policy.
         """
         ...
 
@@ -260,7 +262,39 @@ class LearningPlugin(Plugin):
         """
         return None
 
+    def old_logprobs(self, batch: LearningBatch, several_steps: bool) -> Mapping[Key, torch.Tensor] | None:
+        """Return the log-probs in the denominator of probability ratios, by completion, shape ``num_trained``.
+
+        Called before the first step on a batch, by all ranks together. A value that is NaN is the log-prob of the pass
+        that trains on the token, which the policy now has to have sampled.
+
+        Args:
+            batch: Of the policy before its first step on the batch.
+            several_steps: Whether there are several: the policy of the later passes is another one.
+
+        Returns:
+            None if all log-probs are those of the pass that trains on the token.
+        """
+        return None
+
     # ---- at each optimizer step -----------------------------------------------------------------------
+
+    def proximal_logprobs(
+        self, logprobs_N: torch.Tensor, sampled_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
+    ) -> torch.Tensor:
+        """Return the log-probs in the denominator of a micro-batch's ratios, in place of :meth:`old_logprobs`.
+
+        Args:
+            logprobs_N: Of the policy now, with gradient; the result has none.
+            sampled_logprobs_N: Those that the tokens were sampled with.
+            versions_N: Versions of the policy that sampled the tokens.
+            version: Of the policy now.
+        """
+        return sampled_logprobs_N
+
+    def token_metrics(self, tokens: Tokens) -> Mapping[str, torch.Tensor]:
+        """Return values of a micro-batch's tokens by name, shape N, whose means over all tokens are logged."""
+        return {}
 
     def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
         """Return which tokens are trained on, bool by completion; None for all. Called before each optimizer step.
@@ -363,6 +397,7 @@ ROLES: Mapping[str, Sequence[str]] = {
     "what each turn is learnt from with": ("credit", "credit_tokens"),
     "which completions go through the policy in chunks": ("chunks",),
     "what is added to the objective's loss": ("term",),
+    "which log-probs ratios are taken to": ("old_logprobs", "proximal_logprobs"),
     "how much the entropy bonus counts": ("entropy_coefficient",),
     "how many prompts a batch has": ("measured", "batch_size"),
 }

@@ -71,7 +71,7 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(("time/generation_s", "perf/overlap"), "a mode with overlap"),
     **dict.fromkeys(
         (f"snapshots/{name}" for name in ("discrepancy", "staleness", "versions", "gib")),
-        "objective.proximal snapshots",
+        "rollout.plugins snapshots",
     ),
     **dict.fromkeys(
         (

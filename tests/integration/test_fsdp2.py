@@ -252,10 +252,6 @@ def test_what_is_exported_of_shards_is_a_whole_policy(
             {"lora": LoraSettings(base="nf4")},
             r"model\.lora\.base nf4 needs the full weights on each rank, but trainer\.strategy fsdp2 shards them",
         ),
-        (
-            {"objective": Objective(proximal="snapshots")},
-            r"model\.objective\.proximal snapshots needs the full weights on each rank, but trainer\.strategy fsdp2",
-        ),
     ],
 )
 def test_what_needs_whole_weights_is_refused(policy_folder: Path, options: dict[str, Any], sentence: str) -> None:

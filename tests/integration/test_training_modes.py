@@ -16,13 +16,14 @@ from sampled_runs import Trained, check_log_probs, describe, train_on_sums
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.methods.snapshots import Snapshots
 from lit_grpo.metrics import STALENESS
 from lit_grpo.module import GRPOModule
 from lit_grpo.types import OBSERVED, PromptBatch
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.snapshots import Snapshots
+from lit_grpo.update.plugin import LearningBatch
 
 pytestmark = pytest.mark.integration
 
@@ -45,9 +46,10 @@ def train(
     folder: Path,
     checkpoint: str | None = None,
     callbacks: Sequence[pl.Callback] = (),
+    method: str | None = None,
     **settings: Any,
 ) -> tuple[Trained, GRPOModule, RolloutScheduler]:
-    own: dict[str, Any] = {"plugins": chosen(mode), "checkpoint": checkpoint, "rewards": [by_text()]}
+    own: dict[str, Any] = {"plugins": chosen(mode, method), "checkpoint": checkpoint, "rewards": [by_text()]}
     sizes: dict[str, Any] = {
         "num_prompts": NUM_PROMPTS,
         "batch_size": BATCH,
@@ -160,22 +162,23 @@ def test_a_mode_needs_the_data_module(policy_folder: Path) -> None:
         trainer.fit(module, train_dataloaders=[PromptBatch([])])
 
 
+APRIL = "april:max_staleness=3"
+
+
 def test_snapshots_in_a_run_of_april_are_exact_and_resume(policy_folder: Path, tmp_path: Path) -> None:
     """Old log-probs against whole policies of each version; the weights of no version are kept longer than needed."""
-    objective = Objective(correction=Correction("token_truncate"), proximal="snapshots")
+    objective = Objective(correction=Correction("token_truncate"))
     seen: dict[int, dict[Any, torch.Tensor]] = {}
-    logprobs = Snapshots.logprobs
+    logprobs = Snapshots.old_logprobs
 
-    def kept(self: Snapshots, rollouts: Any, version: int, *more: Any, **options: Any) -> Any:
-        found = logprobs(self, rollouts, version, *more, **options)
-        seen[version] = {
-            each.completion.request.key: values_T for each, values_T in zip(rollouts, found or (), strict=False)
-        }
+    def kept(self: Snapshots, batch: LearningBatch, several_steps: bool) -> Any:
+        found = logprobs(self, batch, several_steps)
+        seen[batch.version] = found or {}
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Snapshots, "logprobs", kept)
-        trained, module, _ = train(policy_folder, "april:max_staleness=3", tmp_path / "whole", objective=objective)
+        patch.setattr(Snapshots, "old_logprobs", kept)
+        trained, module, _ = train(policy_folder, APRIL, tmp_path / "whole", method="snapshots", objective=objective)
     num_old = 0
     for version, batch in trained.batches.items():
         for rollout in batch:
@@ -194,6 +197,6 @@ def test_snapshots_in_a_run_of_april_are_exact_and_resume(policy_folder: Path, t
     assert num_old > 0
     assert all(log["snapshots/versions"] <= 4 for log in trained.logs)
     checkpoint = str(tmp_path / "whole" / "4.ckpt")
-    _, resumed, _ = train(policy_folder, "april:max_staleness=3", tmp_path / "on", checkpoint, objective=objective)
+    _, resumed, _ = train(policy_folder, APRIL, tmp_path / "on", checkpoint, method="snapshots", objective=objective)
     for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(one, other)

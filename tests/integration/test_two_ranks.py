@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from benchmarks.learning_callbacks import StaleSlots
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.methods.a3po import InterpolatedPolicy
 from lit_grpo.methods.copo import Blended
 from lit_grpo.methods.d3s import D3S
 from lit_grpo.methods.entropy_target import EntropyTarget
@@ -94,7 +95,7 @@ VCPO = Objective(
 )
 SIZED: dict[str, Any] = {"objective": VCPO, "plugins": [EffectiveSamples()]}
 FILTERED = Objective(correction=Correction("geometric_mask"), off_policy_kl=0.3)
-INTERPOLATED = Objective(correction=Correction("token_truncate"), proximal="interpolated")
+INTERPOLATED = {"objective": Objective(correction=Correction("token_truncate")), "plugins": [InterpolatedPolicy()]}
 CASES = {
     "token": Case([MIXED]),
     "sequence": Case([MIXED], {"objective": Objective("grpo")}),
@@ -122,7 +123,7 @@ CASES = {
     "effective_samples": Case([MIXED, RANK_1_UNIFORM], SIZED | {"num_minibatches": 2}),
     "effective_samples_of_one_rank": Case([RANK_1_UNIFORM], SIZED),
     "filtered": Case([MIXED, RANK_1_UNIFORM, MIXED], {"objective": FILTERED, "num_minibatches": 2}),
-    "interpolated": Case([MIXED, MIXED], {"objective": INTERPOLATED, "num_minibatches": 2}),
+    "interpolated": Case([MIXED, MIXED], INTERPOLATED | {"num_minibatches": 2}),
     "ragged": Case([RAGGED, RAGGED[::-1]], {"num_minibatches": 2}),
     "ragged_over_the_batch": Case(
         [RAGGED, RAGGED[::-1]],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from lit_grpo.compatibility import Clash, Requirement, check_clashes
 from lit_grpo.limits import Limit, NotNegative, check_fields, check_value
@@ -11,10 +11,10 @@ from lit_grpo.settings import find_row
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.proximal import Proximal
 from lit_grpo.update.objective.recipes import RECIPES, Recipe
 from lit_grpo.update.objective.tokens import RatioLevel
 
+Proximal = Literal["sampled", "recomputed"]
 BOUNDS = ("epsilon", "epsilon_high", "delta")
 """Parameters of surrogates that are fields of their own; all others are in ``parameters``."""
 
@@ -93,12 +93,8 @@ class Objective:
         correction: Importance-sampling correction for the difference between the generator's and the trainer's
             log-probs.
         proximal: Log-probs in the denominator of the probability ratio: ``sampled`` (those that tokens were sampled
-            with), ``recomputed`` (the trainer's own before the first update on the batch), ``interpolated`` (between
-            the behavior policy's and the current policy's, by the age of a token; no forward pass) or ``snapshots``
-            (the trainer's own at the version that sampled each token, whose weights are kept in host memory). By
-            default ``recomputed`` with a correction, and ``sampled`` without.
-        snapshot_gib: Max host memory, in GiB, for the snapshots of one rank; by default the rank's part of the memory
-            that is free when training starts.
+            with) or ``recomputed`` (the trainer's own before the first update on the batch). By default ``recomputed``
+            with a correction, and ``sampled`` without.
         mask_truncated: Leave completions that ended at the length limit out of the loss. Their rewards still count in
             their group's advantages, and they still count as completions in the loss's denominator.
         top_entropy_quantile: Fraction of a step's tokens to train on, those with the highest entropy.
@@ -119,7 +115,6 @@ class Objective:
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
     correction: Correction = field(default_factory=Correction)
     proximal: Proximal | None = None
-    snapshot_gib: Annotated[float | None, Limit(above=0, finite=True, remedy="leave it out for no limit")] = None
     mask_truncated: bool = False
     top_entropy_quantile: Annotated[float, Limit(above=0, most=1, remedy="1 keeps all tokens")] = 1.0
     off_policy_threshold: NotNegative | None = None
@@ -183,6 +178,11 @@ class Objective:
                 chosen=self.ratio == "turn",
             ),
             self._proximal_part,
+            Requirement(
+                f"model.objective.proximal {self.proximal}",
+                changes={"denominator": "sets it"},
+                chosen=self.proximal is not None,
+            ),
             *self._together_parts,
             *self.kl.parts,
         ]
@@ -207,16 +207,10 @@ class Objective:
         }
         needs = frozenset({"one_row", "whole_completions"})
         parts = [Requirement(f"model.objective.{name}", needs, chosen=is_chosen) for name, is_chosen in chosen.items()]
-        of_turn, in_a_row = (
-            self.ratio_level == "turn",
-            {
-                "normalization sequence": self.normalized_by == "sequence",
-                "proximal snapshots": self.proximal_policy == "snapshots",
-            },
-        )
+        of_turn, by_sequence = self.ratio_level == "turn", self.normalized_by == "sequence"
         parts.append(Requirement("model.objective.ratio turn", frozenset({"whole_completions"}), chosen=of_turn))
-        needs = frozenset({"one_row"})
-        return parts + [Requirement(f"model.objective.{name}", needs, chosen=is_so) for name, is_so in in_a_row.items()]
+        name = "model.objective.normalization sequence"
+        return [*parts, Requirement(name, frozenset({"one_row"}), chosen=by_sequence)]
 
     @property
     def _clashes(self) -> list[Clash]:
@@ -258,22 +252,13 @@ class Objective:
                 f"{correction} needs ratios to another policy than the sampler",
                 f"{proximal} takes them to the sampler, so that every weight is 1",
                 found=self.correction.active and self.proximal_policy == "sampled",
-                remedy="set model.objective.proximal to recomputed, interpolated or snapshots",
-            ),
-            Clash(
-                f"model.objective.snapshot_gib {self.snapshot_gib} needs snapshots of earlier weights",
-                f"{proximal} keeps none",
-                found=self.snapshot_gib is not None and self.proximal_policy != "snapshots",
-                remedy="set model.objective.proximal to snapshots",
+                remedy="set model.objective.proximal to recomputed",
             ),
         ]
 
     @property
     def _proximal_part(self) -> Requirement:
         name = f"model.objective.proximal {self.proximal_policy}"
-        if self.proximal_policy == "snapshots":
-            said = "takes them to policies whose weights it has to keep"
-            return Requirement(name, frozenset({"unsharded_weights"}), {"ratios_to_sampler": said})
         if self.proximal_policy == "sampled" or self.correction.active:
             return Requirement(name)
         said = "takes probability ratios to another policy and does not correct them"

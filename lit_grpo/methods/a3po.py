@@ -1,0 +1,56 @@
+"""A proximal policy between the behavior policy and the policy, without a forward pass (A-3PO, arXiv 2512.06547)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lit_grpo.compatibility import Requirement
+from lit_grpo.plugins import RunFacts
+from lit_grpo.update.plugin import LearningPlugin
+
+
+@dataclass
+class InterpolatedPolicy(LearningPlugin):
+    """Take probability ratios to log-probs between those of the behavior policy and of the policy now.
+
+    With ``model.objective.correction`` the gap between the two parts of a ratio is corrected. For example::
+
+        model:
+          objective: {correction: {mode: token_truncate}}
+        rollout:
+          plugins: [april, a3po]
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"denominator"})
+
+    _corrected = True  # until a run says otherwise
+
+    def check(self, run: RunFacts) -> None:
+        """Note whether the run corrects the gap to the behavior policy."""
+        self._corrected = run.corrected
+
+    def requirement(self, name: str) -> Requirement:
+        """Without a correction the ratios are to another policy than the one that sampled."""
+        if self._corrected:
+            return Requirement(name, self.needs)
+        said = "takes probability ratios to another policy, which model.objective.correction.mode none does not correct"
+        return Requirement(name, self.needs, {"ratios_to_sampler": said})
+
+    @torch.no_grad()
+    def proximal_logprobs(
+        self, logprobs_N: torch.Tensor, sampled_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
+    ) -> torch.Tensor:
+        """Return log-probs on the line from the behavior policy to the policy, by how old each token is; no gradient.
+
+        ``log prox = log sampled + a (log policy - log sampled)`` with ``a = 1 - 1 / d`` for a token that was sampled
+        ``d`` optimizer steps ago, and 0 for ``d = 0``: the place one step before the policy (AReaL's
+        ``prox_logp_method: loglinear``, whose code takes 0 for ``d = 0`` too).
+        """
+        age_N = (version - versions_N).clamp(min=1)
+        return sampled_logprobs_N + (1 - 1 / age_N.to(logprobs_N.dtype)) * (logprobs_N - sampled_logprobs_N)
+
+
+PLUGINS = {"a3po": InterpolatedPolicy()}
