@@ -20,7 +20,7 @@ SLOWEST = (
     *("test_resume", "test_shards_on_disk", "test_terminal", "test_training_modes", "test_weight_proof"),
     *("test_lost_ranks", "test_run_folders", "test_adapters_alone", "test_vllm_engine", "test_budgets"),
     *("test_commands", "test_boards", "test_examples", "test_missing_packages", "test_fuzz", "test_simulation"),
-    *("test_shared_prefix", "test_reward_runner", "test_metrics", "test_sources", "test_tiny", "test_tiny_knights"),
+    *("test_shared_prefix", "test_reward_runner", "test_metrics", "test_sources", "test_tiny"),
 )
 """Files that take longest begin first, so that no worker is left alone with one at the end."""
 ALPHABET = "0123456789+-*=# abcdefghijklmnop?"

@@ -1,9 +1,10 @@
-"""The embedded policy: what is shipped, and the script that has made it."""
+"""The embedded policies: what is shipped, the scripts that have made it, and what it says."""
 
 from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,22 @@ from benchmarks.make_tiny import (
     new_model,
     warm_start,
 )
+from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.environments import Environments
+from lit_grpo.plugins import fresh
 from lit_grpo.policy import load_policy, load_tokenizer
-from lit_grpo.policy.named import NAMED, TINY
+from lit_grpo.policy.named import NAMED, TINY, TINY_CALCULATOR, TINY_CATCH, TINY_KNIGHTS
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rewards import ExactMatch
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks.arithmetic import ALPHABET, Remainder, working
+from lit_grpo.tasks.calculator import ANSWER_PATTERN, CalculatorRows, calculate
+from lit_grpo.tasks.catch import Catch, CatchRows
+from lit_grpo.types import Completion, Prompt, SamplingParams
+from scripts import make_calculator, make_catch, make_knights
+from scripts.make_calculator import make_tokenizer as calculator_tokenizer
+from scripts.make_catch import CHARACTERS, PIECES, TEMPLATE
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=6, crowd_steps=2, batch_tokens=256
@@ -47,15 +61,90 @@ def configs(folder: Path) -> dict[str, dict[str, object]]:
     }
 
 
-def test_the_script_makes_what_is_shipped_up_to_the_numbers_in_its_weights(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    new_model(TinyRecipe(), seed=0, tokenizer=tokenizer).save_pretrained(tmp_path)
+SHIPPED = {
+    TINY: (TinyRecipe(), make_tokenizer),
+    TINY_KNIGHTS: (make_knights.RECIPE, lambda: make_tokenizer(make_knights.KNIGHTS.alphabet)),
+    TINY_CALCULATOR: (make_calculator.RECIPE, calculator_tokenizer),
+    TINY_CATCH: (
+        make_catch.RECIPE,
+        lambda: make_calculator.make_tokenizer(CHARACTERS, tuple(PIECES.values()), TEMPLATE),
+    ),
+}
+"""The recipe and the tokenizer of each policy that comes with the package."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_scripts_make_what_is_shipped_up_to_the_numbers_in_its_weights(name: str, tmp_path: Path) -> None:
+    recipe, own_tokenizer = SHIPPED[name]
+    tokenizer = own_tokenizer()
+    new_model(recipe, seed=0, tokenizer=tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert configs(tmp_path) == configs(NAMED[TINY].folder)
-    made, shipped = weights(tmp_path), weights(NAMED[TINY].folder)
+    assert configs(tmp_path) == configs(NAMED[name].folder)
+    made, shipped = weights(tmp_path), weights(NAMED[name].folder)
     assert {name: (weight.shape, weight.dtype) for name, weight in made.items()} == {
         name: (weight.shape, weight.dtype) for name, weight in shipped.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (make_knights, "of the held-out puzzles are solved"),
+        (make_calculator, "configs/calculator.yaml trains it"),
+        (make_catch, "configs/catch.yaml trains it"),
+    ],
+)
+def test_a_script_warm_starts_a_policy(
+    script: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "RECIPE", replace(SHORT, num_steps=4, batch_tokens=512))
+    monkeypatch.setattr(script, "exact_match", lambda *_, **__: 0.0, raising=False)
+    script.main([str(tmp_path / "made")])
+    assert said in capsys.readouterr().out
+    made: Any = load_policy(str(tmp_path / "made"))
+    assert made.config.hidden_size == 32 and load_tokenizer(str(tmp_path / "made")) is not None
+
+
+@pytest.mark.nightly
+def test_what_is_shipped_solves_some_puzzles_and_has_room_to_learn() -> None:
+    assert 0.1 < exact_match(NAMED[TINY_KNIGHTS].folder, 32, make_knights.KNIGHTS) < 0.6
+
+
+def played(
+    name: str, worker: Any, rows: list[dict[str, Any]], num_slots: int, sampling: SamplingParams
+) -> list[Completion]:
+    """Two completions of each row, by a policy that comes with the package."""
+    model, tokenizer = load_policy(name), load_tokenizer(name)
+    worker.prepare(tokenizer, {})
+    rendered = [PromptRenderer(conversing=worker).render(row, tokenizer) for row in rows]
+    prompts = [
+        Prompt(f"validation/{number}", each.token_ids, each.text, row, messages=each.messages)
+        for number, (row, each) in enumerate(zip(rows, rendered, strict=True))
+    ]
+    generator = SlotGenerator(48)
+    generator.start(PolicySpec(model, tokenizer))
+    generator.load_weights(model.named_parameters(), 0)
+    groups, _ = RolloutLoop(generator, listeners=[worker]).collect(prompts, 2, sampling, seed=0)
+    worker.close()
+    return [rollout.completion for group in groups for rollout in group.rollouts]
+
+
+def test_some_of_tiny_calculator_calls_the_tool_and_repeats_what_it_says() -> None:
+    """At most 40% of its answers are right, and those are what the calculator has said."""
+    worker, rows = fresh(Environments(tools=[calculate])), list(CalculatorRows(48, "validation").rows())
+    completions = played("tiny_calculator", worker, rows, SamplingParams(max_tokens=48, max_observed=48))
+    score = ExactMatch(pattern=ANSWER_PATTERN)
+    right = [each for each in completions if score(each.text, answer=each.request.prompt.columns["answer"])]
+    assert 0.05 < len(right) / len(completions) <= 0.4
+    assert sum(len(each.turns) > 1 for each in right) >= 0.9 * len(right)
+
+
+def test_tiny_catch_writes_calls_and_mostly_misses_the_ball() -> None:
+    worker, rows = fresh(Environments(factory=Catch)), list(CatchRows(24, "validation").rows())
+    completions = played("tiny_catch", worker, rows, SamplingParams(max_tokens=25, max_observed=256))
+    caught = [each.episode.reward for each in completions if each.episode is not None]
+    assert sum(len(each.turns) == 5 for each in completions) >= 0.9 * len(completions)
+    assert 0.05 < sum(reward == 1.0 for reward in caught) / len(completions) < 0.6
 
 
 @pytest.mark.nightly
