@@ -236,7 +236,7 @@ class GRPOModule(EvaluationModule):
             max_observed=min(self.sampling.max_observed, self.eval_sampling.max_observed),
             divided_advantages=self.settings.advantages.divides_groups,
             normalization=self.settings.objective.normalized_by,
-            corrected=self.settings.objective.correction.active,
+            corrected=self.settings.objective.correction.mode != "none",
             generator=type(self.generator).__name__,
             abilities=self.generator.abilities,
         )

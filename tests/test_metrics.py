@@ -15,8 +15,7 @@ from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics, s
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.metrics import Gap, GapLimits, MicroBatchSums, TokenMetrics
-from lit_grpo.update.objective.corrections import gap_sums
+from lit_grpo.update.metrics import Gap, GapLimits, MicroBatchSums, TokenMetrics, gap_sums
 
 NAN = math.nan
 

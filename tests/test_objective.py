@@ -15,8 +15,9 @@ from lit_grpo.budgets.history import Visit
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.types import PassRule
+from lit_grpo.update.metrics import gap_metrics, gap_sums
 from lit_grpo.update.normalization import StepTotals
-from lit_grpo.update.objective.corrections import Correction, correction_weights, gap_metrics, gap_sums
+from lit_grpo.update.objective.corrections import Correction, correction_weights
 from lit_grpo.update.objective.kl import KLTerm, k1, k2, k3
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss

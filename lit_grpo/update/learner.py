@@ -341,7 +341,7 @@ class Learner:
             LogprobGapError: Nothing corrects for that.
         """
         sentence = f"The log-probs that a batch was sampled with differ from the policy's {problem}"
-        if self.settings.objective.correction.active:
+        if self.settings.objective.correction.mode != "none":
             if not self._told_of_gap:
                 self.passes.ranks.warn(f"{sentence}; model.objective.correction weighs what is learnt from it.")
             self._told_of_gap = True

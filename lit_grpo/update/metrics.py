@@ -12,7 +12,7 @@ import torch
 
 from lit_grpo.process.copies import in_one_read
 from lit_grpo.ranks import Reduce
-from lit_grpo.update.objective.corrections import gap_metrics, gap_sums
+from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, completion_sums
 
 
 class LogprobGapError(RuntimeError):
@@ -47,6 +47,49 @@ def advantage_metrics(advantages_R: torch.Tensor) -> dict[str, float]:
         "advantages/std": float(described.std(correction=0)),
         "advantages/max_abs": float(described.abs().max()),
     }
+
+
+def gap_sums(difference_N: torch.Tensor, lengths_C: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what :func:`gap_metrics` is made of for one micro-batch; sums add up over micro-batches and ranks.
+
+    Args:
+        difference_N: Trainer minus generator log-probs.
+        lengths_C: Tokens of each completion.
+    """
+    exact = torch.float64 if difference_N.device.type in ("cpu", "cuda") else torch.float32  # MPS has no other
+    difference_N = difference_N.to(exact)
+    weight_N = difference_N.clamp(max=LARGEST_LOG_RATIO).exp()
+    weight_C = completion_sums(difference_N, lengths_C).clamp(max=LARGEST_LOG_RATIO).exp()
+    return {
+        "gap_tokens": torch.tensor(difference_N.numel()),
+        "gap_difference": difference_N.abs().sum(),
+        "gap_kl": (weight_N - 1 - difference_N).sum(),
+        "gap_token_weight": weight_N.sum(),
+        "gap_token_square": weight_N.square().sum(),
+        "gap_sequences": torch.tensor(weight_C.numel()),
+        "gap_sequence_weight": weight_C.sum(),
+        "gap_sequence_square": weight_C.square().sum(),
+    }
+
+
+def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the measures of the gap: 0, 0, 1 and 1 where generator and trainer agree; NaN where nothing was compared.
+
+    ``logprob_gap_mean`` is the mean absolute difference per token and ``kl`` the k3 estimate of KL(generator ||
+    trainer) per token, in nats; ``ess_token`` and ``ess_sequence`` are effective sample sizes,
+    ``(sum w)**2 / (n sum w**2)``, of the weights trainer / generator.
+    """
+    num_tokens, num_sequences = sums["gap_tokens"] or math.nan, sums["gap_sequences"] or math.nan
+    return {
+        "sampling/logprob_gap_mean": sums["gap_difference"] / num_tokens,
+        "sampling/kl": sums["gap_kl"] / num_tokens,
+        "sampling/ess_token": _share(sums["gap_token_weight"], sums["gap_token_square"], num_tokens),
+        "sampling/ess_sequence": _share(sums["gap_sequence_weight"], sums["gap_sequence_square"], num_sequences),
+    }
+
+
+def _share(total: float, squares: float, count: float) -> float:
+    return total**2 / (count * squares) if squares else count / count
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ def our_loss(case: Case, objective: Objective, coefficient: float | None = None)
     tokens = LossInputs(
         logprobs_N=logprobs_N,
         sampled_logprobs_N=sampled_N,
-        old_logprobs_N=case.flat(case.old_CT) if objective.correction.active else sampled_N,
+        old_logprobs_N=case.flat(case.old_CT) if objective.correction.mode != "none" else sampled_N,
         entropy_N=entropy_N,
         advantages_N=spread(case.advantages_C, case.lengths_C),
         lengths_C=case.lengths_C,

@@ -158,7 +158,7 @@ class Objective:
     @property
     def proximal_policy(self) -> Proximal:
         """The log-probs in the denominator of the probability ratio."""
-        return self.proximal or ("recomputed" if self.correction.active else "sampled")
+        return self.proximal or ("recomputed" if self.correction.mode != "none" else "sampled")
 
     @property
     def kl_in_loss(self) -> bool:
@@ -251,7 +251,7 @@ class Objective:
             Clash(
                 f"{correction} needs ratios to another policy than the sampler",
                 f"{proximal} takes them to the sampler, so that every weight is 1",
-                found=self.correction.active and self.proximal_policy == "sampled",
+                found=self.correction.mode != "none" and self.proximal_policy == "sampled",
                 remedy="set model.objective.proximal to recomputed",
             ),
         ]
@@ -259,7 +259,7 @@ class Objective:
     @property
     def _proximal_part(self) -> Requirement:
         name = f"model.objective.proximal {self.proximal_policy}"
-        if self.proximal_policy == "sampled" or self.correction.active:
+        if self.proximal_policy == "sampled" or self.correction.mode != "none":
             return Requirement(name)
         said = "takes probability ratios to another policy and does not correct them"
         remedy = "set model.objective.correction.mode to token_truncate"

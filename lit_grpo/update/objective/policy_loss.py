@@ -113,7 +113,7 @@ def _corrected_surrogate(tokens: LossInputs) -> tuple[torch.Tensor, dict[str, to
     recipe, log_ratio_N = objective.recipe, log_ratios(tokens, objective.ratio_level)
     correction, parameters = objective.correction, dict[str, Any](objective.surrogate_parameters)
     weights_N = None
-    if correction.active:
+    if correction.mode != "none":
         weights_N = correction_weights(tokens.old_logprobs_N, tokens.sampled_logprobs_N, tokens.lengths_C, correction)
         if recipe.takes_correction:
             parameters["log_correction_N"] = weights_N.log()
