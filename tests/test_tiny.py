@@ -110,9 +110,7 @@ def test_what_is_shipped_solves_some_puzzles_and_has_room_to_learn() -> None:
     assert 0.1 < exact_match(NAMED[TINY_KNIGHTS].folder, 32, make_knights.KNIGHTS) < 0.6
 
 
-def played(
-    name: str, worker: Any, rows: list[dict[str, Any]], num_slots: int, sampling: SamplingParams
-) -> list[Completion]:
+def played(name: str, worker: Any, rows: list[dict[str, Any]], sampling: SamplingParams) -> list[Completion]:
     """Two completions of each row, by a policy that comes with the package."""
     model, tokenizer = load_policy(name), load_tokenizer(name)
     worker.prepare(tokenizer, {})
