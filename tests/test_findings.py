@@ -85,12 +85,6 @@ def test_nothing_is_said_where_no_reward_is_hacked(correct: list[float], format_
     assert not curves.findings() and not said
 
 
-def test_the_ceiling_is_that_of_the_rule_of_passing() -> None:
-    curves = {"correct": ramp(0.5, 0.5), "format": ramp(0, 1, seed=1)}
-    assert names(followed(curves)[0].findings()) == ["reward hacking"]
-    assert not followed(curves, passes=PassRule("correct", 0.5))[0].findings()
-
-
 def test_a_run_whose_right_answers_come_later_is_no_longer_called_hacked() -> None:
     functions = {"correct": [0.05, 0.06] * 30 + ramp(0.05, 0.9, 200), "format": ramp(0, 1, 60, seed=1) + [1.0] * 200}
     curves, said = followed(functions)

@@ -21,12 +21,6 @@ def visited(*rates: float) -> Record:
     return Record(len(rates), last_pass_rate=rates[-1], pass_rate=rates[-1], recent=recent)
 
 
-def test_a_group_is_the_share_of_visits_at_which_anybody_passed() -> None:
-    assert [bin_of(visited(rate), 4) for rate in (0.0, 0.01, 1.0)] == [0, 3, 3]
-    assert bin_of(visited(0.0, 0.5, 0.0, 0.0), 4) == 1 and bin_of(visited(0.0, 0.5, 0.5), 10) == 6
-    assert bin_of(visited(0.0, 0.0, 1.0), 3, num_latest=1) == 0
-
-
 def by_formula(losses: list[dict[int, list[float]]], rule: PromptGDRO) -> list[float]:
     """The q of each group after batches with these losses, by eq. 12 to 15."""
     scores: dict[int, float] = {}

@@ -207,15 +207,6 @@ def test_an_interrupt_drops_the_groups_that_are_being_rewarded() -> None:
     assert rewards.submitted == [] and rewards.num_gathered == 0 and rewards.num_closed == 1
 
 
-def test_an_interrupt_while_requests_are_submitted_aborts_them_too() -> None:
-    generator = FakeGenerator(3, LENGTHS)
-    generator.fail_at_submit = 1
-    with pytest.raises(KeyboardInterrupt):
-        controller(generator).collect(prompts("a", "b"), 3, SAMPLING, seed=0)
-    assert generator.log[-2] == ("abort", [("a", 0), ("a", 2), ("b", 0)])
-    assert not generator.remaining
-
-
 def test_the_same_visit_of_a_prompt_twice_is_refused_and_another_visit_is_not() -> None:
     generator = FakeGenerator(3, LENGTHS)
     with pytest.raises(ValueError, match="the same visit of a prompt twice"):

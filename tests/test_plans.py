@@ -71,17 +71,6 @@ def test_less_is_kept_for_the_end_where_memory_leaves_slots_idle_until_there_are
     assert samples(plan.admit(8)) == [4, 6, 7, 3, 0, 5, 1]
 
 
-def test_waiting_jobs_are_sorted_anew_when_estimates_have_been_revised() -> None:
-    waiting, estimates = known([9, 8, 7, 6])
-    plan = queue("lpt", estimates, 1)
-    plan.add(waiting)
-    assert samples(plan.admit(1)) == [0]
-    estimates._estimates = {job.key: float(job.key[2][0]) for job in waiting}
-    assert samples(plan.admit(1)) == [1]  # nobody was told
-    estimates.revision = 1
-    assert samples(plan.admit(2)) == [3, 2]
-
-
 @pytest.mark.parametrize("name", [name for name in ALL if name not in (FULL_GROUP, MICRO_ROUNDS)])
 def test_what_was_set_aside_comes_before_all_others(name: str) -> None:
     plan, _ = made(name, [5, 9, 2, 9, 7], 5)
@@ -181,38 +170,12 @@ def test_a_fixed_slot_keeps_to_the_list_that_was_dealt_to_it_and_then_idles() ->
     assert samples(plan.admit(2)) == [2]
 
 
-def test_fixed_slots_deal_a_later_group_onto_the_slots_whose_turn_it_is() -> None:
-    plan = queue(FIXED_SLOT, NoLengths(), 2)
-    first, second = jobs("a", 3), jobs("b", 2)
-    plan.add(first)
-    assert plan.admit(2) == first[:2]
-    plan.add(second)  # onto the second slot, then the first
-    plan.left(first[1])
-    assert plan.admit(1) == [second[0]]
-    plan.left(first[0])
-    assert plan.admit(1) == [first[2]]
-
-
 def test_fixed_slots_are_no_more_than_the_jobs() -> None:
     sentence = (
         r"^The plan FixedSlot deals 3 jobs onto 4 slots, .*: lower the number of slots to 3, or take another plan\.$"
     )
     with pytest.raises(ValueError, match=sentence):
         made(FIXED_SLOT, [1] * 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("spec", "first"),
-    [
-        ("balanced", {0, 2}),  # lists 3 + 3 and 2 + 2 + 2, the best
-        ("balanced:epsilon=0.1", {0, 2}),
-        ("balanced:epsilon=0.2", {0, 1}),  # lists 3 + 2 + 2 and 3 + 2, which longest first makes, are within 1.2
-        ("infinite_sampling:epsilon=0.1", {0, 2}),
-        ("infinite_sampling:epsilon=0.2", {2, 3}),
-    ],
-)
-def test_epsilon_says_when_lists_are_even_enough(spec: str, first: set[int]) -> None:
-    assert set(samples(made(spec, [3, 3, 2, 2, 2], 2)[0].admit(2))) == first
 
 
 def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:

@@ -16,10 +16,9 @@ from test_chunked_backward import Drawn
 from test_learner import make_learner
 from test_loop import FakeGenerator, controller, prompts
 
-from lit_grpo.budgets.history import Outcome, PromptHistory, Visit
+from lit_grpo.budgets.history import PromptHistory, Visit
 from lit_grpo.methods.arpo import AEPO, ARPO
 from lit_grpo.methods.copo import Blended
-from lit_grpo.methods.dps import predicted
 from lit_grpo.methods.drpo import DecoupledLength
 from lit_grpo.methods.gigpo import GiGPO
 from lit_grpo.methods.knapsack import Knapsack
@@ -174,26 +173,6 @@ def test_the_decoupled_loss_of_areal(mode: Any, low: float | None, loss: float, 
     assert logprobs_N.grad is not None
     assert found.item() == pytest.approx(loss, abs=1e-7)
     assert logprobs_N.grad.tolist() == pytest.approx(gradients, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("decay", "in_part"),
-    [
-        (0.5, [1 / 3, 0.3, 0.3157894737, 0.3590591816, 0.2963340609, 0.3217204802, 0.3810611006, 0.3646079067]),
-        (0.9, [1 / 3, 0.3, 0.3030303030, 0.3648324043, 0.2797837539, 0.3268920511, 0.3352797740, 0.3765274514]),
-        (1.0, [1 / 3, 0.3, 0.3, 0.3646153846, 0.2729375482, 0.3293867307, 0.3152085085, 0.3763219188]),
-    ],
-)
-def test_the_predictions_of_dps(decay: float, in_part: list[float]) -> None:
-    """``BayesianHMMSampler.train`` of maoyixiu/DPS at 5654d52: the chance to be passed in part, update by update."""
-    never = None
-    outcomes: list[Outcome] = []
-    found = []
-    for version, pass_rate in enumerate([never, 0.0, 0.25, never, 1.0, never, 0.5, never]):
-        if pass_rate is not None:
-            outcomes.append(Outcome(version, pass_rate))
-        found.append(float(predicted(outcomes, version + 1, decay)[1]))
-    assert found == pytest.approx(in_part, abs=1e-9)
 
 
 @pytest.mark.parametrize(

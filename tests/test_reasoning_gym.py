@@ -159,16 +159,6 @@ def test_a_wrong_pattern_is_told(arguments: dict[str, Any], sentence: str) -> No
 # ---- the rows ------------------------------------------------------------------------------------------
 
 
-def test_a_row_asks_a_question_and_says_how_to_mark_the_answer() -> None:
-    row = row_of(
-        "chain_sum", levels=0, settings={"chain_sum": {"min_terms": 2, "max_terms": 2}}, instruction="Mark it."
-    )
-    ((message,)) = row["prompt"]
-    assert message["role"] == "user" and message["content"].endswith(row["entry"]["question"] + "\nMark it.")
-    assert message["content"].count(" + ") + message["content"].count(" - ") == 1
-    assert (row["task"], row["level"], row["answer"]) == ("chain_sum", 0, row["entry"]["answer"])
-
-
 @pytest.mark.parametrize("seeds", [(0, 0), (0, 7)])
 def test_no_question_is_in_both_splits_or_twice(seeds: tuple[int, int]) -> None:
     splits: tuple[Split, Split] = ("train", "validation")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import re
 from array import array
 from pathlib import Path
@@ -69,13 +68,6 @@ def test_a_long_completion_shows_its_end_in_six_lines_of_the_terminals_width(tex
     assert text.startswith(out[begin].split("  ")[2].strip())
     assert out[begin - 1].endswith("seven?") and begin <= 6
     assert max(map(cell_len, out)) <= width
-
-
-def test_rewards_by_function_are_shown_where_there_are_several() -> None:
-    head = "reward 1  advantage 0.5  3 tokens  stop"
-    assert head in shown(SHORT)
-    both = SHORT._replace(rewards={"right": 1.0, "form": None}, advantage=math.nan)
-    assert "reward 1  right 1  form none  3 tokens  stop" in shown(both)
 
 
 def right(completion: str, answer: str) -> float:

@@ -104,22 +104,6 @@ def test_the_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"The picture is in {picture}." in capsys.readouterr().out.replace("\n", "")
 
 
-def test_a_picture_of_one_batch_of_several_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lit_grpo.scheduling import timeline
-
-    titles: list[str] = []
-    draw = timeline.draw_timeline
-    monkeypatch.setattr(
-        timeline, "draw_timeline", lambda each, **options: titles.extend(e.title for e in each) or draw(each, **options)
-    )
-    trace, picture = write_trace(tmp_path / "trace.jsonl"), tmp_path / "plans.png"
-    main(["--trace", str(trace), "--slots", "2", "--plans", "lpt", "--output", str(picture)])
-    assert titles == ["lpt, the first of 2 batches: 5 steps, bubble ratio 0.00"]
-    assert "The picture of the first of 2 batches is in" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

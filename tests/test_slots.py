@@ -262,12 +262,6 @@ def test_it_stops_at_the_end_token_and_keeps_it(make: Any, monkeypatch: pytest.M
         assert completion.text == "12"
 
 
-def test_it_stops_at_the_limit_with_length(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, 3)
-    done = decode(make(), requests(PROMPTS[:2], 3, SamplingParams(max_tokens=7)))
-    assert [(c.token_ids_T.tolist(), c.finish_reason) for c in done.values()] == [([3] * 7, "length")] * 6
-
-
 def test_all_end_tokens_of_the_generation_config_count(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = random_policy()
     model.generation_config.eos_token_id = [7, 9]
@@ -434,16 +428,6 @@ def training_policy() -> Any:
 
 def is_as_it_was(model: Any) -> bool:
     return model.training and model.config._attn_implementation == "sdpa" and model.lm_head.training
-
-
-def test_the_policy_is_given_back_after_start_and_after_a_rollout(make: Any, training_policy: Any) -> None:
-    generator = make(3, training_policy)
-    assert is_as_it_was(training_policy)
-    generator.submit(requests(PROMPTS, 1, SAMPLING)[:3])
-    generator.step()
-    assert not training_policy.training
-    decode(generator, [])
-    assert is_as_it_was(training_policy)
 
 
 def test_the_policy_is_given_back_after_abort_and_after_close(make: Any, training_policy: Any) -> None:

@@ -30,17 +30,6 @@ def test_a_plan_has_a_panel_with_a_bar_for_each_span_and_curves_under_it(tmp_pat
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_spans_of_one_group_share_a_hue() -> None:
-    from matplotlib.colors import rgb_to_hsv
-
-    figure = draw_timeline([Timeline("plan", "plan", SPANS)], unit="seconds")
-    bars: Any = figure.axes[0].collections[0]
-    hues = rgb_to_hsv(bars.get_facecolors()[:, :3])[:, 0]
-    assert hues[0] == pytest.approx(hues[1]) and hues[2] == pytest.approx(hues[3])
-    assert abs(hues[0] - hues[2]) > 0.05
-    assert len(figure.axes) == 2 and figure.axes[-1].get_xlabel() == "seconds"
-
-
 def test_a_plan_without_spans_can_be_drawn_and_nothing_at_all_cannot() -> None:
     assert len(draw_timeline([Timeline("idle", "idle", [])]).axes) == 2
     with pytest.raises(ValueError, match="0 timelines"):
