@@ -166,7 +166,8 @@ def test_it_calls_a_tool_and_is_trained_with_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"real_model_{what}" for what in ("learning", "decode", "lengths", "memory")),
+        *(f"real_model_{what}" for what in ("learning", "lengths", "memory")),
+        "decode_throughput real_model_decode",
         *(f"learning {what}" for what in ("real_model_generators", "tool_use")),
     ],
 )
