@@ -10,20 +10,47 @@ allocated for more than there is.
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from benchmarks.kv_memory_case import Case, System
-from benchmarks.processes import LEAN, LEAN_TEXT, Figures, measured
+import torch
+
+from benchmarks.make_tiny import make_tokenizer
+from benchmarks.processes import LEAN, LEAN_TEXT, Figures, is_case, measured, read_case, tell
+from benchmarks.random_policies import QWEN3_WIDE, kv_bytes, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.rollouts import kv_tokens, roll_out, slots
+from benchmarks.workloads import long_tailed
+from lit_grpo.memory import PeakMemory
+from lit_grpo.types import Prompt, SamplingParams
 
 SLOTS = 8
 CASES = {16: 32, 1024: 8}  # prompt tokens: completion tokens
 SIZES, FULL_GROUPS = (8, 32, 128, 512, 1024), (32,)
 TAIL_PROMPT, TAIL_LIMIT, TAIL_SIZES = 128, 1024, (8, 32)
+
+
+System = Literal["lit_grpo", "full group"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The case of one process. All completions have ``max_tokens`` tokens, or ``tailed`` lengths up to that."""
+
+    system: System
+    device: str
+    layers: int
+    prompt_tokens: int
+    group_size: int
+    num_slots: int
+    max_tokens: int
+    tailed: bool = False
 
 
 def main(options: Options) -> int:
@@ -61,7 +88,7 @@ def _measure(cases: Sequence[Case], num_processes: int) -> dict[Case, Figures]:
 
 
 def _figures(case: Case) -> Figures:
-    figures = measured("benchmarks.kv_memory_case", case, LEAN)
+    figures = measured("benchmarks.kv_memory", case, LEAN)
     note(f"{case}: {figures['rollout_mib']:.1f} MiB")
     return figures
 
@@ -97,6 +124,42 @@ def _row(case: Case, figures: Figures) -> Row:
     return row | {name: round(value, 1) for name, value in figures.items()} | {"allocated/used": over}
 
 
+def run_case() -> None:
+    """Measure the case that this process is told: the most memory of one rollout."""
+    case = Case(**read_case())
+    torch.set_num_threads(1)
+    policy = random_qwen3(replace(QWEN3_WIDE, layers=case.layers), case.device)
+    prompt = Prompt("train/0", tuple(2 + i % 10 for i in range(case.prompt_tokens)), "")
+    lengths = long_tailed([prompt], case.group_size, case.max_tokens)
+    if not case.tailed:
+        lengths = dict.fromkeys(lengths, case.max_tokens)
+    num_slots = case.num_slots if case.system == "lit_grpo" else case.group_size
+    generator = slots(policy, make_tokenizer(), num_slots, lengths)
+    held = [(0, 0)]
+    gc.collect()
+    memory = PeakMemory(policy.device)
+    idle_gib = memory.current_gib()
+    memory.reset()
+    sampling = SamplingParams(max_tokens=case.max_tokens)
+    roll_out(generator, [prompt], case.group_size, sampling, on_step=lambda _: held.append(kv_tokens(generator)))
+    peak_mib = (memory.peak_gib() - idle_gib) * 1024
+    token_mib = kv_bytes(policy) / 2**20
+    allocated, used = (max(tokens) for tokens in zip(*held, strict=True))
+    least = case.prompt_tokens + num_slots * case.max_tokens
+    tell(
+        {
+            "rollout_mib": peak_mib,
+            "kv_mib": allocated * token_mib,
+            "prompt_and_slots_mib": least * token_mib,
+            "used_mib": used * token_mib,
+            "allocated_tokens": allocated,
+            "used_tokens": used,
+        }
+    )
+
+
 if __name__ == "__main__":
-    assert __doc__ is not None
-    sys.exit(main(parse_options(__doc__)))
+    if is_case():
+        run_case()
+    else:
+        sys.exit(main(parse_options(__doc__ or "")))

@@ -1,6 +1,6 @@
 """One training step in a process of its own, and the memory that its rollout and its update took at their peak.
 
-Run by :mod:`benchmarks.group_size_memory` and :mod:`benchmarks.real_model_memory`; prints one line of JSON.
+Run by :mod:`benchmarks.group_size_memory`; prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import PromptBatch, SamplingParams
 from lit_grpo.update.advantages.functions import group_advantages
 
+System = Literal["lit_grpo", "generate", "TRL"]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -34,7 +36,7 @@ class Case:
     The prompts are exercises of the demo, or those of a configuration. ``rows`` are those of TRL's micro-batch.
     """
 
-    system: Literal["lit_grpo", "generate", "TRL"]
+    system: System
     policy: str
     device: str
     num_prompts: int

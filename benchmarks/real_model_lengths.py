@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.length_records import drift
+from benchmarks.length_prediction import drift
 from benchmarks.one_prompt import Figures, Runner, System
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.shipped_tasks import ShippedTask
