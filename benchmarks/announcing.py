@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.make_tiny import EOS_ID, TinyRecipe, make_tokenizer, new_model
+from scripts.make_tiny import EOS_ID, TinyRecipe, make_tokenizer, new_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -23,7 +23,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lit_grpo
-from benchmarks.make_tiny import make_tokenizer
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import roll_out
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
@@ -38,6 +37,7 @@ from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.prefix.support import prefix_refusal
+from scripts.make_tiny import make_tokenizer
 from tests.doubles.small_models import families, small_model
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from vllm.model_executor.models import registry
 
 import lit_grpo
 from benchmarks.architectures import GROUP, PROMPTS, SAMPLING, logprobs
-from benchmarks.make_tiny import make_tokenizer
 from benchmarks.processes import Figures
 from benchmarks.rollouts import roll_out
 from lit_grpo.policy.architecture.support import check_policy
@@ -27,6 +26,7 @@ from lit_grpo.policy.weights import persistent_buffers
 from lit_grpo.rollout.proof import SyncProof
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
+from scripts.make_tiny import make_tokenizer
 from tests.doubles.small_models import small_model
 
 if TYPE_CHECKING:

@@ -25,12 +25,12 @@ import torch
 
 from benchmarks.baseline_plans import FULL_GROUP
 from benchmarks.decode_systems import LARGE_NOISE, NOISE, Run, Steps, Work, generate, naive, ours
-from benchmarks.make_tiny import make_tokenizer
 from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, kv_bytes, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import long_tailed
 from lit_grpo.memory import PeakMemory
 from lit_grpo.types import Prompt
+from scripts.make_tiny import make_tokenizer
 
 CASES = {32: 8, 512: 64}  # group size: slots
 BANDWIDTH_SHARE = 0.6

@@ -15,9 +15,6 @@ from unittest import mock
 import peft  # noqa: F401  # it asks for CUDA when it is first imported under the pretended GPU
 import torch
 
-from benchmarks import pretend_cuda as pretended
-from benchmarks.make_tiny import make_tokenizer
-from benchmarks.pretend_cuda import Ledger, pretend_cuda
 from benchmarks.random_policies import Sizes, random_qwen3
 from benchmarks.update_work import Work
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
@@ -29,6 +26,9 @@ from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
+from scripts.make_tiny import make_tokenizer
+from tests.doubles import pretend_cuda as pretended
+from tests.doubles.pretend_cuda import Ledger, pretend_cuda
 
 SIZES = Sizes(4, 64, 128, 4, 2, 16, tied=True)
 Counts = dict[str, float]

@@ -16,8 +16,8 @@ import subprocess
 import sys
 
 from benchmarks.gpu_stages import STAGES, Scale, finite
-from benchmarks.pretend_cuda import pretend_cuda
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options, write
+from tests.doubles.pretend_cuda import pretend_cuda
 
 
 def main(options: Options) -> int:

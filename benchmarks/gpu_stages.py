@@ -20,7 +20,6 @@ from benchmarks import modes
 from benchmarks.baseline_plans import FULL_GROUP
 from benchmarks.decode_gpu import _bandwidth, _least_s, _measure, _rounded, _work
 from benchmarks.decode_systems import Run, Steps, naive, ours
-from benchmarks.make_tiny import make_tokenizer
 from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, TO_UPDATE, Sizes, random_qwen3
 from benchmarks.report import Row
 from benchmarks.rollouts import roll_out, slots
@@ -37,6 +36,7 @@ from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.prefix.sharing import shared_prefixes
+from scripts.make_tiny import make_tokenizer
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from typing import Literal
 
 import torch
 
-from benchmarks.make_tiny import make_tokenizer
 from benchmarks.processes import LEAN, LEAN_TEXT, Figures, is_case, measured, read_case, tell
 from benchmarks.random_policies import QWEN3_WIDE, kv_bytes, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
@@ -29,6 +28,7 @@ from benchmarks.rollouts import kv_tokens, roll_out, slots
 from benchmarks.workloads import long_tailed
 from lit_grpo.memory import PeakMemory
 from lit_grpo.types import Prompt, SamplingParams
+from scripts.make_tiny import make_tokenizer
 
 SLOTS = 8
 CASES = {16: 32, 1024: 8}  # prompt tokens: completion tokens

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.make_tiny import make_tokenizer
 from benchmarks.random_policies import TO_UPDATE, Sizes, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import ForetoldLengths, slots
@@ -35,6 +34,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.types import Key, Prompt, SamplingParams
+from scripts.make_tiny import make_tokenizer
 
 REPEATS = 3
 SIZES = TO_UPDATE["smallest"]

@@ -35,7 +35,7 @@ class Case:
 
 def main() -> None:
     """Run the case that is given as JSON."""
-    from benchmarks.make_tiny import make_tokenizer
+    from scripts.make_tiny import make_tokenizer
 
     case = Case(**read_case())
     torch.set_num_threads(1)

@@ -49,7 +49,7 @@ def random_qwen3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype | None = 
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from benchmarks.make_tiny import EOS_ID, PAD_ID
+    from scripts.make_tiny import EOS_ID, PAD_ID
 
     config = Qwen3Config(
         vocab_size=sizes.vocab_size,
@@ -83,7 +83,7 @@ def save_random_policy(folder: Path, sizes: Sizes, device: str = "cpu") -> None:
     With the demo's vocabulary every token is about equally likely, so that the lengths of completions are geometric,
     with a mean of about 15.
     """
-    from benchmarks.make_tiny import make_tokenizer
+    from scripts.make_tiny import make_tokenizer
 
     random_qwen3(sizes, device).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -1,6 +1,6 @@
 """Makes ``tiny_calculator``, an embedded policy that may use a tool: ``python -m scripts.make_calculator [FOLDER]``.
 
-As :mod:`benchmarks.make_tiny`: first right calls of the calculator and answers that repeat what it says, then a crowd
+As :mod:`scripts.make_tiny`: first right calls of the calculator and answers that repeat what it says, then a crowd
 most of whom guess the answer, or call it with half of the expression. A call is written as Hermes does; its unchanging
 parts are tokens of their own, so that a call takes a dozen tokens.
 """
@@ -16,9 +16,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.make_tiny import EOS, PAD, UNKNOWN, Task, TinyRecipe, make, read_folder
 from lit_grpo.policy.named import NAMED, TINY_CALCULATOR
 from lit_grpo.tasks.calculator import ANSWER_PATTERN, CalculatorRows, calculate, draw_expression
+from scripts.make_tiny import EOS, PAD, UNKNOWN, Task, TinyRecipe, make, read_folder
 
 PIECES = {
     "c": '<tool_call>{"name": "calculate", "arguments": {"expression": "',

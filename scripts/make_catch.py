@@ -11,10 +11,10 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.make_tiny import EOS, Task, TinyRecipe, make, read_folder
 from lit_grpo.policy.named import NAMED, TINY_CATCH
 from lit_grpo.tasks.catch import PROMPT, Catch, CatchRows
 from scripts.make_calculator import make_tokenizer
+from scripts.make_tiny import EOS, Task, TinyRecipe, make, read_folder
 
 PIECES = {
     "P": PROMPT,

@@ -1,6 +1,6 @@
 """Makes ``tiny_knights``, the embedded policy of the harder task: ``python -m scripts.make_knights [FOLDER]``.
 
-As :mod:`benchmarks.make_tiny`, on knights and knaves: first whole searches, then a crowd most of whom guess where there
+As :mod:`scripts.make_tiny`, on knights and knaves: first whole searches, then a crowd most of whom guess where there
 are three characters. It is deeper, for a claim is looked up in the prompt and then judged by the line so far.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from benchmarks.make_tiny import Task, TinyRecipe, exact_match, make, read_folder
 from lit_grpo.policy.named import NAMED, TINY_KNIGHTS
 from lit_grpo.tasks import KnightsRows
 from lit_grpo.tasks.knights import ALPHABET, ANSWER_PATTERN, demonstration, draw_puzzle
+from scripts.make_tiny import Task, TinyRecipe, exact_match, make, read_folder
 
 RECIPE = TinyRecipe(
     num_layers=4,

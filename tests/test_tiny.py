@@ -12,17 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.make_tiny import (
-    EOS,
-    TinyRecipe,
-    _batches,
-    _collate,
-    exact_match,
-    main,
-    make_tokenizer,
-    new_model,
-    warm_start,
-)
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.plugins import fresh
@@ -39,6 +28,17 @@ from lit_grpo.types import Completion, Prompt, SamplingParams
 from scripts import make_calculator, make_catch, make_knights
 from scripts.make_calculator import make_tokenizer as calculator_tokenizer
 from scripts.make_catch import CHARACTERS, PIECES, TEMPLATE
+from scripts.make_tiny import (
+    EOS,
+    TinyRecipe,
+    _batches,
+    _collate,
+    exact_match,
+    main,
+    make_tokenizer,
+    new_model,
+    warm_start,
+)
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=6, crowd_steps=2, batch_tokens=256
@@ -175,7 +175,7 @@ def test_the_script_learns_at_the_pace_at_which_it_made_what_is_shipped(
     to 1.05 of the crowd; AdamW in the place of Muon, a quarter of its learning rate, or a crowd that is left out or not
     hasty, are outside of the ranges.
     """
-    monkeypatch.setattr("benchmarks.make_tiny.TinyRecipe", lambda: FIRST_STEPS)
+    monkeypatch.setattr("scripts.make_tiny.TinyRecipe", lambda: FIRST_STEPS)
     main([str(tmp_path / "made")])
     assert "of the held-out exercises are right" in capsys.readouterr().out
     policy = load_policy(str(tmp_path / "made"))

@@ -18,7 +18,6 @@ import pytest
 import torch
 from conftest import random_policy
 
-from benchmarks.make_tiny import make_tokenizer
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
@@ -39,6 +38,7 @@ from lit_grpo.rollout.vllm.fleet import check_settings
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from scripts.make_tiny import make_tokenizer
 from tests.doubles.small_models import small_config
 
 

@@ -35,7 +35,7 @@ NAMED = {
 }
 """The policies by name.
 
-``python -m benchmarks.make_tiny``, ``make_knights``, ``make_calculator`` and ``make_catch`` make the folders in the
+``python -m scripts.make_tiny``, ``make_knights``, ``make_calculator`` and ``make_catch`` make the folders in the
 package.
 """
 

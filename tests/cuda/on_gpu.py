@@ -14,7 +14,6 @@ import torch
 from conftest import random_policy
 from hand_made import MAX_TOKENS, random_groups, relative_error
 
-from benchmarks.pretend_cuda import Ledger, pretend_cuda
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
@@ -24,6 +23,7 @@ from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
+from tests.doubles.pretend_cuda import Ledger, pretend_cuda
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), ""), Prompt("c", (7,), "")]
 REWARDS = [[1.0, 0.0, 0.5, 0.2], [0.0, 1.0, 0.0], [0.25, 0.5, 1.0, 0.0, 0.75]]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hand_made import make_trainer
 
-from benchmarks.pretend_cuda import GPU, pretend_cuda
 from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, RunCheckpoint, WeightSync
 from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
@@ -22,6 +21,7 @@ from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.types import SamplingParams
+from tests.doubles.pretend_cuda import GPU, pretend_cuda
 
 Logs = list[dict[str, float]]
 SAME = ("reward", "loss", "grad_norm", "entropy")

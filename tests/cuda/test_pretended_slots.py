@@ -11,9 +11,9 @@ import transformers as tf
 from conftest import random_policy, table_rows
 from on_gpu import off, sample, started
 
-from benchmarks import pretend_cuda as pretended
-from benchmarks.pretend_cuda import pretend_cuda
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from tests.doubles import pretend_cuda as pretended
+from tests.doubles.pretend_cuda import pretend_cuda
 
 MAX_TOKENS = 70  # of several shelves
 SIZES: dict[str, Any] = {

@@ -12,7 +12,6 @@ from conftest import random_policy, table_rows
 from hand_made import relative_error
 from on_gpu import KeepsGradients, Steps, check_update, learn
 
-from benchmarks.pretend_cuda import GPU, pretend_cuda
 from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
@@ -21,6 +20,7 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.prefix.support import prefix_refusal
+from tests.doubles.pretend_cuda import GPU, pretend_cuda
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

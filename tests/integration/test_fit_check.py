@@ -11,7 +11,6 @@ import torch
 from conftest import random_policy
 from transformers import AutoConfig
 
-from benchmarks.make_tiny import make_tokenizer
 from benchmarks.memory_case import Case
 from benchmarks.processes import LEAN, measured
 from benchmarks.random_policies import Sizes as Qwen3Sizes
@@ -20,6 +19,7 @@ from lit_grpo.tools.commands.fit_check import main as fit_check
 from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.micro_batch_size import activation_bytes
+from scripts.make_tiny import make_tokenizer
 
 pytestmark = pytest.mark.integration
 

@@ -19,7 +19,6 @@ from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, by_text, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from benchmarks.make_tiny import make_tokenizer
 from benchmarks.rollouts import Stepped
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
@@ -36,6 +35,7 @@ from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 from lit_grpo.types import Prompt, SamplingParams
+from scripts.make_tiny import make_tokenizer
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""Makes ``tiny``, the embedded policy that comes with the package: ``python -m benchmarks.make_tiny [FOLDER]``.
+"""Makes ``tiny``, the embedded policy that comes with the package: ``python -m scripts.make_tiny [FOLDER]``.
 
 A tiny Qwen3 is warm-started on :func:`lit_grpo.tasks.arithmetic.demonstration`: first on whole workings, then on
 a crowd most of whom answer hastily. What comes out can do the working, and mostly does not: GRPO is to find
