@@ -45,6 +45,7 @@ from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.members import MaxEntropy
 from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.module import GRPOModule
+from lit_grpo.plugins import fresh
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
@@ -301,6 +302,7 @@ def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
     if case.seeded:
         pl.seed_everything(1, verbose=False)
     options: dict[str, Any] = {"max_tokens_per_micro_batch": 24} | case.options
+    options["plugins"] = [*map(fresh, options.get("plugins", ()))]
     module = make_module(policy, optimizer=momentum, **options)
     scarce = ScarceRank()
     trainer = make_trainer(recorder := StepRecorder(), *([scarce] if case.scarce else []), **trainer_options)
