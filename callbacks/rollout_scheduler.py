@@ -52,8 +52,8 @@ class RolloutScheduler(pl.Callback):
             slices, or 0, which is no probe.
         plugins: Methods of papers, each by its name or the class path of a :class:`lit_grpo.plugins.Plugin`, optionally
             with its fields: ``[april, {knapsack: {budget: 256}}]``. docs/modes.md, docs/budgets.md, docs/update.md and
-            docs/objectives.md have all that ship. By default none: rollouts are synchronous, every prompt gets ``num_generations`` completions, and the
-            policy is trained on all of them.
+            docs/objectives.md have all that ship. By default none: rollouts are synchronous, every prompt gets
+            ``num_generations`` completions, and the policy is trained on all of them.
     """
 
     def __init__(
