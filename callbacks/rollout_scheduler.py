@@ -214,7 +214,7 @@ class RolloutScheduler(pl.Callback):
         rewards = self.session.rewards
         if rewards is not None and not trainer.predicting:
             stage = "test" if trainer.testing else "val"
-            logged = rewards.metrics.take()
+            logged = rewards.take_metrics()
             pl_module.log_dict({f"{stage}/{name}": value for name, value in logged.items()}, batch_size=1)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start

@@ -1,13 +1,15 @@
-"""Device and host memory: the peak of a phase, free memory, out-of-memory errors, and returning freed memory."""
+"""Device and host memory: peaks, free memory, out-of-memory errors, returning freed memory, and copies between both."""
 
 from __future__ import annotations
 
 import ctypes
 import resource
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import torch
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _GIB = 2**30
+_ALIGNED = 16  # bytes; where the tensors of a copy begin
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc has it
@@ -103,3 +106,37 @@ def update_bytes(policy: PreTrainedModel) -> int:
     """
     trained = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
     return 4 * trained
+
+
+def in_one_copy(arrays: Mapping[str, torch.Tensor | np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy arrays or tensors of the host to ``device`` as one piece, from pinned memory, so that nothing waits for it.
+
+    Each copy costs a launch. Where the host is the device they keep their memory.
+    """
+    tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
+    if device.type == "cpu":
+        return tensors
+    places, num_bytes = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = slice(num_bytes, num_bytes + tensor.nbytes)
+        num_bytes += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+    packed_U = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for name, tensor in tensors.items():
+        packed_U[places[name]] = tensor.contiguous().view(-1).view(torch.uint8)
+    there_U = packed_U.to(device, non_blocking=True)
+    return {name: there_U[places[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
+
+
+def in_one_read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors of any shapes and dtypes to the host as one piece, for which the host waits once.
+
+    Those that are on the host already are returned as they are; the others are on one device.
+    """
+    there = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    if not there:
+        return list(tensors)
+    there.sort(key=lambda tensor: -tensor.element_size())  # so that each begins at a multiple of its own size
+    packed_U = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in there]).cpu()
+    parts = packed_U.split([tensor.nbytes for tensor in there])
+    read = {id(own): part.view(own.dtype).view(own.shape) for own, part in zip(there, parts, strict=True)}
+    return [read.get(id(tensor), tensor) for tensor in tensors]

@@ -31,8 +31,8 @@ from lit_grpo.checks import (
     total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.findings.lessons import NoSignalWatch
-from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
+from lit_grpo.findings.batches import BatchWatch
+from lit_grpo.metrics import rollout_metrics, staleness_shares
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
@@ -44,7 +44,7 @@ from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, gather_for_sampling
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.threads import wait_without_spinning
-from lit_grpo.rewards import RewardSpec, RewardWatch, load_rewards
+from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts
 from lit_grpo.rewards.inputs import begun
 from lit_grpo.rollout.generator import Generator
@@ -196,8 +196,7 @@ class GRPOModule(EvaluationModule):
         advantages.check(num_generations)
         reference.check(objective.kl.without_term, lora is not None)
         self.policy_version = 0
-        self._rewarded, self._collapse = RewardWatch(self.rewards, on_reward_error), CollapseWatch()
-        self._lessons = NoSignalWatch()
+        self._batch_watch = BatchWatch(self.rewards, on_reward_error)
         self._longest_row: int | None = None
         self._told, self._told_before = RunSettings(), RunSettings()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
@@ -275,7 +274,7 @@ class GRPOModule(EvaluationModule):
         self.score_with([*self.rewards, *joining])
         self.settings.weights = {function.name: function.weight for function in self.rewards}
         self.settings.pass_rule = self.pass_rule
-        self._rewarded = RewardWatch(self.rewards, self.on_reward_error)
+        self._batch_watch = BatchWatch(self.rewards, self.on_reward_error)
 
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""
@@ -412,8 +411,7 @@ class GRPOModule(EvaluationModule):
         checkpoint |= {} if self._base is None else {"base": self._base}
         checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
         names = {source: sorted(names) for source, names in self._names_logged.items()}
-        watches = self._rewarded.state_dict(), self._collapse.state_dict(), self._lessons.state_dict()
-        checkpoint["logged"] = (names, *watches)
+        checkpoint["logged"] = (names, self._batch_watch.state_dict())
         checkpoint["reward_curves"] = (self.reward_curves.state_dict(), self.held_out_curves.state_dict())
         settings = {"dtype": self.policy_dtype, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint["hyper_parameters"] = {"policy": recorded_name(self.policy_name, self._continues), **settings}
@@ -434,11 +432,9 @@ class GRPOModule(EvaluationModule):
         if learner is not None:
             check_format(checkpoint)
             learner.load_state_dict(checkpoint)
-            names, rewarded, collapse, lessons = checkpoint["logged"]
+            names, watch = checkpoint["logged"]
             self._names_logged = {source: set(those) for source, those in names.items()}
-            self._rewarded.load_state_dict(rewarded)
-            self._collapse.load_state_dict(collapse)
-            self._lessons.load_state_dict(lessons)
+            self._batch_watch.load_state_dict(watch)
             training, held_out = checkpoint["reward_curves"]
             self.reward_curves.load_state_dict(training)
             self.held_out_curves.load_state_dict(held_out)
@@ -488,12 +484,12 @@ class GRPOModule(EvaluationModule):
             logs = rollout_metrics(batch.groups, rewards, version, self.ranks)
             collapsed = None
             with self.observers.may_fail("The finding of a collapse"):
-                collapsed = self._collapse.sentence(logs, version)
+                collapsed = self._batch_watch.collapse(logs, version)
                 if collapsed is not None:
                     self.ranks.warn(collapsed)
                 self._tell_of_unseen_tokens(batch)
                 self._tell_of_begun_answers(batch)
-            sentence = self._rewarded.sentence(logs)  # raises an error if there are no rewards to learn from
+            sentence = self._batch_watch.missing_rewards(logs)  # raises an error if there are no rewards to learn from
             if sentence is not None:
                 self.ranks.warn(sentence)
             self.follow(self.reward_curves, logs)
@@ -506,7 +502,7 @@ class GRPOModule(EvaluationModule):
                 check_minibatches(self.settings.num_minibatches, len(batch.groups))
             update = self.learner.learn(batch.groups, rewards) if update is None else update
             with self.observers.may_fail("The finding of batches without signal"):
-                sentence = self._lessons.sentence(frac_uniform, update["advantages/max_abs"], version)
+                sentence = self._batch_watch.missing_signal(frac_uniform, update["advantages/max_abs"], version)
                 if sentence is not None and collapsed is None:
                     self.ranks.warn(sentence)
             self.log_anew("update", update)

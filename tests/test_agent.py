@@ -27,7 +27,6 @@ from lit_grpo.rewards import RewardRunner
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.types import Completion, Request, RolloutGroup, SamplingParams
@@ -702,7 +701,7 @@ def test_an_object_of_a_class_gives_its_reward_later_and_is_handed_to_reward_fun
 
     worker = worker_of(Solver)
     runner = RewardRunner([*worker.rewards, RewardFunction.of(closed, "closed")])
-    (group,) = play(worker, listeners=[Rewarding(runner)])
+    (group,) = play(worker, listeners=[runner])
     runner.close()
     assert group.rollouts[0].rewards == {"Solver": 6.0, "closed": 0.0}
     assert group.rollouts[0].completion.episode.environment.closed  # pyright: ignore

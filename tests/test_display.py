@@ -1,6 +1,7 @@
 """Lines that fit the screen, and what they count."""
 
 import math
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import WandbLogger
-from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
-from rich.cells import cell_len
-
-from lit_grpo.display.cards import folded
-from lit_grpo.display.lines import as_plain, as_text, count, duration
-from lit_grpo.display.progress import (
+from lit_grpo.callbacks.progress_bar import (  # pyright: ignore[reportMissingImports]
     RolloutCount,
     UpdateCount,
     function_fields,
@@ -21,6 +17,17 @@ from lit_grpo.display.progress import (
     run_fields,
     update_fields,
 )
+from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
+from rich.cells import cell_len
+
+from lit_grpo.display.cards import folded
+from lit_grpo.display.lines import as_plain, as_text, count, duration
+from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
+from rich.cells import cell_len
+from rich.console import Console
+
+from lit_grpo.display.cards import Card, folded
+from lit_grpo.display.lines import Field, as_plain, as_text, count, duration, fitting
 from lit_grpo.display.samples import transcript
 from lit_grpo.training.quiet import quiet
 
@@ -31,10 +38,9 @@ def at_work(done: int) -> RolloutCount:
     flight: Any = SimpleNamespace(
         decoding=range(64), num_queued=100, awaiting_env=(), num_slots=64, longest_env_wait_s=3.2
     )
-    rollout = RolloutCount(flight, math.nan)
+    rollout = RolloutCount(flight, math.nan, began=time.monotonic() - 10)
     rollout.tokens = 10_000
-    for _ in range(done):
-        rollout.end_one(50)
+    rollout.done, rollout.done_tokens = done, 50 * done
     return rollout
 
 
@@ -61,7 +67,7 @@ def test_lines_have_the_reward_of_each_function_where_there_are_several() -> Non
 def test_a_rollout_counts_what_ends_and_estimates_the_rest() -> None:
     assert math.isnan(at_work(0).seconds_left)  # nothing is known of lengths
     rollout = at_work(92)
-    assert (rollout.done, rollout.total, rollout.mean_tokens) == (92, 256, 50)
+    assert (rollout.done, rollout.total) == (92, 256)
     seconds = 10_000 / rollout.tokens_per_s
     assert rollout.seconds_left == pytest.approx(seconds * (256 * 50 - 10_000) / 10_000, rel=0.5)
     assert rollout.fields("rollout")[0].text == "rollout 92/256 completions"

@@ -27,7 +27,6 @@ from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.inputs import Surroundings, group_inputs, rollout_inputs
 from lit_grpo.rollout import buffer as buffers
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.types import PassRule, Prompt, Request, RolloutGroup, SamplingParams
@@ -257,7 +256,7 @@ def test_rewards_are_named_after_classes_and_apply_to_their_own_rows() -> None:
     runner = RewardRunner([*worker.rewards, RewardFunction.of(watch, "watch")])
     rows = [{"prompt": "?", "number": 3, "environment": name} for name in ("guess", "fixed", "talk")]
     says = lambda request, turn: "bye" if request.prompt.prompt_id == "train/2" else counting(request, turn)  # noqa: E731
-    groups = play(worker, says, rows, listeners=[Rewarding(runner)])
+    groups = play(worker, says, rows, listeners=[runner])
     runner.close()
     rewards = [group.rollouts[0].rewards for group in groups]
     assert rewards == [
@@ -765,7 +764,7 @@ def test_environments_are_there_until_their_groups_have_been_scored() -> None:
     worker, buffer = worker_of(Kept), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=2))
     (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 9}])
     buffer.open(group_requests([prompt], 2, SAMPLING, 0))
-    generator, listeners = Scripted(chat_tokenizer(), says), [worker, Rewarding(runner)]
+    generator, listeners = Scripted(chat_tokenizer(), says), [worker, runner]
     ended = lambda: [each for each in worker.records.values() if each.completion is not None]  # noqa: E731
     RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: len(ended()) == 1 and not buffer.away)
     buffer.learnt()

@@ -13,7 +13,7 @@ from conftest import random_policy
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.rollout.slots.attention import use_slot_attention
 from lit_grpo.rollout.slots.binding import _NUM_TOKENS, _decode, check_slot_support
-from lit_grpo.rollout.slots.fused import FusedDecoder
+from lit_grpo.rollout.slots.forward import FusedDecoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 34, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

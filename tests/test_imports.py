@@ -18,9 +18,12 @@ from lit_grpo.callbacks import WeightSync
 
 ROOT = Path(__file__).parents[1]
 LAYERS: tuple[set[str], ...] = (
-    {"limits", "compatibility", "trajectory", "types", "memory", "process", "ranks", "settings", "findings"},
-    {"faults", "scheduling", "policy", "optim", "rewards", "checkpoints", "display", "tools.migration"},
-    {"plugins", "budgets", "scheduling.lengths", "rollout", "update", "strategies", "data", "faults.observers"},
+    {"limits", "compatibility", "trajectory", "types", "memory", "process", "ranks", "settings"},
+    {"scheduling", "policy", "optim", "checkpoints", "display", "tools.migration"},
+    {
+        *("plugins", "budgets", "scheduling.lengths", "rewards", "rollout", "update", "strategies", "data"),
+        *("faults", "faults.observers", "findings"),
+    },
     {"methods", "environments", "metrics", "checks", "evaluation", "tools.dashboard"},
     {"module", "tools.simulation"},
     {"callbacks"},

@@ -14,9 +14,9 @@ import torch
 from benchmarks.rollouts import Stepped
 from lit_grpo.plugins import Answer, Listener, ObservationPoint, Plugin, fresh
 from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.rewards import RewardRunner
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
-from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import Leftovers, ReleaseRule
 from lit_grpo.rollout.weights.tensors import SyncReport
@@ -106,7 +106,7 @@ class FakeGenerator:
         return request.after(completion(request, count))
 
 
-class FakeRewards:
+class FakeRewards(RewardRunner):
     """Notes each group, and how many completions were in flight when it came."""
 
     def __init__(self, generator: FakeGenerator) -> None:
@@ -114,12 +114,13 @@ class FakeRewards:
         self.submitted: list[tuple[str, int]] = []
         self.num_gathered = self.num_closed = 0
 
-    def submit(self, group: RolloutGroup) -> None:
-        self.submitted.append((group.prompt.prompt_id, len(self.generator.remaining)))
-        for rollout in group.rollouts:
-            rollout.reward = float(rollout.completion.request.path[0])
+    def submit(self, *groups: RolloutGroup) -> None:
+        for group in groups:
+            self.submitted.append((group.prompt.prompt_id, len(self.generator.remaining)))
+            for rollout in group.rollouts:
+                rollout.reward = float(rollout.completion.request.path[0])
 
-    def gather(self) -> None:
+    def gather(self, groups: Iterable[RolloutGroup] | None = None) -> None:
         self.num_gathered += 1
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ def prompts(*names: str) -> list[Prompt]:
 
 
 def controller(generator: FakeGenerator, rewards: FakeRewards | None = None, **options: Any) -> RolloutLoop:
-    listeners = [] if rewards is None else [Rewarding(rewards)]  # pyright: ignore[reportArgumentType]
+    listeners = [] if rewards is None else [rewards]
     return RolloutLoop(generator, listeners=[*listeners, *options.pop("listeners", [])], **options)
 
 

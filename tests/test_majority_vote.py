@@ -12,7 +12,7 @@ from lit_grpo.methods.majority_vote import MajorityVote
 from lit_grpo.plugins import fresh
 from lit_grpo.rewards import exact_match
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.rewards.inputs import Surroundings, TrainerState
+from lit_grpo.rewards.inputs import Surroundings, TrainerState, call_arguments
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
 
@@ -30,7 +30,7 @@ class Scored:
         logged: list[tuple[str, float]] = []
         surroundings = Surroundings(TrainerState(), lambda name, value: logged.append((name, value)))
         (function,) = fresh(MajorityVote(**fields)).rewards
-        (arguments,) = function.arguments(RolloutGroup(prompt, rollouts), surroundings)
+        (arguments,) = call_arguments(function, RolloutGroup(prompt, rollouts), surroundings)
         self.values: list[Any] = function.score(arguments, len(texts))
         self.metrics, self.extra = dict(logged), [rollout.extra for rollout in rollouts]
 

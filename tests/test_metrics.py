@@ -10,8 +10,8 @@ import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
-from lit_grpo.findings.lessons import NoSignalCount, NoSignalWatch
-from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics, staleness_shares
+from lit_grpo.findings.batches import BatchWatch, NoSignalCount
+from lit_grpo.metrics import Means, pass_at_k, rollout_metrics, staleness_shares
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -285,11 +285,11 @@ def test_rollouts_without_a_token_or_a_reward_give_finite_counts_and_missing_mea
 
 
 def test_a_policy_that_says_the_same_and_is_not_rewarded_for_it_is_called_collapsed_once() -> None:
-    watch = CollapseWatch()
+    watch = BatchWatch([], "raise")
 
     def said(reward: float, logprob: float = -1e-4, uniform: float = 1.0) -> str | None:
         logs = {"reward": reward, "completions/mean_logprob": logprob, "frac_reward_zero_std": uniform}
-        return watch.sentence(logs, 7)
+        return watch.collapse(logs, 7)
 
     assert [said(0.4), said(0.4), said(0.4), said(0.4)] == [None] * 4  # certain, and as good as ever
     assert [said(0.0), said(0.0), said(0.0, logprob=-0.1), said(0.0), said(0.0, uniform=0.5)] == [None] * 5
@@ -301,11 +301,11 @@ def test_a_policy_that_says_the_same_and_is_not_rewarded_for_it_is_called_collap
 
 
 def test_three_batches_in_a_row_that_teach_nothing_are_told_once() -> None:
-    watch, count = NoSignalWatch(), NoSignalCount()
+    watch, count = BatchWatch([], "raise"), NoSignalCount()
 
     def said(uniform: float, advantage: float) -> str | None:
         count.add(uniform, advantage)
-        return watch.sentence(uniform, advantage, 7)
+        return watch.missing_signal(uniform, advantage, 7)
 
     others = [(1.0, 0.0), (1.0, 1e-9), (0.5, 1.2), (1.0, 0.7), (1.0, NAN), (1.0, 0.0), (1.0, 0.0)]
     assert [said(*each) for each in others] == [None] * 7  # an estimator may learn from uniform groups
@@ -316,7 +316,7 @@ def test_three_batches_in_a_row_that_teach_nothing_are_told_once() -> None:
         "prompts if all completions are wrong and harder ones if all are correct, raise model.num_generations, or use "
         "a reward with values in between."
     )
-    resumed = NoSignalWatch()
+    resumed = BatchWatch([], "raise")
     resumed.load_state_dict(watch.state_dict())
     watch = resumed
     assert [said(1.0, 0.0) for _ in range(5)] == [None] * 5

@@ -15,7 +15,6 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
@@ -50,7 +49,7 @@ def generator(policy_folder: Path) -> SlotGenerator:
 def begin(pump: RolloutPump, generator: SlotGenerator, rewards: RewardRunner, rule: ReleaseRule) -> RolloutBuffer:
     buffer = RolloutBuffer(rule)
     buffer.open(group_requests(PROMPTS, 3, SAMPLING, seed=0))
-    pump.start(RolloutLoop(generator, buffer, listeners=[Rewarding(rewards, waits=False)]))
+    pump.start(RolloutLoop(generator, buffer, listeners=[pump]))
     return buffer
 
 
@@ -70,7 +69,7 @@ def test_batches_are_given_out_while_the_rest_is_decoded(generator: SlotGenerato
     buffer.learnt()
     seen = {group.key for group in first}
     for _ in range(2):  # it goes on from where it stopped, and rests once all have ended
-        pump.start(RolloutLoop(generator, buffer, listeners=[Rewarding(rewards, waits=False)]))
+        pump.start(RolloutLoop(generator, buffer, listeners=[pump]))
         groups = pump.take(nothing)
         assert len(groups) == 2 and not seen & {group.key for group in groups}
         seen |= {group.key for group in groups}
@@ -116,7 +115,7 @@ def test_a_failure_in_the_thread_takes_no_rewards_from_what_has_been_given_out(
 ) -> None:
     (group, *_), _ = RolloutLoop(generator).collect(PROMPTS, 3, SAMPLING, seed=0)
     rewards.submit(group)
-    Rewarding(rewards, waits=False).on_rollout_end(failed=True)
+    RolloutPump(rewards).on_rollout_end(failed=True)
     rewards.gather([group])
     assert all(rollout.rewards for rollout in group.rollouts)
 

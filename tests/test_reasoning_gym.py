@@ -141,7 +141,7 @@ def test_the_runner_scores_rows_in_this_process_and_in_others(process: bool) -> 
     runner.score(RolloutGroup(rollouts[0].prompt, rollouts))
     runner.close()
     assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
-    assert runner.metrics.take() == {"reasoning_gym/failed": 0.0}
+    assert runner.take_metrics() == {"reasoning_gym/failed": 0.0}
 
 
 @pytest.mark.parametrize(

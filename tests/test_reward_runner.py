@@ -455,8 +455,8 @@ def test_logged_metrics_are_means_and_extras_go_to_their_rollouts(make_runner: M
     for group in groups:
         runner.submit(group)
     runner.gather()
-    assert runner.metrics.take() == {"mean_length": 3.0, "ends": 0.5}
-    assert runner.metrics.take() == {}
+    assert runner.take_metrics() == {"mean_length": 3.0, "ends": 0.5}
+    assert runner.take_metrics() == {}
     assert [rollout.extra for rollout in groups[1].rollouts] == [
         {"first": "a", "step": 0},
         {"first": "b", "step": 0},
@@ -574,7 +574,7 @@ def test_a_function_in_a_process_scores_logs_and_is_not_this_process(score_in_pr
     group = make_group("a", "fork", "b", answer="b")
     runner = score_in_processes(group)
     assert (rewards_of(group), runner.num_errors) == ([0.0, 0.0, 1.0], 0)
-    assert runner.metrics.take() == {"length": 2.0}
+    assert runner.take_metrics() == {"length": 2.0}
     assert os.getpid() not in {rollout.extra["pid"] for rollout in group.rollouts}
 
 

@@ -448,8 +448,8 @@ class Trajectories(Plugin):
 
         Where trajectories can go on, from before the rollout or from now, stays known.
         """
-        if self._calls is not None and (mended := self._calls.streams.mend()):
-            self._log.tell(f"A tool or environment closed {' and '.join(mended)}; the run has opened it again.")
+        if self._calls is not None and (reopened := self._calls.reopen_streams()):
+            self._log.tell(f"A tool or environment closed {' and '.join(reopened)}; the run has opened it again.")
         self._log.tell_news()
         if failed:
             for key, places in self._places().items():

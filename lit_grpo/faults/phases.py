@@ -7,25 +7,36 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lit_grpo.plugins import Listener
+
+if TYPE_CHECKING:
+    from lit_grpo.types import StepEvents
 
 BETWEEN = "between phases"
 NUM_FRAMES = 6
 
 
-class Phases:
+class Phases(Listener):
     """The current phase of a run (rollout, reward, update, weight sync, validation, checkpoint), and the time in each.
+
+    It listens to rollouts: each decoding step is a movement, and at the end of a rollout rewards are waited for.
 
     Attributes:
         name: Name of the current phase.
         moved_at: The time of the last movement: a decoding step, a micro-batch or a change of phase.
+        others: Listeners of the rollout that may wait for something, such as a tool. While nothing can be decoded, it
+            is a movement if one of them waits within its time limits.
     """
 
     def __init__(self) -> None:
         self.name = BETWEEN
         self.moved_at = self._began = time.monotonic()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.others: Sequence[Listener] = ()
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -52,6 +63,16 @@ class Phases:
     def heartbeat(self) -> None:
         """Note a movement."""
         self.moved_at = time.monotonic()
+
+    def on_step(self, events: StepEvents) -> None:
+        self.moved_at = time.monotonic()
+
+    def on_idle(self) -> None:
+        if any(other.waits_in_time for other in self.others):
+            self.heartbeat()
+
+    def on_rollout_end(self, failed: bool) -> None:
+        self.begin("reward")
 
 
 class StallWatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -135,35 +135,3 @@ def _std(values: torch.Tensor) -> float:
 
 def _quantile(values: torch.Tensor, share: float) -> float:
     return float(np.quantile(values.numpy(), share)) if len(values) else math.nan
-
-
-class CollapseWatch:
-    """Notices a policy that says the same however often it is asked, and is not rewarded for it.
-
-    From there nothing is learned: completions of a prompt are equal, and so are their rewards.
-    """
-
-    def __init__(self) -> None:
-        self._best, self._num_batches = 0.0, 0
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"best": self._best, "num_batches": self._num_batches}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from it."""
-        self._best, self._num_batches = state["best"], int(state["num_batches"])
-
-    def sentence(self, logs: Mapping[str, float], version: int) -> str | None:
-        """Return what to say of a batch with these metrics, once it is the third of its kind in a row."""
-        reward, certain = logs["reward"], logs["completions/mean_logprob"] > -1e-3
-        collapsed = certain and logs["frac_reward_zero_std"] == 1 and (reward <= 0 or reward < self._best)
-        self._num_batches = self._num_batches + 1 if collapsed else 0
-        self._best = max(self._best, reward)
-        if self._num_batches != 3:
-            return None
-        return (
-            f"The policy collapsed at update {version}: its completions of a prompt are all the same, with a reward of "
-            f"{reward:.3g} (the best mean was {self._best:.3g}), so nothing is left to learn from; lower the learning "
-            "rate, and go on from an earlier checkpoint."
-        )

@@ -433,15 +433,6 @@ def attend_in_full(model: PreTrainedModel) -> None:
         model.set_attn_implementation("eager")
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return all ids that end a sequence: the tokenizer's and those of the model's generation config."""
-    ids = {cast(int, tokenizer.eos_token_id)}
-    generation = model.generation_config
-    configured = None if generation is None else generation.eos_token_id
-    ids.update([configured] if isinstance(configured, int) else configured or [])
-    return tuple(sorted(ids))
-
-
 def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return the weights that have a row for each token: the embedding's, and the head's if the model has a head."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())

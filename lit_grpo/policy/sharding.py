@@ -108,7 +108,8 @@ def scatter(policy: PreTrainedModel) -> None:
 
 def gather_for_sampling(policy: PreTrainedModel) -> None:
     """Bring the weights into their form between updates: whole for a generator in this process, else shards."""
-    (gather if getattr(policy, _WHOLE, True) else scatter)(policy)
+    if is_sharded(policy):
+        (gather if getattr(policy, _WHOLE, True) else scatter)(policy)
 
 
 def is_scattered(policy: torch.nn.Module) -> bool:

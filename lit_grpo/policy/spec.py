@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from lit_grpo.memory import update_bytes
 from lit_grpo.policy.architecture.decoder import context_length
-from lit_grpo.policy.loading import eos_token_ids
 from lit_grpo.policy.saving import save_settings
 from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.weights import Adapters, PolicyWeights, find_adapters
@@ -137,3 +136,12 @@ class PolicySpec:
         bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
         save_settings(bare, folder)
         self.tokenizer.save_pretrained(folder)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return all ids that end a sequence: the tokenizer's and those of the model's generation config."""
+    ids = {cast(int, tokenizer.eos_token_id)}
+    generation = model.generation_config
+    configured = None if generation is None else generation.eos_token_id
+    ids.update([configured] if isinstance(configured, int) else configured or [])
+    return tuple(sorted(ids))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -17,7 +18,6 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from lit_grpo.process.loops import USERS_LOOP, EventLoop
-from lit_grpo.process.streams import StdioGuard
 from lit_grpo.process.terminal import error_text
 
 _T = TypeVar("_T")
@@ -26,6 +26,7 @@ MOST_LOST = 1000
 """So many calls may hang at a time, each in a thread that cannot be stopped, before the run ends."""
 _RAMP_S = 0.01  # after which calls that are not done get one more thread; calls that take no time need only one
 _END_S = 1.0  # that the loop may take to end
+_STREAMS = {1: "stdout", 2: "stderr"}
 
 
 class CallTimeout(TimeoutError):
@@ -73,13 +74,13 @@ class Calls:
         num_threads: Number of threads for calls that are not async, and as many more for those that are ``apart``.
         of: Name of the called functions in messages.
         remedy: Remedy if too many calls hang, for messages.
-
-    Attributes:
-        streams: Standard output and error, to be opened again after a call has closed them.
     """
 
     def __init__(self, num_threads: int, of: str, remedy: str) -> None:
-        self.streams = StdioGuard()
+        self._stream_copies: dict[int, int] = {}
+        for descriptor in _STREAMS:
+            with suppress(OSError):  # a daemon has none
+                self._stream_copies[descriptor] = os.dup(descriptor)
         self._num_threads = num_threads
         self._of, self._remedy = of, remedy
         self._keeper = EventLoop("lit_grpo-calls")
@@ -106,10 +107,6 @@ class Calls:
             yield
         finally:
             del self._ends[mark]
-
-    def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Call ``close`` once all that was started has been cancelled."""
-        self._keeper.at_end(close)
 
     async def call(
         self,
@@ -235,10 +232,37 @@ class Calls:
             missing = CallResult(error=CallTimeout(blocked) if where else CallTimeout.after(timeout_s))
         return [results.get(number, missing) for number in range(len(functions))]
 
+    def reopen_streams(self) -> list[str]:
+        """Open ``sys.stdout``, ``sys.stderr`` and their file descriptors again if they were closed; return their names.
+
+        A function of a user that calls ``sys.stdout.close()`` or ``os.close(1)``, as some libraries do, would otherwise
+        end the run at its next line on the screen. What is written while they are closed is lost.
+        """
+        reopened: list[str] = []
+        for descriptor, copy in self._stream_copies.items():
+            name = _STREAMS[descriptor]
+            stream = getattr(sys, name)
+            is_gone = False
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                is_gone = True
+                with suppress(OSError):  # the copy is closed as well
+                    os.dup2(copy, descriptor)
+            if stream is not None and stream.closed:
+                is_gone = True
+                again = open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                setattr(sys, name, again)
+            reopened += [name] if is_gone else []
+        return reopened
+
     def stop(self) -> None:
         """Cancel what waits, and end the threads; one whose call goes on is left alone."""
         self._keeper.close(wait_s=_END_S)
-        self.streams.close()
+        for copy in self._stream_copies.values():
+            with suppress(OSError):  # a function has closed it
+                os.close(copy)
+        self._stream_copies = {}
         for thread in self._idle:
             thread.end()
 

@@ -9,7 +9,7 @@ from lit_grpo.rewards.function import RewardFunction, RewardSpec, load_rewards
 from lit_grpo.rewards.http_judge import HTTPJudge
 from lit_grpo.rewards.inputs import TrainerState
 from lit_grpo.rewards.maths import MathEquivalence
-from lit_grpo.rewards.runner import RewardError, RewardRunner, RewardWatch
+from lit_grpo.rewards.runner import RewardError, RewardRunner
 
 __all__ = [
     "ExactMatch",
@@ -20,7 +20,6 @@ __all__ = [
     "RewardFunction",
     "RewardRunner",
     "RewardSpec",
-    "RewardWatch",
     "SoftOverlongPenalty",
     "TrainerState",
     "exact_match",

@@ -20,17 +20,12 @@ from lit_grpo.process.signals import check_signals
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.inputs import (
     GROUP_INPUTS,
-    NOT_IN_TRL,
     OF_EPISODES,
     ROLLOUT_INPUTS,
     SHARED,
-    TRL_INPUTS,
-    Surroundings,
-    group_inputs,
-    rollout_inputs,
 )
 from lit_grpo.rewards.loading import REWARDS, load_object, near_names, split_path
-from lit_grpo.types import Episode, Prompt, RolloutGroup, own_copy
+from lit_grpo.types import Episode, Prompt, own_copy
 
 
 @dataclass(frozen=True)
@@ -287,21 +282,6 @@ class RewardFunction:
                     f"neither one of {', '.join(self.inputs)} nor a column of the data "
                     f"(its columns: {listed}); set it in args, rename it or give it a default."
                 )
-
-    def arguments(self, group: RolloutGroup, surroundings: Surroundings) -> list[dict[str, Any]]:
-        """Return the keyword arguments of each call: one call for the group, or one for each rollout."""
-        columns = group.prompt.columns
-        names = self.names
-        if self.takes_columns:
-            others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if self.on_group else columns.keys()
-            names = (names | others) - self.bound
-        absent = dict.fromkeys(name for these in OF_EPISODES for name in these if name in self.names)
-        if self.on_group:
-            lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-            rows = iter([{**absent, **lists, **group_inputs(group, surroundings)}])
-        else:
-            rows = ({**absent, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts)
-        return [{name: row[name] for name in row if name in names} for row in rows]
 
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """Make one call; return a value or an error for each of its rollouts.

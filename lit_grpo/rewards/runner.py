@@ -7,18 +7,21 @@ import functools
 import itertools
 import logging
 import math
+import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from lit_grpo.limits import Count, Limit, checks_arguments
+from lit_grpo.plugins import Listener
 from lit_grpo.process.calls import Calls, CallTimeout
 from lit_grpo.process.processes import ProcessEnded
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardFunction, check_names
-from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
+from lit_grpo.rewards.inputs import Surroundings, TrainerState, call_arguments
 from lit_grpo.types import Prompt, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
@@ -27,7 +30,6 @@ Arguments = list[dict[str, Any]]
 """The keyword arguments of the calls of one function on a group."""
 
 logger = logging.getLogger(__name__)
-MOST_BATCHES_WITHOUT_REWARD = 3
 
 
 class RewardError(RuntimeError):
@@ -42,7 +44,7 @@ class _Submission:
     values: Future[list[list[Values]]]
 
 
-class RewardRunner:
+class RewardRunner(Listener):
     """Runs reward functions over rollout groups in the background.
 
     :meth:`submit` starts the work on groups and returns at once. :meth:`gather` waits for submitted groups and writes
@@ -64,9 +66,11 @@ class RewardRunner:
     ``None``, or a wrong number of values for a group. A thread cannot be stopped: when its call takes too long, the
     thread goes on in the background, and does not keep the process from exiting.
 
+    As a listener of a rollout it scores each group as soon as it is complete, while others still decode, and the
+    rollout ends once the rewards are there.
+
     Attributes:
         state: The state of training that functions get as ``trainer_state``; the trainer sets it.
-        metrics: Metrics that reward functions have logged with ``log_metric``.
         num_errors: Rollouts that a function failed on, with ``on_error="none"``.
 
     Args:
@@ -91,7 +95,8 @@ class RewardRunner:
         self.functions = list(functions)
         self.num_errors = 0
         self.state = TrainerState()
-        self.metrics = LoggedMetrics()
+        self._metrics: dict[str, list[float]] = defaultdict(list)  # that functions have logged, from any thread
+        self._metrics_lock = threading.Lock()
         self._raises = on_error == "raise"
         self._timeout_s = timeout_s
         self._num_workers = num_workers
@@ -108,10 +113,20 @@ class RewardRunner:
         if self._calls is None:
             remedy = "let them end by themselves, or set process: true for the reward"
             self._calls = Calls(self._num_workers, "reward functions", remedy)
-        surroundings = Surroundings(self.state, self.metrics.log)
+        surroundings = Surroundings(self.state, self._log_metric)
         # In this thread, not on the loop's: a thread that is in torch when the interpreter exits aborts the process.
-        arguments = [[function.arguments(group, surroundings) for group in groups] for function in self.functions]
+        arguments = [[call_arguments(each, group, surroundings) for group in groups] for each in self.functions]
         self._pending.append(_Submission(groups, self._calls.start(self._score(self._calls, groups, arguments))))
+
+    def on_group(self, group: RolloutGroup) -> None:
+        self.submit(group)
+
+    def on_rollout_end(self, failed: bool) -> None:
+        """Wait for the rewards, or drop what is being scored."""
+        if failed:
+            self.close()
+        else:
+            self.gather()
 
     def gather(self, groups: Iterable[RolloutGroup] | None = None) -> None:
         """Wait for submitted groups and write their rewards.
@@ -132,11 +147,11 @@ class RewardRunner:
         finally:
             for submission in wanted:
                 submission.values.cancel()
-            mended = [] if self._calls is None else self._calls.streams.mend()
-            if mended and not self._told_of_streams:
+            reopened = [] if self._calls is None else self._calls.reopen_streams()
+            if reopened and not self._told_of_streams:
                 self._told_of_streams = True
                 warnings.warn(
-                    f"A reward function closed {' and '.join(mended)}; the run has opened it again.", stacklevel=2
+                    f"A reward function closed {' and '.join(reopened)}; the run has opened it again.", stacklevel=2
                 )
 
     def _with_rollouts_of(self, groups: Iterable[RolloutGroup]) -> list[_Submission]:
@@ -151,6 +166,16 @@ class RewardRunner:
         """Score a group now, with all groups that were submitted before it."""
         self.submit(group)
         self.gather()
+
+    def _log_metric(self, name: str, value: float) -> None:
+        with self._metrics_lock:
+            self._metrics[name].append(float(value))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the mean of each metric that functions have logged since the last call, and forget the values."""
+        with self._metrics_lock:
+            values, self._metrics = self._metrics, defaultdict(list)
+        return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
 
     def close(self) -> None:
         """Drop submissions that have not been gathered and stop the threads; :meth:`submit` starts them again."""
@@ -219,69 +244,3 @@ def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
         return True
     except ValueError:
         return False
-
-
-class RewardWatch:
-    """Checks that the reward functions give numbers to the training batches, because a run without them never learns.
-
-    If no function gives a number to any completion of the first batch, that is an error. A later batch, or any batch
-    where failures count as no reward, may have no number, but not three batches in a row. A function may apply to some
-    prompts only: if one gives no number to the first batch and others do, it is named once.
-
-    Args:
-        functions: The reward functions of the run.
-        on_error: ``raise`` or ``none``, as in :class:`RewardRunner`.
-    """
-
-    def __init__(self, functions: Sequence[RewardFunction], on_error: Literal["raise", "none"]) -> None:
-        self._functions, self._on_error = functions, on_error
-        self._num_batches = self._num_without = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps."""
-        return {"num_batches": self._num_batches, "num_without": self._num_without}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a checkpoint."""
-        self._num_batches, self._num_without = state["num_batches"], state["num_without"]
-
-    def sentence(self, logs: Mapping[str, float]) -> str | None:
-        """Return a warning about a batch; None if there is nothing to warn of.
-
-        Args:
-            logs: The metrics of the batch over all ranks: ``frac_no_reward``, and ``rewards/NAME/mean`` of every
-                function.
-
-        Raises:
-            RewardError: No function gave a number to any completion of the first batch, or of three batches in a row.
-        """
-        if math.isnan(logs["frac_no_reward"]):  # the batch has no completion
-            return None
-        silent = [each for each in self._functions if math.isnan(logs[f"rewards/{each.name}/mean"])]
-        is_first, self._num_batches = self._num_batches == 0, self._num_batches + 1
-        without = logs["frac_no_reward"] == 1.0
-        self._num_without = self._num_without + 1 if without else 0
-        if is_first and without and len(silent) == len(self._functions) and self._on_error == "raise":
-            raise RewardError(
-                f"No completion of the first batch has a reward: {_listed(silent)} returned None for each of them; "
-                "return a number, because None says that a function does not apply to a completion."
-            )
-        if self._num_without >= MOST_BATCHES_WITHOUT_REWARD:
-            raise RewardError(
-                f"No rollout of {self._num_without} batches in a row has a reward, so there is nothing to learn from: "
-                f"each of {_listed(self._functions)} returned None or failed; let one apply, and check its weight and "
-                "the data."
-            )
-        if self._num_without == 1:
-            return f"No rollout of this batch has a reward: each of {_listed(self._functions)} returned None or failed."
-        if is_first and silent and len(silent) < len(self._functions):
-            return (
-                f"No completion of the first batch has a value of {_listed(silent)}, which returned None or failed for "
-                "each of them, while other functions gave numbers; return a number, unless the function applies to "
-                "other prompts only."
-            )
-        return None
-
-
-def _listed(functions: Sequence[RewardFunction]) -> str:
-    return ", ".join(f"{function.name} ({function.path})" for function in functions)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lit_grpo.plugins import Listener
 from lit_grpo.rollout.loop import LoopRun, RolloutLoop
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.types import PromptBatch, RolloutGroup
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0  # after which a thread that waits is told that time has passed
 
 
-class RolloutPump:
+class RolloutPump(Listener):
     """Runs a rollout loop in a thread, and gives out groups that are whole and scored while it goes on.
 
     The thread owns generator and buffer but for the moments between two of its steps, in which others may have them:
     so each has one owner at a time. It decodes with one policy version; for another it is stopped, and started again.
+    As a listener of its loop it has groups scored when they are complete; :meth:`take` waits for their rewards.
 
     Args:
         rewards: Scores groups.
@@ -62,6 +64,9 @@ class RolloutPump:
         self.waited_s, self._began = 0.0, time.perf_counter()
         self._thread = threading.Thread(target=self._run, args=(loop,), name="lit_grpo-rollout", daemon=True)
         self._thread.start()
+
+    def on_group(self, group: RolloutGroup) -> None:
+        self._rewards.submit(group)
 
     def take(self, tick: Callable[[], None], wanted: Callable[[], bool] | None = None) -> list[RolloutGroup]:
         """Wait for a release of the buffer, and return what is due with its rewards.

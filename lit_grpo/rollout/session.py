@@ -15,7 +15,6 @@ from lit_grpo.budgets.rewriting import Rewriting
 from lit_grpo.compatibility import Requirement, check_together
 from lit_grpo.plugins import ROLLOUT_HOOKS, GroupBatch, Listener, Plugin, RunFacts, fresh, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.listeners import Moving, Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rounds import RoundScheduler
@@ -246,13 +245,13 @@ class RolloutSession:
         if self.mode.overlap != "none":
             self._begin_beside(run, batch, requests, listeners)
             return
-        listening = self.listening
+        listening = run.phases.others = self.listening
         loop = RolloutLoop(
             run.generator,
             self.buffer,
             self.plan,
             self.lengths,
-            [Moving(run.phases, listening), *listeners, *listening, *self._scoring(run)],
+            [run.phases, *listeners, *listening, *self._scoring(run)],
             self._points,
         )
         self.buffer.open(requests)
@@ -281,9 +280,9 @@ class RolloutSession:
         context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         """Fill a batch that is not learnt from: only plug-ins act that say so, and nothing is remembered."""
-        scoring = [] if self.rewards is None else [Rewarding(self.rewards)]
-        evaluating = self.evaluating
-        loop = RolloutLoop(run.generator, listeners=[Moving(run.phases, evaluating), *listeners, *evaluating, *scoring])
+        scoring = [] if self.rewards is None else [self.rewards]
+        evaluating = run.phases.others = self.evaluating
+        loop = RolloutLoop(run.generator, listeners=[run.phases, *listeners, *evaluating, *scoring])
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
         self._describe(batch, stats)
@@ -366,7 +365,7 @@ class RolloutSession:
         if self.rewards is None:
             return []
         if not (self._has_rounds or self.replaces):
-            return [Rewarding(self.rewards)]
+            return [self.rewards]
         further = None if self._stream is None else self._stream.further(self.replaces)
         self._rounds = RoundScheduler(
             self.rewards,
@@ -439,7 +438,7 @@ class RolloutSession:
         if len(set(self._sizes)) > 1:
             metrics["budget/smallest_group"] = float(min(self._sizes))
             metrics["budget/largest_group"] = float(max(self._sizes))
-        return metrics | ({} if self.rewards is None else self.rewards.metrics.take())
+        return metrics | ({} if self.rewards is None else self.rewards.take_metrics())
 
     # ---- decoding beside an update ------------------------------------------------------------------
 
@@ -449,10 +448,9 @@ class RolloutSession:
         """Let decoding begin, and the batch be of what is ready, or of what is going to be."""
         assert self.rewards is not None
         self._pump = self._pump or RolloutPump(self.rewards, drains=self.mode.at_sync == "drain")
-        scoring = Rewarding(self.rewards, waits=False)
         self.buffer.open(requests)
         self._pump.start(
-            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, *self.listening, scoring])
+            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, *self.listening, self._pump])
         )
         if self.mode.overlap == "within":
             batch.arriving = self._with_members(run, self._pump.arriving(batch, run.phases))

@@ -10,7 +10,7 @@ from itertools import islice
 
 import torch
 
-from lit_grpo.process.copies import in_one_read
+from lit_grpo.memory import in_one_read
 from lit_grpo.ranks import Reduce
 from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, completion_sums
 

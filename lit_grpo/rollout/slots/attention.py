@@ -170,7 +170,7 @@ def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Te
     positions_T = torch.arange(num_tokens, device=key.device)
     if inputs.is_plain:
         mask_NT = None
-        if num_new < num_tokens or not sight.is_all(num_tokens):
+        if num_new < num_tokens or (sight != ALL and not sight.is_all(num_tokens)):
             mask_NT = sight.sees(positions_T[-num_new:, None], positions_T[None, :])
         return scaled_dot_product_attention(
             inputs.query, key, value, attn_mask=mask_NT, is_causal=mask_NT is None, scale=inputs.scaling,

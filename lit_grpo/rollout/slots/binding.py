@@ -20,8 +20,7 @@ from lit_grpo.policy.architecture.decoder import (
 from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import INSTEAD, KVLayer, KVShape, use_slot_attention
-from lit_grpo.rollout.slots.forward import decode_step, prefill
-from lit_grpo.rollout.slots.fused import FusedDecoder
+from lit_grpo.rollout.slots.forward import FusedDecoder, decode_step, prefill
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.tables import RowTables, row_attention
 

@@ -1,22 +1,28 @@
-"""The policy's forward passes while it decodes: whole sequences, and one token a row."""
+"""The policy's forward passes while it decodes: whole sequences, and one token a row, by the model or a short way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import linear, rms_norm
 
-from lit_grpo.policy.architecture.decoder import hidden_states
-from lit_grpo.process.copies import in_one_copy
-from lit_grpo.rollout.slots.attention import Attention, Forward, use_slot_attention
+from lit_grpo.memory import in_one_copy
+from lit_grpo.policy.architecture.attention import AttentionCall, Sight
+from lit_grpo.policy.architecture.decoder import compute_dtype, decoder_of, hidden_states
+from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
 from lit_grpo.rollout.slots.copies import LoweredWeights, PackedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lit_grpo.rollout.slots.kv.shelves import ShelfWriter
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
+_TABLE_STEP = 1024
 
 
 class DecodingMode:
@@ -158,3 +164,176 @@ def decode_step(
             :, 0
         ]
     return fused(tokens_B, positions_B, longest, cache)
+
+
+class LayerOperations:
+    """The operations of one layer.
+
+    Args:
+        layer: Of the decoder.
+        scaling: What it multiplies its attention scores by.
+        sight: Which tokens it sees.
+
+    Raises:
+        AttributeError: It is not built like Llama's.
+        ValueError: It is, but with something in it that this does not know.
+    """
+
+    def __init__(self, layer: Any, scaling: float, sight: Sight) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+        if unknown := {name for name, _ in layer.named_children()} - known:
+            raise ValueError(f"layers with {sorted(unknown)}")
+        self.scaling, self.sight = scaling, sight
+        self.attention_norm = norm_operation(layer.input_layernorm)
+        self.mlp_norm = norm_operation(layer.post_attention_layernorm)
+        self.query, self.key, self.value, self.output = (
+            _linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+        self.head_norm = _head_norm(attention) if hasattr(attention, "q_norm") else lambda heads: heads
+        self.gate, self.up, self.down = _linear(mlp.gate_proj), _linear(mlp.up_proj), _linear(mlp.down_proj)
+        self.activation: Operation = mlp.act_fn
+
+
+def _linear(module: Any) -> Operation:
+    """A plain linear layer without the module's call; anything else (an adapter, say) is called."""
+    if type(module) is not torch.nn.Linear:
+        return module
+    return lambda hidden: linear(hidden, module.weight, module.bias)
+
+
+def _head_norm(attention: Any) -> Operation:
+    """The norms of query and key heads, which have a weight each."""
+    eps = _epsilon(attention.q_norm)
+    query_weight, key_weight = attention.q_norm.weight, attention.k_norm.weight
+    num_queries = attention.q_proj.out_features // attention.head_dim
+    num_keys = attention.k_proj.out_features // attention.head_dim
+    if eps != _epsilon(attention.k_norm) or query_weight.shape != (attention.head_dim,):
+        raise ValueError("norms of query and key heads that differ, or go over all heads")
+
+    def head_norm(heads: torch.Tensor) -> torch.Tensor:
+        weights = torch.cat([query_weight.expand(num_queries, -1), key_weight.expand(num_keys, -1)])
+        return rms_norm(heads, query_weight.shape, None, eps) * weights
+
+    return head_norm
+
+
+def norm_operation(module: Any) -> Operation:
+    """Return an RMS norm as one operation; ``ValueError`` for any other norm."""
+    eps = _epsilon(module)
+    return lambda hidden: rms_norm(hidden, module.weight.shape, module.weight, eps)
+
+
+def _epsilon(module: Any) -> float:
+    """The epsilon of an RMS norm, which is tried on a few numbers first."""
+    weight, eps = module.weight, getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight.dim() != 1 or not isinstance(eps, float):
+        raise ValueError(f"norms of type {type(module).__name__}")
+    size = weight.shape
+    numbers = torch.linspace(-3, 3, 3 * size[0], dtype=weight.dtype, device=weight.device).reshape(3, -1)
+    with torch.no_grad():
+        if not torch.allclose(module(numbers), rms_norm(numbers, size, weight, eps), rtol=1e-2, atol=1e-5):
+            raise ValueError(f"norms of type {type(module).__name__}")
+    return eps
+
+
+def _lowered(normed: torch.Tensor) -> torch.Tensor:
+    """Cast once, under autocast, what several linear layers would cast each."""
+    return normed.to(compute_dtype(normed.device, normed.dtype))
+
+
+class FusedDecoder:
+    """Runs a decoder over the last token of each row; under autocast, as autocast would run the model.
+
+    ``embed`` takes tokens to what goes into the first layer, ``norm`` what the last layer returns to the last hidden
+    states; ``tables`` are cosine and sine of all positions tabulated so far, shape (positions, head size).
+
+    Args:
+        model: The policy.
+        calls: What its layers hand to their attention in a forward.
+
+    Raises:
+        AttributeError: The model is not built like Llama.
+        ValueError: It is, but with something in it that this does not know.
+    """
+
+    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
+        decoder: Any = decoder_of(model)
+        config = model.config.get_text_config()
+        rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope_type not in _ROPE_TYPES:
+            raise ValueError(f"rope type {rope_type}")
+        self.embed: Operation = decoder.embed_tokens
+        self._rotary = decoder.rotary_emb
+        self.norm = norm_operation(decoder.norm)
+        sizes = {(call.num_heads, call.num_kv_heads, call.key_size, call.value_size) for call in calls}
+        if len(sizes) > 1 or any(call.cap is not None or call.has_sinks for call in calls):
+            raise ValueError("heads that differ by layer, capped scores or attention sinks")
+        _, _, self._head_size, value_size = next(iter(sizes))
+        if self._head_size != value_size:
+            raise ValueError("keys and values of different sizes")
+        self._layers = [
+            LayerOperations(layer, call.scaling, call.sight) for layer, call in zip(decoder.layers, calls, strict=True)
+        ]
+        self.num_layers = len(self._layers)
+        self.tables = (torch.empty((0, self._head_size), device=model.device),) * 2
+
+    def __call__(
+        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int, cache: Attention
+    ) -> torch.Tensor:
+        """Return the hidden states of ``tokens_B`` at ``positions_B``, shape (rows, hidden size).
+
+        No position is larger than ``longest``.
+        """
+        hidden = self.embed(tokens_B)
+        self.tabulate(longest + 1, hidden)
+        cos, sin = self.angles(positions_B)
+        for layer in range(self.num_layers):
+            heads, value = self.before(layer, hidden, cos, sin)
+            hidden = self.after(layer, cache.attend(layer, self.inputs(layer, heads, value)), hidden)
+        return self.norm(hidden)
+
+    def angles(self, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of each row's position, shape (rows, 1, head size); they have been tabulated."""
+        cos, sin = self.tables
+        return cos.index_select(0, positions_B)[:, None], sin.index_select(0, positions_B)[:, None]
+
+    def before(
+        self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the query and key heads, one after another, and the value heads: shape (rows, heads, head size)."""
+        own, size, rows = self._layers[layer], self._head_size, len(hidden)
+        normed = _lowered(own.attention_norm(hidden))
+        # Query and key heads are normed and rotated together.
+        heads = own.head_norm(torch.cat([own.query(normed), own.key(normed)], -1).view(rows, -1, size))
+        heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin)
+        value = own.value(normed).view(rows, -1, size)
+        return heads.to(value.dtype), value
+
+    def inputs(self, layer: int, heads: torch.Tensor, value: torch.Tensor) -> AttentionInputs:
+        """Return what ``before`` has computed as a layer hands it to its attention."""
+        own, num_queries = self._layers[layer], heads.shape[1] - value.shape[1]
+        query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
+        return AttentionInputs(query, key, value[:, :, None], own.scaling, own.sight)
+
+    def after(self, layer: int, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Make ``hidden`` what goes into the next layer, after attention has returned ``attended``, of any shape."""
+        own = self._layers[layer]
+        hidden.add_(own.output(attended.reshape(len(hidden), -1)))
+        normed = _lowered(own.mlp_norm(hidden))
+        return hidden.add_(own.down(own.activation(own.gate(normed)).mul_(own.up(normed))))
+
+    def tabulate(self, num_positions: int, like: torch.Tensor) -> None:
+        """Have cosine and sine of all positions at hand, in the dtype of ``like``; the sine's first half is negative.
+
+        Raises:
+            ValueError: The model rotates only a part of each head.
+        """
+        if num_positions <= len(self.tables[0]) and self.tables[0].dtype == like.dtype:
+            return
+        positions_1T = torch.arange(-(-num_positions // _TABLE_STEP) * _TABLE_STEP, device=like.device)[None]
+        cos, sin = (table[0] for table in self._rotary(like, positions_1T))
+        if cos.shape[-1] != self._head_size:
+            raise ValueError("only a part of each head is rotated")
+        half = self._head_size // 2
+        self.tables = cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
-from lit_grpo.memory import is_out_of_memory
+from lit_grpo.memory import in_one_copy, is_out_of_memory
 from lit_grpo.policy.architecture.decoder import compute_dtype
 from lit_grpo.policy.architecture.logits import token_head
 from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
-from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
 from lit_grpo.rollout.sampling import entropy, sample_tokens, to_host
 from lit_grpo.rollout.slots.attention import KVShape
@@ -215,7 +214,8 @@ class SlotGenerator(Versioned):
         for group in groups:
             self._expected.pop(group, None)
         self._released |= groups
-        self._kept.drop(groups)
+        if self._kept.num_tokens:
+            self._kept.drop(groups)
         self._forget_prompts()
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
@@ -314,7 +314,8 @@ class SlotGenerator(Versioned):
         cache, budget = self._cache, self.budget
         assert budget is not None
         entering = cache.tokens_of([request.prefix.num_tokens for request in self._incoming])
-        self._kept.fit(self._room_to_keep(entering))
+        if self._kept.num_tokens:
+            self._kept.fit(self._room_to_keep(entering))
         in_use = self._kept.num_tokens + cache.allocated_tokens
         if in_use + 2 * self._num_in_flight * cache.max_tokens + AHEAD_TOKENS <= budget.tokens:
             cache.most_entries = self.num_slots

@@ -17,7 +17,7 @@ import torch
 
 from lit_grpo.policy.architecture.decoder import compute_dtype
 from lit_grpo.rollout.slots.attention import Attention
-from lit_grpo.rollout.slots.fused import FusedDecoder
+from lit_grpo.rollout.slots.forward import FusedDecoder
 from lit_grpo.rollout.slots.kv.tables import RowTables
 
 _FIRST_BUCKETS, _BUCKET_STEP = (1, 2, 4), 8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lit_grpo.process.copies import in_one_copy
+from lit_grpo.memory import in_one_copy
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.rollout.sampling import request_key, uniform
 from lit_grpo.types import Request, Trajectory

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.data.overlap import REMEDY, shared_validation
-from lit_grpo.policy.loading import embeddings, eos_token_ids
+from lit_grpo.policy.loading import embeddings
+from lit_grpo.policy.spec import eos_token_ids
 from lit_grpo.process.terminal import on_one_line
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import WIDTH, Finding

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from lit_grpo.environments.plugin import Trajectories
-from lit_grpo.policy.loading import eos_token_ids
+from lit_grpo.policy.spec import eos_token_ids
 from lit_grpo.process.terminal import on_one_line
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.tools.doctor.patient import Patient

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lit_grpo.process.copies import in_one_copy
+from lit_grpo.memory import in_one_copy
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Rollout
 from lit_grpo.update.plugin import Chunk

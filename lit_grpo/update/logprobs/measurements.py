@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lit_grpo.memory import in_one_read
 from lit_grpo.policy.sharding import compute
-from lit_grpo.process.copies import in_one_read
 from lit_grpo.update.logprobs.forward import head_logprobs, micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
 from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel

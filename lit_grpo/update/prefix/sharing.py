@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.decoder import attention_name, hidden_states
 from lit_grpo.policy.sharding import is_scattered
-from lit_grpo.process.copies import in_one_copy
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask

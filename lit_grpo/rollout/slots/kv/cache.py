@@ -14,8 +14,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.attention import ALL, Sight
-from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape, attention_weights
 from lit_grpo.rollout.slots.kv.shelves import Shelf, ShelfWriter, Stretch
 from lit_grpo.rollout.slots.kv.tables import RowTables
