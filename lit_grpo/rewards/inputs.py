@@ -6,12 +6,9 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
-
-if TYPE_CHECKING:
-    from lit_grpo.rewards.function import RewardFunction
 
 OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are the same for all rollouts."""
@@ -58,25 +55,6 @@ class Surroundings:
 
     state: TrainerState
     log_metric: Callable[[str, float], None]
-
-
-def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: Surroundings) -> list[dict[str, Any]]:
-    """Return the keyword arguments of each call of a function: one call for the group, or one for each rollout."""
-    columns = group.prompt.columns
-    names = function.names
-    if function.takes_columns:
-        others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if function.on_group else columns.keys()
-        names = (names | others) - function.bound
-    absent: dict[str, None] = {}
-    for name in (*OF_EPISODES[0], *OF_EPISODES[1]):
-        if name in function.names:
-            absent[name] = None
-    if function.on_group:
-        lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-        rows = [{**absent, **lists, **group_inputs(group, surroundings)}]
-    else:
-        rows = [{**absent, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts]
-    return [{name: row[name] for name in row if name in names} for row in rows]
 
 
 def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, Any]:

@@ -21,7 +21,15 @@ from lit_grpo.process.calls import Calls, CallTimeout
 from lit_grpo.process.processes import ProcessEnded
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardFunction, check_names
-from lit_grpo.rewards.inputs import Surroundings, TrainerState, call_arguments
+from lit_grpo.rewards.inputs import (
+    NOT_IN_TRL,
+    OF_EPISODES,
+    TRL_INPUTS,
+    Surroundings,
+    TrainerState,
+    group_inputs,
+    rollout_inputs,
+)
 from lit_grpo.types import Prompt, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
@@ -234,6 +242,25 @@ class RewardRunner(Listener):
         if function.name not in self._warned:
             self._warned.add(function.name)
             logger.warning("%s It counts as no reward, and its further errors are only counted.", sentence)
+
+
+def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: Surroundings) -> list[dict[str, Any]]:
+    """Return the keyword arguments of each call of a function: one call for the group, or one for each rollout."""
+    columns = group.prompt.columns
+    names = function.names
+    if function.takes_columns:
+        others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if function.on_group else columns.keys()
+        names = (names | others) - function.bound
+    absent: dict[str, None] = {}
+    for name in (*OF_EPISODES[0], *OF_EPISODES[1]):
+        if name in function.names:
+            absent[name] = None
+    if function.on_group:
+        lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
+        rows = [{**absent, **lists, **group_inputs(group, surroundings)}]
+    else:
+        rows = [{**absent, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts]
+    return [{name: row[name] for name in row if name in names} for row in rows]
 
 
 def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
