@@ -22,12 +22,6 @@ from rich.cells import cell_len
 
 from lit_grpo.display.cards import folded
 from lit_grpo.display.lines import as_plain, as_text, count, duration
-from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
-from rich.cells import cell_len
-from rich.console import Console
-
-from lit_grpo.display.cards import Card, folded
-from lit_grpo.display.lines import Field, as_plain, as_text, count, duration, fitting
 from lit_grpo.display.samples import transcript
 from lit_grpo.training.quiet import quiet
 

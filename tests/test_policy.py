@@ -20,7 +20,6 @@ from lit_grpo.policy.loading import (
     load_tokenizer,
 )
 from lit_grpo.policy.named import NAMED, TINY, resolve_policy
-from lit_grpo.policy.spec import eos_token_ids
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
