@@ -108,6 +108,10 @@ class Calls:
         finally:
             del self._ends[mark]
 
+    def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Call ``close`` once all that was started has been cancelled."""
+        self._keeper.at_end(close)
+
     async def call(
         self,
         function: Function,
