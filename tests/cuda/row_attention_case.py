@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
@@ -61,3 +62,5 @@ def main(device: str, num_steps: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # the interpreter's threads would be waited for

@@ -28,6 +28,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tests.doubles.row_attention import attend_by_tables
+
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
 Place = Literal["host", "pinned", "gpu"]
@@ -412,6 +414,22 @@ def _engine(mode: _Mode, own: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _row_attention(ledger: Ledger) -> Callable[..., Any]:
+    """Return what finds the kernels of a decode step: two, which are computed on the host from the same tables."""
+
+    def attend(*args: Any) -> None:
+        def run() -> None:
+            with _disable_current_modes(), torch.no_grad():
+                attend_by_tables(*args)
+
+        run()
+        ledger.launches += 2
+        if ledger.tape is not None:
+            ledger.tape.append(run)
+
+    return lambda shape: attend if shape.device.type == "cuda" else None
+
+
 @contextmanager
 def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger]:
     """Have a GPU, for the code within; yields what it is asked for.
@@ -420,6 +438,8 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         free_gib: Memory that the driver says is free.
         total_gib: Memory that it says there is.
     """
+    import lit_grpo.rollout.slots.binding as binding
+    import lit_grpo.rollout.slots.generator as generator
     import lit_grpo.update.prefix.flex as flex
     import lit_grpo.update.prefix.sharing as sharing
 
@@ -435,6 +455,8 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         },
         torch.autograd: {"_engine_run_backward": _engine(mode, torch.autograd._engine_run_backward)},  # pyright: ignore
         torch._C: {"_group_tensors_by_device_and_dtype": _grouped(torch._C._group_tensors_by_device_and_dtype)},
+        binding: {"row_attention": _row_attention(ledger)},
+        generator: {"row_attention": _row_attention(ledger)},
         flex: {"_compiled_mask": lambda: _uncompiled(ledger, flex.create_block_mask)},
         sharing: {"flex_prefix_attention": _dense_attention},
     }

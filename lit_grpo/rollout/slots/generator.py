@@ -18,14 +18,14 @@ from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
 from lit_grpo.rollout.sampling import entropy, sample_tokens, to_host
 from lit_grpo.rollout.slots.attention import KVShape
-from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
+from lit_grpo.rollout.slots.binding import check_slot_support, row_attention, slot_context
 from lit_grpo.rollout.slots.copies import check_packing
 from lit_grpo.rollout.slots.forward import DecodingMode, decode_step, prefill
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget, check_request, kv_budget_bytes
-from lit_grpo.rollout.slots.kv.tables import RowTables, row_attention
+from lit_grpo.rollout.slots.kv.tables import RowTables
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncError, check_complete
 from lit_grpo.scheduling.layouts import prompt_room

@@ -144,13 +144,14 @@ def attend_rows(tables: RowTables, layer: int, inputs: AttentionInputs, output: 
     parts = torch.empty((rows * heads * splits, queries, size), dtype=torch.float32, device=query.device)
     totals = torch.empty((rows * heads * splits, 2, queries), dtype=torch.float32, device=query.device)
     shape: dict[str, Any] = {"HEADS": heads, "GROUP": group, "QUERIES": queries, "SIZE": size, "SPLITS": splits}
-    block = max(16, min(64, 2**14 // (size * query.element_size())))
+    block: Any = max(16, min(64, 2**14 // (size * query.element_size())))
+    precision: Any = "ieee" if query.dtype == torch.float32 else "tf32"
     pointers = tables.pointers
     _attend[rows, heads, splits](
         query, key, value, parts, totals, tables.columns, tables.segments, tables.bounds, tables.sizes, pointers,
         2 * layer * pointers.shape[1], (2 * layer + 1) * pointers.shape[1],
         query.stride(0), key.stride(0), value.stride(0), tables.segments.stride(0),
         inputs.scaling, inputs.sight.window or _NO_LIMIT, inputs.sight.chunk or _NO_LIMIT,
-        **shape, BLOCK=block, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        **shape, BLOCK=block, PRECISION=precision,
     )  # fmt: skip
     _merge[rows, heads](output, parts, totals, output.stride(0), **shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,20 +15,6 @@ if TYPE_CHECKING:
 
 RowAttention = Callable[["RowTables", int, AttentionInputs, torch.Tensor], None]
 """Attends as :func:`lit_grpo.rollout.slots.kv.kernel.attend_rows` does."""
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_SIZES = (16, 32, 64, 128, 256)
-
-
-def row_attention(shape: KVShape) -> RowAttention | None:
-    """Return the kernel that attends for keys and values of this shape, on a GPU where there is one for them."""
-    sizes = {size for layer in shape.layers for size in (layer.key_size, layer.value_size)}
-    if shape.device.type != "cuda" or find_spec("triton") is None or shape.dtype not in _DTYPES:
-        return None
-    if len(sizes) > 1 or not sizes.issubset(_SIZES):
-        return None
-    from lit_grpo.rollout.slots.kv.kernel import attend_rows
-
-    return attend_rows
 
 
 class RowTables:
@@ -104,7 +89,7 @@ class RowTables:
         }
 
     def take(self, there: dict[str, torch.Tensor], num_rows: int) -> None:
-        """Take the columns of the rows from what has been copied to the device, and the rest if it was laid out anew."""
+        """Take the columns of the rows from what has been copied to the device, and what has been laid out again."""
         if "segments" in there:
             self.columns.fill_(-1)
             for name in ("segments", "bounds", "sizes", "pointers"):
