@@ -95,6 +95,11 @@ def off(actual: Samples, expected: Samples) -> float:
     return max(abs(one - other) for one, other in pairs)
 
 
+def closeness(autocast: torch.dtype | None) -> float:
+    """How near two log-probs are to be: sums in another order can round to another number in bfloat16."""
+    return 1e-4 if autocast is None else 2e-3
+
+
 class Steps:
     """An optimization without a framework, in the precision of a run; it keeps each step's gradient, on the host."""
 
@@ -186,7 +191,7 @@ def check_slots(folder: Path, autocast: torch.dtype | None = None) -> None:
     with pretend_cuda() as gpu:
         policy: Any = random_policy()
         actual, counts = two_rollouts(policy.to("cuda"), folder, autocast, gpu)
-    assert max(off(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-4
+    assert max(off(one, other) for one, other in zip(actual, expected, strict=True)) < closeness(autocast)
     assert set(counts.waits) == {1} and set(counts.unpinned) == {0}, counts.lines
     assert sorted(counts.pinned)[len(counts.pinned) // 2] == 1
 
