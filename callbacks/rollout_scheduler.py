@@ -118,7 +118,7 @@ class RolloutScheduler(pl.Callback):
             return []
         rule, number = self.session.prompt_rule, len(loaded_prompts(trainer).get("train", ()))
         batches = -(-updates // module.settings.updates_per_batch)
-        asked = batches * data.batch_size * trainer.world_size * (1 if rule is None else rule.num_candidates)
+        asked = batches * data.batch_size * trainer.world_size * (1 if rule is None else rule.prompt_candidates)
         said = f"asks for {asked} of {number} training prompts, each once"
         once = Requirement("this run", changes={"revisits": said}, remedy="raise trainer.max_steps", fixed=True)
         return list(clashing([*self.session.parts(), replace(once, chosen=asked <= number)]))

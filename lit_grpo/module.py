@@ -33,7 +33,7 @@ from lit_grpo.checks import (
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.findings.batches import BatchWatch
 from lit_grpo.metrics import rollout_metrics, staleness_shares
-from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, overriding
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
@@ -58,7 +58,7 @@ from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings, make_reference
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin, TrainingRun
+from lit_grpo.update.plugin import TrainingRun
 from lit_grpo.update.prefix.support import prefix_refusal
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class GRPOModule(EvaluationModule):
     # ---- set-up -----------------------------------------------------------------------------------
 
     def set_plugins(self, *plugins: Plugin) -> None:
-        """Learn as those of :class:`lit_grpo.update.plugin.LearningPlugin` decide; others are passed over.
+        """Learn as plug-ins decide that override hooks of the update; others are passed over.
 
         :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run; call it yourself only where rollouts come
         from elsewhere.
@@ -215,7 +215,7 @@ class GRPOModule(EvaluationModule):
             ValueError: One does not fit the run's numbers, or does not go with the objective.
         """
         facts = self.facts()
-        learning = [plugin for plugin in plugins if isinstance(plugin, LearningPlugin)]
+        learning = overriding(plugins, *UPDATE_HOOKS)
         for plugin in learning:
             plugin.check(facts)
         self.settings.set_plugins(*learning)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from lit_grpo.budgets.history import NUM_RECENT
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import check_fields
 
@@ -14,11 +15,18 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from lit_grpo.budgets.allocation import Tally
+    from lit_grpo.budgets.history import Record
+    from lit_grpo.budgets.rewriting import TextWriter
     from lit_grpo.findings.reward_curves import Finding
+    from lit_grpo.ranks import Ranks
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import Observation, StepEvents
     from lit_grpo.scheduling.ledger import RequestLedger
-    from lit_grpo.types import Completion, Key, PassRule, Request, RolloutGroup, SamplePath
+    from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplePath
+    from lit_grpo.update.advantages.estimator import GroupRewards
+    from lit_grpo.update.objective.tokens import Tokens
+    from lit_grpo.update.plugin import Chunk, LearningBatch, SquaredNorm, Term, TrainingRun, Visit
 
 AllGather = Callable[[Any], list[Any]]
 """Brings a value of each rank together, in the order of the ranks; all ranks call it together."""
@@ -200,36 +208,47 @@ class Plugin(Listener):
             def metrics(self, all_gather):
                 return {"mine/longest": float(max(all_gather(self.longest)))}
 
-    A plug-in that decides something derives from the class that does so, and at most one plug-in of a run has each of
-    these :attr:`roles`:
+    And smaller advantages for long completions::
 
-    ===============================================  =============================================================
-    :class:`lit_grpo.budgets.prompts.PromptRule`     which prompts are asked when they are due
-    :class:`lit_grpo.budgets.rewriting.Rewriting`    what a prompt is asked with
-    :class:`lit_grpo.budgets.allocation.Allocation`  how many completions each prompt gets, in how many rounds
-    :class:`lit_grpo.budgets.allocation.Replacement` how many prompts are asked in place of groups without signal
-    :class:`lit_grpo.rollout.rules.RolloutMode`      when groups leave the buffer, and what becomes of the others
-    :class:`lit_grpo.update.plugin.LearningPlugin`   which rollouts and tokens are learnt from, with which advantages,
-                                                     in which chunks, with which further term of the loss, and how many
-                                                     prompts a batch has: a role for each of these that it overrides
-    ===============================================  =============================================================
+        @dataclass
+        class ByLength(Plugin):
+            cost: float = 0.001
+
+            def shape_advantages(self, batch, advantages):
+                return [
+                    [value - self.cost * each.completion.num_sampled for value, each in zip(values, group.rollouts)]
+                    for values, group in zip(advantages, batch.groups)
+                ]
+
+    Some hooks decide something that only one plug-in of a run may decide; :data:`DECISIONS` lists them. A batch passes
+    the hooks of the update in this order: rollouts are chosen (:meth:`choose_rollouts`), the run's estimator compares
+    their rewards, their advantages change (:meth:`shape_advantages`), some are left out by comparison with the whole
+    batch (:meth:`choose_from_batch`), and turns or tokens get advantages of their own (:meth:`credit`). At each
+    optimizer step tokens are chosen (:meth:`token_mask`, :meth:`token_weights`) and long completions are cut
+    (:meth:`chunks`), the loss gets a further term (:meth:`loss_term`), norms of the gradient are measured
+    (:meth:`measured`), by which the size of batches may change (:meth:`batch_size`), and the learning rate of the step
+    is scaled (:meth:`step_scale`).
 
     Attributes:
-        role: What it decides, such as ``how many completions each prompt gets``; empty where it shares that with any.
-        needs: What it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`.
+        role: What it decides beside :data:`DECISIONS`, such as ``which completions are stopped early``, so that no
+            other plug-in with the same role joins it; empty if any may.
+        needs: What it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`. Hooks of :data:`DECISIONS`
+            have needs of their own. It is ``all_ranks`` if it compares groups in the update or calls
+            ``batch.all_gather`` there, ``whole_groups`` if it compares members of a group, ``plain_rewards`` if it uses
+            ``Rollout.reward``, and ``revisits`` if it goes by earlier visits of prompts.
         changes: What it takes away from others, by the same words: what to say of it after its name, such as ``lets
             groups leave in parts``.
-        remedy: What to do, other than leaving it out, where it does not go with another part.
         common: Whether all ranks remember the same, which checkpoints then keep once.
         evaluates: Whether it hears of rollouts of validation, test and predict too.
+        whitens: Whether credited tokens are given mean 0 and variance 1 over all tokens of a batch.
     """
 
     role: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     changes: ClassVar[Mapping[str, str]] = {}
-    remedy: ClassVar[str] = ""
     common: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
+    whitens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the fields against their annotations; a plug-in that checks more calls it first."""
@@ -237,18 +256,13 @@ class Plugin(Listener):
 
     # ---- before a run ---------------------------------------------------------------------------------
 
-    @property
-    def roles(self) -> Sequence[str]:
-        """What it decides, which no other plug-in of the run may decide."""
-        return [self.role] if self.role else []
-
     def requirement(self, name: str) -> Requirement:
         """Return what it needs of a run and takes away from others; overridden where that depends on a field's value.
 
         Args:
             name: What messages call it, such as ``rollout.plugins april``.
         """
-        return Requirement(name, self.needs, self.changes, self.remedy)
+        return Requirement(name, self.needs.union(*(each.needs for each in decided_by(self))), self.changes)
 
     def check(self, run: RunFacts) -> None:
         """Check its fields against a run's numbers, and note what they settle.
@@ -259,8 +273,6 @@ class Plugin(Listener):
 
     def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Check the policy that a run trains, and what takes its steps, before the first rollout.
-
-        Called for plug-ins of :class:`lit_grpo.update.plugin.LearningPlugin`.
 
         Raises:
             ValueError: It cannot act on them.
@@ -280,6 +292,115 @@ class Plugin(Listener):
 
     def on_policy_start(self, eos_ids: Sequence[int]) -> None:
         """The policy has been loaded, before the first rollout; a completion ends at any of ``eos_ids``."""
+
+    # ---- which prompts are asked, with what, and how often --------------------------------------------
+
+    @property
+    def prompt_candidates(self) -> int:
+        """From how many prompts that are due each one that is asked is taken.
+
+        With 1 a prompt is asked or not by its own chance, which is drawn. With more nothing is drawn: of so many times
+        as many prompts as are wanted, those with the largest chances are asked. Then a chance may be any number.
+        """
+        return 1
+
+    @property
+    def num_recent(self) -> int | None:
+        """Of how many of a prompt's last visits it needs the outcomes one by one (``Record.recent``); None for all."""
+        return NUM_RECENT
+
+    def prompt_state(self, prompts: Sequence[Prompt]) -> Mapping[str, float]:
+        """Return what the choice of prompts remembers at the beginning of a run: numbers by name, which are logged.
+
+        Args:
+            prompts: All training prompts.
+
+        Raises:
+            ValueError: The prompts lack a column that it needs.
+        """
+        return {}
+
+    def prompt_chance(self, prompt: Prompt, record: Record, state: Mapping[str, float]) -> float:
+        """Return the chance, from 0 to 1, that a prompt is asked when it is due.
+
+        Whether it is asked is drawn from a hash of the seed, its id and its visit, so that runs can be repeated.
+
+        Args:
+            prompt: The one that is due.
+            record: What its earlier visits have shown.
+            state: What :meth:`next_prompt_state` returned last.
+        """
+        return 1.0
+
+    def next_prompt_state(
+        self, state: Mapping[str, float], prompts: Sequence[Prompt], records: Sequence[Record]
+    ) -> Mapping[str, float]:
+        """Return what the choice of prompts remembers after a batch.
+
+        Args:
+            state: What it remembered before.
+            prompts: Those of all ranks that were asked.
+            records: Of each prompt, this visit included.
+        """
+        return state
+
+    def rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
+        """Return a training prompt as it is asked now, never longer than its :meth:`longest_rewrite`.
+
+        The loader marks it as ``altered`` if the policy reads something else than the row says; the history of prompts
+        then leaves the visit out. It keeps its ``prompt_id`` and ``visit``, and all ranks must rewrite alike.
+
+        Args:
+            prompt: As its row says.
+            writer: Puts text into prompts.
+        """
+        return prompt
+
+    def longest_rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
+        """Return a prompt with as many tokens as it may ever be asked with, or itself if it is never rewritten.
+
+        It is called for all training prompts before the run starts. The run checks that the longest of them fits into
+        the policy's context.
+
+        Raises:
+            ValueError: The prompt cannot be rewritten; the message goes on after the row's number, as in
+                ``has no column 'solution'``.
+        """
+        return prompt
+
+    def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+        """Return how many completions each of some prompts gets to begin with.
+
+        Args:
+            records: What is known of each prompt; ``mean_tokens`` of a new one is that of all prompts, if any is known,
+                else 0.
+            num_generations: ``model.num_generations``.
+            num_prompts: Prompts of an update, on each rank, if a mode opens more or fewer of them; by default these.
+        """
+        return [num_generations] * len(records)
+
+    def next_round(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+        """Return how many more a prompt gets, all of which so far have been rewarded; 0 ends it.
+
+        Args:
+            num_rewarded: Completions with a reward.
+            num_passed: Those of them that passed.
+            num_rounds: Rounds that it has had, 1 or more.
+            num_first: Completions of the first of them.
+        """
+        return 0
+
+    def shared_round(self, tallies: Sequence[Tally], num_rounds: int, num_generations: int) -> list[int]:
+        """Return how many more each prompt of this rank's batch gets, once all have been rewarded; all 0 ends it.
+
+        It takes the place of :meth:`next_round` for a plug-in that compares prompts.
+
+        Args:
+            tallies: Of the prompts, in the order of their ids.
+            num_rounds: Rounds that there have been, 1 or more.
+            num_generations: ``model.num_generations``.
+        """
+        return [0] * len(tallies)
 
     # ---- a batch; what happens in its rollout is told by the hooks of a listener ----------------------
 
@@ -315,6 +436,200 @@ class Plugin(Listener):
         """
         return num_prompts
 
+    def on_train_start(self, run: TrainingRun) -> None:
+        """Training begins or goes on; what a checkpoint had is loaded, and nothing has been sampled yet.
+
+        Raises:
+            ValueError: It cannot act on the run.
+        """
+
+    # ---- what the policy learns from a batch ----------------------------------------------------------
+
+    @property
+    def begins_with(self) -> Mapping[str, float]:
+        """Fields whose values move over the run, with the values that they begin with: ``{"first_keep": 4}``."""
+        return {}
+
+    def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor | GroupRewards:
+        """Return which rollouts are trained on, by comparison within their groups: booleans, shape R.
+
+        The others were sampled and rewarded, and their rewards count in the statistics of the estimator, unless
+        ``batch.rewards.only(chosen_R)`` is returned in place of the booleans: then those of the chosen ones alone do.
+        """
+        return ~batch.rewards.rewards_R.isnan()
+
+    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        """Return an advantage for each rollout of each group.
+
+        Args:
+            batch: Groups with any number of rollouts each.
+            advantages: The estimator's, in the same order; NaN for one that is not trained on, which stays so.
+        """
+        return advantages
+
+    def choose_from_batch(self, batch: LearningBatch, advantages_R: torch.Tensor, num_groups: int) -> torch.Tensor:
+        """Return which rollouts are trained on, by comparison within the batch: booleans, shape R; needs ``all_ranks``.
+
+        Args:
+            batch: The part of the batch on this rank.
+            advantages_R: Of the rollouts of all ranks; NaN for those that are not trained on.
+            num_groups: Number of groups of all ranks.
+        """
+        return ~advantages_R.isnan()
+
+    def credit(
+        self, group: RolloutGroup, advantages: Sequence[float]
+    ) -> Sequence[Sequence[float] | torch.Tensor] | None:
+        """Return for each rollout of a group an advantage for each of its turns, or for each token trained on.
+
+        For example, half of an advantage for what each turn earned by itself (``rollout.turn_rewards``, which an
+        environment gives) beside that of the whole::
+
+            def credit(self, group, advantages):
+                mean = fmean(reward for rollout in group.rollouts for reward in rollout.turn_rewards)
+                return [
+                    [advantage + 0.5 * (reward - mean) for reward in rollout.turn_rewards]
+                    for rollout, advantage in zip(group.rollouts, advantages)
+                ]
+
+        Args:
+            group: Of any number of rollouts.
+            advantages: One per rollout; NaN for one that is not trained on, whose values are ignored.
+
+        Returns:
+            For each rollout a sequence of numbers, one per turn, or a tensor of shape ``(completion.num_trained,)``,
+            one per token; None if all have their rollout's.
+        """
+        return None
+
+    def old_logprobs(self, batch: LearningBatch, several_steps: bool) -> Mapping[Key, torch.Tensor] | None:
+        """Return the log-probs in the denominator of probability ratios, by completion, shape ``num_trained``.
+
+        Called before the first step on a batch, by all ranks together. A value that is NaN is the log-prob of the pass
+        that trains on the token, which the policy now has to have sampled.
+
+        Args:
+            batch: Of the policy before its first step on the batch.
+            several_steps: Whether there are several: the policy of the later passes is another one.
+
+        Returns:
+            None if all log-probs are those of the pass that trains on the token.
+        """
+        return None
+
+    # ---- at each optimizer step -----------------------------------------------------------------------
+
+    def proximal_logprobs(
+        self, logprobs_N: torch.Tensor, sampled_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
+    ) -> torch.Tensor:
+        """Return the log-probs in the denominator of a micro-batch's ratios, in place of :meth:`old_logprobs`.
+
+        Args:
+            logprobs_N: Of the policy now, with gradient; the result has none.
+            sampled_logprobs_N: Those that the tokens were sampled with.
+            versions_N: Versions of the policy that sampled the tokens.
+            version: Of the policy now.
+        """
+        return sampled_logprobs_N
+
+    def token_metrics(self, tokens: Tokens) -> Mapping[str, torch.Tensor]:
+        """Return values of a micro-batch's tokens by name, shape N, whose means over all tokens are logged."""
+        return {}
+
+    def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
+        """Return which tokens are trained on, bool by completion; None for all. Called before each optimizer step.
+
+        Args:
+            batch: The batch, whose ``version`` and ``progress`` are those of the step.
+            rollouts: Those of the step on this rank, with their advantages.
+        """
+        return None
+
+    def token_weights(self, rollouts: Sequence[Rollout], version: int) -> Mapping[Key, torch.Tensor] | None:
+        """Return what each token counts that would be trained on, by completion; None if each counts 1.
+
+        Called once for each part of an optimizer step, and again where the part is taken again: the same rollouts and
+        version have the same weights. A token of weight 0 is not trained on, and those after the last token with a
+        weight do not go through the policy: the row is shorter. The step's denominator is still of all tokens, so the
+        gradient is that of all in expectation where each weight is 1 on average. A plug-in that has weights changes
+        ``whole_completions``.
+
+        Args:
+            rollouts: Of a step on this rank, each with a token that would be trained on.
+            version: Of the policy that takes the step.
+
+        Returns:
+            Float32, shape ``num_trained`` of each completion.
+        """
+        return None
+
+    @property
+    def largest_chunk(self) -> int | None:
+        """The largest number of tokens of a chunk; None if no completion is cut."""
+        return None
+
+    def chunks(self, completion: Completion, version: int) -> Sequence[Chunk]:
+        """Return the chunks of a completion in their order, without a gap; none if it goes through whole.
+
+        A chunk is a micro-batch of its own, and the last has its turn first. Keys and values of the chunks before it
+        have been computed without a gradient; its backward pass leaves theirs
+        (:class:`lit_grpo.update.prefix.carried.CarriedSpan`). The gradient is that of the whole completion. It is
+        called again where a step is taken again: the same completion and version have the same chunks. A plug-in that
+        has chunks sets :attr:`largest_chunk`.
+
+        Args:
+            completion: Trained on.
+            version: Of the policy that takes the step.
+        """
+        return ()
+
+    def loss_term(self, policy: PreTrainedModel, visit: Visit, ranks: Ranks) -> Term | None:
+        """Return what is added to the loss of an optimizer step, before its first backward pass.
+
+        The log of ``loss`` stays the objective's.
+
+        Args:
+            policy: The policy being trained.
+            visit: Calls a function for each micro-batch of the step, with what sends it through the policy's layers
+                without gradient, and with what its tokens count. All ranks call it together or not at all.
+            ranks: Of the run.
+        """
+        return None
+
+    @property
+    def entropy_coefficient(self) -> float:
+        """Weight of the entropy bonus in the next step, in place of ``model.objective.entropy.coefficient``."""
+        return 0.0
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts of its prompts a step's gradient is added up, for :meth:`measured`."""
+        return 1
+
+    def measured(self, norms: Sequence[SquaredNorm]) -> None:
+        """A step's gradient has been added up; its norms after each part, and of the whole, on all ranks alike."""
+
+    def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
+        """Return the factor of the learning rate of a step; several plug-ins' factors are multiplied.
+
+        All ranks call it together, unless the step's loss or gradient is not finite.
+
+        Args:
+            log_weights_C: Log of policy / behavior policy of each completion that went through the policy in the step,
+                on this rank: the sum over its tokens, not truncated.
+            all_gather: See :data:`AllGather`.
+        """
+        return 1.0
+
+    def on_optimizer_step(self, version: int, entropy: float) -> None:
+        """An optimizer step has been taken; all ranks call it.
+
+        Args:
+            version: Number of optimizer steps that the policy has had, with this one.
+            entropy: Mean entropy of the tokens that the step trained on, over all ranks, in nats; NaN if there are
+                none, or if loss or gradient are not finite, so that the step changed no weight.
+        """
+
     # ---- checkpoints, and the end ---------------------------------------------------------------------
 
     def findings(self) -> Sequence[Finding]:
@@ -342,9 +657,68 @@ def fresh(plugin: Copied) -> Copied:
     return begun
 
 
-def overriding(listeners: Iterable[Kind], *hooks: str, base: type[Listener] = Plugin) -> list[Kind]:
-    """Return those that override any of these hooks of a base class; the others need not be called."""
-    return [each for each in listeners if any(getattr(type(each), hook) is not getattr(base, hook) for hook in hooks)]
+def overriding(listeners: Iterable[Kind], *hooks: str) -> list[Kind]:
+    """Return those that override any of these hooks; the others need not be called."""
+    return [each for each in listeners if any(getattr(type(each), hook) is not getattr(Plugin, hook) for hook in hooks)]
+
+
+class Decision(NamedTuple):
+    """Something that at most one plug-in of a run may decide.
+
+    Args:
+        what: For messages, as in ``which both decide ...``.
+        hooks: The hooks of :class:`Plugin` that decide it.
+        needs: What deciding it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`.
+    """
+
+    what: str
+    hooks: tuple[str, ...]
+    needs: frozenset[str] = frozenset()
+
+
+ROUNDS = ("next_round", "shared_round")
+"""Hooks that give prompts further completions once earlier ones have their rewards."""
+DECISIONS = (
+    Decision("which prompts are asked", ("prompt_chance",), frozenset({"whole_groups", "prompt_stream"})),
+    Decision("what prompts are asked with", ("rewrite",), frozenset({"prompt_stream"})),
+    Decision("how many completions each prompt gets", ("first_round", *ROUNDS)),
+    Decision(
+        "how many more completions each prompt gets", ROUNDS, frozenset({"whole_rollouts", "separate_completions"})
+    ),
+    Decision("what turns are answered by", ("on_turn",)),
+    Decision("which rollouts are learnt from", ("choose_rollouts", "choose_from_batch", "token_mask", "token_weights")),
+    Decision("what each rollout is learnt from with", ("shape_advantages",)),
+    Decision("what each turn is learnt from with", ("credit",)),
+    Decision("which completions go through the policy in chunks", ("chunks",)),
+    Decision("what is added to the objective's loss", ("loss_term",)),
+    Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs")),
+    Decision("how much the entropy bonus counts", ("entropy_coefficient",)),
+    Decision("how many prompts a batch has", ("measured", "batch_size")),
+)
+UPDATE_HOOKS = (
+    "choose_rollouts",
+    "shape_advantages",
+    "choose_from_batch",
+    "credit",
+    "token_mask",
+    "token_weights",
+    "chunks",
+    "loss_term",
+    "old_logprobs",
+    "proximal_logprobs",
+    "token_metrics",
+    "entropy_coefficient",
+    "measured",
+    "step_scale",
+    "on_train_start",
+    "on_optimizer_step",
+)
+"""Hooks that a learner calls."""
+
+
+def decided_by(plugin: Plugin) -> list[Decision]:
+    """Return what a plug-in decides by the hooks that it overrides."""
+    return [decision for decision in DECISIONS if overriding([plugin], *decision.hooks)]
 
 
 class RunFacts:

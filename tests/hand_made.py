@@ -16,7 +16,7 @@ from conftest import ALPHABET, random_policy, save_tokenizer
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Answer, Listener, Resume
+from lit_grpo.plugins import Answer, Listener, Plugin, Resume
 from lit_grpo.policy.sharding import full_tensor
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
@@ -36,7 +36,7 @@ from lit_grpo.types import (
 )
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow, RowPart, lay_out, lay_out_padded
-from lit_grpo.update.plugin import LearningBatch, LearningPlugin
+from lit_grpo.update.plugin import LearningBatch
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
@@ -221,7 +221,7 @@ def sgd(lr: float) -> Any:
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
-def make_module(policy: str | Path, plugins: Sequence[LearningPlugin] = (), **options: Any) -> GRPOModule:
+def make_module(policy: str | Path, plugins: Sequence[Plugin] = (), **options: Any) -> GRPOModule:
     """A module that neither clips the gradient nor, unless told otherwise, changes a weight.
 
     It learns as ``plugins`` decide, without a scheduler that says so.

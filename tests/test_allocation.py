@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from hand_made import plugin
 
-from lit_grpo.budgets.allocation import Allocation, greedy, proportional
+from lit_grpo.budgets.allocation import greedy, proportional
 from lit_grpo.budgets.history import Record
 from lit_grpo.methods.dars import HardMore
 from lit_grpo.methods.divided import Proportional
 from lit_grpo.methods.knapsack import Knapsack, knapsack_value
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.sgpo import Buckets
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.update.advantages.estimator import Advantages
 
@@ -61,7 +61,7 @@ def test_the_knapsack_is_the_best_division_of_all_that_its_rule_allows(seed: int
     least, most, alpha = 2, rng.randint(4, 9), rng.choice([0.5, 0.9, 0.99])
     budget = rng.randint(least * len(rates), (most + 1) * len(rates))
     rule = Knapsack(budget=budget, least=least, most=most, alpha=alpha)
-    counts = rule.first(at(*rates), 8)
+    counts = rule.first_round(at(*rates), 8)
     worth, of_unsolved, _ = max(plain_knapsack(rates, budget, least, most, alpha))
     own = math.fsum(knapsack_value(count, rate) for count, rate in zip(counts, rates, strict=True) if 0 < rate < 1)
     unsolved = [count for count, rate in zip(counts, rates, strict=True) if rate == 0]
@@ -70,15 +70,15 @@ def test_the_knapsack_is_the_best_division_of_all_that_its_rule_allows(seed: int
     assert not unsolved or max(unsolved) - min(unsolved) <= 1
 
 
-@pytest.mark.parametrize("rule", [Knapsack(), Proportional(), Allocation()])
+@pytest.mark.parametrize("rule", [Knapsack(), Proportional(), Plugin()])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 1.0, None])
-def test_prompts_that_are_alike_get_num_generations_each(rule: Allocation, rate: float | None) -> None:
-    assert rule.first(at(*[rate] * 7), 12) == [12] * 7
+def test_prompts_that_are_alike_get_num_generations_each(rule: Plugin, rate: float | None) -> None:
+    assert rule.first_round(at(*[rate] * 7), 12) == [12] * 7
 
 
 @pytest.mark.parametrize("rule", [Knapsack(budget=100), Proportional(budget=100), Knapsack(budget=100, most=30)])
-def test_the_budget_is_spent_and_a_new_prompt_gets_an_equal_share(rule: Allocation) -> None:
-    counts = rule.first(at(0.1, None, 0.5, 1.0, None, 0.9), 4)
+def test_the_budget_is_spent_and_a_new_prompt_gets_an_equal_share(rule: Plugin) -> None:
+    counts = rule.first_round(at(0.1, None, 0.5, 1.0, None, 0.9), 4)
     assert sum(counts) == 100 and min(counts) >= 2
     assert counts[1] == 17 and counts[4] == 16
     assert counts[0] > counts[3] and counts[2] > counts[3]
@@ -128,7 +128,7 @@ def long(*tokens: float, rate: float = 0.5) -> list[Record]:
 @pytest.mark.parametrize("name", ["uniform", "knapsack", "variance"])
 def test_a_budget_of_tokens_is_spent_to_less_than_a_completion(name: str) -> None:
     records = [*long(10, 100, 40), Record(mean_tokens=50)]
-    counts = plugin(f"{name}:tokens=2000").first(records, 8)
+    counts = plugin(f"{name}:tokens=2000").first_round(records, 8)
     spent = 10 * counts[0] + 100 * counts[1] + 40 * counts[2] + 50 * counts[3]
     assert 1900 < spent <= 2000 and min(counts) >= 2
     if name == "knapsack":  # equal in all else, the short ones are cheaper
@@ -139,17 +139,16 @@ def test_a_budget_of_tokens_is_spent_to_less_than_a_completion(name: str) -> Non
 
 def test_tokens_are_counted_from_the_first_length_on_and_each_prompt_gets_the_least() -> None:
     rule = plugin("uniform:tokens=1000")
-    assert rule.first(at(None, None), 8) == [8, 8]  # nothing is known of any length
-    assert rule.first(long(400, 900), 8) == [2, 2]
-    assert rule.first(long(10, 10), 8, 4) == [25, 25]  # of an update of four prompts, half
-    assert plugin("uniform:tokens=1000,most=20").first(long(10, 10), 8) == [20, 20]
-    assert plugin("uniform:budget=12").first(at(0.5, None), 8) == [6, 6]
-    assert rule.goes_by_lengths and not plugin("uniform").goes_by_lengths
+    assert rule.first_round(at(None, None), 8) == [8, 8]  # nothing is known of any length
+    assert rule.first_round(long(400, 900), 8) == [2, 2]
+    assert rule.first_round(long(10, 10), 8, 4) == [25, 25]  # of an update of four prompts, half
+    assert plugin("uniform:tokens=1000,most=20").first_round(long(10, 10), 8) == [20, 20]
+    assert plugin("uniform:budget=12").first_round(at(0.5, None), 8) == [6, 6]
 
 
 def test_buckets_are_powers_of_two_that_expect_a_pass() -> None:
     rates = (1.0, 0.6, 0.5, 0.4, 0.25, 0.2, 0.1, 0.0, None)
-    assert Buckets().first(at(*rates), 16) == [2, 2, 2, 4, 4, 8, 8, 8, 16]
+    assert Buckets().first_round(at(*rates), 16) == [2, 2, 2, 4, 4, 8, 8, 8, 16]
 
 
 DARS = {  # by whether a deviation divides, and how many of 12 pass: what schedule_ET and schedule_HW return
@@ -175,24 +174,26 @@ DARS = {  # by whether a deviation divides, and how many of 12 pass: what schedu
 def test_the_schedule_of_dars_goes_by_what_the_run_divides_advantages_by(advantages: Advantages, more: int) -> None:
     session = RolloutSession({"dars_equal": HardMore(most=32)})
     session.check(RunFacts(4, 12, 16, 1, divided_advantages=advantages.divides_groups), [])
-    assert session.allocation.more(12, 1, 1, 12) == more
+    assert session.allocation.next_round(12, 1, 1, 12) == more
 
 
 def test_a_balanced_prompt_ends_once_both_kinds_are_there_or_rounds_are_over() -> None:
     rule = Balanced(rounds=4, passed=2, failed=2)
-    assert [rule.more(8, passed, 1, 8) for passed in (0, 1, 2, 6, 7, 8)] == [8, 8, 0, 0, 8, 8]
-    assert rule.more(24, 1, 3, 8) == 8 and rule.more(32, 1, 4, 8) == 0
+    assert [rule.next_round(8, passed, 1, 8) for passed in (0, 1, 2, 6, 7, 8)] == [8, 8, 0, 0, 8, 8]
+    assert rule.next_round(24, 1, 3, 8) == 8 and rule.next_round(32, 1, 4, 8) == 0
     positive = plugin("balanced:passed=1,failed=0")
-    assert positive.more(8, 0, 1, 8) == 8 and positive.more(8, 1, 1, 8) == positive.more(8, 8, 1, 8) == 0
+    assert (
+        positive.next_round(8, 0, 1, 8) == 8 and positive.next_round(8, 1, 1, 8) == positive.next_round(8, 8, 1, 8) == 0
+    )
 
 
 @dataclass
-class Mine(Allocation):
+class Mine(Plugin):
     """A user's own."""
 
     size: int = 3
 
-    def first(self, records: object, num_generations: int, num_prompts: int | None = None) -> list[int]:
+    def first_round(self, records: object, num_generations: int, num_prompts: int | None = None) -> list[int]:
         return [self.size] * num_generations
 
 
@@ -202,9 +203,9 @@ DRAWS = 10_000
 
 
 @pytest.mark.parametrize("rule", [Knapsack(budget=40), Proportional(budget=40)])
-def test_a_budget_is_that_of_an_update_however_many_prompts_are_opened(rule: Allocation) -> None:
+def test_a_budget_is_that_of_an_update_however_many_prompts_are_opened(rule: Plugin) -> None:
     """A mode opens more prompts than a batch has at first, and fewer later."""
-    assert rule.first(at(*[None] * 8), 16, 4) == [10] * 8
-    assert rule.first(at(None), 16, 4) == [10]
-    assert sum(rule.first(at(0.2, 0.5, 0.9), 16, 4)) == 30
-    assert rule.first([], 16, 4) == []
+    assert rule.first_round(at(*[None] * 8), 16, 4) == [10] * 8
+    assert rule.first_round(at(None), 16, 4) == [10]
+    assert sum(rule.first_round(at(0.2, 0.5, 0.9), 16, 4)) == 30
+    assert rule.first_round([], 16, 4) == []

@@ -17,11 +17,11 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.methods.nat import Uniform
 from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.seco import SeCO, SpaCO
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import Chunk, LearningPlugin
+from lit_grpo.update.plugin import Chunk
 
 
 def long_groups() -> list[RolloutGroup]:
@@ -171,7 +171,7 @@ def test_what_does_not_go_with_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 6"):
         gradient(plugins=[SeCO(8)], max_tokens_per_micro_batch=6)
     assert make_plugins(["spaco:chunk=8,share=0.5"])["spaco"] == SpaCO(8, 0.5)
-    assert LearningPlugin().chunks(long_groups()[0].rollouts[0].completion, 0) == ()
+    assert Plugin().chunks(long_groups()[0].rollouts[0].completion, 0) == ()
 
 
 def test_chunks_that_no_completion_fills_twice_are_refused_where_some_are_to_be_left_out() -> None:

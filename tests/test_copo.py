@@ -11,10 +11,9 @@ import torch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods.copo import Blended
-from lit_grpo.plugins import GroupBatch, RunFacts, fresh
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
 from lit_grpo.types import Completion, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.functions import group_advantages
-from lit_grpo.update.plugin import LearningPlugin
 
 INF = math.inf
 
@@ -29,7 +28,7 @@ def group(name: str, texts: Sequence[str], rewards: Sequence[float]) -> RolloutG
     return RolloutGroup(prompt, members)
 
 
-def shape(rule: LearningPlugin, groups: Sequence[RolloutGroup], others: Sequence[float] = ()) -> list[list[float]]:
+def shape(rule: Plugin, groups: Sequence[RolloutGroup], others: Sequence[float] = ()) -> list[list[float]]:
     """What a rule makes of groups with advantages as plain GRPO's; another rank's groups have these mean rewards."""
     advantages = [
         group_advantages(
@@ -40,7 +39,9 @@ def shape(rule: LearningPlugin, groups: Sequence[RolloutGroup], others: Sequence
     ]
     return [
         list(its)
-        for its in rule.shape(GroupBatch(groups, 0, PassRule(), lambda value: [value, list(others)]), advantages)
+        for its in rule.shape_advantages(
+            GroupBatch(groups, 0, PassRule(), lambda value: [value, list(others)]), advantages
+        )
     ]
 
 
@@ -49,19 +50,19 @@ def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_w
     mixed = group("c", list("abcdefgh"), [1.0, 0.0] * 4)  # of 3 bits, above rho
     first, second, third = shape(Blended(), [right, wrong, mixed])
     assert first == pytest.approx([0.5 / (0.5 + 1e-4)] * 8) and second == pytest.approx([-value for value in first])
-    assert third == pytest.approx(shape(LearningPlugin(), [mixed])[0], rel=1e-4)
-    assert shape(LearningPlugin(), [right, wrong]) == [[0.0] * 8] * 2  # plain GRPO learns nothing from them
+    assert third == pytest.approx(shape(Plugin(), [mixed])[0], rel=1e-4)
+    assert shape(Plugin(), [right, wrong]) == [[0.0] * 8] * 2  # plain GRPO learns nothing from them
 
 
 def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() -> None:
     assert shape(Blended(), [group("a", ["1"] * 4, [1.0] * 4)]) == [[0.0] * 4]
     nothing = group("b", ["1"] * 2, [math.nan] * 2)
-    first, second = Blended().shape(
+    first, second = Blended().shape_advantages(
         GroupBatch([group("a", ["1"] * 2, [1.0] * 2), nothing], 0, PassRule(), lambda value: [value]),
         [[0.0, 0.0], [math.nan, math.nan]],
     )
     assert first == [0.0, 0.0] and all(map(math.isnan, second))
-    assert Blended().shape(
+    assert Blended().shape_advantages(
         GroupBatch([RolloutGroup(nothing.prompt, [])], 0, PassRule(), lambda value: [value]), [[]]
     ) == [[]]
 
@@ -76,7 +77,7 @@ def test_groups_of_all_ranks_are_compared() -> None:
 def test_without_a_global_part_it_is_the_estimators_rule() -> None:
     """Bit for bit."""
     gradients = []
-    for rule in (Blended(rho=-INF), LearningPlugin()):
+    for rule in (Blended(rho=-INF), Plugin()):
         learner, steps = make_learner(plugins=[rule])
         learner.learn(ragged_groups())
         gradients.append(steps.gradients[0])

@@ -12,15 +12,14 @@ import pytest
 import torch
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.types import OBSERVED, PassRule, Rollout, RolloutGroup
 from lit_grpo.update.assigning import give_credit
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class Alternating(LearningPlugin):
+class Alternating(Plugin):
     """The first turn has twice its rollout's advantage, the second ``other``, and so on."""
 
     other: float = -0.5
@@ -63,10 +62,10 @@ def test_each_turn_is_learnt_from_with_its_own(name: str, shares_prefix: bool) -
         assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
 
 
-class Falling(LearningPlugin):
+class Falling(Plugin):
     """Each token has ``1 / (1 + its place)`` of its rollout's advantage."""
 
-    def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
         return [
             torch.tensor([advantage / (1 + place) for place in _places(rollout)])
             for rollout, advantage in zip(group.rollouts, advantages, strict=True)
@@ -135,9 +134,9 @@ def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
     ],
 )
 def test_credit_of_tokens_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
-    class Wrong(LearningPlugin):
-        def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
-            return credited(group)
+    class Wrong(Plugin):
+        def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
+            return [torch.tensor(values) for values in credited(group)]
 
     with pytest.raises(ValueError, match=message):
         make_learner(plugins=[Wrong()])[0].learn(several_turns())
@@ -171,7 +170,7 @@ def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
     ],
 )
 def test_credit_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
-    class Wrong(LearningPlugin):
+    class Wrong(Plugin):
         def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
             return credited(group)
 

@@ -11,11 +11,12 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 
 from lit_grpo.budgets.history import Record
-from lit_grpo.budgets.prompts import PromptChooser, PromptRule
+from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.sources import RowSource
 from lit_grpo.methods.greso import Greso
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt, PromptBatch
 
 WORDS = [
@@ -416,8 +417,8 @@ def test_what_a_rule_remembers_goes_on_with_the_stream() -> None:
 
 
 @dataclass
-class Nobody(PromptRule):
-    def chance(self, prompt: object, record: object, state: object) -> float:
+class Nobody(Plugin):
+    def prompt_chance(self, prompt: object, record: object, state: object) -> float:
         return 0.0
 
 

@@ -13,9 +13,10 @@ import pytest
 from test_data import draw, numbered
 
 from lit_grpo.budgets.history import Outcome, Record, Visit
-from lit_grpo.budgets.prompts import PromptChooser, PromptRule
+from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods.dps import DynamicsPredictive, predicted
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
 SHARES = (0.0, 0.25, 1.0)
@@ -62,16 +63,16 @@ def test_a_prediction_is_that_of_all_sequences_of_states(seed: int) -> None:
 
 
 @dataclass
-class Table(PromptRule):
+class Table(Plugin):
     """Asks by numbers of the prompts."""
 
     candidates: int = 3
 
     @property
-    def num_candidates(self) -> int:
+    def prompt_candidates(self) -> int:
         return self.candidates
 
-    def chance(self, prompt: Prompt, record: Record, state: Any) -> float:
+    def prompt_chance(self, prompt: Prompt, record: Record, state: Any) -> float:
         return int(prompt.prompt_id.removeprefix("train/")) * 7 % 10
 
 
@@ -82,7 +83,7 @@ def test_the_largest_of_several_times_as_many_are_asked_and_the_others_come_agai
     for number, step in enumerate(draw(loader, 10)):
         due = whole[6 * number : 6 * number + 6]
         once = [place for at, place in enumerate(due) if place[0] not in [name for name, _ in due[:at]]]
-        best = sorted(once, key=lambda place: -rule.chance(Prompt(place[0], (1,), ""), Record(), {}))[:2]
+        best = sorted(once, key=lambda place: -rule.prompt_chance(Prompt(place[0], (1,), ""), Record(), {}))[:2]
         assert sorted(step) == sorted(best) and step == [place for place in due if place in best]
     assert loader.take_skipped() == 40 and loader.state_dict()["prompts_consumed"] == 60
 
@@ -125,6 +126,6 @@ def test_prompts_that_are_passed_in_part_are_asked_first_and_others_come_again()
 def test_what_was_expected_is_of_before_the_visit() -> None:
     rule = DynamicsPredictive()
     recent = (Outcome(0, 0.5), Outcome(1, 0.5), Outcome(2, 1.0))
-    learnt = rule.learn({"learnt_version": 1.0}, [PROMPT], [Record(3, recent=recent)])
+    learnt = rule.next_prompt_state({"learnt_version": 1.0}, [PROMPT], [Record(3, recent=recent)])
     assert learnt["partly_expected"] == pytest.approx(predicted(recent[:2], 2, 0.5)[1]) and not learnt["partly_passed"]
-    assert rule.learn(learnt, [], []) == learnt
+    assert rule.next_prompt_state(learnt, [], []) == learnt

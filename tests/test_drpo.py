@@ -14,11 +14,10 @@ from hand_made import MAX_TOKENS, full_logprobs, make_rollout
 from test_learner import make_learner
 
 from lit_grpo.methods.drpo import DecoupledLength
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup
 from lit_grpo.update.advantages import Advantages
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin
 
 RULE = PassRule("exact")
 NAN, INF = math.nan, math.inf
@@ -38,10 +37,10 @@ def group(*members: Rollout) -> RolloutGroup:
     return RolloutGroup(members[0].prompt, list(members))
 
 
-def shape(rule: LearningPlugin, members: RolloutGroup, advantages: Sequence[float] | None = None) -> list[float]:
+def shape(rule: Plugin, members: RolloutGroup, advantages: Sequence[float] | None = None) -> list[float]:
     """What a rule makes of one group; of advantages 0 where none are given."""
     given = [0.0] * len(members.rollouts) if advantages is None else advantages
-    return list(rule.shape(GroupBatch([members], 0, RULE, lambda value: [value]), [given])[0])
+    return list(rule.shape_advantages(GroupBatch([members], 0, RULE, lambda value: [value]), [given])[0])
 
 
 def objective(groups: Sequence[RolloutGroup], length_temperature: float, temperature: float) -> torch.Tensor:
@@ -103,7 +102,7 @@ def random_group(seed: int) -> RolloutGroup:
 def test_without_length_it_is_the_estimators_rule(scale: Any) -> None:
     """Bit for bit, for rewards of 0 and 1."""
     gradients = []
-    for rule in (DecoupledLength(length_temperature=INF, totals="estimator"), LearningPlugin()):
+    for rule in (DecoupledLength(length_temperature=INF, totals="estimator"), Plugin()):
         groups = [random_group(seed) for seed in range(4)]
         learner, steps = make_learner(advantages=Advantages(scale=scale), plugins=[rule])
         learner.learn(groups)

@@ -37,7 +37,7 @@ def by_formula(losses: list[dict[int, list[float]]], rule: PromptGDRO) -> list[f
 def test_weights_are_exponential_in_mean_losses(seed: int) -> None:
     rng = random.Random(seed)
     rule = PromptGDRO(rng.randint(2, 6), rng.uniform(0.1, 5), rng.uniform(0.05, 1), rng.uniform(0.01, 0.9))
-    state, losses = rule.begin([]), []
+    state, losses = rule.prompt_state([]), []
     for _ in range(rng.randint(0, 8)):
         batch: dict[int, list[float]] = {}
         records = []
@@ -47,23 +47,27 @@ def test_weights_are_exponential_in_mean_losses(seed: int) -> None:
             records.append(visited(*earlier, passed))
             share = sum(rate > 0 for rate in earlier) / len(earlier)
             batch.setdefault(min(math.floor(share * rule.bins), rule.bins - 1), []).append(1 - passed)
-        state = rule.learn(state, [], records)
+        state = rule.next_prompt_state(state, [], records)
         losses.append(batch)
     expected = by_formula(losses, rule)
     assert rule.shares(state) == pytest.approx(expected, abs=1e-12)
     for rates in ((0.0,), (0.0, 0.5), (0.5, 0.5)):
         record = visited(*rates)
-        assert rule.chance(PROMPT, record, state) == pytest.approx(expected[bin_of(record, rule.bins)] / max(expected))
+        assert rule.prompt_chance(PROMPT, record, state) == pytest.approx(
+            expected[bin_of(record, rule.bins)] / max(expected)
+        )
 
 
 def test_a_rare_group_counts_as_much_as_a_frequent_one_and_a_first_visit_nothing() -> None:
     rule = PromptGDRO(bins=2)
-    state = rule.learn(rule.begin([]), [], [visited(0.0, 0.0)] + [visited(1.0, 1.0)] * 99 + [visited(0.0)])
+    state = rule.next_prompt_state(
+        rule.prompt_state([]), [], [visited(0.0, 0.0)] + [visited(1.0, 1.0)] * 99 + [visited(0.0)]
+    )
     assert state == {"loss_of_bin/0": 1.0, "loss_of_bin/1": 0.0}
-    hard, easy = (rule.chance(PROMPT, visited(rate), state) for rate in (0.0, 1.0))
+    hard, easy = (rule.prompt_chance(PROMPT, visited(rate), state) for rate in (0.0, 1.0))
     of_hard, of_easy = 0.85 / (1 + math.exp(-2)) + 0.075, 0.85 / (1 + math.exp(2)) + 0.075
     assert hard == 1.0 and easy == pytest.approx(of_easy / of_hard)
-    assert rule.chance(PROMPT, Record(), state) == 1.0
+    assert rule.prompt_chance(PROMPT, Record(), state) == 1.0
     assert PromptChooser(rule, 0).metrics() == {"prompts/loss_of_bin/0": -1.0, "prompts/loss_of_bin/1": -1.0}
 
 
@@ -85,7 +89,7 @@ def test_a_division_has_the_least_noise_of_all(seed: int) -> None:
     least, most, bins = 2, rng.randint(3, 8), rng.choice([1, 3, 10])
     budget = rng.randint(least * len(rates), (most + 1) * len(rates))
     records = [Record(1, num_completions=8, pass_rate=rate) for rate in rates]
-    counts = RolloutGDRO(budget=budget, least=least, most=most, bins=bins).first(records, 8)
+    counts = RolloutGDRO(budget=budget, least=least, most=most, bins=bins).first_round(records, 8)
     assert sum(counts) == min(budget, most * len(rates))
     divisions = (
         each for each in itertools.product(range(least, most + 1), repeat=len(rates)) if sum(each) == sum(counts)

@@ -7,6 +7,7 @@ import importlib
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,7 +220,8 @@ def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> Prom
 
 
 def hinter_of(data: PromptDataModule) -> Hint:
-    hinter = data.train_dataloader()._rewriting  # pyright: ignore[reportPrivateUsage]
+    rewrite: Any = data.train_dataloader().rewrite
+    hinter = rewrite.func.__self__
     assert isinstance(hinter, Hint)
     return hinter
 
@@ -276,7 +278,7 @@ def test_a_strategy_stands_in_front_of_the_question(tokenizer: str, chat_tokeniz
 @pytest.mark.parametrize("hint", ["reference_hint:begin=0.9", 'strategy_hint:say=plan,between=" "'])
 def test_a_hint_is_cut_to_fit_and_the_prompt_never(tokenizer: str, hint: str, limit: int) -> None:
     if limit == 4:
-        with pytest.raises(ValueError, match=r"rollout\.plugins: no row of the list given has a hint that there is r"):
+        with pytest.raises(ValueError, match=r"rollout\.plugins: no row of the list given has a text for \w+ that"):
             data_of(tokenizer, hint, max_prompt_tokens=limit)
         return
     data = data_of(tokenizer, hint, max_prompt_tokens=limit)
@@ -299,18 +301,18 @@ def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> 
             return "a" if share == self.most else "abcdefghijklmnop"
 
     longer = fresh(LongAtFirst())
-    longer.writer = hinter_of(data).writer
-    data.train_dataloader()._rewriting = longer  # pyright: ignore[reportPrivateUsage]
+    loader: Any = data.train_dataloader()
+    loader.rewrite = partial(longer.rewrite, writer=loader.rewrite.keywords["writer"])
     assert {len(prompt.token_ids) for prompt in drawn(data, dict.fromkeys(["train/0"], FAILED))} == {13, 4}
 
 
 def test_ranks_get_the_same_hints_and_so_do_prompts_that_are_asked_instead(tokenizer: str) -> None:
-    hinter = hinter_of(data_of(tokenizer, "reference_hint"))
-    hinter.known = {f"train/{number}": FAILED for number in range(0, 10, 3)}
+    data = data_of(tokenizer, "reference_hint")
+    hinter_of(data).known = {f"train/{number}": FAILED for number in range(0, 10, 3)}
     prompts = data_of(tokenizer, "none").prompts["train"]
 
     def loader(size: int, rank: int = 0, ranks: int = 1) -> PromptLoader:
-        return PromptLoader(prompts, size, rank, ranks, 3, rewriting=hinter)
+        return PromptLoader(prompts, size, rank, ranks, 3, rewrite=data.train_dataloader().rewrite)
 
     whole = loader(4)
     one = next(iter(whole)).prompts
@@ -390,11 +392,15 @@ ROW = {"prompt": "1=", "solution": "a"}
         (
             "reference_hint",
             [{**ROW, "solution": "A"}],
-            r"row 0 of .* has a hint with characters that the tokenizer",
+            r"row 0 of .* has a text with characters that the tokenizer",
         ),
-        ("strategy_hint:say=do", ROWS, r"row 0 of .* has a hint with characters .* \('do\\n\\n'\); mend the row"),
-        (f"{__name__}.Numbers", ROWS, r"row 0 of .* gets a hint of type int, not text"),
-        ("reference_hint", [{**ROW, "solution": None}], "no row of the list given has a hint that there is room for"),
+        ("strategy_hint:say=do", ROWS, r"row 0 of .* has a text with characters .* \('do\\n\\n'\); mend the row"),
+        (f"{__name__}.Numbers", ROWS, r"row 0 of .* gets 7 of type int, not a text"),
+        (
+            "reference_hint",
+            [{**ROW, "solution": None}],
+            r"no row of the list given has a text for Ref\w+ that there is",
+        ),
     ],
 )
 def test_a_row_that_lacks_its_hint_is_told_before_anything_starts(

@@ -11,13 +11,13 @@ from test_learner import PlainSteps, make_learner, ragged_groups
 
 from lit_grpo.methods.nat import Prefix, RandomTokens, Uniform
 from lit_grpo.methods.vcpo import EffectiveSamples
+from lit_grpo.plugins import Plugin
 from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
-from lit_grpo.update.plugin import LearningPlugin
 
 DRAWS = 120
 
@@ -144,7 +144,7 @@ def test_what_comes_after_the_cut_does_not_go_through_the_policy(monkeypatch: py
 )
 def test_what_needs_whole_completions_is_refused(changes: dict[str, Any], said: str) -> None:
     changes = dict(changes)
-    others: list[LearningPlugin] = changes.pop("others", [])
+    others: list[Plugin] = changes.pop("others", [])
     with pytest.raises(ValueError, match=said + r".*Prefix learns from a random share of each completion's tokens, 0"):
         make_learner(**changes, plugins=[*others, Prefix()])
     make_learner(**changes, plugins=[*others, Prefix(1.0)])

@@ -19,13 +19,13 @@ from lit_grpo.compatibility import SHARDS, Requirement
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.noise_scale import Goodput, NoiseScale, NormTest, estimate
-from lit_grpo.plugins import AllGather, GroupBatch, RunFacts, fresh
+from lit_grpo.plugins import AllGather, GroupBatch, Plugin, RunFacts, fresh
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
+from lit_grpo.update.plugin import SquaredNorm
 
 SETTINGS: dict[str, Any] = {
     "objective": Objective(),
@@ -73,7 +73,7 @@ def test_what_cannot_be_told_apart_is_left_out() -> None:
 # ---- of a learner --------------------------------------------------------------------------------------
 
 
-class Hearing(LearningPlugin):
+class Hearing(Plugin):
     """Keeps what it hears."""
 
     def __init__(self, num_parts: int, scale: float = 1.0) -> None:
@@ -99,7 +99,7 @@ def groups() -> list[RolloutGroup]:
     return random_groups(random_policy(), REWARDS, noise=0.05)
 
 
-def gradient(of: list[RolloutGroup], sizer: LearningPlugin | None = None, **options: Any) -> torch.Tensor:
+def gradient(of: list[RolloutGroup], sizer: Plugin | None = None, **options: Any) -> torch.Tensor:
     learner, steps = make_learner(plugins=[] if sizer is None else [sizer], **options)
     learner.learn(of)
     return steps.gradients[0]

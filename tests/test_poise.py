@@ -13,10 +13,9 @@ from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline
-from lit_grpo.plugins import GroupBatch, RunFacts, fresh
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
-from lit_grpo.update.plugin import LearningPlugin
 
 AT = 4
 RULE = PassRule()
@@ -75,7 +74,7 @@ def learnt_from(seed: int, batches: int = 20) -> CrossRolloutBaseline:
 def shape(groups: Sequence[RolloutGroup]) -> np.ndarray:
     """What the rule makes of groups of one size."""
     return np.array(
-        CrossRolloutBaseline(AT).shape(
+        CrossRolloutBaseline(AT).shape_advantages(
             GroupBatch(groups, 0, RULE, alone), [[0.0] * len(each.rollouts) for each in groups]
         )
     )
@@ -137,7 +136,7 @@ def test_a_group_in_which_all_earn_the_same_is_learnt_from() -> None:
 def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
     """Bit for bit; and a rollout without another one has what the estimator gives it."""
     gradients = []
-    for rule in (CrossRolloutBaseline(AT), LearningPlugin()):
+    for rule in (CrossRolloutBaseline(AT), Plugin()):
         groups = ragged_groups()
         fresh(CrossRolloutBaseline(AT)).add_members(GroupBatch(groups, 0, RULE, alone))
         learner, steps = make_learner(plugins=[rule])
@@ -146,7 +145,7 @@ def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
     assert torch.equal(*gradients) and gradients[0].norm() > 0
     single = group("a", [1.0])
     single.rollouts[0].extra[VALUE] = 0.5
-    assert CrossRolloutBaseline(AT).shape(GroupBatch([single], 0, RULE, alone), [[0.125]]) == [[0.125]]
+    assert CrossRolloutBaseline(AT).shape_advantages(GroupBatch([single], 0, RULE, alone), [[0.125]]) == [[0.125]]
 
 
 def test_rollouts_that_ended_before_are_predicted_by_what_such_ones_had_beside_them() -> None:

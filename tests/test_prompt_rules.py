@@ -9,11 +9,12 @@ import pytest
 from hand_made import plugin
 
 from lit_grpo.budgets.history import LengthMoments, PromptHistory, Record, Visit
-from lit_grpo.budgets.prompts import PromptChooser, PromptRule
+from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.methods.curriculum import Curriculum
 from lit_grpo.methods.greso import Greso
 from lit_grpo.methods.near_half import NearHalf
 from lit_grpo.methods.sgpo import PhasedPrompts
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
 NAN = math.nan
@@ -95,20 +96,20 @@ def test_greso_asks_as_often_as_its_code(rates: list[float], chance: float) -> N
         passed = round(80 * rate)
         history.note([Visit("a", number, [1.0] * passed + [0.0] * (80 - passed), passed, 80, number)])
         history.commit()
-    assert Greso().chance(PROMPT, history["a"], {"easy": 0.6, "hard": 0.4}) == pytest.approx(chance, abs=1e-12)
+    assert Greso().prompt_chance(PROMPT, history["a"], {"easy": 0.6, "hard": 0.4}) == pytest.approx(chance, abs=1e-12)
 
 
 def test_greso_explores_less_where_too_many_prompts_are_easy_or_hard_from_the_second_epoch_on() -> None:
     easy, hard, mixed = Record(2, last_pass_rate=1.0), Record(2), Record(2, last_pass_rate=0.1)
     rule = Greso(target=0.24)  # 8% easy, 16% hard
-    begun = rule.begin([])
-    assert rule.learn(begun, [], [Record(1)] * 10) == begun == {"easy": 0.5, "hard": 0.5}
-    assert rule.learn(begun, [], [easy] * 9 + [hard] * 15 + [mixed] * 76) == {"easy": 0.49, "hard": 0.51}
-    assert rule.learn(begun, [], [easy] * 7 + [hard] * 17 + [mixed] * 76) == {"easy": 0.51, "hard": 0.49}
-    assert Greso(target=0.75).learn(begun, [], [easy, hard, hard, mixed])["easy"] == 0.49  # as many as aimed at
+    begun = rule.prompt_state([])
+    assert rule.next_prompt_state(begun, [], [Record(1)] * 10) == begun == {"easy": 0.5, "hard": 0.5}
+    assert rule.next_prompt_state(begun, [], [easy] * 9 + [hard] * 15 + [mixed] * 76) == {"easy": 0.49, "hard": 0.51}
+    assert rule.next_prompt_state(begun, [], [easy] * 7 + [hard] * 17 + [mixed] * 76) == {"easy": 0.51, "hard": 0.49}
+    assert Greso(target=0.75).next_prompt_state(begun, [], [easy, hard, hard, mixed])["easy"] == 0.49
     state = begun
     for _ in range(100):
-        state = rule.learn(state, [], [easy] * 10)
+        state = rule.next_prompt_state(state, [], [easy] * 10)
     assert state == {"easy": 0.05, "hard": 0.95}
     with pytest.raises(ValueError, match=r"least must be at most most, 0\.5, not 0\.6"):
         Greso(least=0.6, most=0.5)
@@ -116,16 +117,16 @@ def test_greso_explores_less_where_too_many_prompts_are_easy_or_hard_from_the_se
 
 def test_a_prompt_near_a_half_is_asked_most() -> None:
     rule = NearHalf(least=0.2)
-    chances = [rule.chance(PROMPT, Record(1, pass_rate=rate), {}) for rate in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    chances = [rule.prompt_chance(PROMPT, Record(1, pass_rate=rate), {}) for rate in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert chances == pytest.approx([0.2, 0.75, 1.0, 0.75, 0.2])
-    assert rule.chance(PROMPT, Record(), {}) == 1.0
+    assert rule.prompt_chance(PROMPT, Record(), {}) == 1.0
 
 
 def test_the_odds_of_near_half_are_those_of_the_softmax_of_dots_down_to_the_least() -> None:
     """DOTS: softmax(-|p - 0.5| / tau), tau 0.001; torch.softmax gives 0.70538, 0.25950, 0.03512, 0 for these."""
     rule = plugin("near_half:temperature=0.001,least=0.00001")
-    chances = [rule.chance(PROMPT, Record(1, pass_rate=rate), {}) for rate in (0.5, 0.501, 0.497, 0.625)]
-    assert chances[-1] == 0.00001 and rule.chance(PROMPT, Record(), {}) == 1.0
+    chances = [rule.prompt_chance(PROMPT, Record(1, pass_rate=rate), {}) for rate in (0.5, 0.501, 0.497, 0.625)]
+    assert chances[-1] == 0.00001 and rule.prompt_chance(PROMPT, Record(), {}) == 1.0
     odds = [chance / sum(chances[:3]) for chance in chances[:3]]
     assert odds == pytest.approx([0.70538, 0.25950, 0.03512], abs=1e-5)
 
@@ -143,24 +144,28 @@ def phase_of_paper(rate: float) -> int | None:
 @pytest.mark.parametrize("phase", [2, 4, 8])
 @pytest.mark.parametrize("rate", RATES)
 def test_a_phase_asks_those_of_its_bucket_and_a_share_of_those_nobody_passed(phase: int, rate: float) -> None:
-    chance = PhasedPrompts().chance(PROMPT, Record(3, pass_rate=rate), {"phase": float(phase), "phase_batches": 0.0})
+    chance = PhasedPrompts().prompt_chance(
+        PROMPT, Record(3, pass_rate=rate), {"phase": float(phase), "phase_batches": 0.0}
+    )
     assert chance == (0.1 if rate == 0 else 1.0 if phase_of_paper(rate) == phase else 0.01)
-    assert PhasedPrompts().chance(PROMPT, Record(), {"phase": float(phase), "phase_batches": 0.0}) == 1.0
+    assert PhasedPrompts().prompt_chance(PROMPT, Record(), {"phase": float(phase), "phase_batches": 0.0}) == 1.0
 
 
 def test_phases_go_from_easy_to_hard_by_batches_once_prompts_are_profiled() -> None:
     rule, profile = PhasedPrompts(batches=3), [Record(1, pass_rate=0.6)] * 2
-    state = rule.begin([])
+    state = rule.prompt_state([])
     for _ in range(5):
-        state = rule.learn(state, [], profile + [Record(2, pass_rate=0.6)] * 2)  # half of them on their first visit
-    assert state == rule.begin([]) == {"phase": 2.0, "phase_batches": 0.0}
+        state = rule.next_prompt_state(
+            state, [], profile + [Record(2, pass_rate=0.6)] * 2
+        )  # half of them on their first visit
+    assert state == rule.prompt_state([]) == {"phase": 2.0, "phase_batches": 0.0}
     asked = [Record(2, pass_rate=rate) for rate in (0.6, 0.3, 0.1)]
     phases = []
     for _ in range(12):
         phases.append(state["phase"])
-        state = rule.learn(state, [], asked)
+        state = rule.next_prompt_state(state, [], asked)
     assert phases == [2.0] * 3 + [4.0] * 3 + [8.0] * 3 + [2.0] * 3
-    assert rule.learn(state, [], []) == state
+    assert rule.next_prompt_state(state, [], []) == state
 
 
 def at_levels(*rows: tuple[str, int]) -> list[Prompt]:
@@ -217,12 +222,12 @@ def test_rows_that_a_curriculum_cannot_go_by_are_told(prompts: list[Prompt], sen
 
 
 @dataclass
-class Mine(PromptRule):
+class Mine(Plugin):
     """A user's own."""
 
     value: float = 2.0
 
-    def chance(self, prompt: object, record: object, state: object) -> float:
+    def prompt_chance(self, prompt: object, record: object, state: object) -> float:
         return self.value
 
 

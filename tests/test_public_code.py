@@ -25,7 +25,7 @@ from lit_grpo.methods.knapsack import Knapsack
 from lit_grpo.methods.noise_scale import NormTest, estimate
 from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.treepo import relative_advantages
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
@@ -37,7 +37,7 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
-from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
+from lit_grpo.update.plugin import SquaredNorm
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
 TOKENS = [  # log-prob, log-prob before, advantage
@@ -121,7 +121,7 @@ def test_the_gradient_of_drpo() -> None:
         rollout = make_rollout((3,), [4] * length, reward, logprobs, sample_id=number)
         rollouts.append(Rollout(rollout.prompt, rollout.completion, {"exact": reward}, reward))
     group = RolloutGroup(rollouts[0].prompt, rollouts)
-    (advantages,) = DecoupledLength().shape(GroupBatch([group], 0, PassRule("exact"), list), [[0.0] * 6])
+    (advantages,) = DecoupledLength().shape_advantages(GroupBatch([group], 0, PassRule("exact"), list), [[0.0] * 6])
     found = [-advantage / 6 / length for advantage, length in zip(advantages, lengths, strict=True)]
     assert found == pytest.approx(of_a_token, abs=1e-8)
 
@@ -186,7 +186,7 @@ def test_the_decoupled_loss_of_areal(mode: Any, low: float | None, loss: float, 
 )
 def test_the_divisions_of_knapsack_rl(rates: Sequence[float], num_generations: int, counts: list[int]) -> None:
     """``sampling_budget_by_knapsack`` of liziniu/KnapsackRL at ca5d5f5, at least 2 a prompt."""
-    assert Knapsack().first(at(*rates), num_generations) == counts
+    assert Knapsack().first_round(at(*rates), num_generations) == counts
 
 
 @pytest.mark.parametrize(("eta", "num_prompts"), [(0.9, 4), (0.5, 12), (0.3, 33)])
@@ -453,9 +453,7 @@ def test_log_probs_and_gradient_of_prefix_grouper() -> None:
         ),
     ],
 )
-def test_the_gradients_of_seco_and_spaco(
-    chunking: LearningPlugin, trained: Sequence[int], expected: list[float]
-) -> None:
+def test_the_gradients_of_seco_and_spaco(chunking: Plugin, trained: Sequence[int], expected: list[float]) -> None:
     """``SecoCache`` and ``ModelForTraining`` of wenhaoli-xmu/seco at 8d69b46: chunks of 3 tokens, the prompt is one.
 
     SpaCO: the steps of ``draw_curve/spaco.py`` with ``--unbiased_estimate``. Each drawn chunk, and the gradient through

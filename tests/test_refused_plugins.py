@@ -12,12 +12,11 @@ import pytest
 
 from lit_grpo.compatibility import ONE_TURN, Requirement
 from lit_grpo.methods import make_plugins
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.tasks import Catch
 from lit_grpo.tasks.calculator import calculate
-from lit_grpo.update.plugin import LearningPlugin
 
 OWN_PROMPTS = Requirement("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"})
 GAME = {"environments": {"factory": Catch}}
@@ -27,10 +26,10 @@ class Finishing(RolloutMode):
     """A mode with the defaults of its class."""
 
 
-class First(LearningPlugin):
+class First(Plugin):
     """Decides what rollouts are learnt from with."""
 
-    def shape(self, batch: Any, advantages: Any) -> Any:
+    def shape_advantages(self, batch: Any, advantages: Any) -> Any:
         return advantages
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from conftest import save_tokenizer
 
-from lit_grpo.budgets.rewriting import Rewriting
+from lit_grpo.budgets.rewriting import TextWriter
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.methods import make_plugins
+from lit_grpo.plugins import Plugin
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Prompt
 
@@ -20,24 +21,25 @@ ROWS: Any = [{"prompt": f"{number}+{number}="} for number in range(4)]
 
 
 @dataclass
-class EveryOther(Rewriting):
+class EveryOther(Plugin):
     """Puts a preface before every other prompt: at even visits before even rows, at odd visits before odd rows."""
-
-    what: ClassVar[str] = "preface"
 
     preface: str = "add "
 
-    def largest(self, prompt: Prompt) -> Prompt:
-        return replace(self.writer.put_before(prompt, self.preface), extra={"preface": 1.0})
+    def longest_rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
+        return replace(writer.put_before(prompt, self.preface), extra={"preface": 1.0})
 
-    def asked(self, prompt: Prompt) -> Prompt:
+    def rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
         row = int(prompt.prompt_id.rpartition("/")[2])
-        return self.largest(prompt) if (row + prompt.visit) % 2 == 0 else prompt
+        return self.longest_rewrite(prompt, writer) if (row + prompt.visit) % 2 == 0 else prompt
 
 
 @dataclass
-class Unchanged(Rewriting):
-    """The base class, by another name."""
+class Unchanged(Plugin):
+    """Rewrites nothing."""
+
+    def rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
+        return prompt
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +82,14 @@ def test_what_a_prompt_may_become_is_checked_with_the_prompts(tokenizer: str) ->
 
 
 def test_what_stays_as_its_row_says_is_refused_at_once(tokenizer: str) -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.plugins: no row of the list given has a text that there is room"):
+    with pytest.raises(ValueError, match=r"^rollout\.plugins: no row of the list given has a text for Unchanged that"):
         data_of(tokenizer, f"{__name__}.Unchanged")
 
 
 def test_a_text_that_cannot_be_put_into_a_row_is_told_with_the_row(tokenizer: str) -> None:
     no_question: Any = [{"prompt": [{"role": "system", "content": "a"}]}]
-    sentence = r"^rollout\.plugins: the preface of row 0 of the list given cannot be made, since the row has"
+    sentence = r"^rollout\.plugins: the text that EveryOther puts into row 0 of .* cannot be made, since the row has"
     with pytest.raises(ValueError, match=rf"{sentence} no user's turn to put a text in front of; mend the row"):
         data_of(tokenizer, OWN, rows=no_question)
-    with pytest.raises(ValueError, match=rf"{sentence} a preface with characters that the tokenizer does not know"):
+    with pytest.raises(ValueError, match=rf"{sentence} a text with characters that the tokenizer does not know"):
         data_of(tokenizer, f"{OWN}:preface=ADD")

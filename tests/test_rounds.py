@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 from test_loop import FakeGenerator, prompts
 
-from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.budgets.foresight import MOST_LEFT, Foresight
 from lit_grpo.budgets.history import PromptHistory, Record
 from lit_grpo.budgets.prompts import PromptChooser
@@ -24,7 +23,7 @@ from lit_grpo.methods.dars import HardMore
 from lit_grpo.methods.greso import Greso
 from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.methods.xrpo import UncertainMore
-from lit_grpo.plugins import Answer, Listener, RunFacts
+from lit_grpo.plugins import Answer, Listener, Plugin, RunFacts
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.generator import StepEvents
@@ -61,7 +60,7 @@ def runner() -> Iterator[RewardRunner]:
 
 
 def collect(
-    allocation: Allocation,
+    allocation: Plugin,
     runner: RewardRunner,
     names: str = "abcd",
     slots: int = 5,
@@ -133,12 +132,12 @@ def test_what_scores_groups_or_waits_is_given_whole_rounds(kind: str) -> None:
 
 
 @dataclass
-class Odd(Allocation):
+class Odd(Plugin):
     """Asks for more or fewer without any order, up to three times."""
 
     seed: int = 0
 
-    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+    def next_round(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
         drawn = random.Random(f"{self.seed} {num_rewarded} {num_passed} {num_rounds} {num_first}")
         return drawn.randint(-1, 3) if num_rounds < 4 else 0
 
@@ -173,7 +172,7 @@ def test_what_is_certain_is_the_least_of_all_outcomes() -> None:
                     (rewarded + sum(value is not None for value in some), passed + sum(filter(None, some)))
                     for some in itertools.product((None, 0, 1), repeat=left)
                 }
-                least = min(max(rule.more(*end, 1, 4), 0) if end[0] else 0 for end in ends)
+                least = min(max(rule.next_round(*end, 1, 4), 0) if end[0] else 0 for end in ends)
                 assert foresight.least(rewarded, passed, left, 1, 4) == least
     assert Foresight(Balanced()).least(1, 0, MOST_LEFT + 1, 1, 4) == 0
 
@@ -210,7 +209,7 @@ def test_a_round_is_whole_without_what_is_left_out(
     runner: RewardRunner, at: int, name: str, lengths: list[int]
 ) -> None:
     """However much has ended before: its group is rewarded, replaced where it is flat, and has its further rounds."""
-    for allocation in (Allocation(), Balanced(rounds=2, passed=1, failed=1), UncertainMore(phases=2, base=4)):
+    for allocation in (Plugin(), Balanced(rounds=2, passed=1, failed=1), UncertainMore(phases=2, base=4)):
         generator = Marked(9, {name: lengths + [4] * 36, "a": [4] * 40})
         rounds = RoundScheduler(runner, allocation, PassRule("mark"), iter(prompts("a")), num_generations=8)
         loop = RolloutLoop(generator, listeners=[rounds, Drops(name, at)])

@@ -20,11 +20,11 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.methods.d3s import D3S, TokenShare
 from lit_grpo.methods.members import MaxEntropy, RandomMembers
 from lit_grpo.methods.pods import MaxVariance, max_variance_subset
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, leave_one_out_advantages
-from lit_grpo.update.plugin import LearningPlugin
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -74,7 +74,7 @@ def groups_of(*rewards: list[float]) -> list[RolloutGroup]:
 
 
 def advantages(
-    selection: LearningPlugin,
+    selection: Plugin,
     groups: list[RolloutGroup],
     size: int = 1,
     estimator: Estimator = group_advantages,
@@ -86,8 +86,9 @@ def advantages(
     of_ranks: list[torch.Tensor] = []
     for part in parts:
         batch = learning_batch(part, lambda *_: entropies, progress=progress)
-        rewards, chosen_R = batch.rewards, selection.choose(batch)
-        counted = rewards if selection.statistics == "group" else rewards.only(chosen_R)
+        chosen = selection.choose_rollouts(batch)
+        counted = chosen if isinstance(chosen, GroupRewards) else batch.rewards
+        chosen_R = ~chosen.rewards_R.isnan() if isinstance(chosen, GroupRewards) else chosen
         of_ranks.append(estimator(counted.rewards_R, counted.groups_R).masked_fill(~chosen_R, math.nan))
     if "all_ranks" in selection.requirement("").needs:
         everyone_R = torch.cat(of_ranks)
@@ -115,7 +116,7 @@ def test_statistics_are_of_the_kept_or_of_the_group() -> None:
     assert kept[0][0] == round(half, 4) and list(kept[0].values()) == [round(half, 4), round(-half, 4)]
     assert kept[1].keys() == {1, 3} and list(kept[2].values()) == [0.0, 0.0]
     whole = [known(values) for values in advantages(MaxVariance(2, statistics="group"), groups)]
-    everyone = [known(values) for values in advantages(LearningPlugin(), groups)]
+    everyone = [known(values) for values in advantages(Plugin(), groups)]
     for part, all_of_it in zip(whole, everyone, strict=True):
         assert part == {place: all_of_it[place] for place in part} and len(part) == 2
 
@@ -124,7 +125,7 @@ def test_statistics_are_of_the_kept_or_of_the_group() -> None:
 def test_the_extremes_of_a_batch_may_all_be_of_one_group(ranks: int) -> None:
     groups = groups_of([1.0] + [0.0] * 7, [0.5] * 8, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     found = advantages(D3S(2), groups, ranks)
-    whole = advantages(LearningPlugin(), groups)
+    whole = advantages(Plugin(), groups)
     flat, picked = (list(itertools.chain(*lists)) for lists in (whole, found))
     kept = [value for value in picked if value == value]
     assert len(kept) == 2 * 3
@@ -159,7 +160,7 @@ def test_the_members_of_the_highest_mean_entropy_are_kept() -> None:
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [0.0, 1.0, math.nan, 1.0, 0.0])
     with_entropies(groups, [0.1, 0.3, 0.2, 0.3, 0.25], [0.9, 0.1, 5.0, 0.3, 0.2])
     found = advantages(MaxEntropy(2), groups)
-    everyone = advantages(LearningPlugin(), groups)
+    everyone = advantages(Plugin(), groups)
     assert [list(known(values)) for values in found] == [[1, 3], [0, 3]]  # not the one without a reward
     for part, whole in zip(found, everyone, strict=True):
         assert known(part).items() <= known(whole).items()
@@ -178,7 +179,7 @@ def test_entropies_that_are_not_told_count_as_they_are_measured_where_a_rollout_
         asked.extend(untold)
         return measured
 
-    selection.choose(learning_batch(groups, entropies))
+    selection.choose_rollouts(learning_batch(groups, entropies))
     keys = {rollout.completion.request.key for rollout in asked}
     assert keys == {("train/0", 0, (1,))}  # neither the one that has been learnt from nor the one without a reward
     found = advantages(selection, groups, entropies={key: measured[key] for key in keys})
@@ -198,7 +199,7 @@ def test_a_rollout_without_a_token_to_learn_from_comes_last() -> None:
 
 # ---- the only loser ------------------------------------------------------------------------------------
 
-RULES: dict[str, LearningPlugin] = {
+RULES: dict[str, Plugin] = {
     "pods": MaxVariance(2, statistics="group"),
     "d3s": D3S(2),
     "max_entropy": MaxEntropy(2),
@@ -311,9 +312,9 @@ def test_a_scheduler_says_before_each_run_which_rollouts_a_module_learns_from() 
     selections = []
     for plugins in (["d3s:keep=3,tokens=0.5"], [], ["pods:keep=2"]):
         RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
-        selections.append(module.settings.plugin("choose"))
+        selections.append(module.settings.plugin("choose_rollouts"))
     assert selections == [D3S(3, tokens=0.5), None, MaxVariance(2)]
     RolloutScheduler().setup(trainer, module, "validate")  # pyright: ignore[reportArgumentType]
-    assert module.settings.plugin("choose") == MaxVariance(2)
+    assert module.settings.plugin("choose_rollouts") == MaxVariance(2)
     with pytest.raises(ValueError, match=r"keep is 5, but model\.num_generations is 4"):
         module.set_plugins(MaxVariance(5))

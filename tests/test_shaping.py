@@ -11,19 +11,18 @@ import pytest
 import torch
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.types import PassRule, Rollout
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class ByLength(LearningPlugin):
+class ByLength(Plugin):
     """Less for each token that was sampled, and more where something passed."""
 
     cost: float = 0.25
 
-    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         return [
             [self.of(each, value, batch.pass_rule) for each, value in zip(group.rollouts, values, strict=True)]
             for group, values in zip(batch.groups, advantages, strict=True)
@@ -61,7 +60,7 @@ def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
     seen: list[torch.Tensor] = []
 
     @dataclass
-    class Noting(LearningPlugin):
+    class Noting(Plugin):
         needs = frozenset({"all_ranks"})
 
         def choose_from_batch(self, batch: Any, advantages_R: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -83,8 +82,8 @@ def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
     ],
 )
 def test_advantages_that_do_not_fit_are_refused(returned: Any, message: str) -> None:
-    class Wrong(LearningPlugin):
-        def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Any:
+    class Wrong(Plugin):
+        def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Any:
             return returned(advantages)
 
     with pytest.raises(ValueError, match=message):

@@ -137,7 +137,7 @@ def test_only_sampled_tokens_are_credited() -> None:
     completion = Completion(Request(PROMPTS[0], (0,), SAMPLING), [5, 6, 7], [0.0] * 3, [0, OBSERVED, 0], "stop")
     rollout, other = make_rollout([5], [9], 1.0), make_rollout([5], [8], 0.0, sample_id=1)
     rollout.completion = completion
-    credited = EPTree().credit_tokens(RolloutGroup(PROMPTS[0], [rollout, other]), [0.0, 0.0])
+    credited = EPTree().credit(RolloutGroup(PROMPTS[0], [rollout, other]), [0.0, 0.0])
     assert [each.tolist() for each in credited] == [[2.0, 2.0], [-2.0]]
 
 
@@ -203,9 +203,9 @@ def test_segments_that_nothing_fills_are_whitened_dr_grpo() -> None:
 class ByHand(TreePO):
     """The run's own advantages, whitened over tokens."""
 
-    def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
         pairs = zip(group.rollouts, advantages, strict=True)
-        return [[advantage] * rollout.completion.num_trained for rollout, advantage in pairs]
+        return [torch.full((rollout.completion.num_trained,), advantage) for rollout, advantage in pairs]
 
 
 def test_a_batch_of_treepo_is_whitened() -> None:

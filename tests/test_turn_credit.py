@@ -15,14 +15,13 @@ from lit_grpo.compatibility import ONE_TURN, check_together
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.kevin import ReturnToGo
 from lit_grpo.methods.mt_grpo import MTGRPO
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.tasks import Catch
 from lit_grpo.tasks.calculator import calculate
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import group_advantages
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin
 
 EPSILON = 1e-4
 
@@ -96,7 +95,7 @@ def test_they_are_their_formulas(seed: int) -> None:
 
 
 @pytest.mark.parametrize("credit", [MTGRPO(scale=False), ReturnToGo(scale=False, gamma=0.0)])
-def test_an_episode_without_a_reward_takes_no_part(credit: LearningPlugin) -> None:
+def test_an_episode_without_a_reward_takes_no_part(credit: Plugin) -> None:
     members = episodes([4.0], [9.0], [2.0], outcomes=[1.0, math.nan, 0.0])
     credited: Any = credit.credit(members, [0.0, math.nan, 0.0])
     first, _, third = credited
@@ -105,7 +104,7 @@ def test_an_episode_without_a_reward_takes_no_part(credit: LearningPlugin) -> No
 
 
 @pytest.mark.parametrize("credit", [MTGRPO(), ReturnToGo()])
-def test_rewards_that_are_not_one_a_turn_are_refused(credit: LearningPlugin) -> None:
+def test_rewards_that_are_not_one_a_turn_are_refused(credit: Plugin) -> None:
     with pytest.raises(ValueError, match=r"Sample \(3,\) of prompt 'a' has 2 turns and 1 rewards of turns; the envir"):
         credit.credit(group(episode(3, 1.0, [START, KEY], [1.0])), [0.0])
 

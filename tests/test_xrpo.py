@@ -19,12 +19,12 @@ from test_rounds import PASSES, SAMPLING, Marked, mark
 from lit_grpo.budgets.allocation import Tally
 from lit_grpo.budgets.history import Record
 from lit_grpo.methods.xrpo import Novelty, UncertainMore
+from lit_grpo.plugins import Plugin
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import RoundScheduler
 from lit_grpo.types import PassRule, Rollout
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin
 
 STUDENT = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645, 5: 2.57058, 6: 2.44691, 7: 2.36462, 8: 2.306, 9: 2.26216}
 """The two-sided 95% points of Student's t, by degrees of freedom, from printed tables."""
@@ -48,7 +48,7 @@ def test_a_phase_is_the_best_of_all_divisions(seed: int) -> None:
     rewards = [[float(rng.random() < rng.choice([0.0, 0.5, 1.0])) for _ in range(base)] for _ in range(number)]
     rule = UncertainMore(phases=2, base=base, exploration=rng.choice([0.0, 0.1, 1.0]))
     num_generations = base + rng.randint(1, 2)
-    counts = rule.divide([Tally(base, its) for its in rewards], 1, num_generations)
+    counts = rule.shared_round([Tally(base, its) for its in rewards], 1, num_generations)
     budget = number * (num_generations - base)
     assert sum(counts) == budget and min(counts) >= 0
     divisions = [each for each in itertools.product(range(budget + 1), repeat=number) if sum(each) == budget]
@@ -59,22 +59,22 @@ def test_a_phase_is_the_best_of_all_divisions(seed: int) -> None:
 
 def test_uncertain_prompts_get_more_than_certain_ones_and_one_without_a_reward_the_first() -> None:
     mixed, solved, unknown = Tally(4, [0.0, 1.0, 0.0, 1.0]), Tally(4, [1.0] * 4), Tally(4, [])
-    assert UncertainMore(phases=2, base=4, exploration=0.0).divide([solved, mixed], 1, 6) == [0, 4]
-    more = UncertainMore(phases=2, base=4, exploration=0.1).divide([solved, mixed], 1, 8)
+    assert UncertainMore(phases=2, base=4, exploration=0.0).shared_round([solved, mixed], 1, 6) == [0, 4]
+    more = UncertainMore(phases=2, base=4, exploration=0.1).shared_round([solved, mixed], 1, 8)
     assert more[1] > more[0] > 0
-    assert UncertainMore(phases=2, base=4).divide([solved, unknown], 1, 5)[1] == 2
+    assert UncertainMore(phases=2, base=4).shared_round([solved, unknown], 1, 5)[1] == 2
 
 
 def test_phases_share_what_the_first_leaves_and_end() -> None:
     rule = UncertainMore(phases=4, base=2)
     tallies = [Tally(2, [0.0, 1.0]), Tally(2, [0.0, 0.0])]
     for num_rounds, so_far in ((1, 6), (2, 9), (3, 12)):
-        counts = rule.divide(tallies, num_rounds, 6)
+        counts = rule.shared_round(tallies, num_rounds, 6)
         rewards = [[*t.rewards, *[0.0] * more] for t, more in zip(tallies, counts, strict=True)]
         tallies = [Tally(len(its), its) for its in rewards]
         assert sum(tally.num_completions for tally in tallies) == so_far
-    assert rule.divide(tallies, 4, 6) == [0, 0]
-    assert UncertainMore().first([], 16) == []
+    assert rule.shared_round(tallies, 4, 6) == [0, 0]
+    assert UncertainMore().first_round([], 16) == []
     for num_generations, base in ((16, 5), (4, 2), (2, 2)):
         assert UncertainMore()._base(num_generations) == base
 
@@ -87,7 +87,7 @@ def sample(rule: UncertainMore, num_generations: int, slots: int, replaced: str 
     further = iter(prompts(*replaced))
     rounds = RoundScheduler(runner, rule, PassRule("mark"), further, num_generations=num_generations)
     loop = RolloutLoop(generator, listeners=[rounds])
-    groups, _ = loop.collect(prompts(*"abcd"), rule.first([Record()], num_generations)[0], SAMPLING, seed=0)
+    groups, _ = loop.collect(prompts(*"abcd"), rule.first_round([Record()], num_generations)[0], SAMPLING, seed=0)
     runner.close()
     for group in groups:
         paths = [each.completion.request.path for each in group.rollouts]
@@ -100,7 +100,7 @@ def test_a_rollout_spends_its_budget_by_phases_whatever_ends_first() -> None:
     found = sample(rule, 8, 5)
     expected = {name: [float(each) for each in PASSES[name][:4]] for name in "abcd"}
     for num_rounds in (1, 2):
-        counts = rule.divide([Tally(len(its), its) for its in expected.values()], num_rounds, 8)
+        counts = rule.shared_round([Tally(len(its), its) for its in expected.values()], num_rounds, 8)
         for (name, its), more in zip(expected.items(), counts, strict=True):
             its += [float(each) for each in PASSES[name][len(its) : len(its) + more]]
     assert found == expected and sum(map(len, found.values())) == 32
@@ -147,7 +147,7 @@ def test_the_gradient_is_that_of_the_sharpened_advantages(name: str) -> None:
 
 def test_a_weight_of_zero_is_grpo_to_the_last_bit() -> None:
     gradients = []
-    for rule in (LearningPlugin(), Novelty(weight=0.0), Novelty(most=0.0)):
+    for rule in (Plugin(), Novelty(weight=0.0), Novelty(most=0.0)):
         learner, steps = make_learner(plugins=[rule])
         learner.learn(ragged_groups())
         gradients.append(steps.gradients[0])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from lit_grpo.budgets.history import Record, all_equal
-from lit_grpo.compatibility import Requirement
+from lit_grpo.budgets.history import all_equal
 from lit_grpo.limits import Count, Limit
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import PassRule, Rollout
@@ -35,68 +34,6 @@ class Tally:
 
     num_completions: int
     rewards: Sequence[float]
-
-
-class Allocation(Plugin):
-    """How many completions each prompt gets: here, ``num_generations``.
-
-    A rule of your own derives from it. One that overrides :meth:`more` gives a prompt further rounds once its first
-    completions have been rewarded; one that overrides :meth:`divide` does so for all prompts of a batch together.
-    """
-
-    role: ClassVar[str] = "how many completions each prompt gets"
-
-    def requirement(self, name: str) -> Requirement:
-        """With further rounds it needs rewards before the rollout ends."""
-        rounds = {"whole_rollouts", "separate_completions"} if self.has_rounds else set[str]()
-        return replace(super().requirement(name), needs=self.needs | rounds)
-
-    @property
-    def has_rounds(self) -> bool:
-        """Whether a prompt may get more once its first completions have been rewarded."""
-        return self.compares or type(self).more is not Allocation.more
-
-    @property
-    def compares(self) -> bool:
-        """Whether further rounds are of all prompts of a batch together."""
-        return type(self).divide is not Allocation.divide
-
-    @property
-    def goes_by_lengths(self) -> bool:
-        """Whether it divides tokens, and needs to know how many a completion takes."""
-        return False
-
-    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
-        """Return how many completions each of some prompts gets to begin with.
-
-        Args:
-            records: What is known of each prompt; ``mean_tokens`` of a new one is that of all prompts, where any is
-                known, else 0.
-            num_generations: ``model.num_generations``.
-            num_prompts: Prompts of an update, on each rank, where a mode opens more or fewer of them; by default these.
-        """
-        return [num_generations] * len(records)
-
-    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
-        """Return how many more a prompt gets, all of which so far have been rewarded; 0 ends it.
-
-        Args:
-            num_rewarded: Completions with a reward.
-            num_passed: Those of them that passed.
-            num_rounds: Rounds that it has had, 1 or more.
-            num_first: Completions of the first of them.
-        """
-        return 0
-
-    def divide(self, tallies: Sequence[Tally], num_rounds: int, num_generations: int) -> list[int]:
-        """Return how many more each prompt of this rank's batch gets, once all have been rewarded; all 0 ends it.
-
-        Args:
-            tallies: Of the prompts, in the order of their ids.
-            num_rounds: Rounds that there have been, 1 or more.
-            num_generations: ``model.num_generations``.
-        """
-        return [0] * len(tallies)
 
 
 @dataclass

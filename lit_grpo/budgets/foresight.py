@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lit_grpo.budgets.allocation import Allocation
+from lit_grpo.plugins import Plugin
 
 MOST_LEFT = 8
 """Completions of a round; what can come of more is seldom certain, and costs time to find out."""
@@ -14,10 +14,10 @@ class Foresight:
     Each of those can pass, fail, or get no reward at all; the fewest that a rule then asks for are certain.
 
     Args:
-        rule: Says how many more a prompt gets.
+        rule: Says how many more a prompt gets (:meth:`lit_grpo.plugins.Plugin.next_round`).
     """
 
-    def __init__(self, rule: Allocation) -> None:
+    def __init__(self, rule: Plugin) -> None:
         self._rule = rule
         self._known: dict[tuple[int, int, int, int, int], int] = {}
 
@@ -32,7 +32,7 @@ class Foresight:
             num_first: Completions of the first of them.
         """
         if not num_left:
-            return max(self._rule.more(num_rewarded, num_passed, num_rounds, num_first), 0) if num_rewarded else 0
+            return max(self._rule.next_round(num_rewarded, num_passed, num_rounds, num_first), 0) if num_rewarded else 0
         if num_left > MOST_LEFT:
             return 0
         key = (num_rewarded, num_passed, num_left, num_rounds, num_first)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from lit_grpo.budgets.history import NUM_RECENT, PromptHistory, Record
+from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
@@ -15,69 +15,14 @@ SMALLEST_CHANCE = 0.01
 MOST_SKIPPED = 100_000
 """Prompts that may be passed over in a row, before a run is stopped."""
 State = Mapping[str, float]
-
-
-class PromptRule(Plugin):
-    """Which prompts are asked: here, all.
-
-    A rule of your own is a dataclass that derives from it. Whether a prompt is asked is drawn from a hash of the seed,
-    its id and its visit, so that runs can be repeated and resumed.
-    """
-
-    role: ClassVar[str] = "which prompts are asked"
-    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "prompt_stream", "revisits"})
-
-    @property
-    def num_candidates(self) -> int:
-        """From how many prompts that are due each one that is asked is taken.
-
-        With 1 a prompt is asked or not by its own chance, which is drawn. With more nothing is drawn: of so many times
-        as many prompts as are wanted, those with the largest chances are asked. Then a chance may be any number.
-        """
-        return 1
-
-    @property
-    def num_recent(self) -> int | None:
-        """Of how many of a prompt's last visits it needs the outcomes one by one (``Record.recent``); None for all."""
-        return NUM_RECENT
-
-    def begin(self, prompts: Sequence[Prompt]) -> State:
-        """Return what the rule remembers at the beginning of a run: numbers by name, which are logged.
-
-        Args:
-            prompts: All training prompts.
-
-        Raises:
-            ValueError: The rule needs a column that the prompts lack.
-        """
-        return {}
-
-    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return the chance, from 0 to 1, that a prompt is asked when it is due.
-
-        Args:
-            prompt: The one that is due.
-            record: What its earlier visits have shown.
-            state: What the rule remembers.
-        """
-        return 1.0
-
-    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Return what the rule remembers after a batch.
-
-        Args:
-            state: What it remembered before.
-            prompts: Those of all ranks that were asked.
-            records: Of each prompt, this visit included.
-        """
-        return state
+"""What a rule remembers: numbers by name."""
 
 
 class PromptChooser:
     """Says of prompts that are due whether they are asked, the same on every rank.
 
     Args:
-        rule: See :class:`PromptRule`.
+        rule: Gives chances (:meth:`lit_grpo.plugins.Plugin.prompt_chance`).
         seed: Of its draws.
         prompts: All training prompts.
 
@@ -88,10 +33,10 @@ class PromptChooser:
         history: What is known of prompts.
     """
 
-    def __init__(self, rule: PromptRule, seed: int, prompts: Sequence[Prompt] = ()) -> None:
+    def __init__(self, rule: Plugin, seed: int, prompts: Sequence[Prompt] = ()) -> None:
         self.rule, self.seed = rule, seed
         self.use_history(PromptHistory())
-        self.state: dict[str, float] = dict(rule.begin(prompts))
+        self.state: dict[str, float] = dict(rule.prompt_state(prompts))
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
 
     def use_history(self, history: PromptHistory) -> None:
@@ -104,7 +49,7 @@ class PromptChooser:
         Raises:
             ValueError: The rule gives no chance from 0 to 1.
         """
-        chance = self.rule.chance(prompt, self.history[prompt.prompt_id], self.state)
+        chance = self.rule.prompt_chance(prompt, self.history[prompt.prompt_id], self.state)
         if not 0 <= chance <= 1:
             raise ValueError(
                 f"rollout.plugins: {type(self.rule).__name__} gives the prompt {prompt.prompt_id!r} a chance of "
@@ -118,7 +63,7 @@ class PromptChooser:
         What is due twice is taken once, as long as there are others.
         """
         first = {prompt.prompt_id: place for place, prompt in reversed([*enumerate(due)])}
-        chances = [self.rule.chance(prompt, self.history[prompt.prompt_id], self.state) for prompt in due]
+        chances = [self.rule.prompt_chance(prompt, self.history[prompt.prompt_id], self.state) for prompt in due]
         repeated = [first[prompt.prompt_id] < place for place, prompt in enumerate(due)]
         places = sorted(range(len(due)), key=lambda place: (repeated[place], -chances[place]))[:number]
         return [due[place] for place in sorted(places)]
@@ -127,7 +72,7 @@ class PromptChooser:
         """Learn from a batch of all ranks, whose visits are in the history."""
         prompts = [self._prompts[prompt_id] for prompt_id in prompt_ids]
         records = [self.history[prompt_id] for prompt_id in prompt_ids]
-        self.state = dict(self.rule.learn(self.state, prompts, records))
+        self.state = dict(self.rule.next_prompt_state(self.state, prompts, records))
 
     def metrics(self) -> dict[str, float]:
         """Return what the rule remembers, to be logged."""

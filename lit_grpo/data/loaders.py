@@ -12,7 +12,6 @@ import numpy as np
 
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
-from lit_grpo.budgets.rewriting import Rewriting
 from lit_grpo.budgets.spreading import spread
 from lit_grpo.types import Prompt, PromptBatch
 
@@ -39,7 +38,7 @@ class PromptLoader:
         seed: Seed of the shuffling.
         shuffle: Whether each epoch is shuffled; if not, it has the order of ``prompts``.
         chooser: Says which prompts are asked; by default all.
-        rewriting: Says what they are asked with; by default what their rows say.
+        rewrite: Returns a prompt as it is asked; by default they are asked as their rows say.
     """
 
     def __init__(
@@ -51,9 +50,9 @@ class PromptLoader:
         seed: int = 0,
         shuffle: bool = True,
         chooser: PromptChooser | None = None,
-        rewriting: Rewriting | None = None,
+        rewrite: Callable[[Prompt], Prompt] | None = None,
     ) -> None:
-        self.chooser, self._rewriting, self._history = chooser, rewriting, PromptHistory()
+        self.chooser, self.rewrite, self._history = chooser, rewrite, PromptHistory()
         self.prompts = prompts
         self._digest = _digest_of(prompts)  # before anybody can have changed a row
         self.batch_size = batch_size
@@ -67,9 +66,11 @@ class PromptLoader:
         self._batch: PromptBatch | None = None
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
-    def plug_in(self, chooser: PromptChooser | None, rewriting: Rewriting | None, on_demand: bool) -> None:
+    def plug_in(
+        self, chooser: PromptChooser | None, rewrite: Callable[[Prompt], Prompt] | None, on_demand: bool
+    ) -> None:
         """Let others say which prompts are asked, with what, and whether they are drawn one by one."""
-        self.chooser, self._rewriting, self.on_demand = chooser, rewriting, on_demand
+        self.chooser, self.rewrite, self.on_demand = chooser, rewrite, on_demand
 
     @property
     def prompts_per_step(self) -> int:
@@ -176,15 +177,15 @@ class PromptLoader:
         return [asked[place] for place in places[self.rank]]
 
     def _rewritten(self, prompt: Prompt) -> Prompt:
-        if self._rewriting is None:
+        if self.rewrite is None:
             return prompt
-        asked = self._rewriting.asked(prompt)
+        asked = self.rewrite(prompt)
         return replace(asked, altered=asked.digest != prompt.digest)
 
     def _ask(self, place: int, number: int) -> tuple[list[Prompt], int]:
         """The next prompts from a place of the stream on that are asked, all ranks' together, and the place after."""
-        if self.chooser is not None and self.chooser.rule.num_candidates > 1:
-            num_due = max(number, min(number * self.chooser.rule.num_candidates, len(self.prompts)))
+        if self.chooser is not None and self.chooser.rule.prompt_candidates > 1:
+            num_due = max(number, min(number * self.chooser.rule.prompt_candidates, len(self.prompts)))
             due = [self._draw(index) for index in range(place, place + num_due)]
             self._num_skipped += num_due - number
             return self.chooser.largest(due, number), place + num_due

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from lit_grpo.budgets.prompts import PromptChooser, PromptRule
-from lit_grpo.budgets.rewriting import Rewriting
+from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import Converses, PromptRenderer
@@ -27,6 +26,8 @@ from lit_grpo.types import Prompt, own_copy
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from transformers import PreTrainedTokenizerBase
+
+    from lit_grpo.plugins import Plugin
 
 
 SPLITS_OF_STAGE = {
@@ -162,12 +163,12 @@ class PromptDataModule(LightningDataModule):
             conversing.prepare(self._tokenizer, renderer.chat_template_kwargs or {}, renderer.split_special_tokens)
         self.renderer = replace(self.renderer, conversing=conversing)
 
-    def plug_in(self, rule: PromptRule | None, rewriting: Rewriting | None, on_demand: bool) -> None:
+    def plug_in(self, rule: Plugin | None, rewriting: Plugin | None, on_demand: bool) -> None:
         """Let plug-ins select and rewrite training prompts, and draw them on demand.
 
         Args:
-            rule: Rule that selects the prompts to sample; None for all prompts.
-            rewriting: Says what they are asked with; None for what their rows say.
+            rule: The plug-in that selects the prompts to sample; None for all prompts.
+            rewriting: The plug-in that says what they are asked with; None for what their rows say.
             on_demand: Whether a session draws prompts as it needs them, and batches come empty.
 
         Raises:
@@ -177,11 +178,13 @@ class PromptDataModule(LightningDataModule):
         chooser = loader.chooser  # of an earlier call of fit, where the rule is the same
         if chooser is None or chooser.rule != rule:
             chooser = None if rule is None else PromptChooser(rule, self.seed, self.prompts["train"])
+        rewrite = None
         if rewriting is not None:
-            rewriting.writer = PromptWriter(self.renderer, self._tokenizer, self._train_rows, rewriting.what)
+            writer = PromptWriter(self.renderer, self._tokenizer, self._train_rows)
             source = _source_of("train", self.sources["train"])
-            self.rewritten = check_rewriting(rewriting, self.prompts["train"], source.describe())
-        loader.plug_in(chooser, rewriting, on_demand)
+            self.rewritten = check_rewriting(rewriting, writer, self.prompts["train"], source.describe())
+            rewrite = partial(rewriting.rewrite, writer=writer)
+        loader.plug_in(chooser, rewrite, on_demand)
 
     def train_dataloader(self) -> PromptLoader:
         """The one loader of this fit, wherever it stands in its stream."""

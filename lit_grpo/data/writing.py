@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lit_grpo.budgets.rewriting import Rewriting
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
@@ -15,6 +14,8 @@ from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lit_grpo.plugins import Plugin
 
 
 class PromptWriter:
@@ -27,16 +28,13 @@ class PromptWriter:
         renderer: Renders prompts.
         tokenizer: The policy's tokenizer.
         rows: The rows from which prompts are rendered, by the ids of the prompts.
-        what: Name of the texts in messages.
 
     Attributes:
         most_tokens: The most tokens of a prompt together with its text.
     """
 
-    def __init__(
-        self, renderer: PromptRenderer, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Row], what: str
-    ) -> None:
-        self._renderer, self._tokenizer, self._rows, self._what = renderer, tokenizer, rows, what
+    def __init__(self, renderer: PromptRenderer, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Row]) -> None:
+        self._renderer, self._tokenizer, self._rows = renderer, tokenizer, rows
         self.most_tokens = renderer.max_prompt_tokens
 
     def put_before(self, prompt: Prompt, text: str) -> Prompt:
@@ -86,20 +84,21 @@ class PromptWriter:
 
     def _token_ids(self, text: str) -> list[int]:
         if not isinstance(text, str):  # a rule of the user's own makes it
-            raise ValueError(f"gets a {self._what} of type {type(text).__name__}, not text")
+            raise ValueError(f"gets {text!r} of type {type(text).__name__}, not a text")
         token_ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-        check_known(token_ids, text, self._tokenizer, self._what)
+        check_known(token_ids, text, self._tokenizer, "text")
         return token_ids
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
 
-def check_rewriting(rewriting: Rewriting, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+def check_rewriting(rule: Plugin, writer: PromptWriter, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
     """Rewrite each prompt once to the longest form that it may take, to check its length before the run.
 
     Args:
-        rewriting: The rewriting of prompts, with its writer.
+        rule: The plug-in that rewrites prompts.
+        writer: Puts text into prompts; learns how long prompts become.
         prompts: As their rows say.
         source: Source of the rows, for messages.
 
@@ -112,21 +111,21 @@ def check_rewriting(rewriting: Rewriting, prompts: Sequence[Prompt], source: str
     rewritten: list[Prompt] = []
     for prompt in prompts:
         try:
-            largest = rewriting.largest(prompt.own())
+            largest = rule.longest_rewrite(prompt.own(), writer)
         except ValueError as error:
             number = prompt.prompt_id.rpartition("/")[2]
             raise ValueError(
-                f"rollout.plugins: the {rewriting.what} of row {number} of {source} cannot be made, since the row "
-                f"{error}; mend the row, name another column, or leave the {rewriting.what} out."
+                f"rollout.plugins: the text that {type(rule).__name__} puts into row {number} of {source} cannot be "
+                f"made, since the row {error}; mend the row, name another column, or leave the plug-in out."
             ) from None
         rewritten += [] if largest.digest == prompt.digest else [largest]
     if not rewritten:
         raise ValueError(
-            f"rollout.plugins: no row of {source} has a {rewriting.what} that there is room for; give a row a "
-            f"{rewriting.what}, raise data.max_prompt_tokens, or leave the {rewriting.what} out."
+            f"rollout.plugins: no row of {source} has a text for {type(rule).__name__} that there is room for; give a "
+            "row one, raise data.max_prompt_tokens, or leave the plug-in out."
         )
     longest = max(rewritten, key=lambda prompt: len(prompt.token_ids))
-    rewriting.writer.most_tokens = max(len(prompt.token_ids) for prompt in (longest, *prompts))
+    writer.most_tokens = max(len(prompt.token_ids) for prompt in (longest, *prompts))
     return [longest, max(rewritten, key=lambda prompt: max(prompt.token_ids))]
 
 

@@ -142,7 +142,6 @@ class Trajectories(Plugin):
     come meanwhile is taken; nothing is waited for. :meth:`setup` of a plug-in that derives from it calls :meth:`lead`.
     """
 
-    role: ClassVar[str] = "what turns are answered by"
     evaluates: ClassVar[bool] = True
     _more_counts: ClassVar[tuple[str, ...]] = ()
 

@@ -8,12 +8,11 @@ from typing import ClassVar
 import torch
 
 from lit_grpo.compatibility import Requirement
-from lit_grpo.plugins import RunFacts
-from lit_grpo.update.plugin import LearningPlugin
+from lit_grpo.plugins import Plugin, RunFacts
 
 
 @dataclass
-class InterpolatedPolicy(LearningPlugin):
+class InterpolatedPolicy(Plugin):
     """Take probability ratios to log-probs between those of the behavior policy and of the policy now.
 
     With ``model.objective.correction`` the gap between the two parts of a ratio is corrected. For example::

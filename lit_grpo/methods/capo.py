@@ -46,8 +46,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 
 from lit_grpo.limits import Limit, Positive
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.plugin import LearningBatch, LearningPlugin
+from lit_grpo.update.plugin import LearningBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +58,7 @@ SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 @dataclass
-class Capo(LearningPlugin):
+class Capo(Plugin):
     """Leaves out tokens whose own step would change the head's distribution too much.
 
     Before the first step of Adam, which has no moments yet, none is left out. ``update/kept_share`` is logged.

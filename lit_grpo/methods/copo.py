@@ -30,15 +30,14 @@ from statistics import fmean, stdev
 from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit
-from lit_grpo.plugins import AllGather, GroupBatch, RunFacts
+from lit_grpo.plugins import AllGather, GroupBatch, Plugin, RunFacts
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import EPSILON
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class Blended(LearningPlugin):
+class Blended(Plugin):
     r"""Blends advantages within groups with those between groups, by how much a group agrees with itself.
 
     For example, with answers after a word, and a middle for groups of 2, whose H is at most 1::
@@ -91,7 +90,7 @@ class Blended(LearningPlugin):
         """Return the mean weight of a batch's own advantages, how much of them is local."""
         return {"copo/local": fmean(self._weights) if self._weights else math.nan}
 
-    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return the blend."""
         means = [mean_reward(group) for group in batch.groups]
         known = [mean for part in batch.all_gather(means) for mean in part if not math.isnan(mean)]

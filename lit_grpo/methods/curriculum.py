@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lit_grpo.budgets.history import Record
-from lit_grpo.budgets.prompts import PromptRule, State
+from lit_grpo.budgets.prompts import State
 from lit_grpo.limits import Count, NotNegative, Share, check_order
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
 
 @dataclass
-class Curriculum(PromptRule):
+class Curriculum(Plugin):
     """Ask of each task the prompts of one level, which rises as they are passed (reasoning-gym, arXiv 2505.24760).
 
     Rows have the column ``level``, a whole number, and those of several tasks the column ``task``. A task begins at its
@@ -28,8 +28,6 @@ class Curriculum(PromptRule):
         lower_at: The share up to which it falls.
     """
 
-    needs: ClassVar[frozenset[str]] = PromptRule.needs - {"revisits"}
-
     batches: Count = 20
     raise_at: Share = 0.7
     lower_at: NotNegative = 0.1
@@ -38,7 +36,7 @@ class Curriculum(PromptRule):
         super().__post_init__()
         check_order(self, "lower_at", "raise_at", strict=True)
 
-    def begin(self, prompts: Sequence[Prompt]) -> State:
+    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
         """Each task's level, what it has been judged by so far, and between which levels it may move.
 
         Raises:
@@ -55,15 +53,15 @@ class Curriculum(PromptRule):
             state |= {f"lowest_level/{task}": levels[0], f"highest_level/{task}": levels[-1]}
         return {name: float(value) for name, value in state.items()}
 
-    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
+    def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """See above: 1 at the level of the prompt's task, and else 0."""
         return float(prompt.columns["level"] == state[f"level/{_task(prompt)}"])
 
-    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
+    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Count the batch for each task that it holds, and move the levels that have been judged."""
         rates: dict[str, list[float]] = defaultdict(list)
         for prompt, record in zip(prompts, records, strict=True):
-            if record.num_visits and self.chance(prompt, record, state):
+            if record.num_visits and self.prompt_chance(prompt, record, state):
                 rates[_task(prompt)].append(record.last_pass_rate)
         moved = dict(state)
         for task, of_task in rates.items():

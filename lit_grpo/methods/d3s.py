@@ -20,12 +20,13 @@ import torch
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
 from lit_grpo.methods.pods import Subset, between, candidates, max_variance_subset, nearest
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.plugin import LearningBatch, LearningPlugin
+from lit_grpo.update.plugin import LearningBatch
 
 
 @dataclass
-class TokenShare(LearningPlugin):
+class TokenShare(Plugin):
     """A share of the tokens of the completions that are learnt from: the tokens with the largest ``|A_i| x H_it``.
 
     Any other choice of completions can have it too, by a class that derives from both:
@@ -89,7 +90,7 @@ class D3S(TokenShare, Subset):
 
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks"})
 
-    def choose(self, batch: LearningBatch) -> torch.Tensor:
+    def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor:
         """Return all that may be chosen, whose advantages decide."""
         return candidates(batch)
 

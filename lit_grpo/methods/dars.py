@@ -6,16 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.limits import Count
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 
 PASSED_BY_NOBODY = 0.5
 """Passes as which none of a first round counts."""
 
 
 @dataclass
-class HardMore(Allocation):
+class HardMore(Plugin):
     """A second round for prompts that less than half have passed (DARS, arXiv 2508.13755).
 
     Of N completions in the first round a fraction p has passed, ``0.5 / N`` if none has. A completion then contributes
@@ -44,7 +43,7 @@ class HardMore(Allocation):
         if self.divided is None:
             self.divided = run.divided_advantages
 
-    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+    def next_round(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
         """Return the size of the second round; 0 after it."""
         rate = num_passed / num_rewarded
         if num_rounds > 1 or rate >= 0.5:

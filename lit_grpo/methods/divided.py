@@ -11,15 +11,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from lit_grpo.budgets.allocation import Allocation, AtLeastTwo, proportional
+from lit_grpo.budgets.allocation import AtLeastTwo, proportional
 from lit_grpo.budgets.history import Record
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, check_order
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 
 
 @dataclass
-class Divided(Allocation):
+class Divided(Plugin):
     """A budget of completions or of tokens, divided by how often prompts have been passed.
 
     A prompt that nothing is known of, on its first visit, gets an equal share of the budget. A completion is expected
@@ -47,11 +47,6 @@ class Divided(Allocation):
         check_clashes([Clash(f"budget {self.budget} needs completions", f"tokens {self.tokens} counts tokens", both)])
         check_order(self, "least", "most")
 
-    @property
-    def goes_by_lengths(self) -> bool:
-        """Whether the budget is of tokens."""
-        return self.tokens is not None
-
     def check(self, run: RunFacts) -> None:
         """Refuse a budget that does not suffice."""
         num_prompts = run.num_prompts
@@ -66,7 +61,7 @@ class Divided(Allocation):
                 f"least {self.least * num_prompts}, or fewer prompts a batch."
             )
 
-    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+    def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """Divide the budget, or such a part of it as these prompts are of an update's."""
         if not records:
             return []
@@ -98,10 +93,10 @@ class Uniform(Divided):
         if self.budget or self.tokens:
             super().check(run)
 
-    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+    def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
         if self.budget or self.tokens:
-            return super().first(records, num_generations, num_prompts)
+            return super().first_round(records, num_generations, num_prompts)
         return [num_generations] * len(records)
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:

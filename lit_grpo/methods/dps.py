@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import ClassVar
 
 import numpy as np
 
 from lit_grpo.budgets.history import Outcome, Record
-from lit_grpo.budgets.prompts import PromptRule, State
+from lit_grpo.budgets.prompts import State
 from lit_grpo.limits import Count, Share
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
 PART = 1
@@ -26,7 +28,7 @@ NEGLIGIBLE = 0.005
 
 
 @dataclass
-class DynamicsPredictive(PromptRule):
+class DynamicsPredictive(Plugin):
     """Ask the prompts that are likeliest to be passed in part (Dynamics-Predictive Sampling, arXiv 2603.10887).
 
     A group teaches only where some of its completions pass and some do not. Each prompt has a hidden Markov model of
@@ -54,11 +56,13 @@ class DynamicsPredictive(PromptRule):
             5654d52) have 0.5, for MATH 0.7.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
+
     candidates: Count = 8
     decay: Share = 0.5
 
     @property
-    def num_candidates(self) -> int:
+    def prompt_candidates(self) -> int:
         """See above."""
         return self.candidates
 
@@ -67,15 +71,15 @@ class DynamicsPredictive(PromptRule):
         """See above."""
         return None if self.decay == 1 else math.ceil(math.log(NEGLIGIBLE) / math.log(self.decay))
 
-    def begin(self, prompts: Sequence[Prompt]) -> State:
+    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
         """The version of the policy that the last batch was learnt by, and what of that batch was expected and seen."""
         return {"learnt_version": -1.0, "partly_expected": 0.0, "partly_passed": 0.0}
 
-    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
+    def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """See above; 1 of each prompt where there is nothing to choose among."""
         return 1.0 if self.candidates == 1 else self._partly(record.recent, state)
 
-    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
+    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Note what was expected of the batch, and what it showed."""
         seen = [record.recent for record in records if record.recent]
         if not seen:

@@ -26,15 +26,14 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from lit_grpo.limits import Limit
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.types import PassRule, Rollout
-from lit_grpo.update.plugin import LearningPlugin
 
 Temperature = Annotated[float, Limit(above=0)]
 
 
 @dataclass
-class DecoupledLength(LearningPlugin):
+class DecoupledLength(Plugin):
     """Divides what right answers get by their length among themselves; what passes is right.
 
     A group of one kind alone is not learnt from. In a config, with the loss that the formula is for::
@@ -58,7 +57,7 @@ class DecoupledLength(LearningPlugin):
     temperature: Temperature = 10.0
     totals: Literal["equal", "estimator"] = "equal"
 
-    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return what each rollout is learnt from with."""
         pairs = zip(batch.groups, advantages, strict=True)
         return [self._of_group(group.rollouts, values, batch.pass_rule) for group, values in pairs]

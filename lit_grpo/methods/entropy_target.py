@@ -8,12 +8,11 @@ from typing import Annotated, Any, ClassVar
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Limit, Positive, check_order
-from lit_grpo.plugins import GroupBatch, RunFacts
-from lit_grpo.update.plugin import LearningPlugin
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts
 
 
 @dataclass
-class EntropyTarget(LearningPlugin):
+class EntropyTarget(Plugin):
     """Raise and lower the coefficient of the entropy bonus from step to step; TRL's ``use_adaptive_entropy``.
 
     The coefficient grows by ``delta`` after a step whose mean entropy is at or below ``target``, and falls by ``delta``

@@ -31,11 +31,10 @@ from lit_grpo.plugins import Answer
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Completion, Key, Request, RolloutGroup
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class EPTree(Branching, LearningPlugin):
+class EPTree(Branching):
     """Fork completions at their least likely tokens, and learn from each node of the tree with a value of its own.
 
     ``model.num_generations`` is how many completions begin at the prompt. For example, 6 of them become 30 members::
@@ -56,7 +55,7 @@ class EPTree(Branching, LearningPlugin):
     rounds: Number = 1
     branches: Count = 2
 
-    def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
         """Return the step signal of each token; 0 for those of a leaf without a reward."""
         completions = [rollout.completion for rollout in group.rollouts]
         signals = step_signals(

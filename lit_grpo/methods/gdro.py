@@ -10,22 +10,23 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from lit_grpo.budgets.allocation import greedy
 from lit_grpo.budgets.history import Record
-from lit_grpo.budgets.prompts import PromptRule, State
+from lit_grpo.budgets.prompts import State
 from lit_grpo.limits import Count, Limit, Positive, Share
 from lit_grpo.methods.divided import Divided
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
 Bins = Annotated[int, Limit(least=2, remedy="with one bin all prompts are alike")]
 
 
 @dataclass
-class PromptGDRO(PromptRule):
+class PromptGDRO(Plugin):
     """Ask prompts of hard groups more often, by exponential weights (Prompt-GDRO, arXiv 2601.19280, eq. 10 to 16).
 
     A prompt's group is the share of its last visits, 8 at most, at which anybody passed, cut into ``bins`` of equal
@@ -55,16 +56,18 @@ class PromptGDRO(PromptRule):
         exploration: See above.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
+
     bins: Bins = 10
     sharpness: Positive = 2.0
     smoothing: Share = 0.1
     exploration: Share = 0.15
 
-    def begin(self, prompts: Sequence[Prompt]) -> State:
+    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
         """No group has a score; below 0 is none."""
         return {f"loss_of_bin/{number}": -1.0 for number in range(self.bins)}
 
-    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
+    def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """See above."""
         if not record.recent:
             return 1.0
@@ -78,7 +81,7 @@ class PromptGDRO(PromptRule):
         total = sum(weights)
         return [(1 - self.exploration) * weight / total + self.exploration / self.bins for weight in weights]
 
-    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
+    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Move the scores of the groups that the batch has prompts of, by their groups of before it."""
         losses: dict[str, list[float]] = defaultdict(list)
         for record in records:

@@ -24,12 +24,12 @@ from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.methods.turns import compared, discounted_returns, rewards_of_turns
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Completion, RolloutGroup
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class GiGPO(LearningPlugin):
+class GiGPO(Plugin):
     """Compares turns that began in the same state.
 
     Args:

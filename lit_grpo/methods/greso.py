@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lit_grpo.budgets.history import Record
-from lit_grpo.budgets.prompts import SMALLEST_CHANCE, PromptRule, State
+from lit_grpo.budgets.prompts import SMALLEST_CHANCE, State
 from lit_grpo.limits import Share, check_order
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
 
 @dataclass
-class Greso(PromptRule):
+class Greso(Plugin):
     """Skip a prompt the more often, the more visits in a row have been easy, or hard (GRESO, arXiv 2506.02177).
 
     A visit is easy if at least 98% of its completions pass, and hard if at most 11% do. After c easy visits in a row
@@ -30,6 +32,8 @@ class Greso(PromptRule):
         most: Upper bound of each p.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
+
     target: Share = 0.25
     begin_at: Share = 0.5
     step: Share = 0.01
@@ -40,15 +44,15 @@ class Greso(PromptRule):
         super().__post_init__()
         check_order(self, "least", "most")
 
-    def begin(self, prompts: Sequence[Prompt]) -> State:
+    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
         """Return both p."""
         return {"easy": self.begin_at, "hard": self.begin_at}
 
-    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
+    def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """Return the chance of a prompt; 1 after a visit that was neither easy nor hard."""
         return max(state["easy"] ** record.num_easy * state["hard"] ** record.num_hard, SMALLEST_CHANCE)
 
-    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
+    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Move both p, once prompts come for the second time."""
         if all(record.num_visits < 2 for record in records):
             return state

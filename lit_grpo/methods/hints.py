@@ -9,9 +9,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
-from lit_grpo.budgets.rewriting import Rewriting, text_of
+from lit_grpo.budgets.rewriting import TextWriter, text_of
 from lit_grpo.limits import Count, Share, Text, check_order
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.types import PassRule, Prompt, RolloutGroup
 
 
@@ -48,7 +48,7 @@ class HintRecord:
 
 
 @dataclass
-class Hint(Rewriting):
+class Hint(Plugin):
     """Which prompts get a hint, how much of it, and its text: here none.
 
     Once nobody has passed a prompt at ``after`` visits one after another, it is asked with a share ``begin`` of its
@@ -77,9 +77,8 @@ class Hint(Rewriting):
     there, and reward functions get both together as the completion. Otherwise all of it stands in front of the
     question, however small the share."""
 
-    needs: ClassVar[frozenset[str]] = Rewriting.needs | {"whole_groups"}
+    needs: ClassVar[frozenset[str]] = frozenset({"whole_groups"})
     common: ClassVar[bool] = True
-    what: ClassVar[str] = "hint"
 
     after: Count = 1
     begin: Share = 0.5
@@ -113,18 +112,18 @@ class Hint(Rewriting):
         """
         return ""
 
-    def largest(self, prompt: Prompt) -> Prompt:
+    def longest_rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
         """Return a prompt with the largest share of its hint, or itself where it has none or no room for one."""
-        return self.with_share(prompt, self.most)
+        return self.with_share(prompt, self.most, writer)
 
-    def asked(self, prompt: Prompt) -> Prompt:
-        """Return a prompt as it is asked now."""
+    def rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
+        """Return a prompt with the share of its hint that it gets now."""
         share = self.share(self.record_of(prompt.prompt_id))
-        return self.with_share(prompt, share) if share else prompt
+        return self.with_share(prompt, share, writer) if share else prompt
 
-    def with_share(self, prompt: Prompt, share: float) -> Prompt:
+    def with_share(self, prompt: Prompt, share: float, writer: TextWriter) -> Prompt:
         """Return a prompt with such a share of its hint."""
-        put = partial(self.writer.put_after, share=share) if self.goes_on else self.writer.put_before
+        put = partial(writer.put_after, share=share) if self.goes_on else writer.put_before
         hinted = put(prompt, self.text(prompt, share))
         return prompt if hinted is prompt else replace(hinted, extra={"hint": share})
 

@@ -22,12 +22,12 @@ from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit
 from lit_grpo.methods.turns import compared, discounted_returns, rewards_of_turns
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import RolloutGroup
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class ReturnToGo(LearningPlugin):
+class ReturnToGo(Plugin):
     """Compares discounted returns of all turns of a group.
 
     Args:

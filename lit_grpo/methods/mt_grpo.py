@@ -25,12 +25,12 @@ from typing import ClassVar
 
 from lit_grpo.limits import NotNegative
 from lit_grpo.methods.turns import compared, rewards_of_turns
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Rollout, RolloutGroup
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class MTGRPO(LearningPlugin):
+class MTGRPO(Plugin):
     """Compares what turns earned with what turns of the same number earned.
 
     Args:

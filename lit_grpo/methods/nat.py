@@ -31,12 +31,12 @@ import torch
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Key, Rollout
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class RandomTokens(LearningPlugin):
+class RandomTokens(Plugin):
     """A random part of the tokens of each completion, drawn for every optimizer step.
 
     Draws depend on ``seed``, the policy's version and the completion's name alone: a resumed run has the same.

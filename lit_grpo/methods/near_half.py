@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lit_grpo.budgets.history import Record
-from lit_grpo.budgets.prompts import PromptRule, State
+from lit_grpo.budgets.prompts import State
 from lit_grpo.limits import Positive, Share
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
 
 @dataclass
-class NearHalf(PromptRule):
+class NearHalf(Plugin):
     """Ask a prompt the more often, the nearer its pass rate p is to a half: with a chance of ``4 p (1 - p)``.
 
     DOTS draws prompts from ``softmax(-|p - 0.5| / tau)`` over all of them, with tau 0.001 (its code,
@@ -24,10 +26,12 @@ class NearHalf(PromptRule):
         temperature: The tau of DOTS; by default the chance is ``4 p (1 - p)``, which is much flatter.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
+
     least: Share = 0.1
     temperature: Positive | None = None
 
-    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
+    def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """Return the chance of a prompt; 1 on its first visit."""
         if not record.num_visits:
             return 1.0

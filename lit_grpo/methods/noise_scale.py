@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from lit_grpo.limits import Count, Limit, NotNegative, Positive, Share, check_order
-from lit_grpo.plugins import AllGather, GroupBatch, RunFacts
-from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
+from lit_grpo.plugins import AllGather, GroupBatch, Plugin, RunFacts
+from lit_grpo.update.plugin import SquaredNorm
 
 
 @dataclass
-class NoiseScale(LearningPlugin):
+class NoiseScale(Plugin):
     """Measure how many prompts a gradient is worth averaging over (McCandlish et al., arXiv 1812.06162).
 
     With ``G`` the mean and ``S`` the covariance of the gradients of single prompts, the noise scale is

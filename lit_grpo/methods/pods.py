@@ -17,13 +17,14 @@ from typing import Literal
 import torch
 
 from lit_grpo.budgets.allocation import AtLeastTwo
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Rollout
-from lit_grpo.update.plugin import LearningBatch, LearningPlugin, Measure
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.plugin import LearningBatch, Measure
 
 
 @dataclass
-class Subset(LearningPlugin):
+class Subset(Plugin):
     """So many members of each group.
 
     Args:
@@ -85,7 +86,7 @@ class Members(Subset):
 
     statistics: Literal["group", "kept"] = "group"
 
-    def choose(self, batch: LearningBatch) -> torch.Tensor:
+    def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor | GroupRewards:
         """Return the members of each group that :meth:`of_group` chooses, shape R."""
         rewards, rollouts, may_be_R = batch.rewards, batch.rollouts, candidates(batch)
         places = may_be_R.nonzero().flatten()
@@ -95,7 +96,7 @@ class Members(Subset):
         for group in range(len(rewards.prompt_ids)):
             members = ((rewards.groups_R == group) & may_be_R).nonzero().flatten()
             chosen_R[members[self.of_group(values_R[members], size)]] = True
-        return chosen_R
+        return rewards.only(chosen_R) if self.statistics == "kept" else chosen_R
 
     def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
         """Return what rollouts that may be chosen are compared by, of all groups: float64, shape N; no NaN."""

@@ -27,12 +27,11 @@ from typing import Any, ClassVar, NamedTuple, cast
 import numpy as np
 
 from lit_grpo.limits import Count
-from lit_grpo.plugins import GroupBatch, ObservationPoint, RunFacts
+from lit_grpo.plugins import GroupBatch, ObservationPoint, Plugin, RunFacts
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths import FORGETTING, Projection, Ridge
 from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
-from lit_grpo.update.plugin import LearningPlugin
 
 VALUE = "poise/value"
 """Under which name a rollout's ``extra`` has what is predicted from it; samples show it."""
@@ -51,7 +50,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class CrossRolloutBaseline(LearningPlugin):
+class CrossRolloutBaseline(Plugin):
     """Compares each reward with what is predicted from the other rollouts of its prompt.
 
     For example, twice the prompts of groups of two in place of four::
@@ -148,7 +147,7 @@ class CrossRolloutBaseline(LearningPlugin):
         self._ridge.load_state_dict(state["ridge"])
         self._early = state["early"]
 
-    def shape(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return each reward less its baseline, where there is one."""
         return [
             [self._of(group, each, value) for each, value in zip(group.rollouts, values, strict=True)]

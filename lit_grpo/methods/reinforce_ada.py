@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.limits import Limit, Number
+from lit_grpo.plugins import Plugin
 
 
 @dataclass
-class Balanced(Allocation):
+class Balanced(Plugin):
     """Rounds of ``num_generations`` until so many have passed and so many have not (Reinforce-Ada, arXiv 2510.04996).
 
     With plug-in ``pods`` and ``statistics: group`` a balanced few of them are learnt from, and their baseline is over
@@ -33,7 +33,7 @@ class Balanced(Allocation):
                 f"passed is {self.passed} and failed is {self.failed}; give numbers that are to be reached."
             )
 
-    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+    def next_round(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
         """See above."""
         decided = num_passed >= self.passed and num_rewarded - num_passed >= self.failed
         return 0 if decided or num_rounds >= self.rounds else num_first

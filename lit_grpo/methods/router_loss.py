@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from lit_grpo.limits import NotNegative
+from lit_grpo.plugins import Plugin
 from lit_grpo.ranks import Ranks
-from lit_grpo.update.plugin import LearningPlugin, Term
+from lit_grpo.update.plugin import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RouterLoss(LearningPlugin):
+class RouterLoss(Plugin):
     """Keeps experts equally busy, over the tokens of each optimizer step on all ranks.
 
     Args:
@@ -54,7 +55,7 @@ class RouterLoss(LearningPlugin):
         """Check that the policy tells the logits of its routers."""
         Routers(policy)
 
-    def term(self, policy: PreTrainedModel, visit: Visit, ranks: Ranks) -> Term:
+    def loss_term(self, policy: PreTrainedModel, visit: Visit, ranks: Ranks) -> Term:
         """Count."""
         routers = Routers(policy)
         sums_3E = torch.zeros((3, 1), dtype=torch.float64)

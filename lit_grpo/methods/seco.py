@@ -30,13 +30,13 @@ from typing import ClassVar
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Count, Share
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Completion
-from lit_grpo.update.plugin import Chunk, LearningPlugin
+from lit_grpo.update.plugin import Chunk
 
 
 @dataclass
-class SeCO(LearningPlugin):
+class SeCO(Plugin):
     """Completions of more than ``chunk`` tokens are cut into chunks of about equal size.
 
     Args:

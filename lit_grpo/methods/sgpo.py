@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lit_grpo.budgets.allocation import Allocation, AtLeastTwo
+from lit_grpo.budgets.allocation import AtLeastTwo
 from lit_grpo.budgets.history import Record
-from lit_grpo.budgets.prompts import SMALLEST_CHANCE, PromptRule, State
+from lit_grpo.budgets.prompts import SMALLEST_CHANCE, State
 from lit_grpo.limits import Count, Share, check_order
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
 BUCKETS = (2, 4, 8)
@@ -18,7 +19,7 @@ BUCKETS = (2, 4, 8)
 
 
 @dataclass
-class Buckets(Allocation):
+class Buckets(Plugin):
     """As many completions as it takes to expect a pass, a power of two (sGPO, arXiv 2606.08854).
 
     It is the smallest power of 2 that is at least ``1 / p``, within ``least`` and ``most``; ``num_generations`` of a
@@ -34,7 +35,7 @@ class Buckets(Allocation):
         super().__post_init__()
         check_order(self, "least", "most")
 
-    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+    def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
         return [self._of(record.pass_rate) if record.num_visits else num_generations for record in records]
 
@@ -44,7 +45,7 @@ class Buckets(Allocation):
 
 
 @dataclass
-class PhasedPrompts(PromptRule):
+class PhasedPrompts(Plugin):
     """Ask from easy to hard, by the number of completions that a pass takes (the phases of sGPO, arXiv 2606.08854).
 
     The first visits are the profile, in which all are asked. Then, where a share p has passed, prompts above ``easy``
@@ -63,15 +64,17 @@ class PhasedPrompts(PromptRule):
         unsolved: The chance of a prompt that nobody has passed.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
+
     batches: Count = 50
     easy: Share = 0.75
     unsolved: Share = 0.1
 
-    def begin(self, prompts: Sequence[Prompt]) -> State:
+    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
         """The bucket of the phase, and how many batches that has had."""
         return {"phase": float(BUCKETS[0]), "phase_batches": 0.0}
 
-    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
+    def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """See above."""
         if not record.num_visits:
             return 1.0
@@ -79,7 +82,7 @@ class PhasedPrompts(PromptRule):
             return max(self.unsolved, SMALLEST_CHANCE)
         return 1.0 if self._bucket(record) == state["phase"] else SMALLEST_CHANCE
 
-    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
+    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Count the batch, or go on to the next phase."""
         if 2 * sum(record.num_visits <= 1 for record in records) >= len(records):
             return state

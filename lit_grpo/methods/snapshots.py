@@ -17,10 +17,10 @@ import psutil
 import torch
 
 from lit_grpo.limits import Limit
-from lit_grpo.plugins import AllGather, GroupBatch
+from lit_grpo.plugins import AllGather, GroupBatch, Plugin
 from lit_grpo.types import OBSERVED, Key
 from lit_grpo.update.objective.tokens import Tokens
-from lit_grpo.update.plugin import LearningBatch, LearningPlugin, TrainingRun
+from lit_grpo.update.plugin import LearningBatch, TrainingRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ _GIB = 2**30
 
 
 @dataclass
-class Snapshots(LearningPlugin):
+class Snapshots(Plugin):
     """Keep the weights of the versions that sampled tokens in work, and recompute log-probs under them.
 
     The ratio of the policy now to the sampler is the product of two factors, which are corrected apart::

@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from lit_grpo.limits import Count, Limit
-from lit_grpo.update.plugin import LearningPlugin, TrainingRun
+from lit_grpo.plugins import Plugin
+from lit_grpo.update.plugin import TrainingRun
 
 
 @dataclass
-class MovingReference(LearningPlugin):
+class MovingReference(Plugin):
     """Update the KL term's reference to ``mixup_alpha x policy + (1 - mixup_alpha) x reference`` every so many steps.
 
     As TRL's ``sync_ref_model``. A batch's log-probs under the reference are computed before its first step, so that a

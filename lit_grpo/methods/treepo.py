@@ -26,6 +26,7 @@ from statistics import fmean
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from lit_grpo.limits import Count
 from lit_grpo.methods.branches import Branching, check_width
@@ -34,11 +35,10 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED
 from lit_grpo.types import Completion, GroupKey, Key, Request, RolloutGroup, SamplePath
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class TreePO(Branching, LearningPlugin):
+class TreePO(Branching):
     """Divide paths after every segment, and compare each leaf with those that share its beginning.
 
     ``model.num_generations`` is how many paths begin at the prompt. For example, 4 of them become 16 members::
@@ -55,7 +55,7 @@ class TreePO(Branching, LearningPlugin):
     """
 
     needs: ClassVar[frozenset[str]] = Branching.needs | {"all_ranks"}
-    whitens = True
+    whitens: ClassVar[bool] = True
 
     width: Count = 16
     segment: Count = 512
@@ -73,7 +73,7 @@ class TreePO(Branching, LearningPlugin):
                 "divide; give less, such as a sixteenth of it."
             )
 
-    def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
         """Return the advantage of each leaf for all of its tokens."""
         credited = relative_advantages(
             [rollout.completion for rollout in group.rollouts],
@@ -81,7 +81,7 @@ class TreePO(Branching, LearningPlugin):
             self.segment,
         )
         pairs = zip(group.rollouts, credited, strict=True)
-        return [[advantage] * rollout.completion.num_trained for rollout, advantage in pairs]
+        return [torch.full((rollout.completion.num_trained,), advantage) for rollout, advantage in pairs]
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no path."""

@@ -13,12 +13,11 @@ from typing import Annotated, ClassVar
 import torch
 
 from lit_grpo.limits import Limit
-from lit_grpo.plugins import AllGather
-from lit_grpo.update.plugin import LearningPlugin
+from lit_grpo.plugins import AllGather, Plugin
 
 
 @dataclass
-class EffectiveSamples(LearningPlugin):
+class EffectiveSamples(Plugin):
     """Multiply the learning rate of each step by ``sqrt(min(1, ess / full_ess))``.
 
     ``ess`` is the effective sample size of the step's completions, as a fraction of their number, under the weights

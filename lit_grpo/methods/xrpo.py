@@ -16,15 +16,15 @@ from functools import cache
 from statistics import fmean
 from typing import Annotated, ClassVar
 
-from lit_grpo.budgets.allocation import Allocation, AtLeastTwo, Tally
+from lit_grpo.budgets.allocation import AtLeastTwo, Tally
 from lit_grpo.budgets.history import Record, moments
 from lit_grpo.limits import Limit, NotNegative
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import RolloutGroup
-from lit_grpo.update.plugin import LearningPlugin
 
 
 @dataclass
-class UncertainMore(Allocation):
+class UncertainMore(Plugin):
     """Phases of completions, divided by how much one more narrows what is known of a prompt (XRPO, arXiv 2510.06672).
 
     In the first phase each prompt gets ``base`` completions. What that leaves of ``num_generations`` for each prompt is
@@ -54,11 +54,11 @@ class UncertainMore(Allocation):
     confidence: Annotated[float, Limit(above=0, below=1)] = 0.95
     exploration: NotNegative = 0.1
 
-    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+    def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
         return [self._base(num_generations)] * len(records)
 
-    def divide(self, tallies: Sequence[Tally], num_rounds: int, num_generations: int) -> list[int]:
+    def shared_round(self, tallies: Sequence[Tally], num_rounds: int, num_generations: int) -> list[int]:
         """See above."""
         base, number = self._base(num_generations), len(tallies)
         if num_rounds >= self.phases:
@@ -126,7 +126,7 @@ def _within(angle: float, freedom: int) -> float:
 
 
 @dataclass
-class Novelty(LearningPlugin):
+class Novelty(Plugin):
     """More weight for right answers that the policy was unlikely to give (XRPO, arXiv 2510.06672).
 
     A rollout with an advantage ``A`` above 0, which with rewards of 0 and 1 is a right answer, is learnt from with

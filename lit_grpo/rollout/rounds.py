@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lit_grpo.budgets.allocation import Allocation, Replacement, Tally
+from lit_grpo.budgets.allocation import Replacement, Tally
 from lit_grpo.budgets.foresight import Foresight
-from lit_grpo.plugins import Answer, Listener
+from lit_grpo.plugins import ROUNDS, Answer, Listener, Plugin, overriding
 from lit_grpo.types import EMPTY, Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class RoundScheduler(Listener):
 
     Args:
         runner: Scores.
-        allocation: Says how many more a prompt gets.
+        allocation: The plug-in that says how many more a prompt gets.
         pass_rule: When a completion counts as passed.
         replacements: Prompts that may be asked in place of flat groups, in their order.
         foresees: Whether a round may begin before the last one is whole.
@@ -98,7 +98,7 @@ class RoundScheduler(Listener):
     def __init__(
         self,
         runner: RewardRunner,
-        allocation: Allocation,
+        allocation: Plugin,
         pass_rule: PassRule,
         replacements: Iterator[Prompt] | None = None,
         foresees: bool = True,
@@ -108,7 +108,8 @@ class RoundScheduler(Listener):
         self._runner, self._foresight, self._pass_rule = runner, Foresight(allocation), pass_rule
         self._allocation, self._num_generations = allocation, num_generations
         waits = any(each.on_group or each.is_async for each in runner.functions)
-        self._foresees = foresees and allocation.has_rounds and not waits and not allocation.compares
+        self._compares = bool(overriding([allocation], "shared_round"))
+        self._foresees = foresees and bool(overriding([allocation], *ROUNDS)) and not waits and not self._compares
         self._replacement = replacement or Replacement()
         self._replacements = iter(()) if replacements is None else replacements
         self._clear()
@@ -146,7 +147,7 @@ class RoundScheduler(Listener):
         """Score what has ended, and decide of those that have been scored for long enough."""
         self._score(early=self._foresees and self._step % PATIENCE == 0)
         self._step += 1
-        patience = math.inf if self._allocation.compares else PATIENCE
+        patience = math.inf if self._compares else PATIENCE
         due = [part for part, since in self._scored if self._step - since > patience]
         return self._decide(due) if due or self._lessened else None
 
@@ -196,7 +197,7 @@ class RoundScheduler(Listener):
             rewarded = self._tallies[part.key].rewarded
             rewarded |= {rollout.completion.request.path[0]: rollout for rollout in part.rollouts}
         keys, self._lessened = list(dict.fromkeys([*(part.key for part in parts), *self._lessened])), []
-        if self._allocation.compares:
+        if self._compares:
             numbers = self._ask_together() if parts else {}
             keys = [] if any(numbers.values()) or not parts else [*self._tallies]
         else:
@@ -229,7 +230,7 @@ class RoundScheduler(Listener):
         self._num_compared += 1
         groups = dict(sorted(self._tallies.items()))
         tallies = [Tally(each.asked, [member.reward for member in each.members]) for each in groups.values()]
-        counts = self._allocation.divide(tallies, self._num_compared, self._num_generations)
+        counts = self._allocation.shared_round(tallies, self._num_compared, self._num_generations)
         numbers: dict[GroupKey, range] = {}
         for (key, tally), count in zip(groups.items(), counts, strict=True):
             numbers[key] = range(tally.asked, tally.asked + count)

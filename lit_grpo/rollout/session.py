@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from lit_grpo.budgets.allocation import Allocation, Replacement
+from lit_grpo.budgets.allocation import Replacement
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.budgets.prompts import PromptChooser, PromptRule
-from lit_grpo.budgets.rewriting import Rewriting
+from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.compatibility import Requirement, check_together
-from lit_grpo.plugins import ROLLOUT_HOOKS, GroupBatch, Listener, Plugin, RunFacts, fresh, overriding
+from lit_grpo.plugins import ROLLOUT_HOOKS, ROUNDS, GroupBatch, Listener, Plugin, RunFacts, fresh, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pump import RolloutPump
@@ -125,14 +124,13 @@ class RolloutSession:
         self.predict_lengths = predict_lengths
         self._prediction_points, self._min_correlation = prediction_points, min_correlation
         self.mode = self.plugin(RolloutMode) or RolloutMode()
-        self.allocation = self.plugin(Allocation) or Allocation()
-        self._has_rounds = self.allocation.has_rounds
-        self.prompt_rule = self.plugin(PromptRule)
+        self.allocation = self.deciding("first_round", *ROUNDS) or Plugin()
+        self._has_rounds = bool(overriding([self.allocation], *ROUNDS))
+        self.prompt_rule = self.deciding("prompt_chance")
         self.replacement = self.plugin(Replacement)
         self.replaces = 0 if self.replacement is None else self.replacement.most
-        self.rewriting = self.plugin(Rewriting)
+        self.rewriting, self.sizer = self.deciding("rewrite"), self.deciding("batch_size")
         everyone = self.plugins.values()
-        self.sizer = next(iter(overriding(everyone, "batch_size")), None)
         self._hooks = {hook: overriding(everyone, hook) for hook in BATCH_HOOKS}  # the others do nothing there
         self.listening = overriding(everyone, *ROLLOUT_HOOKS)
         self.evaluating = [plugin for plugin in self.listening if plugin.evaluates]
@@ -154,6 +152,10 @@ class RolloutSession:
     def plugin(self, kind: type[Kind]) -> Kind | None:
         """Return the plug-in of a class, where there is one."""
         return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
+
+    def deciding(self, *hooks: str) -> Plugin | None:
+        """Return the plug-in that overrides any of these hooks; None if none does."""
+        return next(iter(overriding(self.plugins.values(), *hooks)), None)
 
     def findings(self) -> list[Finding]:
         """Return what has gone wrong so far with what plug-ins do."""
@@ -349,14 +351,12 @@ class RolloutSession:
 
     def _group_sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
         """Return how many completions each prompt of a batch gets to begin with."""
-        if type(self.allocation) is Allocation:
+        if type(self.allocation) is Plugin:
             self._sizes = [num_generations] * len(prompts)
             return self._sizes
         assert self._history is not None, "open comes first"
-        ids = [prompt.prompt_id for prompt in prompts]
-        by_lengths = self.allocation.goes_by_lengths
-        records = self._history.expected(ids) if by_lengths else [self._history[prompt_id] for prompt_id in ids]
-        self._sizes = self.allocation.first(records, num_generations, self._num_prompts)
+        records = self._history.expected([prompt.prompt_id for prompt in prompts])
+        self._sizes = self.allocation.first_round(records, num_generations, self._num_prompts)
         return self._sizes
 
     def _scoring(self, run: Run) -> list[Listener]:

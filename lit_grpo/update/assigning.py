@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import EPSILON
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.plugin import LearningBatch, LearningPlugin
+from lit_grpo.update.plugin import LearningBatch
 from lit_grpo.update.step import log_baseline_weights
 
 
@@ -33,9 +33,9 @@ def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: Promp
     """
     settings, ranks, rewards, rollouts = passes.settings, passes.ranks, batch.rewards, batch.rollouts
     estimator = settings.advantages
-    chooser = settings.plugin("choose")
-    chosen_R = ~rewards.rewards_R.isnan() if chooser is None else chooser.choose(batch)
-    counted = rewards if chooser is None or chooser.statistics == "group" else rewards.only(chosen_R)
+    chooser = settings.plugin("choose_rollouts")
+    chosen = ~rewards.rewards_R.isnan() if chooser is None else chooser.choose_rollouts(batch)
+    counted, chosen_R = (chosen, ~chosen.rewards_R.isnan()) if isinstance(chosen, GroupRewards) else (rewards, chosen)
     if estimator.by_scores:
         scores = passes.measure(rollouts, "scores")
         counted = replace(counted, log_weights_R=log_baseline_weights(rollouts, scores))
@@ -47,7 +47,7 @@ def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: Promp
     else:
         advantages_R = estimator.compute(counted, weights_K, history)
     advantages_R = advantages_R.masked_fill(~chosen_R, math.nan)
-    shaper, chooser = settings.plugin("shape"), settings.plugin("choose_from_batch")
+    shaper, chooser = settings.plugin("shape_advantages"), settings.plugin("choose_from_batch")
     if shaper is not None:
         advantages_R = shaped(shaper, batch, advantages_R)
     if chooser is not None:
@@ -56,12 +56,12 @@ def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: Promp
         advantages_R = advantages_R.masked_fill(~kept_R.split([len(part) for part in parts])[ranks.rank], math.nan)
     for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
         rollout.advantage, rollout.token_advantages = advantage, None
-    crediting = settings.plugin("credit", "credit_tokens")
+    crediting = settings.plugin("credit")
     if crediting is not None:
         give_credit(crediting, batch)
 
 
-def shaped(plugin: LearningPlugin, batch: GroupBatch, advantages_R: torch.Tensor) -> torch.Tensor:
+def shaped(plugin: Plugin, batch: GroupBatch, advantages_R: torch.Tensor) -> torch.Tensor:
     """Return the advantages of all rollouts of a batch, shape R, as a plug-in shapes them; NaN stays NaN.
 
     Raises:
@@ -69,7 +69,7 @@ def shaped(plugin: LearningPlugin, batch: GroupBatch, advantages_R: torch.Tensor
     """
     name, groups = type(plugin).__name__, batch.groups
     estimated = [part.tolist() for part in advantages_R.split([len(group.rollouts) for group in groups])]
-    returned = plugin.shape(batch, estimated)
+    returned = plugin.shape_advantages(batch, estimated)
     if len(returned) != len(groups):
         raise ValueError(f"{name} shapes {len(returned)} groups of {len(groups)}; give a list for each of them.")
     flat: list[float] = []
@@ -84,7 +84,7 @@ def shaped(plugin: LearningPlugin, batch: GroupBatch, advantages_R: torch.Tensor
     return torch.tensor(flat, dtype=advantages_R.dtype).masked_fill(advantages_R.isnan(), math.nan)
 
 
-def give_credit(plugin: LearningPlugin, batch: GroupBatch) -> None:
+def give_credit(plugin: Plugin, batch: GroupBatch) -> None:
     """Give the tokens of all rollouts their advantages, once the rollouts have theirs.
 
     A plug-in that ``whitens`` has all tokens of the batch, on all ranks, get ``(A - mean) / (standard deviation +
@@ -93,25 +93,24 @@ def give_credit(plugin: LearningPlugin, batch: GroupBatch) -> None:
     Raises:
         ValueError: The plug-in does not return one finite number for each turn, or for each token.
     """
-    by_token = type(plugin).credit_tokens is not LearningPlugin.credit_tokens
-    what, of_each = ("token that is learnt from", "tokens that are learnt from") if by_token else ("turn", "turns")
     for group in batch.groups:
         advantages = [rollout.advantage for rollout in group.rollouts]
-        credited = (plugin.credit_tokens if by_token else plugin.credit)(group, advantages)
+        credited = plugin.credit(group, advantages)
         if credited is None:
             continue
         if len(credited) != len(group.rollouts):
             raise ValueError(
                 f"{type(plugin).__name__} credits {len(credited)} rollouts of prompt {group.prompt.prompt_id!r}, which "
-                f"has {len(group.rollouts)}; give each a list with one number a {what}."
+                f"has {len(group.rollouts)}; give each a list with one number a turn, or a tensor with one a token."
             )
         for rollout, values in zip(group.rollouts, credited, strict=True):
             if math.isnan(rollout.advantage):
                 continue
-            completion = rollout.completion
+            completion, by_token = rollout.completion, isinstance(values, torch.Tensor)
             numbers: list[float] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
             wanted = completion.num_trained if by_token else len(completion.turns)
             if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
+                of_each = "tokens that are learnt from" if by_token else "turns"
                 raise ValueError(
                     f"{type(plugin).__name__} gives sample {completion.request.path} of prompt "
                     f"{rollout.prompt.prompt_id!r} the advantages {numbers}; give one finite number for each of its "

@@ -27,7 +27,7 @@ from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.plugin import LearningBatch, LearningPlugin
+from lit_grpo.update.plugin import LearningBatch
 from lit_grpo.update.step import (
     Gathered,
     Step,
@@ -253,7 +253,7 @@ class Learner:
         bonus = settings.plugin("entropy_coefficient")
         if bonus is None and not objective.uses_every_completion:
             learnt = with_advantage(learnt)
-        weighing, cutting, adding = (settings.plugin(hook) for hook in ("token_weights", "chunks", "term"))
+        weighing, cutting, adding = (settings.plugin(hook) for hook in ("token_weights", "chunks", "loss_term"))
         weights = None if weighing is None else weighing.token_weights(learnt, version)
         lengths = None
         if weights is not None:
@@ -279,7 +279,7 @@ class Learner:
         )
         if adding is None or batch is None:
             return step
-        return replace(step, term=adding.term(self.policy, partial(self.passes.visit, learnt), ranks))
+        return replace(step, term=adding.loss_term(self.policy, partial(self.passes.visit, learnt), ranks))
 
     def _gradient(self, step: Step, rollouts: Sequence[Rollout]) -> Gathered:
         """Add up the gradient of a step; where memory runs out on a rank, all start again with smaller micro-batches.
@@ -316,7 +316,7 @@ class Learner:
             self.policy.zero_grad()
         advantages = [rollout.advantage for rollout in step.rollouts]
         self._broken.count(skipped, step.policy_version, ranks.rank, step.rollouts, advantages, grad_norm, loss)
-        scaling, scale = overriding(self.settings.plugins, "step_scale", base=LearningPlugin), 1.0
+        scaling, scale = overriding(self.settings.plugins, "step_scale"), 1.0
         if scaling and not skipped:
             log_weights_C = torch.cat([torch.empty(0), *gathered.log_weights])
             scale = math.prod(plugin.step_scale(log_weights_C, ranks.gather) for plugin in scaling)
@@ -328,7 +328,7 @@ class Learner:
         if "kept" in step.columns:
             values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values | {"update/step_scale": scale} if scaling else values)
-        if stepping := overriding(self.settings.plugins, "on_optimizer_step", base=LearningPlugin):
+        if stepping := overriding(self.settings.plugins, "on_optimizer_step"):
             num_tokens = 0 if skipped else step.totals.num_entropy_tokens
             entropy = float(ranks.sum(gathered.entropy)) / num_tokens if num_tokens else math.nan
             for plugin in stepping:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from lit_grpo.compatibility import Requirement, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
-from lit_grpo.plugins import Plugin, overriding
+from lit_grpo.plugins import UPDATE_HOOKS, Plugin, overriding
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningPlugin
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +40,7 @@ class LearnerSettings:
     max_grad_norm: NotNegative = 1.0
     gradient_checkpointing: Checkpointing = False
     max_skipped_updates: Count = 3
-    plugins: Sequence[LearningPlugin] = ()
+    plugins: Sequence[Plugin] = ()
     pass_rule: PassRule = field(default_factory=PassRule)
     sequence_parallel_size: Count = 1
     shares_prefix: bool = True
@@ -52,19 +51,19 @@ class LearnerSettings:
         self.set_plugins(*self.plugins)
 
     def set_plugins(self, *plugins: Plugin) -> None:
-        """Let the learning plug-ins among these decide; what none of them decides is as without any.
+        """Let those of these plug-ins decide that have hooks of the update; what none decides is as without any.
 
         Raises:
             ValueError: They and the objective do not go together, as where both choose tokens.
         """
-        learning = [plugin for plugin in plugins if isinstance(plugin, LearningPlugin)]
+        learning = overriding(plugins, *UPDATE_HOOKS)
         needed = [plugin.requirement(f"rollout.plugins {type(plugin).__name__}") for plugin in learning]
         check_together([*self.parts(), *needed])
         self.plugins = learning
 
-    def plugin(self, *hooks: str) -> LearningPlugin | None:
-        """Return the plug-in that overrides any of these methods of :class:`LearningPlugin`; None if none does."""
-        return next(iter(overriding(self.plugins, *hooks, base=LearningPlugin)), None)
+    def plugin(self, *hooks: str) -> Plugin | None:
+        """Return the plug-in that overrides any of these hooks; None if none does."""
+        return next(iter(overriding(self.plugins, *hooks)), None)
 
     @property
     def updates_per_batch(self) -> int:

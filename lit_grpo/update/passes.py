@@ -23,7 +23,7 @@ from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
 from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
-from lit_grpo.update.plugin import Chunk, LearningPlugin, SquaredNorm
+from lit_grpo.update.plugin import Chunk, SquaredNorm
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.step import Gathered, Step
@@ -49,7 +49,7 @@ class PolicyPasses:
         self.budget: MicroBatchSize | None = None
         # The key has the ids of the completions, which are kept beside their rows so that no others get these ids.
         self._laid_out: dict[Hashable, tuple[list[Completion], MicroBatches]] = {}
-        for plugin in overriding(settings.plugins, "chunks", "term", base=LearningPlugin):
+        for plugin in overriding(settings.plugins, "chunks", "loss_term"):
             if "own_rows" in plugin.needs and not settings.shares_prefix:
                 name = f"rollout.plugins: {type(plugin).__name__}"
                 raise ValueError(f"{name} needs packed rows, which this policy cannot have; leave it out.")
@@ -199,7 +199,7 @@ class PolicyPasses:
             whole_lengths_C=micro_batch.whole_lengths_C,
         )
         outputs = policy_loss(tokens)
-        for plugin in overriding(settings.plugins, "token_metrics", base=LearningPlugin):
+        for plugin in overriding(settings.plugins, "token_metrics"):
             outputs.metrics.update(plugin.token_metrics(tokens))
         gathered.add(tokens, outputs, step)
         return outputs.loss if step.term is None else step.term.added_to(outputs.loss, micro_batch.weight)

@@ -93,7 +93,8 @@ def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, n
 
 
 def known_of_hints(data: PromptDataModule) -> dict[str, HintRecord]:
-    hinter = data.train_dataloader()._rewriting  # pyright: ignore[reportPrivateUsage]
+    rewrite: Any = data.train_dataloader().rewrite
+    hinter = rewrite.func.__self__
     assert isinstance(hinter, Hint) and hinter.known
     return hinter.known
 

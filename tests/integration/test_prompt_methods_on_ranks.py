@@ -27,9 +27,10 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.plugins import Plugin
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
-from lit_grpo.update.plugin import LearningPlugin, SquaredNorm
+from lit_grpo.update.plugin import SquaredNorm
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -39,7 +40,7 @@ REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0], [1.
 RULES = {"dps": ["dps:candidates=2"], "gdro": ["prompt_gdro:bins=2", "rollout_gdro"], "plain": []}
 
 
-class Hearing(LearningPlugin):
+class Hearing(Plugin):
     """Keeps what it hears."""
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ def mark(completion: str, prompt: str) -> float:
     return float(sum(map(ord, completion)) % (2 + int(prompt[0]) % 3) == 0)
 
 
-def measure(policy: str, groups: list[RolloutGroup], sizer: LearningPlugin | None, **trainer: Any) -> torch.Tensor:
+def measure(policy: str, groups: list[RolloutGroup], sizer: Plugin | None, **trainer: Any) -> torch.Tensor:
     """Learn from groups once; return the gradient."""
     module, recorder = make_module(policy, [] if sizer is None else [sizer]), StepRecorder()
     make_trainer(recorder, **trainer).fit(module, train_dataloaders=Batches([groups]))
