@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from lit_grpo.budgets.history import NUM_RECENT
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import check_fields
+from lit_grpo.types import AllGather, GroupBatch
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from lit_grpo.budgets.allocation import Tally
-    from lit_grpo.budgets.history import Record
+    from lit_grpo.budgets.history import Record, Tally
     from lit_grpo.budgets.rewriting import TextWriter
     from lit_grpo.findings.reward_curves import Finding
     from lit_grpo.ranks import Ranks
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import Observation, StepEvents
     from lit_grpo.scheduling.ledger import RequestLedger
-    from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplePath
+    from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplePath
     from lit_grpo.update.advantages.estimator import GroupRewards
     from lit_grpo.update.objective.tokens import Tokens
     from lit_grpo.update.plugin import Chunk, LearningBatch, SquaredNorm, Term, TrainingRun, Visit
 
-AllGather = Callable[[Any], list[Any]]
-"""Brings a value of each rank together, in the order of the ranks; all ranks call it together."""
 Kind = TypeVar("Kind", bound="Listener")
 
 
@@ -167,23 +165,6 @@ class Listener:
 
 ROLLOUT_HOOKS = tuple(name for name in vars(Listener) if name[0] != "_" and name not in Listener.__annotations__)
 """What one that listens to a rollout may override."""
-
-
-@dataclass(frozen=True)
-class GroupBatch:
-    """The groups of a batch on this rank, and what a plug-in may go by beside them.
-
-    Args:
-        groups: With their rewards.
-        version: Of the policy: how many updates it has had.
-        pass_rule: When a completion passes.
-        all_gather: See :data:`AllGather`.
-    """
-
-    groups: Sequence[RolloutGroup]
-    version: int
-    pass_rule: PassRule
-    all_gather: AllGather
 
 
 @dataclass

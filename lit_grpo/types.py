@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -549,3 +549,24 @@ class PromptBatch:
         for group in self.groups:
             rollouts += group.fresh
         return rollouts
+
+
+AllGather = Callable[[Any], list[Any]]
+"""Brings a value of each rank together, in the order of the ranks; all ranks call it together."""
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """The groups of a batch on this rank, and what a plug-in may go by beside them.
+
+    Args:
+        groups: With their rewards.
+        version: Of the policy: how many updates it has had.
+        pass_rule: When a completion passes.
+        all_gather: See :data:`AllGather`.
+    """
+
+    groups: Sequence[RolloutGroup]
+    version: int
+    pass_rule: PassRule
+    all_gather: AllGather

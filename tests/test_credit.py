@@ -121,7 +121,7 @@ def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("credited", "message"),
     [
-        (lambda group: [], "credits 0 rollouts of prompt 'a', .*; give each a list with one number a token that is"),
+        (lambda group: [], "credits 0 rollouts of prompt 'a', .*; give each a list with one number a turn, or a"),
         (lambda group: [[]] * 9, "credits 9 rollouts of prompt 'a'"),
         (
             lambda group: [torch.full((each.completion.num_trained,), math.nan) for each in group.rollouts],
@@ -136,7 +136,7 @@ def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
 def test_credit_of_tokens_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
     class Wrong(Plugin):
         def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
-            return [torch.tensor(values) for values in credited(group)]
+            return [torch.as_tensor(values) for values in credited(group)]
 
     with pytest.raises(ValueError, match=message):
         make_learner(plugins=[Wrong()])[0].learn(several_turns())

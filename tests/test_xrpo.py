@@ -16,8 +16,7 @@ from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradi
 from test_loop import prompts
 from test_rounds import PASSES, SAMPLING, Marked, mark
 
-from lit_grpo.budgets.allocation import Tally
-from lit_grpo.budgets.history import Record
+from lit_grpo.budgets.history import Record, Tally
 from lit_grpo.methods.xrpo import Novelty, UncertainMore
 from lit_grpo.plugins import Plugin
 from lit_grpo.rewards import RewardRunner, load_rewards

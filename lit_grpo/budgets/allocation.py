@@ -23,19 +23,6 @@ AtLeastTwo = Annotated[int, Limit(least=2, remedy="one completion shows no diffe
 """A number of completions that can be compared."""
 
 
-@dataclass(frozen=True)
-class Tally:
-    """What a prompt has come to in a rollout.
-
-    Args:
-        num_completions: Those that it has had.
-        rewards: Of those that have one.
-    """
-
-    num_completions: int
-    rewards: Sequence[float]
-
-
 @dataclass
 class Replacement(Plugin):
     """How many further prompts are asked in place of groups without signal.

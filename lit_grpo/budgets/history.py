@@ -131,6 +131,19 @@ class Record:
         )
 
 
+@dataclass(frozen=True)
+class Tally:
+    """What a prompt has come to in a rollout.
+
+    Args:
+        num_completions: Those that it has had.
+        rewards: Of those that have one.
+    """
+
+    num_completions: int
+    rewards: Sequence[float]
+
+
 NEW = Record()
 Length = tuple[str, LengthMoments]
 """Those of a prompt, by its id."""

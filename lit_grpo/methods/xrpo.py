@@ -16,8 +16,8 @@ from functools import cache
 from statistics import fmean
 from typing import Annotated, ClassVar
 
-from lit_grpo.budgets.allocation import AtLeastTwo, Tally
-from lit_grpo.budgets.history import Record, moments
+from lit_grpo.budgets.allocation import AtLeastTwo
+from lit_grpo.budgets.history import Record, Tally, moments
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import RolloutGroup

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lit_grpo.budgets.allocation import Replacement, Tally
+from lit_grpo.budgets.allocation import Replacement
 from lit_grpo.budgets.foresight import Foresight
+from lit_grpo.budgets.history import Tally
 from lit_grpo.plugins import ROUNDS, Answer, Listener, Plugin, overriding
 from lit_grpo.types import EMPTY, Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
 

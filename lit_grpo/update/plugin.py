@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from lit_grpo.plugins import GroupBatch
+from lit_grpo.types import GroupBatch
 from lit_grpo.update.objective.tokens import highest
 
 if TYPE_CHECKING:
