@@ -498,6 +498,25 @@ class Plugin(Listener):
         """
         return None
 
+    def ce_weights(self, batch: LearningBatch) -> Sequence[torch.Tensor | Sequence[float] | None] | None:
+        """Return for each rollout of the batch the weight of each of its tokens in the channel ``ce``.
+
+        A token with weight ``c`` adds ``-c log pi(token) / n`` to the loss of a step, where ``n`` is the number of the
+        step's tokens, on all ranks, whose weight is not 0. It is independent of advantages: masks, clipping and the
+        choice of rollouts and tokens act on the channel ``rl`` alone, and a rollout without an advantage (NaN) goes
+        through the policy if it has a weight. Called once per batch, when rollouts have their advantages.
+
+        For example, imitation of the correct completions besides the objective::
+
+            def ce_weights(self, batch):
+                return [[0.1 * (each.reward == 1)] * each.completion.num_tokens for each in batch.rollouts]
+
+        Returns:
+            For each rollout values of shape (completion.num_tokens,), of observed tokens too, or None if it has no
+            weight; None if no rollout has one.
+        """
+        return None
+
     # ---- at each optimizer step -----------------------------------------------------------------------
 
     def proximal_logprobs(
@@ -670,6 +689,7 @@ DECISIONS = (
     Decision("which rollouts are learnt from", ("choose_rollouts", "choose_from_batch", "token_mask", "token_weights")),
     Decision("what each rollout is learnt from with", ("shape_advantages",)),
     Decision("what each turn is learnt from with", ("credit",)),
+    Decision("which tokens have a cross-entropy loss", ("ce_weights",)),
     Decision("which completions go through the policy in chunks", ("chunks",)),
     Decision("what is added to the objective's loss", ("loss_term",)),
     Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs")),
@@ -683,6 +703,7 @@ UPDATE_HOOKS = (
     "credit",
     "token_mask",
     "token_weights",
+    "ce_weights",
     "chunks",
     "loss_term",
     "old_logprobs",

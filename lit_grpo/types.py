@@ -389,8 +389,11 @@ class Rollout:
 
     ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
     ``token_advantages`` (float32, shape (completion.num_trained,)) what each token was learnt from with, where that is
-    not ``advantage`` for all of them. During an update ``columns`` holds further values of the tokens that are trained
-    on, by name, such as their log-probs under the reference; each has shape (completion.num_trained,).
+    not ``advantage`` for all of them. ``ce_weights`` (float32, shape (completion.num_tokens,)) is the weight of each
+    token's negative log-likelihood in the loss, observed tokens among them; None if no token has one.
+
+    During an update ``columns`` holds further values of the tokens that are trained on, by name, such as their
+    log-probs under the reference; each has shape (completion.num_trained,).
     """
 
     prompt: Prompt
@@ -406,6 +409,7 @@ class Rollout:
     turn_rewards: tuple[float, ...] = ()
     token_advantages: torch.Tensor | None = field(default=None, compare=False)
     columns: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    ce_weights: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def said(self) -> str:
@@ -440,6 +444,11 @@ class Rollout:
         advantages, counts = self.token_advantages, [row.num_trained for row in rows]
         of_rows = None if advantages is None else advantages.split(counts)
         columns = {name: values.split(counts) for name, values in self.columns.items()}
+        weights: list[torch.Tensor | None] = [None] * len(rows)
+        if self.ce_weights is not None:
+            for turn, (begin, end) in enumerate(self.completion.places_of_turns):
+                context = self.ce_weights.new_zeros(rows[turn].num_tokens - (end - begin))
+                weights[turn] = torch.cat([context, self.ce_weights[begin:end]])
         return [
             replace(
                 self,
@@ -448,6 +457,7 @@ class Rollout:
                 ),
                 token_advantages=None if of_rows is None else of_rows[turn],
                 columns={name: values[turn] for name, values in columns.items()},
+                ce_weights=weights[turn],
             )
             for turn, row in enumerate(rows)
         ]

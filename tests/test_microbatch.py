@@ -85,7 +85,8 @@ def test_an_id_that_looks_like_padding_is_a_token_like_any_other(shared_prefix: 
     assert micro_batch.source_N.tolist() == [1, 2, 3]
 
 
-HOST = ("stretches", "carried", "in_row", "rows", "places", "num_trained", "chunk", "weight")
+HOST = ("stretches", "carried", "in_row", "rows", "places", "num_trained", "chunk", "weight", "members")
+ARRAYS = ("all_source_T", "all_ids_T")
 
 
 def test_moving_to_a_device_moves_every_field() -> None:
@@ -93,6 +94,7 @@ def test_moving_to_a_device_moves_every_field() -> None:
     here.kept_N = torch.ones(1)
     moved = vars(here.to("meta"))
     assert all(moved.pop(name) == getattr(here, name) for name in HOST)
+    assert all(moved.pop(name) is getattr(here, name) for name in ARRAYS)
     absent = {*HOST, *(name for name, value in moved.items() if value is None)}
     assert absent == {*HOST, *(name for name, value in vars(here).items() if value is None)} - {"labels_3K"}
     assert {value.device.type for value in moved.values() if value is not None} == {"meta"}
@@ -261,7 +263,7 @@ def goes_once(micro_batch: PackedRow) -> bool:
         beginnings |= {(prompt, completion[:end]) for end in range(1, len(completion))}
         tokens |= {(prompt, completion[:end]) for end in range(1, len(completion) + 1)}
     in_row = sum(stretch.length for stretch in micro_batch.stretches if stretch.first) if micro_batch.weight else 0
-    through_head = len(micro_batch.distinct(micro_batch.target_ids_N))
+    through_head = len(micro_batch.target_ids_U)
     shares = micro_batch.distinct_U is not None
     return in_row == len(beginnings) and (through_head == len(tokens) or not shares)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -55,10 +56,49 @@ def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: Promp
         kept_R = chooser.choose_from_batch(batch, torch.cat(parts), sum(counts))
         advantages_R = advantages_R.masked_fill(~kept_R.split([len(part) for part in parts])[ranks.rank], math.nan)
     for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
-        rollout.advantage, rollout.token_advantages = advantage, None
+        rollout.advantage, rollout.token_advantages, rollout.ce_weights = advantage, None, None
     crediting = settings.plugin("credit")
     if crediting is not None:
         give_credit(crediting, batch)
+    weighing = settings.plugin("ce_weights")
+    if weighing is not None:
+        ranks.together(partial(give_ce_weights, weighing, batch))
+
+
+def give_ce_weights(plugin: Plugin, batch: LearningBatch) -> None:
+    """Give the tokens of all rollouts their weights in the channel ``ce``.
+
+    Raises:
+        ValueError: The plug-in does not return one finite number for each token.
+    """
+    name, rollouts, returned = type(plugin).__name__, batch.rollouts, plugin.ce_weights(batch)
+    if returned is None:
+        return
+    if len(returned) != len(rollouts):
+        raise ValueError(
+            f"{name}.ce_weights returns {len(returned)} entries for {len(rollouts)} rollouts; give each one."
+        )
+    for rollout, values in zip(rollouts, returned, strict=True):
+        if values is None:
+            continue
+        completion = rollout.completion
+        weights_T = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
+        of = f"{name}.ce_weights gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r}"
+        if weights_T.shape != (completion.num_tokens,) or not weights_T.isfinite().all():
+            raise ValueError(
+                f"{of} the weights {weights_T.tolist()}; give one finite number for each of its "
+                f"{completion.num_tokens} tokens, observed tokens among them."
+            )
+        if completion.contexts:
+            outside_T = torch.ones(completion.num_tokens, dtype=torch.bool)
+            for begin, end in completion.places_of_turns:
+                outside_T[begin:end] = False
+            if weights_T[outside_T].any():
+                raise ValueError(
+                    f"{of} weights of observed tokens, but its earlier turns were rendered again, so that those tokens "
+                    "are in no row of the update; give observed tokens the weight 0."
+                )
+        rollout.ce_weights = weights_T
 
 
 def shaped(plugin: Plugin, batch: GroupBatch, advantages_R: torch.Tensor) -> torch.Tensor:

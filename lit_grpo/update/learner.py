@@ -36,6 +36,7 @@ from lit_grpo.update.step import (
     taking_part_and_learnt,
     thinned,
     with_advantage,
+    with_ce,
 )
 
 if TYPE_CHECKING:
@@ -247,9 +248,12 @@ class Learner:
             for row, kept_T in zip(learnt, kept or (), strict=kept is not None):
                 row.columns["kept"] = kept_T
             columns += () if kept is None else ("kept",)
-            counts = torch.tensor([own.num_tokens, own.num_sequences, num_kept], dtype=torch.float64)
-            num_tokens, num_sequences, num_kept = map(int, ranks.sum(counts).tolist())
-            totals = StepTotals(num_tokens, num_sequences, max_tokens, num_kept)
+            num_ce = sum(
+                int(rollout.ce_weights.count_nonzero()) for rollout in rollouts if rollout.ce_weights is not None
+            )
+            counts = torch.tensor([own.num_tokens, own.num_sequences, num_kept, num_ce], dtype=torch.float64)
+            num_tokens, num_sequences, num_kept, num_ce = map(int, ranks.sum(counts).tolist())
+            totals = StepTotals(num_tokens, num_sequences, max_tokens, num_kept, num_ce)
         bonus = settings.plugin("entropy_coefficient")
         if bonus is None and not objective.uses_every_completion:
             learnt = with_advantage(learnt)
@@ -260,7 +264,11 @@ class Learner:
             for row in learnt:
                 row.columns["weights"] = weights[row.completion.request.key]
             lengths, columns = [row.completion.num_trained for row in learnt], (*columns, "weights")
-            learnt = thinned(learnt)
+            learnt = [thinned(row, row.columns["weights"] != 0) for row in learnt]
+        if totals.num_ce_tokens:
+            by_key = dict(zip((row.completion.request.key for row in learnt), lengths or (), strict=False))
+            learnt = with_ce(rollouts, learnt)
+            lengths = None if lengths is None else [by_key.get(row.completion.request.key, 0) for row in learnt]
         chunks = {}
         if cutting is not None:
             parts = {row: cutting.chunks(rollout.completion, version) for row, rollout in enumerate(learnt)}
@@ -325,6 +333,8 @@ class Learner:
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
         if step.term is not None:
             values |= step.term.metrics
+        if step.totals.num_ce_tokens:
+            values["ce/tokens"] = float(step.totals.num_ce_tokens)
         if "kept" in step.columns:
             values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values | {"update/step_scale": scale} if scaling else values)

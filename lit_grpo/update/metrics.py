@@ -243,6 +243,8 @@ class TokenMetrics:
         updates = max(self.num_updates, 1)
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates
+        if "ce/loss" in by_name:
+            logs["ce/loss"] = by_name.pop("ce/loss") / updates
         logs |= gap_metrics(gap)
         largest = float(reduce_max(self._largest.double()))
         logs["sampling/logprob_gap_max"] = largest if largest >= 0 else math.nan

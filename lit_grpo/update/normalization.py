@@ -16,13 +16,14 @@ class StepTotals:
 
     Because it is fixed before the first backward, the gradient does not depend on how the step is split.
     ``num_tokens`` and ``num_sequences`` are of the completions with a reward; ``num_entropy_tokens`` are those that an
-    entropy bonus is averaged over.
+    entropy bonus is averaged over, and ``num_ce_tokens`` those whose weight in the ``ce`` channel is not 0.
     """
 
     num_tokens: int
     num_sequences: int
     max_tokens: int
     num_entropy_tokens: int = 0
+    num_ce_tokens: int = 0
 
 
 def token_weights(

@@ -127,7 +127,9 @@ class PolicyPasses:
         gathered, is_open, short = Gathered(), self.budget is not None, False
         if is_open and micro_batches and self.ranks.size > 1:
             micro_batches = micro_batches.and_empty(1)
-        micro_batches = micro_batches.filled(step.rollouts, step.columns, step.lengths)
+        micro_batches = micro_batches.filled(
+            step.rollouts, step.columns, step.lengths, has_ce=step.totals.num_ce_tokens > 0
+        )
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
             for index, (owner, micro_batch) in enumerate(self._rows.in_turn(micro_batches)):
                 is_last = last and index == len(micro_batches) * self._rows.size - 1
@@ -170,7 +172,12 @@ class PolicyPasses:
             logprobs_N, entropy_N = compute(self.policy, forward)
         if owner != self._rows.rank:
             return logprobs_N.sum() * 0.0
-        old_logprobs_N, sampled_logprobs_N = logprobs_N.detach(), micro_batch.sampled_logprobs_N
+        sampled_logprobs_N, ce_logprobs_M = micro_batch.sampled_logprobs_N, None
+        if micro_batch.ce_weights_M is not None:
+            counts = [len(sampled_logprobs_N), len(micro_batch.ce_weights_M)]
+            logprobs_N, ce_logprobs_M = logprobs_N.split(counts)
+            entropy_N = entropy_N[: counts[0]]
+        old_logprobs_N = logprobs_N.detach()
         if (plugin := settings.plugin("proximal_logprobs")) is not None:
             versions_N, version = micro_batch.versions_N, step.policy_version
             old_logprobs_N = plugin.proximal_logprobs(logprobs_N, sampled_logprobs_N, versions_N, version)
@@ -197,6 +204,8 @@ class PolicyPasses:
             kept_N=micro_batch.kept_N,
             weights_N=micro_batch.weights_N,
             whole_lengths_C=micro_batch.whole_lengths_C,
+            ce_weights_M=micro_batch.ce_weights_M,
+            ce_logprobs_M=ce_logprobs_M,
         )
         outputs = policy_loss(tokens)
         for plugin in overriding(settings.plugins, "token_metrics"):

@@ -85,7 +85,10 @@ class Gathered:
             stale_C = completion_sums((~is_fresh_N).to(gap_N.dtype), tokens.lengths_C)  # keys may be of old weights
             fresh_N = spread(stale_C, tokens.lengths_C, len(gap_N)) == 0
             gap = Gap.of(gap_N, tokens.lengths_C, fresh_N, step.token_gap_limit)
-        self.micro_batches.append(MicroBatchSums.of(loss, {"entropy": entropy_N, **outputs.metrics}, gap))
+        sums = MicroBatchSums.of(loss, {"entropy": entropy_N, **outputs.metrics}, gap)
+        if outputs.ce_loss is not None:
+            sums.sums["ce/loss"] = outputs.ce_loss
+        self.micro_batches.append(sums)
 
     @classmethod
     def together(cls, parts: Sequence[Gathered]) -> Gathered:
@@ -160,21 +163,51 @@ def with_advantage(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return found
 
 
-def thinned(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return rollouts whose completions end with the last token that has a weight, and learn from no token without.
+def thinned(rollout: Rollout, kept: torch.Tensor) -> Rollout:
+    """Return a rollout that ends with the last token that it has a part in the loss with.
 
     Args:
-        rollouts: Whole ones, with a column ``weights``.
+        rollout: A whole one.
+        kept: Which of the tokens that are trained on stay so, bool, shape (completion.num_trained,).
     """
-    parts = []
-    for rollout in rollouts:
-        whole, advantages = rollout.completion, rollout.token_advantages
-        kept = rollout.columns["weights"] != 0
-        part = Completion.of(whole.request, whole.thinned(kept), whole.finish_reason, whole.text)
-        of_kept = None if advantages is None else advantages[kept]
-        columns = {name: values[kept] for name, values in rollout.columns.items()}
-        parts.append(replace(rollout, completion=part, token_advantages=of_kept, columns=columns))
-    return parts
+    whole, advantages, trained_T = rollout.completion, rollout.token_advantages, rollout.completion.trained_T
+    trained_T[trained_T.clone()] = kept
+    used_T = trained_T if rollout.ce_weights is None else trained_T | (rollout.ce_weights != 0)
+    end = max(used_T.nonzero().flatten().tolist(), default=-1) + 1
+    part = Completion(
+        whole.request,
+        whole.token_ids_T[:end],
+        whole.logprobs_T[:end],
+        whole.versions_T[:end],
+        whole.finish_reason,
+        whole.text,
+        whole.entropy,
+        trained_T[:end],
+    )
+    return replace(
+        rollout,
+        completion=part,
+        token_advantages=None if advantages is None else advantages[kept],
+        columns={name: values[kept] for name, values in rollout.columns.items()},
+    )
+
+
+def with_ce(rollouts: Sequence[Rollout], learnt: Sequence[Rollout]) -> list[Rollout]:
+    """Return the rows of a step, with those that have weights in the channel ``ce`` alone.
+
+    Args:
+        rollouts: All of the step.
+        learnt: Rows that are trained on by their advantages.
+    """
+    by_key = {row.completion.request.key: row for row in learnt}
+    rows: list[Rollout] = []
+    for row in (row for rollout in rollouts for row in rollout.rows):
+        if (own := by_key.get(row.completion.request.key)) is not None:
+            rows.append(own)
+        elif row.ce_weights is not None and row.ce_weights.any():
+            nothing = torch.zeros(row.completion.num_trained, dtype=torch.bool)
+            rows.append(replace(thinned(row, nothing), advantage=0.0))
+    return rows
 
 
 def log_baseline_weights(rollouts: Sequence[Rollout], scores: Sequence[torch.Tensor]) -> torch.Tensor:

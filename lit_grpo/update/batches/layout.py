@@ -45,8 +45,14 @@ class PackedRow:
     chunk's weight; 0 where the row is a token that stands for nothing. Further columns hold what a step needs of its
     tokens, and are filled by :meth:`MicroBatches.filled`.
 
-    Where completions share tokens, ``distinct_U`` are the places, on the N axis, of one of each that are the same, and
-    ``same_N`` says which of them each token is: log-probs are computed of the distinct ones alone.
+    Tokens with a weight in the channel ``ce`` are the M axis, observed tokens among them: ``ce_source_M``,
+    ``ce_target_ids_M`` and ``ce_weights_M``, filled if the step has such tokens. ``members`` has for each completion in
+    the row its place among the rollouts of the step, and the begin and end of its tokens that are in the row;
+    ``all_source_T`` and ``all_ids_T`` are the sources and ids of all these tokens.
+
+    Where completions share tokens, ``distinct_U`` are the places, on the N axis with the M axis after it, of one of
+    each that are the same, and ``same_N`` says which of them each token is: log-probs are computed of the distinct ones
+    alone.
 
     Example:
         The prompt [5, 6] with the completions [7, 8] and [9, 4, 3]::
@@ -80,6 +86,12 @@ class PackedRow:
     kept_N: torch.Tensor | None = None
     weights_N: torch.Tensor | None = None
     whole_lengths_C: torch.Tensor | None = None
+    members: tuple[tuple[int, int, int], ...] = ()
+    all_source_T: np.ndarray | None = None
+    all_ids_T: np.ndarray | None = None
+    ce_source_M: torch.Tensor | None = None
+    ce_target_ids_M: torch.Tensor | None = None
+    ce_weights_M: torch.Tensor | None = None
     distinct_U: torch.Tensor | None = None
     same_N: torch.Tensor | None = None
 
@@ -88,9 +100,26 @@ class PackedRow:
         """All that it sees of other micro-batches, and they of it."""
         return [span for last in (*self.carried, *(own for _, own in self.in_row)) for span in last.chain]
 
-    def distinct(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the values of the distinct tokens alone, along the first axis."""
-        return values_N if self.distinct_U is None else values_N.index_select(0, self.distinct_U)
+    @property
+    def source_U(self) -> torch.Tensor:
+        """Where the predecessors of the distinct tokens stand."""
+        source_N = self.source_N if self.ce_source_M is None else torch.cat([self.source_N, self.ce_source_M])
+        return source_N if self.distinct_U is None else source_N.index_select(0, self.distinct_U)
+
+    @property
+    def target_ids_U(self) -> torch.Tensor:
+        """Ids of the distinct tokens."""
+        ids_N, ce_ids_M = self.target_ids_N, self.ce_target_ids_M
+        ids_N = ids_N if ce_ids_M is None else torch.cat([ids_N, ce_ids_M])
+        return ids_N if self.distinct_U is None else ids_N.index_select(0, self.distinct_U)
+
+    def find_distinct(self) -> None:
+        """Find tokens that are the same: they have one id, and are predicted from one place."""
+        self.distinct_U = None
+        pairs_N2 = torch.stack([self.source_U, self.target_ids_U], 1)
+        pairs_U2, self.same_N = pairs_N2.unique(dim=0, return_inverse=True)
+        self.distinct_U = torch.empty(len(pairs_U2), dtype=torch.int64)
+        self.distinct_U[self.same_N] = torch.arange(len(pairs_N2))
 
     def spread(self, values_U: torch.Tensor) -> torch.Tensor:
         """Give each token the value of the distinct one that it is, along the first axis."""
@@ -152,7 +181,11 @@ class MicroBatches(Iterable[PackedRow]):
                     span.forget()
 
     def filled(
-        self, rollouts: Sequence[Rollout], columns: Sequence[str] = (), lengths: Sequence[int] | None = None
+        self,
+        rollouts: Sequence[Rollout],
+        columns: Sequence[str] = (),
+        lengths: Sequence[int] | None = None,
+        has_ce: bool = False,
     ) -> MicroBatches:
         """Return these, whose tokens have the advantages and other values of their rollouts.
 
@@ -161,6 +194,7 @@ class MicroBatches(Iterable[PackedRow]):
             columns: Names of :attr:`~lit_grpo.types.Rollout.columns` that each of them has: ``old_logprobs``,
                 ``reference_logprobs``, ``kept`` or ``weights``.
             lengths: Number of trained tokens of each whole completion; None if the rollouts' own are whole.
+            has_ce: Whether a rollout of the step, on any rank, has weights of the channel ``ce``.
         """
         rows: list[PackedRow] = []
         for row in self.rows:
@@ -185,7 +219,10 @@ class MicroBatches(Iterable[PackedRow]):
                 values["whole_lengths_C"] = torch.tensor(whole, dtype=torch.int64)
             if row.chunk is not None:
                 values["weights_N"] = values.get("weights_N", torch.ones(sum(counts))) * row.chunk.weight
-            rows.append(replace(row, **values))
+            filled = replace(row, **values)
+            if has_ce:
+                _fill_ce(filled, rollouts)
+            rows.append(filled)
         return MicroBatches(rows, self.shared_prefix)
 
     def and_empty(self, number: int) -> MicroBatches:
@@ -206,7 +243,7 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     """
     stretches, tokens = list[Stretch](), list[np.ndarray]()
     carried, in_row = list[CarriedSpan](), list[tuple[slice, CarriedSpan]]()
-    members = list[tuple[Rollout, Chunk | None]]()
+    members = list[tuple[int, Rollout, Chunk | None]]()
     sources: list[tuple[int, int]] = []  # where predecessors stand, as (begin, number); carried ones are below 0
     start = num_carried = 0
     for part in parts:
@@ -222,7 +259,7 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
         stretches += of_part
         start += sum(each.length for each in of_part if not each.carried)
         for member, path in zip(part.members, paths, strict=True):
-            members.append((rollouts[member], part.chunk))
+            members.append((member, rollouts[member], part.chunk))
             path.insert(0, (before, 1))
             num_tokens = rollouts[member].completion.num_tokens
             if not num_tokens or (part.chunk is not None and part.chunk.end < num_tokens):
@@ -248,13 +285,9 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
         chunk=chunk,
         weight=0.0 if means_nothing else 1.0 if chunk is None else chunk.weight,
         **_learnt_tokens(members, _ranges(begins_R, counts_R)),
-        rows=tuple(member for part in parts for member in part.members),
     )
-    if shares:  # tokens are the same that have one id, and are predicted from one place
-        pairs_N2 = torch.stack([row.source_N, row.target_ids_N], 1)
-        pairs_U2, row.same_N = pairs_N2.unique(dim=0, return_inverse=True)
-        row.distinct_U = torch.empty(len(pairs_U2), dtype=torch.int64)
-        row.distinct_U[row.same_N] = torch.arange(len(pairs_N2))
+    if shares:
+        row.find_distinct()
     return row
 
 
@@ -298,6 +331,20 @@ def _place(
     return stretches, tokens, paths
 
 
+def _fill_ce(row: PackedRow, rollouts: Sequence[Rollout]) -> None:
+    """Fill the columns of the channel ``ce`` of a row."""
+    weights = [torch.empty(0, dtype=torch.float32)]
+    for place, begin, end in row.members:
+        its_weights = rollouts[place].ce_weights
+        weights.append(torch.zeros(end - begin) if its_weights is None else its_weights[begin:end])
+    weights_T = torch.cat(weights)
+    places_M = weights_T.nonzero().flatten()
+    row.ce_weights_M = weights_T[places_M] * (1.0 if row.chunk is None else row.chunk.weight)
+    row.ce_source_M = torch.as_tensor(row.all_source_T)[places_M]
+    row.ce_target_ids_M = torch.as_tensor(row.all_ids_T)[places_M]
+    row.find_distinct()
+
+
 def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> PackedRow:
     """Lay rollouts out one a row, padded on the right; without rollouts, one row of one token.
 
@@ -319,8 +366,7 @@ def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> Packe
     return PackedRow(
         input_ids_BT=input_ids_BT,
         position_ids_BT=torch.arange(longest).repeat(len(input_ids_BT), 1),
-        **_learnt_tokens([(rollout, None) for rollout in own], sources_T),
-        rows=tuple(members),
+        **_learnt_tokens([(member, rollouts[member], None) for member in members], sources_T),
     )
 
 
@@ -330,17 +376,19 @@ def _ranges(begins_R: np.ndarray, counts_R: np.ndarray) -> np.ndarray:
     return np.arange(counts_R.sum()) + np.repeat(skipped_R, counts_R)
 
 
-def _learnt_tokens(members: Sequence[tuple[Rollout, Chunk | None]], sources_T: np.ndarray) -> dict[str, Any]:
+def _learnt_tokens(members: Sequence[tuple[int, Rollout, Chunk | None]], sources_T: np.ndarray) -> dict[str, Any]:
     """What the objective wants, completion after completion, of the tokens that are learnt from.
 
     Args:
-        members: Whose completions, each with the chunk that it is of one.
+        members: Places of rollouts, the rollouts, and the chunk of each that is in the row.
         sources_T: Where the predecessors of all their tokens stand, one after another.
     """
     token_ids, logprobs = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
     counts, versions, trained = list[int](), list[int](), list[bool]()  # of segments
     places, turn_lengths = list[slice](), list[int]()
-    for completion, chunk in ((rollout.completion, chunk) for rollout, chunk in members):
+    rows, num_trained, in_row = list[int](), list[int](), list[tuple[int, int, int]]()
+    for row, rollout, chunk in members:
+        completion = rollout.completion
         begin, end = (0, completion.num_tokens) if chunk is None else (chunk.begin, chunk.end)
         token_ids_T, logprobs_T = completion.arrays
         token_ids.append(token_ids_T[begin:end])
@@ -354,18 +402,27 @@ def _learnt_tokens(members: Sequence[tuple[Rollout, Chunk | None]], sources_T: n
                 num_own += counts[-1]
                 num_before += max(min(num_tokens, begin - position), 0)
             position += num_tokens
-        places.append(slice(num_before, num_before + num_own))
-        turn_lengths += completion.trained_of_turns if chunk is None else [num_own]  # a chunk is taken for one turn
+        in_row.append((row, begin, end))
+        if rollout.ce_weights is None or completion.num_trained:  # others have no part in the channel ``rl``
+            rows.append(row)
+            num_trained.append(completion.num_trained)
+            places.append(slice(num_before, num_before + num_own))
+            turn_lengths += completion.trained_of_turns if chunk is None else [num_own]  # a chunk is taken for one turn
     trained_T = np.repeat(np.array(trained, np.bool_), np.array(counts, np.int64))
     versions_T = np.repeat(np.array(versions, np.int64), np.array(counts, np.int64))
+    all_ids_T = np.concatenate(token_ids)
     return {
         "source_N": torch.from_numpy(sources_T[trained_T]),
-        "target_ids_N": torch.from_numpy(np.concatenate(token_ids)[trained_T]),
+        "target_ids_N": torch.from_numpy(all_ids_T[trained_T]),
         "sampled_logprobs_N": torch.from_numpy(np.concatenate(logprobs)[trained_T]),
         "versions_N": torch.from_numpy(versions_T[trained_T]),
         "advantages_N": torch.zeros(int(trained_T.sum())),
         "lengths_C": torch.tensor([place.stop - place.start for place in places], dtype=torch.int64),
         "turn_lengths_S": torch.tensor(turn_lengths, dtype=torch.int64),
+        "rows": tuple(rows),
         "places": tuple(places),
-        "num_trained": tuple(rollout.completion.num_trained for rollout, _ in members),
+        "num_trained": tuple(num_trained),
+        "members": tuple(in_row),
+        "all_source_T": sources_T,
+        "all_ids_T": all_ids_T,
     }

@@ -28,7 +28,7 @@ def micro_batch_logprobs(
     ranks: SequenceParallel = SINGLE_RANK,
     owner: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-prob and entropy, shape N, of the completion tokens of a micro-batch under ``model``.
+    """Return log-prob and entropy of the tokens of a micro-batch under ``model``: the N axis, then the M axis.
 
     Args:
         model: A causal language model.
@@ -50,7 +50,7 @@ def micro_batch_logprobs(
             )
         with shared_prefixes(model):
             return micro_batch_logprobs(model, micro_batch, temperature, entropy_gradient, ranks, owner)
-    target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
+    target_ids_U = micro_batch.target_ids_U
     hidden_uD = predecessors(model, micro_batch, ranks)
     target_ids_u = target_ids_U if ranks.size == 1 else ranks.own_part(target_ids_U)
     logprobs_U, entropy_U = head_logprobs(model, hidden_uD, target_ids_u, temperature, entropy_gradient)
@@ -65,7 +65,7 @@ def predecessors(model: PreTrainedModel, micro_batch: PackedRow, ranks: Sequence
 
     Inside ``shared_prefixes(model)``.
     """
-    row, source_U = micro_batch, micro_batch.distinct(micro_batch.source_N)
+    row, source_U = micro_batch, micro_batch.source_U
     if row.stretches:
         layout = SharedPrefix(row.stretches, row.carried, row.in_row, ranks, row.labels_3K)
         layout.compute_carried(model)

@@ -39,7 +39,7 @@ def logprobs_and_scores(
     """
     with shared_prefixes(model) if micro_batch.stretches else nullcontext(), torch.no_grad():
         hidden_uD = predecessors(model, micro_batch, ranks)
-    target_ids_U = micro_batch.distinct(micro_batch.target_ids_N)
+    target_ids_U = micro_batch.target_ids_U
     target_ids_u = target_ids_U if ranks.size == 1 else ranks.own_part(target_ids_U)
     with torch.enable_grad():
         hidden_uD.requires_grad_()
@@ -108,6 +108,6 @@ def _of_hidden(what: OfHidden, model: PreTrainedModel, micro_batch: PackedRow, r
     target_ids_N = micro_batch.target_ids_N
     if ranks.size == 1:
         return what(model, micro_batch.spread(hidden_uD), target_ids_N, micro_batch.advantages_N)
-    hidden_ND = micro_batch.spread(ranks.join(0, hidden_uD, len(micro_batch.distinct(target_ids_N))))
+    hidden_ND = micro_batch.spread(ranks.join(0, hidden_uD, len(micro_batch.target_ids_U)))
     own = [ranks.own_part(each) for each in (hidden_ND, target_ids_N, micro_batch.advantages_N)]
     return ranks.join(0, what(model, *own), len(target_ids_N))

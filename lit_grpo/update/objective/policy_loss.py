@@ -33,6 +33,9 @@ class LossInputs(Tokens):
         kept_N: Which tokens are trained on, bool; None for all.
         weights_N: Number of tokens that each token stands for; None if each stands for itself.
         whole_lengths_C: Number of tokens of each whole completion, if only some of them are in the micro-batch.
+        ce_weights_M: Weights of the channel ``ce``, of all tokens that have one, observed tokens among them; None if
+            the step has none.
+        ce_logprobs_M: Log-probs of these tokens, with gradient.
     """
 
     objective: Objective
@@ -42,6 +45,8 @@ class LossInputs(Tokens):
     kept_N: torch.Tensor | None = None
     weights_N: torch.Tensor | None = None
     whole_lengths_C: torch.Tensor | None = None
+    ce_weights_M: torch.Tensor | None = None
+    ce_logprobs_M: torch.Tensor | None = None
 
 
 class LossOutputs(NamedTuple):
@@ -51,17 +56,25 @@ class LossOutputs(NamedTuple):
         loss: The micro-batch's share of the step's loss, a scalar with gradient.
         metrics: Values of each token, shape N, by name; their means over all tokens are logged.
         entropy: Sum of the entropies of the tokens that are trained on, in nats, without gradient.
+        ce_loss: The part of the loss that the channel ``ce`` adds, without gradient; None if the step has none.
     """
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
     entropy: torch.Tensor
+    ce_loss: torch.Tensor | None = None
 
 
 def policy_loss(tokens: LossInputs) -> LossOutputs:
     """Return a micro-batch's share of the loss of an optimizer step.
 
-    ``sum_t w_t (mask_t correction_t surrogate_t + beta kl_t) - coefficient sum_t entropy_t / num_entropy_tokens``
+    Two channels add to it. ``rl``, of the tokens that have an advantage::
+
+        sum_t w_t (mask_t correction_t surrogate_t + beta kl_t) - coefficient sum_t entropy_t / num_entropy_tokens
+
+    and ``ce``, of the tokens that have a weight ``c_t`` of their negative log-likelihood::
+
+        - sum_t c_t logprob_t / num_ce_tokens
 
     ``w_t`` is :func:`~lit_grpo.update.normalization.token_weights` of the token, and the surrogate is that of the
     objective's :class:`~lit_grpo.update.objective.recipes.Recipe`. As in TRL 1.16, masks and corrections multiply the
@@ -104,7 +117,11 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
     coefficient = objective.entropy.coefficient if tokens.entropy_coefficient is None else tokens.entropy_coefficient
     if coefficient:
         loss = loss - coefficient * entropy_N.sum() / max(totals.num_entropy_tokens, 1)
-    return LossOutputs(loss, metrics, entropy_N.detach().sum())
+    ce_loss = None
+    if tokens.ce_weights_M is not None and tokens.ce_logprobs_M is not None:
+        ce_loss = -(tokens.ce_weights_M * tokens.ce_logprobs_M).sum() / max(totals.num_ce_tokens, 1)
+        loss, ce_loss = loss + ce_loss, ce_loss.detach()
+    return LossOutputs(loss, metrics, entropy_N.detach().sum(), ce_loss)
 
 
 def _corrected_surrogate(tokens: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
