@@ -5,6 +5,7 @@ That each field refuses what its annotation excludes is proved in ``test_limits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,9 @@ TOGETHER: list[tuple[Sequence[Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("specs", "sentence"), TOGETHER, ids=[str(specs) for specs, _ in TOGETHER])
+@pytest.mark.parametrize(
+    ("specs", "sentence"), TOGETHER, ids=[re.sub(" at 0x[0-9a-f]+", "", str(specs)) for specs, _ in TOGETHER]
+)
 def test_plug_ins_that_do_not_go_together_or_with_the_run_are_refused(specs: Sequence[Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=rf"^rollout\.plugins .*{sentence}"):
         RolloutSession(make_plugins(specs)).check(RunFacts(4, 8, 64, 1), [])
