@@ -132,9 +132,9 @@ def test_tokens_without_an_advantage_are_part_of_the_share_and_not_measured(monk
     measured: list[Rollout] = []
     measure = learner.passes.measure
 
-    def watched(rollouts: Sequence[Rollout], what: Any) -> Any:
+    def watched(rollouts: Sequence[Rollout], *what: Any, **more: Any) -> Any:
         measured.extend(rollouts)
-        return measure(rollouts, what)
+        return measure(rollouts, *what, **more)
 
     monkeypatch.setattr(learner.passes, "measure", watched)
     learner.learn(groups)
