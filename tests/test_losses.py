@@ -93,7 +93,7 @@ def test_a_log_ratio_that_float32_cannot_raise_costs_no_step(name: str, log_rati
         objective=Objective(name, kl=KLTerm(0.1, importance_weighted=True)),
         totals=StepTotals(3, 3, 12),
     )
-    loss, metrics, _ = policy_loss(tokens)
+    loss, metrics, *_ = policy_loss(tokens)
     loss.backward()
     assert loss.isfinite() and logprobs_N.grad is not None and logprobs_N.grad.isfinite().all()
     assert metrics["ratio/clamped"].tolist() == [0.0, 1.0, 0.0]

@@ -146,7 +146,7 @@ def test_on_the_policy_that_sampled_each_objective_has_the_gradient_of_reinforce
 def test_no_tokens_give_a_loss_of_zero_with_a_graph(name: str) -> None:
     tokens = cut(random_tokens([2]), [])
     kept_N = torch.empty(0, dtype=torch.bool) if "everything" in name else None
-    loss, metrics, _ = policy_loss(inputs(tokens, COMPOSED[name], StepTotals(0, 0, 9), kept_N))
+    loss, metrics, *_ = policy_loss(inputs(tokens, COMPOSED[name], StepTotals(0, 0, 9), kept_N))
     assert loss.detach() == 0 and loss.requires_grad
     assert all(values.shape == (0,) for values in metrics.values())
 
