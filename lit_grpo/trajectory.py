@@ -284,19 +284,6 @@ class Trajectory:
         part._set_segments(_segments(self.versions_T[:num_tokens], self.trained_T[:num_tokens]))
         return part
 
-    def thinned(self, kept: torch.Tensor) -> Trajectory:
-        """Return this up to the last of some tokens, which alone are learnt from.
-
-        Args:
-            kept: Whether each token that is learnt from stays so, bool, shape ``num_trained``.
-        """
-        trained_T = self.trained_T
-        trained_T[trained_T.clone()] = kept
-        places = trained_T.nonzero().flatten().tolist()
-        part = self.until(places[-1] + 1 if places else 0)
-        part._set_segments(_segments(part.versions_T, trained_T[: part.num_tokens]))
-        return part
-
     def followed_by(
         self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int | None = None
     ) -> Trajectory:

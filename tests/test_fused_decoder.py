@@ -53,6 +53,11 @@ def test_under_autocast_it_computes_what_the_model_does(family: str) -> None:
     assert float((actual - expected).norm() / expected.norm()) < 0.02
 
 
+def test_a_deep_model_in_bfloat16_is_taken_although_two_right_ways_differ_by_more() -> None:
+    policy: Any = random_policy(num_hidden_layers=24)
+    assert isinstance(check_slot_support(policy.bfloat16())[1], FusedDecoder)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_others_run_their_own_forward(family: str) -> None:
     assert check_slot_support(make(family))[1] is None

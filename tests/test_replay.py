@@ -329,6 +329,3 @@ def test_a_group_of_failures_gets_its_difference_from_them() -> None:
     advantages = [rollout.advantage for rollout in groups[0].rollouts]
     assert all(advantage < 0 for advantage in advantages[:3]) and all(advantage > 0 for advantage in advantages[3:])
     assert steps.gradients[1].any()
-
-
-# ---- what it goes with ---------------------------------------------------------------------------------

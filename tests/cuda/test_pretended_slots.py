@@ -12,6 +12,8 @@ from conftest import random_policy, table_rows
 from on_gpu import closeness, off, sample, started
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.rollout.slots import binding
+from lit_grpo.rollout.slots import generator as generator_module
 from tests.doubles import pretend_cuda as pretended
 from tests.doubles.pretend_cuda import pretend_cuda
 
@@ -71,6 +73,20 @@ def test_weights_in_bfloat16_decode_as_on_the_cpu(policy_folder: Path) -> None:
         actual, counts = sample(started(policy.to("cuda"), policy_folder), gpu)
     assert off(actual, expected) < 0.1  # scores are computed in float32 on both, in another order
     assert set(counts.waits) == {1}
+
+
+def test_heads_without_a_kernel_are_decoded_without_graphs_and_the_run_says_why(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy: Any = random_policy()
+    expected, _ = sample(started(policy, policy_folder))
+    with pretend_cuda(), monkeypatch.context() as patch:
+        patch.setattr(binding, "row_attention", lambda shape: None)
+        patch.setattr(generator_module, "row_attention", lambda shape: None)
+        with pytest.warns(UserWarning, match="decoded without CUDA graphs, .* no kernel attends with heads of"):
+            generator = started(policy.to("cuda"), policy_folder)
+        actual, _ = sample(generator)
+    assert generator._graphs is None and off(actual, expected) < 1e-4
 
 
 def test_scarce_memory_sets_aside_and_goes_on(policy_folder: Path) -> None:

@@ -127,8 +127,8 @@ def _fused_decoder(
     """Return the short way to decode, if the model is built for it and it comes out the same.
 
     In bfloat16 two right ways differ by more the deeper the model is. So the short way may be as far off the model's
-    own forward as twice what the long way is off. It is tried with the attention that it will have. On a
-    GPU the run says why there is none, for CUDA graphs need it.
+    own forward as twice what the long way is off. It is tried with the attention that it will have. On a GPU the run
+    says why there are no CUDA graphs.
     """
     try:
         fused = FusedDecoder(model, calls)
@@ -140,7 +140,11 @@ def _fused_decoder(
         return _no_graphs(model, first_line(error))
     tolerance = max(2 * long_way_off, 1e-4 if shape.dtype == torch.float32 else 2e-2)
     off = float((actual - expected).norm() / expected.norm())
-    return fused if off < tolerance else _no_graphs(model, f"the hidden states come out {off:.1%} off")
+    if not off < tolerance:
+        return _no_graphs(model, f"the hidden states come out {off:.1%} off")
+    if tables is None:
+        _no_graphs(model, f"no kernel attends with heads of {shape.layers[0].key_size} numbers in {shape.dtype}")
+    return fused
 
 
 def _no_graphs(model: PreTrainedModel, why: str) -> None:
