@@ -126,6 +126,7 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(("trace/explained", "trace/contrast"), "rollout.plugins trace"),
     "update/kept_share": "rollout.plugins or an objective that leave tokens out",
     "router/loss": "rollout.plugins router_loss",
+    **dict.fromkeys(("ce/loss", "ce/tokens"), "rollout.plugins that override ce_weights"),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }
