@@ -113,14 +113,15 @@ def in_one_copy(arrays: Mapping[str, torch.Tensor | np.ndarray], device: torch.d
 
     Each copy costs a launch. Where the host is the device they keep their memory.
     """
-    tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
+    # Lightning loads and checks a policy with its device as torch's default, which is not meant here.
+    tensors = {name: torch.as_tensor(array, device="cpu") for name, array in arrays.items()}
     if device.type == "cpu":
         return tensors
     places, num_bytes = {}, 0
     for name, tensor in tensors.items():
         places[name] = slice(num_bytes, num_bytes + tensor.nbytes)
         num_bytes += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-    packed_U = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed_U = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     for name, tensor in tensors.items():
         packed_U[places[name]] = tensor.contiguous().view(-1).view(torch.uint8)
     there_U = packed_U.to(device, non_blocking=True)

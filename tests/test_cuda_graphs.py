@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from conftest import random_policy
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.slots.attention import KVLayer, KVShape
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.graphs import GraphedDecoder, RecordedStep
 from lit_grpo.rollout.slots.kv.tables import RowTables
@@ -25,18 +29,32 @@ Samples = list[tuple[list[int], list[float]]]
 
 
 class Recorder:
-    """Keeps what it records. As a CUDA graph would be, a part is run before, on whatever the buffers hold."""
+    """Keeps what it records. As a CUDA graph would be, a part is run before, on whatever the buffers hold.
+
+    A pool ends with the last of its recordings, as one of CUDA graphs does.
+    """
 
     def __init__(self) -> None:
         self.recorded: list[RecordedStep] = []
         self.num_replays = 0
 
-    def __call__(self, part: RecordedStep) -> RecordedStep:
-        assert not torch.is_autocast_cache_enabled()
-        self.recorded.append(part)
-        part()
-        part()
-        return lambda: self._replay(part)
+    def make(self) -> Callable[[RecordedStep], RecordedStep]:
+        pool = WeakSet[Any]()
+        used = False
+
+        def record(part: RecordedStep) -> RecordedStep:
+            nonlocal used
+            assert not torch.is_autocast_cache_enabled()
+            assert pool or not used, "the pool has ended with its recordings"
+            used = True
+            self.recorded.append(part)
+            part()
+            part()
+            replay = partial(self._replay, part)
+            pool.add(replay)
+            return replay
+
+        return record
 
     def _replay(self, part: RecordedStep) -> None:
         self.num_replays += 1
@@ -50,7 +68,9 @@ def make(policy: Any, folder: Path, num_slots: int, recorder: Recorder | None) -
         fused: Any = generator._fused
         assert fused is not None
         generator._tables = RowTables(generator._shape, num_slots, attend_by_tables)
-        generator._fused = generator._graphs = GraphedDecoder(fused, generator._tables, policy.parameters, recorder)
+        generator._fused = generator._graphs = GraphedDecoder(
+            fused, generator._tables, policy.parameters, recorder.make
+        )
     generator.load_weights(policy.named_parameters(), 0)
     return generator
 
@@ -76,6 +96,15 @@ def test_a_rollout_from_recordings_samples_the_same(policy_folder: Path) -> None
     assert num_replays > 5 * num_recorded > 0
     check_same(sample(generator), expected)  # a second rollout records nothing
     assert len(recorder.recorded) == num_recorded and recorder.num_replays == 2 * num_replays
+
+
+def test_twenty_pieces_of_a_completion_fit_into_the_first_tables() -> None:
+    tables = RowTables(KVShape((KVLayer(2, 16, 16),), torch.float32, torch.device("cpu")), 4, attend_by_tables)
+    places = tables.places
+    there = {name: torch.ones(size, dtype=torch.int32) for name, size in (("bounds", 22), ("sizes", 23))}
+    there |= {"segments": torch.ones((4, 43), dtype=torch.int32), "pointers": torch.ones((2, 23), dtype=torch.int64)}
+    tables.take({**there, "columns": torch.arange(4)}, 4)
+    assert tables.places == places  # else all would be recorded anew
 
 
 def test_under_autocast_recordings_sample_the_same_and_without_it_they_are_made_anew(policy_folder: Path) -> None:

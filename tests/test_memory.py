@@ -1,10 +1,11 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
-from lit_grpo.memory import PeakMemory
+from lit_grpo.memory import PeakMemory, in_one_copy
 
 
 def test_peak_is_that_since_the_last_reset() -> None:
@@ -39,3 +40,9 @@ def test_holes_in_the_heap_go_back_to_the_system() -> None:
     assert returned > 0.9 * 63 * 4
     kept = float(subprocess.run([*run, "keep"], capture_output=True, text=True, check=True).stdout)
     assert kept < 0.1 * 63 * 4
+
+
+def test_what_is_copied_from_the_host_is_on_the_host_whatever_torchs_default_device_is() -> None:
+    with torch.device("meta"):  # as Lightning makes the GPU the default while it loads a policy
+        copied = in_one_copy({"rows": np.arange(3)}, torch.device("cpu"))
+    assert copied["rows"].tolist() == [0, 1, 2]

@@ -40,7 +40,10 @@ def bucket_sizes(most_rows: int) -> list[int]:
 
 
 def cuda_recorder() -> Recorder:
-    """Return a recorder whose recordings share one pool of memory, for they are replayed one after another."""
+    """Return a recorder whose recordings share one pool of memory, for they are replayed one after another.
+
+    The pool ends with the last of its recordings, and so does the recorder: torch records nothing more in it.
+    """
     pool = torch.cuda.graph_pool_handle()
     return lambda step: _record_cuda_graph(step, pool)
 
@@ -71,7 +74,8 @@ class GraphedDecoder:
         decoder: Computes a step.
         tables: Say what lies where, and attend.
         weights: Called for the weights that a step reads.
-        record: Makes recordings; by default CUDA graphs.
+        make_recorder: Makes what records a step, once for all recordings that are there at a time; by default as CUDA
+            graphs.
     """
 
     def __init__(
@@ -79,12 +83,12 @@ class GraphedDecoder:
         decoder: FusedDecoder,
         tables: RowTables,
         weights: Callable[[], Iterable[torch.Tensor]],
-        record: Recorder | None = None,
+        make_recorder: Callable[[], Recorder] = cuda_recorder,
     ) -> None:
         self._decoder, self._tables, self._weights = decoder, tables, weights
-        self._record = record or cuda_recorder()
+        self._make_recorder = make_recorder
         self._sizes = bucket_sizes(len(tables.columns))
-        self._recordings: dict[int, RecordedStep] = {}
+        self._forget()
         self._made_with: tuple[object, ...] = ()
         self._tokens, self._positions = torch.zeros_like(tables.columns), torch.zeros_like(tables.columns)
         with torch.no_grad():
@@ -104,7 +108,7 @@ class GraphedDecoder:
         dtype = compute_dtype(self._tokens.device, self._hidden.dtype)
         made_with = (*self._tables.places, self._decoder.tables[0].data_ptr(), dtype)
         if made_with != self._made_with:
-            self._recordings.clear()
+            self._forget()
             self._made_with = made_with
         size = self._sizes[bisect_left(self._sizes, rows)]
         if size not in self._recordings:
@@ -118,8 +122,12 @@ class GraphedDecoder:
         """Forget the recordings if a weight lies elsewhere than it did; to be called when weights have been loaded."""
         places = [weight.data_ptr() for weight in self._weights()]
         if places != self._weight_places:
-            self._recordings.clear()
+            self._forget()
             self._weight_places = places
+
+    def _forget(self) -> None:
+        self._recordings: dict[int, RecordedStep] = {}
+        self._record = self._make_recorder()
 
     def _step(self, size: int, longest: int) -> None:
         hidden_BD = self._decoder(self._tokens[:size], self._positions[:size], longest, self._tables)

@@ -13,6 +13,8 @@ from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape
 if TYPE_CHECKING:
     from lit_grpo.rollout.slots.kv.shelves import Shelf
 
+_FIRST_ROOM = 64
+"""Columns of each table at first: enough for most runs, since a table that grows costs all recordings."""
 RowAttention = Callable[["RowTables", int, AttentionInputs, torch.Tensor], None]
 """Attends as :func:`lit_grpo.rollout.slots.kv.kernel.attend_rows` does."""
 
@@ -42,9 +44,10 @@ class RowTables:
         self.shape, self._attention = shape, attention
         self.columns = torch.full((most_rows,), -1, device=shape.device)
         self.segments, self.bounds, self.sizes = (
-            torch.zeros(size, dtype=torch.int32, device=shape.device) for size in ((most_rows, 3), (2,), (0,))
+            torch.zeros(size, dtype=torch.int32, device=shape.device)
+            for size in ((most_rows, _FIRST_ROOM), (_FIRST_ROOM,), (_FIRST_ROOM,))
         )
-        self.pointers = torch.zeros((2 * len(shape.layers), 0), dtype=torch.int64, device=shape.device)
+        self.pointers = torch.zeros((2 * len(shape.layers), _FIRST_ROOM), dtype=torch.int64, device=shape.device)
 
     @property
     def places(self) -> tuple[int, ...]:
