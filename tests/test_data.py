@@ -150,12 +150,6 @@ def test_a_batch_larger_than_the_data_is_refused(plain: str) -> None:
     )
 
 
-def test_template_makes_the_prompt_of_several_columns(plain: str) -> None:
-    row = {"a": "one", "b": "two", "prompt": "unused"}
-    (prompt,) = prompts_of(plain, row, template="what is {a} plus {b} ? answer :")
-    assert prompt.text == words_of(prompt) == "what is one plus two ? answer :"
-
-
 def test_template_gives_values_as_they_are(plain: str) -> None:
     (prompt,) = prompts_of(plain, {"a": "{b} {{", "n": 3}, template="{{{a}}} {n}")
     assert prompt.text == "{{b} {{} 3"
@@ -288,11 +282,6 @@ def test_chat_with_a_tokenizer_that_has_no_template_is_an_error(plain: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "data.batch_size must be at least 1, not 0."),
-        ({"eval_batch_size": -1}, "data.eval_batch_size must be at least 1, not -1."),
-        ({"max_prompt_tokens": 0}, "data.max_prompt_tokens must be at least 1, not 0."),
-        ({"seed": -1}, "data.seed must be at least 0, not -1."),
-        ({"unusable_rows": "skip"}, "data.unusable_rows must be refuse or drop, not 'skip'."),
         ({"template": "{a.b}"}, "data.template '{a.b}' may hold only plain columns"),
         ({"template": "{a[0]}"}, "data.template '{a[0]}' may hold only plain columns"),
         ({"template": "{a!r}"}, "data.template '{a!r}' may hold only plain columns"),
@@ -596,19 +585,3 @@ def test_checkpoint_of_other_training_prompts_can_be_tested(plain: str, tmp_path
     assert recorder.evaluated == [[("test/0", 0)]]
     with pytest.raises(ValueError, match=r"num_prompts was 10 and is now 9; restore the data settings"):
         trainer.fit(recorder, datamodule=data, ckpt_path=saved)
-
-
-def test_evaluation_stages_run_from_their_sources_alone(plain: str, tmp_path: Path) -> None:
-    saved = tmp_path / "a.ckpt"
-    train(plain, SaveAt(saved, "on_train_batch_end", 1), max_steps=1)
-    data = PromptDataModule(plain, validation=rows(3), test=rows(2), predict=rows(1), eval_batch_size=2, seed=5)
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
-    recorder = Recorder()
-    trainer.validate(recorder, datamodule=data, ckpt_path=saved, verbose=False)
-    trainer.test(recorder, datamodule=data, verbose=False)
-    assert recorder.evaluated == [
-        [("validation/0", 0), ("validation/1", 0)],
-        [("validation/2", 0)],
-        [("test/0", 0), ("test/1", 0)],
-    ]
-    assert trainer.predict(recorder, datamodule=data) == [[("predict/0", 0)]]

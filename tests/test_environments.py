@@ -547,53 +547,6 @@ def test_in_lock_step_every_answer_is_taken_after_the_same_step(lock_step: bool)
     assert (taken(slow=0) == taken(slow=1)) == lock_step
 
 
-def test_waiting_trajectories_overlap() -> None:
-    running, most = [0], [0]
-
-    def counted(seconds: float) -> str:
-        """Sleep, and count who else does.
-
-        Args:
-            seconds: How long.
-        """
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        time.sleep(seconds)
-        running[0] -= 1
-        return "awake"
-
-    worker = worker_of(tools=[counted])
-    play(worker, lambda _, turn: call("counted", seconds=0.3) if turn < 2 else "ok", num_generations=32, num_slots=4)
-    assert most[0] > 8  # of 4 slots
-    assert worker.metrics()["environments/waiting_share"] > 0.4
-
-
-def test_a_thousand_calls_of_which_some_hang_raise_or_say_a_megabyte() -> None:
-    def wild(kind: int) -> str:
-        """Do something.
-
-        Args:
-            kind: What.
-        """
-        if kind == 0:
-            time.sleep(60)
-        if kind == 1:
-            raise SystemExit("no")
-        if kind == 2:
-            raise RuntimeError("oops")
-        return "x" * 1_000_000 if kind == 3 else "fine"
-
-    worker = worker_of(tools=[wild], tool_timeout_s=1.0, retries=0, num_threads=32, max_answer_tokens=48)
-    says = lambda request, turn: call("wild", kind=request.path[0] % 40) if not turn else "ok"  # noqa: E731
-    (group,) = play(worker, says, num_generations=1000, num_slots=64)
-    answers = {each.completion.request.path[0]: each.completion.episode.messages[1] for each in group.rollouts}  # pyright: ignore
-    assert sorted(answers) == [path for path in range(1000) if path % 40 != 1]
-    assert {answer["content"][:12] for path, answer in answers.items() if path % 40 > 3} == {"fine"}
-    assert answers[0]["content"].startswith("{'error': 'the call took longer") and answers[2]["content"].count("oops")
-    assert worker.metrics()["environments/dropped"] == 25
-    assert worker.metrics()["environments/tool_timeouts"] == 25
-
-
 def test_a_rollout_that_fails_leaves_no_session() -> None:
     def says(request: Request, turn: int) -> str:
         raise KeyboardInterrupt
@@ -1032,12 +985,3 @@ def test_rewards_samples_and_checkpoints_have_what_reset_added_to_the_prompt() -
     again = buffers._completion(rollout.prompt, buffers._completion_state(rollout.completion))
     assert again.episode is not None and (again.episode.said, again.episode.asked) == (said, rollout.asked)
     assert _row(1, rollout)["prompt"] == rollout.asked
-
-
-def test_counts_of_environments_are_added_up_over_ranks() -> None:
-    worker = worker_of(Guess)
-    play(worker)
-    one = worker.metrics()
-    both = worker.metrics(lambda own: [own, {**own, "turns": 4 * own["turns"], "dropped": 3}])
-    assert one["environments/tool_calls"] > 0 and both["environments/tool_calls"] == 2 * one["environments/tool_calls"]
-    assert both["environments/dropped"] == 3 and both["environments/turns"] == 2.5 * one["environments/turns"]

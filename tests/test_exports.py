@@ -329,19 +329,6 @@ def test_an_adapter_that_cannot_be_trained_on_is_refused(adapter: Path, settings
         module.configure_model()
 
 
-def test_what_cannot_be_merged_is_refused_before_it_is_trained(policy_folder: Path) -> None:
-    from lit_grpo.policy.loading import as_loaded
-
-    options: list[dict[str, Any]] = [{"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [3]}]
-    for more in options:
-        config = peft.LoraConfig(r=2, **more)
-        tuned: Any = peft.get_peft_model(load_policy(str(policy_folder)), config)
-        module: Any = make_module("tiny")
-        module.policy_name = as_loaded((tuned, load_tokenizer(str(policy_folder))))
-        with pytest.raises(ValueError, match=rf"model.policy is an adapter with {next(iter(more))} .*cannot be merged"):
-            module.configure_model()
-
-
 def test_a_module_that_an_adapter_keeps_a_copy_of_is_exported(policy_folder: Path, tmp_path: Path) -> None:
     from lit_grpo.policy.loading import as_loaded
 

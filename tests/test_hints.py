@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
 import math
 import random
 from dataclasses import dataclass, replace
@@ -110,20 +108,6 @@ def test_visits_with_a_hint_leave_all_else_that_is_known_of_a_prompt() -> None:
     assert after(*among) == after(*plain)
     for place in range(1, 6):
         assert after(*among[:place]) == after(*(each for each in among[:place] if not each.altered))
-
-
-def test_hints_go_on_from_a_checkpoint_and_go_by_the_visits_of_all_ranks() -> None:
-    hinter, again = fresh(Hint()), fresh(Hint())
-    other, passes = hint_visit([1.0])._replace(prompt_id="b"), PassRule("one")
-    hinter.on_update_end(GroupBatch([group_of([0.0, 0.0], name="a")], 1, passes, lambda own: [own]))
-    logged = hinter.on_update_end(
-        GroupBatch([group_of([1.0, 0.0], 0.5, name="a")], 2, passes, lambda own: [own, [other]])
-    )
-    assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 1.0
-    assert hinter.known == {"a": HintRecord(0, 0.5, 0.5), "b": HintRecord()}
-    again.load_state_dict(copy.deepcopy(hinter.state_dict()))
-    assert again.known == hinter.known and again.common
-    assert Hint().share(again.known["a"]) == 0.25 and Hint().share(again.known["b"]) == 0
 
 
 def test_ranks_come_to_the_same_shares_and_log_the_same_whoever_asked_the_prompts() -> None:
@@ -331,12 +315,6 @@ def test_reward_functions_get_the_whole_answer_of_which_a_part_was_given() -> No
     assert (one["prompt"], one["completion"], one["completion_ids"]) == ("1+1=", "abcd", [3, 4])
     group = group_inputs(RolloutGroup(rollout.prompt, [rollout]), around)
     assert (group["prompts"], group["completions"]) == (["1+1="], ["abcd"])
-
-
-def test_users_are_shown_all_of_a_prompt_that_has_a_hint() -> None:
-    last_turn = importlib.import_module("lit_grpo.callbacks.sample_logger")._last_turn
-    prompt = Prompt("a", (1,), "ask 1+1=ab", {"prompt": "1+1="}, altered=True, given="ab")
-    assert last_turn(prompt, "prompt") == "ask 1+1=ab" and last_turn(replace(prompt, altered=False), "prompt") == "1+1="
 
 
 # ---- a run ---------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rollouts import Stepped
 from lit_grpo.plugins import Answer, Listener, ObservationPoint, Plugin, fresh
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardRunner
@@ -245,13 +244,6 @@ def test_bubble_ratio_is_the_share_of_slot_steps_without_a_completion(monkeypatc
     assert 0.25 < metrics["perf/bubble_ratio"] < 0.5
     assert metrics["rollout/steps"] == 4 and metrics["rollout/tokens"] == 6
     assert metrics["time/rollout_s"] > 4
-
-
-def test_a_display_hears_of_the_tokens_of_each_step() -> None:
-    heard: list[int] = []
-    generator = FakeGenerator(2, {"a": [1, 2, 3]})
-    controller(generator, listeners=[Stepped(heard.append)]).collect(prompts("a"), 3, SAMPLING, seed=0)
-    assert heard == [2, 2, 1, 1]
 
 
 class Once(Listener):

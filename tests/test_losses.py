@@ -41,10 +41,6 @@ def test_metrics_tell_which_tokens_were_clipped_and_by_how_much_they_moved() -> 
     assert not any(values.requires_grad for values in good.values())
 
 
-def test_on_the_policy_that_sampled_the_gradient_is_that_of_reinforce() -> None:
-    assert objective((1.0,), advantage=3.0)[1] == pytest.approx([-3.0])
-
-
 @pytest.mark.parametrize(
     ("normalization", "weights"),
     [
@@ -59,13 +55,6 @@ def test_token_weights_of_rows_of_2_5_and_1_tokens(normalization: Normalization,
     result = token_weights(torch.tensor([2, 5, 1]), totals, normalization)
     assert result.dtype == torch.float32
     assert result.tolist() == pytest.approx(weights)
-
-
-@pytest.mark.parametrize("normalization", ["token", "sequence"])
-def test_token_weights_of_a_whole_step_sum_to_one(normalization: Normalization) -> None:
-    lengths_C = torch.tensor([2, 5, 1, 2])
-    weights_C = token_weights(lengths_C, StepTotals(10, 4, 16), normalization)
-    assert float((weights_C * lengths_C).sum()) == pytest.approx(1)
 
 
 def test_k3_is_zero_where_the_models_agree_and_positive_elsewhere() -> None:

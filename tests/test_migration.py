@@ -162,14 +162,6 @@ def test_what_cannot_be_had_is_refused_in_one_sentence(case: str) -> None:
     assert sentence in str(caught.value)
 
 
-def test_what_has_no_counterpart_is_named_with_the_reason() -> None:
-    converted = convert_trl(LEAST | {"lora_dropout": 0.1, "save_total_limit": 2, "vllm_gpu_memory_utilization": 0.5})
-    said = "\n".join(converted.notes)
-    assert "lora_dropout: adapters have no dropout" in said
-    assert "save_total_limit: checkpoint.every_n_updates" in said
-    assert "vllm_gpu_memory_utilization: model.generator.kv_memory auto" in said
-
-
 WSD: dict[str, dict[str, Any]] = {
     "warmup_stable_decay": {"num_decay_steps": 3},
     "warmup_stable_decay linear": {"num_decay_steps": 4, "decay_type": "linear", "min_lr_ratio": 0.0},

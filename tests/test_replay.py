@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from conftest import random_policy
 from hand_made import make_rollout, plugin
 from test_learner import make_learner, member
 
-from lit_grpo.budgets.memory import Remembered
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.replay import Replay
 from lit_grpo.plugins import GroupBatch, fresh
@@ -193,47 +191,6 @@ def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
     assert len(memory.state_dict()["path"]) == 2 and memory.metrics(alone)["replay/prompts"] == 1
     memory.on_update_end(GroupBatch([], 9, EXACT, alone))
     assert not memory.state_dict()["path"] and memory.metrics(alone)["replay/prompts"] == 0
-
-
-def rows(memory: Replay) -> list[Any]:
-    """All that a memory holds, bit for bit."""
-    state = memory.state_dict()
-    return [value.tolist() if isinstance(value, torch.Tensor) else repr(value) for value in state.values()]
-
-
-def test_a_checkpoint_brings_all_back_bit_for_bit() -> None:
-    memory = remembering("rlep:choice=recent", group(FIRST, [1, 1]), group(SECOND, [0, 3.25]))
-    mixed = member(FIRST, 5, [0, OBSERVED, 1, 1], [True, True, False, True], 1.0)
-    mixed.completion.entropy = 0.1 + 0.2
-    memory.on_update_end(GroupBatch([RolloutGroup(FIRST, [mixed])], 2, EXACT, alone))
-    file = io.BytesIO()
-    torch.save(memory.state_dict(), file)
-    file.seek(0)
-    again = fresh(plugin("rlep:choice=recent"))
-    again.load_state_dict(torch.load(file, weights_only=True))
-    assert rows(again) == rows(memory)
-    (one, _), (other, _) = (joined(each, group(FIRST, [0, 0], 2, 1), 2) for each in (memory, again))
-    assert other.completion.logprobs_T.equal(mixed.completion.logprobs_T)
-    for name in ("token_ids_T", "logprobs_T", "versions_T", "trained_T"):
-        assert getattr(one.completion, name).equal(getattr(other.completion, name))
-    assert other.completion.entropy == 0.1 + 0.2 and other.rewards == {"exact": 1.0}
-    fewer, none = fresh(plugin("rlep:kept=1")), fresh(plugin("rlep"))
-    fewer.load_state_dict(memory.state_dict())
-    assert fewer.state_dict()["path"] == [[5], [1]]
-    again.load_state_dict(none.state_dict())
-    assert not again.state_dict()["path"]
-
-
-def test_ranks_remember_the_same() -> None:
-    batches = [[group(FIRST, [1, 0, 1])], [group(SECOND, [1, 1]), group(FIRST, [0, 1], visit=1)]]
-    parts: list[list[Remembered]] = []
-    for batch in batches:  # what each rank would give
-        fresh(plugin("rlep")).on_update_end(GroupBatch(batch, 1, EXACT, lambda own: [parts.append(own) or []]))
-    ranks = [fresh(plugin("rlep")) for _ in batches]
-    for memory, batch in zip(ranks, batches, strict=True):
-        memory.on_update_end(GroupBatch(batch, 1, EXACT, lambda own: parts))
-    assert rows(ranks[0]) == rows(ranks[1])
-    assert ranks[0].state_dict()["prompt_id"] == ["train/0"] * 3 + ["train/1"] * 2
 
 
 # ---- what is learnt from it ----------------------------------------------------------------------------

@@ -91,25 +91,6 @@ def test_a_function_of_weight_zero_makes_no_reward_of_its_own() -> None:
     assert math.isnan(rewards_of(group)[0]) and rewards_of(group)[1] == 10.0
 
 
-def test_function_on_a_group_gets_lists_in_one_call(make_runner: MakeRunner) -> None:
-    seen = []
-
-    def score(
-        completions: list[str],
-        prompts: list[str],
-        answer: list[int],
-        finish_reasons: list[str],
-        level: list[int],
-    ) -> torch.Tensor:
-        seen.append((completions, prompts, answer, finish_reasons, level))
-        return torch.tensor([0.5, 0.25])
-
-    group = make_group("ab", "c", answer=4, level=3)
-    make_runner(score).score(group)
-    assert seen == [(["ab", "c"], ["What is it?"] * 2, [4, 4], ["stop", "stop"], [3, 3])]
-    assert rewards_of(group) == [0.5, 0.25]
-
-
 def test_all_columns_are_given_to_columns_but_those_that_args_bind(tmp_path: Any, make_runner: MakeRunner) -> None:
     (tmp_path / "seen.py").write_text("def score(completion, scale, **columns): return scale + columns['level']")
     spec = RewardSpec(f"{tmp_path / 'seen.py'}:score", args={"scale": 10})
@@ -375,20 +356,6 @@ def test_close_ends_the_threads_and_a_later_group_starts_them_again(make_runner:
 
 def test_group_without_rollouts_is_scored(make_runner: MakeRunner) -> None:
     make_runner(length, lengths).score(make_group())
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"on_error": "skip"}, "on_error must be raise or none, not 'skip'."),
-        ({"timeout_s": 0}, "timeout_s must be above 0, not 0; null is no limit."),
-        ({"num_workers": 0}, "num_workers must be at least 1, not 0."),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        RewardRunner([RewardFunction.of(length, "length")], **options)
-    assert str(caught.value) == problem
 
 
 def test_runner_needs_functions_of_different_names() -> None:

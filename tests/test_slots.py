@@ -20,7 +20,6 @@ from lit_grpo.methods.eptree import EPTree
 from lit_grpo.plugins import fresh
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.policy.weights import digest
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
@@ -130,27 +129,6 @@ def test_a_longer_prompt_that_arrives_in_between_makes_room_and_changes_nothing(
     assert tokens(done | {completion.request.key: completion for completion in early}) == tokens(alone)
 
 
-def test_every_token_carries_the_version_that_sampled_it(make: Any, policy: Any) -> None:
-    generator = make(2)
-    generator.load_weights(policy.named_parameters(), 7)
-    assert generator.version == 7
-    (request,) = requests(PROMPTS[:1], 1, SamplingParams(max_tokens=8, temperature=0.001))
-    generator.submit([request])
-    generator.step()
-    (request,) = generator.abort([request.key])
-    generator.load_weights(policy.named_parameters(), 8)
-    (completion,) = decode(generator, [request]).values()
-    assert completion.versions_T.tolist() == [7] + [8] * (completion.num_tokens - 1)
-
-
-def test_weights_are_refused_while_requests_are_in_flight(make: Any, policy: Any) -> None:
-    generator = make(2)
-    generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
-    with pytest.raises(WeightSyncError, match="1 requests are in flight; abort them before the weights change"):
-        generator.load_weights(policy.named_parameters(), 1)
-    assert generator.version == 0 and len(decode(generator, [])) == 1
-
-
 # ---- prefixes ---------------------------------------------------------------------------------------
 
 
@@ -162,14 +140,6 @@ def test_a_stop_string_that_a_prefix_holds_already_ends_nothing(make: Any) -> No
         done = decode(make(6), [request.after(prefix) for request in requests(PROMPTS[1:2], 6, sampling)])
         lengths.append([completion.num_tokens for completion in done.values()])
     assert lengths[0] == lengths[1] and max(lengths[0]) > 3
-
-
-def test_a_prefix_that_leaves_nothing_to_sample_is_refused(make: Any) -> None:
-    request = requests(PROMPTS[:1], 1, SamplingParams(max_tokens=2))[0]
-    with pytest.raises(
-        ValueError, match=r"sample \(0,\) of prompt .* has 2 tokens, and sampling.max_tokens 2 allows no 3"
-    ):
-        make().submit([request.after(Trajectory([4, 5], [-1.0, -1.0], [0, 0]))])
 
 
 def test_under_autocast_decode_steps_take_the_short_way_too(make: Any, policy: Any) -> None:
@@ -195,15 +165,6 @@ class Casts(TorchDispatchMode):
         sources = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
         self.count += func in sources and args[sources[func]].data_ptr() in self.places
         return func(*args, **(kwargs or {}))
-
-
-def test_under_autocast_weights_are_cast_once_a_rollout(make: Any) -> None:
-    model: Any = random_policy()
-    generator, matrices = make(4, model), [weight for weight in model.parameters() if weight.dim() == 2]
-    for _ in range(2):
-        with MixedPrecision("bf16-mixed", "cpu").forward_context(), Casts(matrices) as casts:
-            decode(generator, requests(PROMPTS, 3, SAMPLING))
-        assert casts.count == len(matrices) - 1  # the embedding is looked up
 
 
 def test_under_autocast_weights_that_arrive_are_cast_anew(make: Any) -> None:
@@ -234,32 +195,7 @@ def test_kv_memory_counts_the_dtype_that_keys_and_values_come_in(make: Any) -> N
     assert generator.capacity().kv_tokens == 2**20 // 512
 
 
-def test_a_step_copies_what_it_sampled_to_the_host_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, copies, original = make(3), [], torch.Tensor.cpu
-    generator.submit(requests(PROMPTS[:1], 3, SAMPLING))
-    generator.step()
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        copies.append(tensor.shape)
-        return original(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "cpu", count)
-    generator.step()
-    assert copies == [(3, 3)]  # tokens, log-probs and entropies of three rows
-    generator.close()
-
-
 # ---- when a completion ends -----------------------------------------------------------------------
-
-
-def test_it_stops_at_the_end_token_and_keeps_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, 3, 4, EOS, 5)
-    done = decode(make(), requests(PROMPTS[:2], 3, SAMPLING))
-    for completion in done.values():
-        assert completion.finish_reason == "stop"
-        assert completion.token_ids_T.tolist() == [3, 4, EOS]
-        assert completion.logprobs_T.tolist() == [0.0, -1.0, -2.0]
-        assert completion.text == "12"
 
 
 def test_all_end_tokens_of_the_generation_config_count(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,27 +207,6 @@ def test_all_end_tokens_of_the_generation_config_count(make: Any, monkeypatch: p
     scripted(monkeypatch, 3, 5, EOS)
     (completion,) = decode(make(1, model), requests(PROMPTS[:1], 1, SAMPLING)).values()
     assert completion.token_ids_T.tolist() == [3, 5, EOS]
-
-
-def test_it_stops_at_a_stop_string_that_spreads_over_tokens(
-    make: Any, tokenizer: Any, expected: dict[Key, Completion]
-) -> None:
-    longest = max(expected.values(), key=lambda completion: completion.num_tokens)
-    stop = (longest.text[9:12], "never to be seen")
-    done = decode(make(3), requests(PROMPTS, 6, SamplingParams(max_tokens=24, stop=stop)))
-    num_stopped = 0
-    for key, completion in done.items():
-        full = expected[key]
-        text = tokenizer.decode(full.token_ids_T.tolist())
-        if stop[0] not in text:
-            assert tokens({key: completion}) == tokens({key: full})
-            continue
-        num_stopped += 1
-        assert completion.finish_reason == "stop"
-        assert completion.text.endswith(stop[0])
-        assert completion.token_ids_T.tolist() == full.token_ids_T.tolist()[: completion.num_tokens]
-        assert tokenizer.decode(completion.token_ids_T.tolist()) == text[: text.index(stop[0]) + 3]
-    assert num_stopped >= 1
 
 
 class ByteTokenizer:
@@ -320,20 +235,6 @@ def test_a_stop_string_of_characters_of_several_tokens_is_found(monkeypatch: pyt
 # ---- what is refused ------------------------------------------------------------------------------
 
 
-def test_the_slots_are_never_more_than_there_are(make: Any) -> None:
-    generator = make(3)
-    todo = requests(PROMPTS[:1], 4, SAMPLING)
-    with pytest.raises(ValueError, match="4 requests for 3 free slots"):
-        generator.submit(todo)
-    assert generator.capacity().free_slots == 3
-    generator.submit(todo[:2])
-    assert generator.capacity().free_slots == 1
-    generator.step()
-    with pytest.raises(ValueError, match="2 requests for 1 free slots"):
-        generator.submit(todo[2:])
-    generator.abort([request.key for request in todo])
-
-
 def test_requests_in_flight_share_their_sampling(make: Any) -> None:
     generator = make(3)
     generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
@@ -352,49 +253,11 @@ def test_a_refused_submission_admits_none_of_its_requests(make: Any, policy: Any
     assert policy.config._attn_implementation != ATTENTION_NAME
 
 
-def test_a_prompt_without_tokens_is_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match="Prompt 'x' has no tokens"):
-        make().submit(requests([Prompt("x", (), "")], 1, SAMPLING))
-
-
 def test_before_start_it_says_so_and_can_be_closed() -> None:
     generator = SlotGenerator()
     generator.close()
     with pytest.raises(RuntimeError, match="has not been started"):
         generator.load_weights([], 0)
-
-
-def with_foreign_tensor(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    for name, tensor in policy.named_parameters():
-        yield name, tensor.clone() if name.endswith("norm.weight") else tensor
-
-
-def with_unknown_name(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from policy.named_parameters()
-    yield "model.extra", torch.zeros(1)
-
-
-def with_one_missing(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    return list(policy.named_parameters())[:-1]
-
-
-def that_breaks_off(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from list(policy.named_parameters())[:3]
-    raise ConnectionError("the sender is gone")
-
-
-@pytest.mark.parametrize("weights", [with_foreign_tensor, with_unknown_name, with_one_missing, that_breaks_off])
-def test_weights_that_did_not_arrive_poison_it_until_a_full_load(make: Any, policy: Any, weights: Any) -> None:
-    generator = make(2)
-    with pytest.raises((WeightSyncError, ConnectionError)):
-        generator.load_weights(weights(policy), 1)
-    assert generator.version == -1
-    with pytest.raises(WeightSyncError):
-        generator.submit(requests(PROMPTS[1:2], 1, SAMPLING))
-    bound = generator.load_weights(policy.named_parameters(), 1)
-    assert bound.digests == {name: digest(tensor) for name, tensor in policy.named_parameters()}
-    assert generator.version == 1
-    assert len(decode(generator, requests(PROMPTS[1:2], 1, SAMPLING))) == 1
 
 
 def test_what_is_in_flight_does_not_go_on_with_weights_that_are_not_trusted(make: Any) -> None:
@@ -500,17 +363,6 @@ def test_it_decodes_a_policy_in_training_with_gradient_checkpointing(
     assert model.training and model.is_gradient_checkpointing
 
 
-def test_weights_that_need_gradients_get_none_and_completions_can_take_part_in_autograd(make: Any) -> None:
-    model: Any = random_policy()
-    for completion in decode(make(4, model), requests(PROMPTS[:1], 4, SAMPLING)).values():
-        weight = torch.ones(completion.num_tokens, requires_grad=True)
-        embedded = model.get_input_embeddings()(completion.token_ids_T).sum(-1)
-        (weight * completion.logprobs_T * embedded * completion.versions_T).sum().backward()
-        assert not completion.logprobs_T.requires_grad
-        assert completion.token_ids_T.dtype == completion.versions_T.dtype == torch.int64
-        assert completion.logprobs_T.dtype == torch.float32
-
-
 def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) -> None:
     generator = make(3)
     shapes = []
@@ -546,14 +398,6 @@ def test_what_it_holds_does_not_grow_with_the_group(make: Any) -> None:
         return max(held)
 
     assert peak_tokens(64) == peak_tokens(8) == 4 * 24 + 32
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 8])
-def test_after_a_rollout_no_keys_and_values_are_held(make: Any, num_slots: int) -> None:
-    generator = make(num_slots)
-    decode(generator, requests(PROMPTS, 8, SAMPLING))
-    generator.release(PROMPTS)
-    assert generator.capacity().kv_tokens_in_use == 0
 
 
 def test_what_is_kept_of_completions_is_not_dropped_when_they_come_back(

@@ -143,17 +143,6 @@ def test_lengths_are_told_of_sampled_tokens(make: Any, expected: dict[Key, Compl
     assert sorted(set(told.seen)) == sorted(key for key, each in expected.items() if each.num_sampled > 3)
 
 
-def test_rewards_get_the_text_of_what_was_sampled(make: Any, policy_folder: Path) -> None:
-    tokenizer: Any = load_tokenizer(str(policy_folder))
-    groups, _ = RolloutLoop(make(), listeners=[Environment(2)]).collect(PROMPTS, GROUP, SAMPLING, seed=0)
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
-    for completion in completions:
-        sampled = completion.token_ids_T[completion.versions_T >= 0].tolist()
-        assert completion.sampled_ids == sampled == [token for turn in completion.turns for token in turn]
-        assert completion.text == tokenizer.decode(sampled, skip_special_tokens=True)
-    assert any(completion.num_observed for completion in completions)
-
-
 def short(completion: Completion) -> bool:
     return completion.finish_reason == "stop"
 
