@@ -21,7 +21,7 @@ from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch
-from lit_grpo.update.arriving import check_arriving
+from lit_grpo.update.learner_settings import check_arriving
 
 
 class RolloutScheduler(pl.Callback):

@@ -16,7 +16,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
-from lit_grpo.update.arriving import check_arriving
+from lit_grpo.update.learner_settings import check_arriving
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective

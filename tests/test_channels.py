@@ -19,7 +19,7 @@ from lit_grpo.methods.nat import Uniform
 from lit_grpo.methods.seco import SeCO
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import OBSERVED, Prompt, RolloutGroup
-from lit_grpo.update.arriving import check_arriving
+from lit_grpo.update.learner_settings import check_arriving
 from lit_grpo.update.plugin import LearningBatch
 
 

@@ -15,7 +15,10 @@ from lit_grpo.metrics import Means, pass_at_k, rollout_metrics, staleness_shares
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.metrics import Gap, GapLimits, MicroBatchSums, TokenMetrics, gap_sums
+from lit_grpo.update.metrics import GapLimits, TokenMetrics, gap_sums
+from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs
 
 NAN = math.nan
 
@@ -73,15 +76,42 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def add(
+    metrics: TokenMetrics,
+    entropy_N: torch.Tensor,
+    gap_N: torch.Tensor,
+    loss: float = 0.0,
+    fresh_N: torch.Tensor | None = None,
+    lengths: list[int] | None = None,
+) -> None:
+    """Add a micro-batch whose log-probs are off by so much, of a policy of version 1; by default of one completion."""
+    fresh_N = torch.ones(len(gap_N), dtype=torch.bool) if fresh_N is None else fresh_N
+    tokens = LossInputs(
+        logprobs_N=gap_N,
+        sampled_logprobs_N=torch.zeros_like(gap_N),
+        old_logprobs_N=torch.zeros_like(gap_N),
+        entropy_N=entropy_N,
+        advantages_N=torch.zeros_like(gap_N),
+        lengths_C=torch.tensor([len(gap_N)] if lengths is None else lengths),
+        versions_N=fresh_N.long(),
+        objective=Objective(),
+        totals=StepTotals(4, 4, 8),
+    )
+    metrics.add(tokens, LossOutputs(torch.tensor(loss), {}, entropy_N.sum()), version=1)
+
+
+NORM = torch.tensor(2.0)
+
+
 def test_token_means_do_not_depend_on_the_split() -> None:
     entropy_N, gap_N = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([0.1, -0.3, 0.0, 0.2])
 
     def gather(*cuts: int) -> dict[str, float]:
         metrics = TokenMetrics()
         for entropy, gap in zip(entropy_N.tensor_split(cuts), gap_N.tensor_split(cuts), strict=True):
-            ones = torch.ones_like(gap, dtype=torch.int64)
-            compared = Gap.of(gap, ones, ones.bool(), math.inf)
-            metrics.add(MicroBatchSums.of(entropy.sum() / 4, {"entropy": entropy}, compared))
+            add(metrics, entropy, gap, float(entropy.sum() / 4), lengths=[1] * len(gap))
+        assert metrics.read(NORM) == 2.0 and metrics.loss == 3.0 and metrics.entropy == 12.0
+        assert torch.equal(metrics.log_weights_C, gap_N)
         metrics.finish_update({"grad_norm": 2.0, "lr": 0.5})
         return metrics.compute(alone, alone)
 
@@ -104,10 +134,23 @@ def test_token_means_do_not_depend_on_the_split() -> None:
 def test_loss_and_gradient_norm_are_means_over_the_updates_of_a_batch() -> None:
     metrics = TokenMetrics()
     for loss, norm in ((1.0, 4.0), (3.0, 8.0)):
-        metrics.add(MicroBatchSums.of(torch.tensor(loss), {"entropy": torch.tensor([2.0])}))
+        add(metrics, torch.tensor([2.0]), torch.tensor([0.0]), loss)
+        metrics.read(NORM)
         metrics.finish_update({"grad_norm": norm})
     logs = metrics.compute(alone, alone)
     assert (logs["loss"], logs["grad_norm"], logs["entropy"], logs["update/tokens"]) == (2.0, 6.0, 2.0, 2.0)
+
+
+def test_a_step_that_starts_again_counts_once_and_a_provisional_loss_is_scaled() -> None:
+    metrics = TokenMetrics()
+    add(metrics, torch.tensor([5.0]), torch.tensor([9.0]), 7.0)
+    metrics.forget_step()
+    add(metrics, torch.tensor([2.0]), torch.tensor([0.5]), 3.0)
+    metrics.read(NORM, scale=2.0)
+    metrics.finish_update({})
+    logs = metrics.compute(alone, alone)
+    assert (logs["loss"], metrics.loss, logs["entropy"], logs["update/tokens"]) == (6.0, 6.0, 2.0, 1.0)
+    assert logs["sampling/logprob_gap_max"] == 0.5
 
 
 def test_a_batch_without_tokens_compares_nothing() -> None:
@@ -125,18 +168,14 @@ def test_a_batch_without_tokens_compares_nothing() -> None:
     assert not metrics.gap_problem(alone, alone)
 
 
-def of_gaps(gap_N: torch.Tensor, fresh_N: torch.Tensor, limits: GapLimits) -> MicroBatchSums:
-    """A micro-batch of one completion whose log-probs are off by so much."""
-    gap = Gap.of(gap_N, torch.tensor([len(gap_N)]), fresh_N, limits.token)
-    return MicroBatchSums.of(torch.tensor(0.0), {"entropy": torch.ones_like(gap_N)}, gap)
-
-
 def test_a_batch_sampled_with_other_weights_is_refused_by_its_fresh_tokens() -> None:
     gap_N, fresh_N = torch.tensor([0.1, -0.3, 9.0]), torch.tensor([True, True, False])
 
     def problem(limits: GapLimits) -> str:
         metrics = TokenMetrics(limits)
-        metrics.add(of_gaps(gap_N, fresh_N, limits))
+        for gap, fresh in zip(gap_N.split(2), fresh_N.split(2), strict=True):
+            add(metrics, torch.ones_like(gap), gap, fresh_N=fresh)
+        metrics.read(NORM)
         return metrics.gap_problem(alone, alone)
 
     assert not problem(GapLimits(mean=0.2001, token=0.3001))
@@ -149,7 +188,8 @@ def test_one_token_in_a_thousand_may_be_above_the_limit_and_none_twenty_times() 
         limits = GapLimits(token=0.05)
         metrics = TokenMetrics(limits)
         for part in torch.tensor([gap] * num_above + [0.0] * (3000 - num_above)).split(1000):
-            metrics.add(of_gaps(part, torch.ones(1000, dtype=torch.bool), limits))
+            add(metrics, torch.ones_like(part), part)
+        metrics.read(NORM)
         return metrics.gap_problem(alone, alone)
 
     assert not problem(3, 0.9)
@@ -167,7 +207,8 @@ def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() 
 
     for num_tokens in (3, 0):
         metrics = TokenMetrics()
-        metrics.add(of_gaps(torch.ones(num_tokens), torch.ones(num_tokens, dtype=torch.bool), GapLimits()))
+        add(metrics, torch.ones(num_tokens), torch.ones(num_tokens))
+        metrics.read(NORM)
         metrics.finish_update({"grad_norm": 0.0})
         metrics.compute(count, alone)
     assert lengths[0] == lengths[1]

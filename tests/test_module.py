@@ -45,7 +45,7 @@ from lit_grpo.update.logprobs.reference import Reference
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.step import Gathered, Step
+from lit_grpo.update.step import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 
@@ -367,9 +367,9 @@ class NotesSteps(Learner):
         super().__init__(*args)
         self.seen: list[list[str]] = []
 
-    def _gradient(self, step: Step, rollouts: Sequence[Rollout]) -> Gathered:
+    def _step(self, rollouts: Sequence[Rollout], *args: Any, **kwargs: Any) -> Step:
         self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
-        return super()._gradient(step, rollouts)
+        return super()._step(rollouts, *args, **kwargs)
 
 
 def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(

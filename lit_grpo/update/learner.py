@@ -17,7 +17,6 @@ from lit_grpo.plugins import overriding
 from lit_grpo.policy.sharding import full_tensor, gather_for_sampling
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.arriving import PROVISIONAL, ArrivingGradient
 from lit_grpo.update.assigning import assign_advantages
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
@@ -29,9 +28,8 @@ from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import LearningBatch
 from lit_grpo.update.step import (
-    Gathered,
+    PROVISIONAL,
     Step,
-    minibatches,
     problem_of,
     taking_part_and_learnt,
     thinned,
@@ -77,7 +75,7 @@ class Learner:
         On groups that are there already it takes ``num_iterations x num_minibatches`` steps. On groups that become
         complete one after another it takes one: the step on all of them, but for rounding, since gradients add up over
         a provisional denominator and are divided by the true one in the end. The settings have to allow that
-        (:func:`lit_grpo.update.arriving.check_arriving`).
+        (:func:`lit_grpo.update.learner_settings.check_arriving`).
 
         Each rollout is given its advantage. What is remembered of prompts and coefficients changes once all steps have
         been taken.
@@ -92,25 +90,30 @@ class Learner:
             FloatingPointError: Losses or gradients of several updates in a row are not finite; the weights stay as
                 they are.
         """
-        settings, ranks, metrics = self.settings, self.passes.ranks, TokenMetrics(self.gap_limits)
-        if isinstance(groups, Sequence):
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            batch, columns = self._prepare(groups, rewards, metrics, is_whole=True)
-            for minibatch in minibatches(groups, settings.num_iterations, settings.num_minibatches):
-                step = self._step(minibatch, columns, metrics.num_updates == 0, batch)
-                self._take_step(step, self._gradient(step, minibatch), metrics)
-        else:
-            rollouts, columns, gradient = [], (), ArrivingGradient(self.passes)
-            for part in groups:
-                if own := [rollout for group in part for rollout in group.rollouts]:
-                    _, columns = self._prepare(part, None, metrics, is_whole=False)
-                    gradient.add(self._step(own, columns, is_first=True))
-                    rollouts += own
-            step, gathered, scale = gradient.finish(self._step([], columns, is_first=True))
-            self._take_step(step, gathered, metrics)
-            metrics.scale_loss(scale)
+        settings, ranks, passes = self.settings, self.passes.ranks, self.passes
+        metrics, measuring = TokenMetrics(self.gap_limits), settings.plugin("measured")
+        rollouts, parts = list[Rollout](), list[Step]()  # of the batch; of the next step
+        is_whole = isinstance(groups, Sequence)
+        num_minibatches, num_iterations = (settings.num_minibatches, settings.num_iterations) if is_whole else (1, 1)
+        for some in [groups] if is_whole else filter(None, groups):
+            batch, columns = self._prepare(some, rewards, metrics, is_whole)
+            rollouts += batch.rollouts
+            for numbers in torch.arange(len(some)).tensor_split(num_minibatches) * num_iterations:
+                minibatch = [rollout for number in numbers.tolist() for rollout in some[number].rollouts]
+                parts.append(self._step(minibatch, batch, columns, is_whole))
+                if measuring is None or not is_whole:
+                    passes.gradient(parts, metrics, is_whole)
+                else:
+                    prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in minibatch))
+                    norms = passes.measured_gradient(parts[0], prompts, measuring.num_parts, metrics)
+                    measuring.measured(norms)
+                if is_whole:
+                    self._take_step(parts.pop(), metrics)
+        if parts:
+            step, scale = self._together(parts, metrics)
+            self._take_step(step, metrics, scale)
         advantages_R = torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)
-        self.passes.forget_rows()
+        passes.forget_rows()
         for rollout in rollouts:
             rollout.columns = {}
         logs = metrics.compute(ranks.sum, ranks.max)
@@ -216,15 +219,11 @@ class Learner:
     # ---- a step -------------------------------------------------------------------------------------
 
     def _step(
-        self,
-        rollouts: Sequence[Rollout],
-        columns: tuple[str, ...],
-        is_first: bool,
-        batch: LearningBatch | None = None,
+        self, rollouts: Sequence[Rollout], batch: LearningBatch, columns: tuple[str, ...], is_whole: bool
     ) -> Step:
         """Choose what goes through the policy in a step, and count what its loss is divided by.
 
-        Without the ``batch`` that the rollouts are of, some are still to come, and the denominator is provisional. A
+        If the ``batch`` is not whole, rollouts of the step are still to come, and the denominator is provisional. A
         rollout without an advantage (NaN), or that is not kept, counts in nothing. One with advantage 0 has gradient 0
         unless the objective has another term, so it does not go through the policy; it counts in the denominator all
         the same.
@@ -234,7 +233,7 @@ class Learner:
         taking_part, learnt = taking_part_and_learnt(rollouts, objective.mask_truncated)
         own = StepTotals(sum(rollout.completion.num_trained for rollout in learnt), len(taking_part), max_tokens)
         totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)
-        if batch is not None:
+        if is_whole:
             gather_for_sampling(self.policy)
             if (choosing := settings.plugin("token_mask")) is not None:
                 progress, optimizer = settings.progress(version), self.optimization.optimizer
@@ -283,42 +282,41 @@ class Learner:
             columns=columns,
             lengths=lengths,
             chunks=chunks,
-            token_gap_limit=self.gap_limits.token if is_first else None,
         )
-        if adding is None or batch is None:
+        if adding is None or not is_whole:
             return step
         return replace(step, term=adding.loss_term(self.policy, partial(self.passes.visit, learnt), ranks))
 
-    def _gradient(self, step: Step, rollouts: Sequence[Rollout]) -> Gathered:
-        """Add up the gradient of a step; where memory runs out on a rank, all start again with smaller micro-batches.
+    def _together(self, parts: Sequence[Step], metrics: TokenMetrics) -> tuple[Step, float]:
+        """Divide the gradient of all parts of a step by the true totals instead of the provisional ones.
 
-        Without anything to learn from there is no gradient, and the step counts and changes no weight.
+        Returns:
+            The step, and the factor of what was divided by provisional totals.
+        """
+        ranks, last = self.passes.ranks, parts[-1]
+        self.passes.exchange(last, metrics)
+        counts = torch.tensor([(part.own.num_tokens, part.own.num_sequences) for part in parts], dtype=torch.float64)
+        num_tokens, num_sequences = map(int, ranks.sum(counts.sum(0)).tolist())
+        totals = StepTotals(num_tokens, num_sequences, last.totals.max_tokens, num_tokens)
+        by_token = self.settings.objective.normalized_by == "token"
+        scale = PROVISIONAL / max(num_tokens if by_token else num_sequences, 1)
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        return replace(last, rollouts=[each for part in parts for each in part.rollouts], totals=totals), scale
+
+    def _take_step(self, step: Step, metrics: TokenMetrics, loss_scale: float = 1.0) -> None:
+        """Take the optimizer's step with the gradient that there is.
 
         Args:
-            step: What goes through the policy.
-            rollouts: All of the step on this rank.
+            step: What the gradient is of.
+            metrics: Of the batch.
+            loss_scale: Factor of the loss that micro-batches have added to the metrics.
         """
-        measuring = self.settings.plugin("measured")
-        if measuring is not None:
-            prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in rollouts))
-            gathered, norms = self.passes.gradient_by_parts(step, prompts, measuring.num_parts)
-            measuring.measured(norms)
-            return gathered
-        while True:
-            gathered = self.passes.gradient(self.passes.micro_batches(step.rollouts, chunks=step.chunks), step)
-            if gathered is not None:
-                return gathered
-            self.passes.halve_budget(step.rollouts)
-
-    def _take_step(self, step: Step, gathered: Gathered, metrics: TokenMetrics) -> None:
-        """Take the optimizer's step with the gradient that there is."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
-        ranks, (gathered, grad_norm) = self.passes.ranks, gathered.read(full_tensor(norm))
-        for micro_batch in gathered.micro_batches:
-            metrics.add(micro_batch)
+        ranks, grad_norm, loss = self.passes.ranks, metrics.read(full_tensor(norm), loss_scale), metrics.loss
         if metrics.num_updates == 0 and (problem := metrics.gap_problem(ranks.sum, ranks.max)):
             self._refuse_gap(problem)
-        loss = float(gathered.loss)
         skipped = bool(ranks.max(float(not math.isfinite(grad_norm + loss))))
         if skipped:
             self.policy.zero_grad()
@@ -326,8 +324,7 @@ class Learner:
         self._broken.count(skipped, step.policy_version, ranks.rank, step.rollouts, advantages, grad_norm, loss)
         scaling, scale = overriding(self.settings.plugins, "step_scale"), 1.0
         if scaling and not skipped:
-            log_weights_C = torch.cat([torch.empty(0), *gathered.log_weights])
-            scale = math.prod(plugin.step_scale(log_weights_C, ranks.gather) for plugin in scaling)
+            scale = math.prod(plugin.step_scale(metrics.log_weights_C, ranks.gather) for plugin in scaling)
         lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
@@ -340,7 +337,7 @@ class Learner:
         metrics.finish_update(values | {"update/step_scale": scale} if scaling else values)
         if stepping := overriding(self.settings.plugins, "on_optimizer_step"):
             num_tokens = 0 if skipped else step.totals.num_entropy_tokens
-            entropy = float(ranks.sum(gathered.entropy)) / num_tokens if num_tokens else math.nan
+            entropy = float(ranks.sum(metrics.entropy)) / num_tokens if num_tokens else math.nan
             for plugin in stepping:
                 plugin.on_optimizer_step(step.policy_version + 1, entropy)
 

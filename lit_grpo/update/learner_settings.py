@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lit_grpo.compatibility import Requirement, check_together
+from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
 from lit_grpo.plugins import UPDATE_HOOKS, Plugin, overriding
 from lit_grpo.types import PassRule
@@ -105,6 +105,30 @@ class LearnerSettings:
                 f"{' and '.join(moving.begins_with)} out."
             )
         return min(policy_version / max(self.total_updates, 1), 1.0)
+
+
+def check_arriving(
+    settings: LearnerSettings, num_ranks: int, has_shards: bool = False, plugins: Iterable[Requirement] = ()
+) -> None:
+    """Check that the gradient of one batch can be added up group by group.
+
+    Args:
+        settings: What is learnt.
+        num_ranks: Of the run.
+        has_shards: Whether each rank has a part of the weights.
+        plugins: What the plug-ins of the run need.
+
+    Raises:
+        ValueError: The settings or plug-ins need the whole batch beforehand, or ranks would wait for each other.
+    """
+    needs = {"unsharded_weights"} | ({"fixed_token_budget"} if num_ranks > 1 else set[str]())
+    within = Requirement(
+        "a plug-in with overlap within",
+        needs=frozenset(needs),
+        changes={"all_ranks": "learns from groups while others of their batch decode"},
+        remedy="take a plug-in with overlap none",
+    )
+    check_together([*plugins, *settings.parts(), within, *([SHARDS] if has_shards else [])])
 
 
 class Optimization(Protocol):

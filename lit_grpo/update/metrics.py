@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
 from lit_grpo.memory import in_one_read
 from lit_grpo.ranks import Reduce
-from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, completion_sums
+from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs
+from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, completion_sums, spread
 
 
 class LogprobGapError(RuntimeError):
@@ -23,6 +23,8 @@ MOST_ABOVE = 1000
 """One token in so many may be further off than the limit: rounding may send a token to another expert."""
 OUTLIER = 20.0
 """No token may be so many times as far off as the limit."""
+_ENTROPY, _LOG_WEIGHTS = "step/entropy", "step/log_weights"
+_FRESH, _LARGEST, _LARGEST_FRESH = "gap/fresh", "gap/largest", "gap/largest_fresh"
 
 
 @dataclass(frozen=True)
@@ -80,125 +82,109 @@ def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     ``(sum w)**2 / (n sum w**2)``, of the weights trainer / generator.
     """
     num_tokens, num_sequences = sums["gap_tokens"] or math.nan, sums["gap_sequences"] or math.nan
-    return {
+    logs = {
         "sampling/logprob_gap_mean": sums["gap_difference"] / num_tokens,
         "sampling/kl": sums["gap_kl"] / num_tokens,
-        "sampling/ess_token": _share(sums["gap_token_weight"], sums["gap_token_square"], num_tokens),
-        "sampling/ess_sequence": _share(sums["gap_sequence_weight"], sums["gap_sequence_square"], num_sequences),
     }
-
-
-def _share(total: float, squares: float, count: float) -> float:
-    return total**2 / (count * squares) if squares else count / count
-
-
-@dataclass(frozen=True)
-class Gap:
-    """How far a micro-batch's sampled log-probs are from the policy's, before the first step on a batch.
-
-    ``sums`` are those of :func:`gap_sums`. ``of_tokens``, which is empty where the micro-batch has no token, holds the
-    ``largest`` difference and the ``largest_fresh``, and as ``fresh`` of the fresh tokens the sum of the absolute
-    differences, their number, and how many are above the limit. Nothing here waits for the device.
-    """
-
-    sums: dict[str, torch.Tensor]
-    of_tokens: dict[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, difference_N: torch.Tensor, lengths_C: torch.Tensor, fresh_N: torch.Tensor, limit: float) -> Gap:
-        """Compare log-probs.
-
-        Args:
-            difference_N: Trainer minus generator log-probs.
-            lengths_C: Tokens of each completion.
-            fresh_N: Which tokens the policy sampled with the weights that it has now.
-            limit: How large, in nats, the difference of a fresh token may be.
-        """
-        sums = gap_sums(difference_N, lengths_C)
-        if not difference_N.numel():
-            return cls(sums, {})
-        gap_N = difference_N.abs()
-        fresh_gap_N = torch.where(fresh_N, gap_N, torch.zeros_like(gap_N))
-        above_N = fresh_gap_N > limit
-        fresh = torch.stack([fresh_gap_N.sum(), fresh_N.sum(), above_N.sum()])
-        return cls(sums, {"largest": gap_N.max(), "fresh": fresh, "largest_fresh": fresh_gap_N.max()})
-
-
-@dataclass(frozen=True)
-class MicroBatchSums:
-    """What one micro-batch adds to the metrics of its batch: sums over tokens, by name, and the number of tokens."""
-
-    sums: dict[str, torch.Tensor]
-    num_tokens: int
-    gap: Gap | None = None
-
-    @classmethod
-    def of(cls, loss: torch.Tensor, values_N: Mapping[str, torch.Tensor], gap: Gap | None = None) -> MicroBatchSums:
-        """Sum up.
-
-        Args:
-            loss: The micro-batch's share of the loss.
-            values_N: At least one metric, each of shape N.
-            gap: Of its log-probs, before the first step on a batch.
-        """
-        sums = {name: values.sum() for name, values in {"loss": loss, **values_N}.items()}
-        return cls(sums, next(iter(values_N.values())).numel(), gap)
-
-
-def read_sums(
-    others: Sequence[torch.Tensor], parts: Sequence[MicroBatchSums]
-) -> tuple[list[torch.Tensor], list[MicroBatchSums]]:
-    """Bring tensors, and what micro-batches add to the metrics, from the device to the host in one read."""
-    tensors = [*others]
-    for part in parts:
-        tensors += part.sums.values()
-        if part.gap is not None:
-            tensors += [*part.gap.sums.values(), *part.gap.of_tokens.values()]
-    read, here = iter(in_one_read(tensors)), list[MicroBatchSums]()
-    others = list(islice(read, len(others)))
-    for part in parts:
-        sums, gap = dict(zip(part.sums, read, strict=False)), part.gap
-        if gap is not None:
-            its_sums = dict(zip(gap.sums, read, strict=False))
-            gap = Gap(its_sums, dict(zip(gap.of_tokens, read, strict=False)))
-        here.append(MicroBatchSums(sums, part.num_tokens, gap))
-    return others, here
+    for level, count in (("token", num_tokens), ("sequence", num_sequences)):
+        total, squares = sums[f"gap_{level}_weight"], sums[f"gap_{level}_square"]
+        logs[f"sampling/ess_{level}"] = total**2 / (count * squares) if squares else count / count
+    return logs
 
 
 class TokenMetrics:
     """Gathers what the optimizer steps on one batch did.
 
-    Means are over tokens, however they are split. ``sampling/*`` compares the trainer's log-probs with the
-    generator's before the first step, when they should agree (see :func:`gap_metrics`).
+    Micro-batches add their sums, which stay on the device until the step reads them. Means are over tokens, however
+    they are split. ``sampling/*`` compares the trainer's log-probs with the generator's before the first step, when
+    they should agree (see :func:`gap_metrics`).
 
     Args:
         limits: How far they may be apart.
+
+    Attributes:
+        num_updates: Number of optimizer steps taken.
+        loss: Loss of the step that was read last, on this rank.
+        entropy: Entropy of that step's tokens that are trained on, summed over this rank, in nats.
+        log_weights_C: Log of policy / sampler of each of its completions, by micro-batch.
     """
 
     def __init__(self, limits: GapLimits = GapLimits()) -> None:
         self.num_updates = 0
+        self.loss = self.entropy = 0.0
+        self.log_weights_C = torch.empty(0)
         self._limits = limits
-        self._sums: dict[str, torch.Tensor | float] = defaultdict(float)
-        self._num_tokens = 0
+        self._unread: list[tuple[dict[str, torch.Tensor], int]] = []  # sums of micro-batches, and their tokens
         nothing = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.int64)
-        self._gap_sums: dict[str, torch.Tensor | float] = dict.fromkeys(gap_sums(*nothing), 0.0)
-        self._fresh_3 = torch.zeros(3, dtype=torch.float64)  # what ``Gap.of_tokens`` has as ``fresh``, added up
+        self._gap_names = [*gap_sums(*nothing)]
+        self._sums: dict[str, torch.Tensor | float] = defaultdict(float, dict.fromkeys(self._gap_names, 0.0))
+        self._num_tokens = 0
+        self._fresh_3 = torch.zeros(3, dtype=torch.float64)  # of fresh tokens: sum of gaps, number, above the limit
         self._largest, self._largest_fresh = torch.tensor(-math.inf), torch.tensor(0.0)
         self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
-    def add(self, micro_batch: MicroBatchSums) -> None:
-        """Add a micro-batch of a step that is taken."""
-        for name, value in micro_batch.sums.items():
-            self._sums[name] += value
-        self._num_tokens += micro_batch.num_tokens
-        if micro_batch.gap is not None:
-            for name, value in micro_batch.gap.sums.items():
-                self._gap_sums[name] += value
-            if of_tokens := micro_batch.gap.of_tokens:
-                self._fresh_3 += of_tokens["fresh"].double()
-                self._largest = torch.maximum(self._largest, of_tokens["largest"])
-                self._largest_fresh = torch.maximum(self._largest_fresh, of_tokens["largest_fresh"])
+    @torch.no_grad()
+    def add(self, tokens: LossInputs, outputs: LossOutputs, version: int) -> None:
+        """Add a micro-batch of a step; nothing here waits for the device.
+
+        Args:
+            tokens: The tokens of the micro-batch.
+            outputs: Their loss and metrics.
+            version: Version of the policy that takes the step.
+        """
+        lengths_C, gap_N = tokens.lengths_C, tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
+        sums = {"loss": outputs.loss.detach(), "entropy": tokens.entropy_N.detach().sum()}
+        for name, values_N in outputs.metrics.items():
+            sums[name] = values_N.sum()
+        if outputs.ce_loss is not None:
+            sums["ce/loss"] = outputs.ce_loss
+        sums |= {_ENTROPY: outputs.entropy, _LOG_WEIGHTS: completion_sums(gap_N, lengths_C)}
+        if self.num_updates == 0:
+            sums |= gap_sums(gap_N, lengths_C)
+        if self.num_updates == 0 and gap_N.numel():
+            assert tokens.versions_N is not None
+            is_stale_N = tokens.versions_N != version
+            stale_C = completion_sums(is_stale_N.to(gap_N.dtype), lengths_C)  # keys may be of old weights
+            fresh_N = spread(stale_C, lengths_C, len(gap_N)) == 0
+            distance_N = gap_N.abs()
+            fresh_distance_N = torch.where(fresh_N, distance_N, torch.zeros_like(distance_N))
+            above_N = fresh_distance_N > self._limits.token
+            sums[_FRESH] = torch.stack([fresh_distance_N.sum(), fresh_N.sum(), above_N.sum()])
+            sums |= {_LARGEST: distance_N.max(), _LARGEST_FRESH: fresh_distance_N.max()}
+        self._unread.append((sums, tokens.entropy_N.numel()))
+
+    def forget_step(self) -> None:
+        """Forget the micro-batches that have not been read, because their step starts again."""
+        self._unread.clear()
+
+    def read(self, grad_norm: torch.Tensor, scale: float = 1.0) -> float:
+        """Read a step's sums from the device, and the norm of its gradient: the one wait of a step.
+
+        Args:
+            grad_norm: The norm, a scalar.
+            scale: Factor of the loss, whose shares were divided by another denominator than the true one.
+
+        Returns:
+            The norm.
+        """
+        here = iter(in_one_read([grad_norm, *(value for sums, _ in self._unread for value in sums.values())]))
+        norm, loss, entropy, log_weights = float(next(here)), 0.0, 0.0, [torch.empty(0)]
+        for names, num_tokens in self._unread:
+            sums = dict(zip(names, here, strict=False))
+            loss, entropy = loss + sums["loss"], entropy + sums.pop(_ENTROPY)
+            log_weights.append(sums.pop(_LOG_WEIGHTS))
+            if _FRESH in sums:
+                self._fresh_3 += sums.pop(_FRESH).double()
+                self._largest = torch.maximum(self._largest, sums.pop(_LARGEST))
+                self._largest_fresh = torch.maximum(self._largest_fresh, sums.pop(_LARGEST_FRESH))
+            for name, value in sums.items():
+                self._sums[name] += value
+            self._num_tokens += num_tokens
+        self._unread.clear()
+        self._sums["loss"] *= scale
+        self.loss, self.entropy, self.log_weights_C = float(loss * scale), float(entropy), torch.cat(log_weights)
+        return norm
 
     def add_kl(self, kl_N: torch.Tensor) -> None:
         """Add the KL from the reference of each token sampled on this rank, where it is part of the rewards."""
@@ -220,10 +206,6 @@ class TokenMetrics:
             return f"{far}, where weight_sync.max_token_gap allows a token {limit}"
         return ""
 
-    def scale_loss(self, scale: float) -> None:
-        """Multiply the loss so far, whose shares have been divided by another denominator than the true one."""
-        self._sums["loss"] *= scale
-
     def finish_update(self, values: Mapping[str, float]) -> None:
         """Count an optimizer step, with values that are the same on every rank."""
         self.num_updates += 1
@@ -233,13 +215,10 @@ class TokenMetrics:
     def compute(self, reduce_sum: Reduce, reduce_max: Reduce) -> dict[str, float]:
         """Return the metrics by name; the reductions run over ranks."""
         names = sorted(self._sums)
-        local = [float(value) for value in (*(self._sums[name] for name in names), *self._gap_sums.values())]
-        local += self._kl or (0.0, 0.0)
-        *sums, kl, num_kl, num_tokens = reduce_sum(
-            torch.tensor([*local, self._num_tokens], dtype=torch.float64)
-        ).tolist()
-        by_name = dict(zip([*names, *self._gap_sums], sums, strict=True))
-        gap = {name: by_name.pop(name) for name in self._gap_sums}
+        local = [*(float(self._sums[name]) for name in names), *(self._kl or (0.0, 0.0)), self._num_tokens]
+        *sums, kl, num_kl, num_tokens = reduce_sum(torch.tensor(local, dtype=torch.float64)).tolist()
+        by_name = dict(zip(names, sums, strict=True))
+        gap = {name: by_name.pop(name) for name in self._gap_names}
         updates = max(self.num_updates, 1)
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates

@@ -21,12 +21,13 @@ from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
+from lit_grpo.update.metrics import TokenMetrics
 from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.plugin import Chunk, SquaredNorm
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
-from lit_grpo.update.step import Gathered, Step
+from lit_grpo.update.step import Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,20 +112,51 @@ class PolicyPasses:
         measured = zip(rollouts, self.measure(rollouts, what, lend), strict=True)
         return {each.completion.request.key: values for each, values in measured if each.completion.num_trained}
 
-    def gradient(
-        self, micro_batches: MicroBatches, step: Step, first: bool = True, last: bool = True
-    ) -> Gathered | None:
-        """Add up the step's gradient; return what its micro-batches gathered, or None where memory ran out on a rank.
+    def gradient(self, parts: Sequence[Step], metrics: TokenMetrics, is_whole: bool = True) -> None:
+        """Add the gradient of the last of a step's parts to that of the others, and its sums to the metrics.
 
-        Memory may run out where the budget is open. The gradient starts from 0 with the ``first`` micro-batches of a
-        step, and ranks exchange it in the ``last``. A rank whose memory runs out cannot take part in the exchange of
-        gradients, so with an open budget ranks agree beforehand, and exchange in the backward pass of an empty
-        micro-batch.
+        Where the budget is open and memory runs out on a rank, all parts start again with smaller micro-batches.
+        Without anything to learn from there is no gradient.
+
+        Args:
+            parts: Those that have come so far.
+            metrics: Of the batch.
+            is_whole: Whether the one part is all of the step. Ranks then exchange the gradient with its last
+                micro-batch; else :meth:`exchange` has to follow after the last part.
         """
         scatter(self.policy)
-        if first:
+        if len(parts) == 1:
             self.policy.zero_grad()
-        gathered, is_open, short = Gathered(), self.budget is not None, False
+        sent = parts[-1:]
+        while not all(
+            self._send(self.micro_batches(part.rollouts, is_whole, part.chunks), part, metrics, is_whole)
+            for part in sent
+        ):
+            self.halve_budget([rollout for part in parts for rollout in part.rollouts])
+            self.policy.zero_grad()
+            metrics.forget_step()
+            sent = parts
+
+    def exchange(self, part: Step, metrics: TokenMetrics) -> None:
+        """Let ranks exchange what parts of a step have added up to, in the backward pass of an empty micro-batch.
+
+        None of the ranks knew which part was its last. Where none has a gradient there is nothing to exchange.
+
+        Args:
+            part: Any part of the step.
+            metrics: Of the batch.
+        """
+        has_gradient = any(parameter.grad is not None for parameter in self.policy.parameters())
+        if self.ranks.size > 1 and self.ranks.max(float(has_gradient)):
+            self._send(MicroBatches([], self.settings.shares_prefix).and_empty(1), part.of_prompts(()), metrics, True)
+
+    def _send(self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics, exchange: bool) -> bool:
+        """Add the gradient of micro-batches of a step; return False where memory ran out on a rank.
+
+        A rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
+        beforehand, and exchange in the backward pass of an empty micro-batch.
+        """
+        is_open, short = self.budget is not None, False
         if is_open and micro_batches and self.ranks.size > 1:
             micro_batches = micro_batches.and_empty(1)
         micro_batches = micro_batches.filled(
@@ -132,13 +164,13 @@ class PolicyPasses:
         )
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
             for index, (owner, micro_batch) in enumerate(self._rows.in_turn(micro_batches)):
-                is_last = last and index == len(micro_batches) * self._rows.size - 1
+                is_last = exchange and index == len(micro_batches) * self._rows.size - 1
                 if is_open and is_last and self.ranks.max(float(short)):
-                    return None
+                    return False
                 try:
                     if not short:
                         on_device = micro_batch.to(self.policy.device)
-                        loss = partial(self._loss, micro_batch=on_device, owner=owner, step=step, gathered=gathered)
+                        loss = partial(self._loss, micro_batch=on_device, owner=owner, step=step, metrics=metrics)
                         self.optimization.add_gradient(loss, is_last)
                 except (RuntimeError, MemoryError) as error:
                     if not is_open or not is_out_of_memory(error):
@@ -146,16 +178,16 @@ class PolicyPasses:
                     short = True
                 if self.policy.device.type == "cpu":
                     return_freed_memory()
-        return None if short else gathered
+        return not short
 
-    def _loss(self, micro_batch: PackedRow, owner: int, step: Step, gathered: Gathered) -> torch.Tensor:
+    def _loss(self, micro_batch: PackedRow, owner: int, step: Step, metrics: TokenMetrics) -> torch.Tensor:
         """Return a micro-batch's share of the step's loss; of another rank's micro-batch 0. Both have a gradient.
 
         Args:
             micro_batch: On the policy's device.
             owner: The rank that has it, of those that share its tokens.
             step: The step that it is part of.
-            gathered: Gets the loss and the micro-batch's sums for metrics.
+            metrics: Gets the loss and the micro-batch's sums.
         """
         settings, objective = self.settings, self.settings.objective
         check_mode(self.policy, bool(settings.gradient_checkpointing))
@@ -210,13 +242,13 @@ class PolicyPasses:
         outputs = policy_loss(tokens)
         for plugin in overriding(settings.plugins, "token_metrics"):
             outputs.metrics.update(plugin.token_metrics(tokens))
-        gathered.add(tokens, outputs, step)
+        metrics.add(tokens, outputs, step.policy_version)
         return outputs.loss if step.term is None else step.term.added_to(outputs.loss, micro_batch.weight)
 
-    def gradient_by_parts(
-        self, step: Step, prompts: Sequence[GroupKey], num_parts: int
-    ) -> tuple[Gathered, list[SquaredNorm]]:
-        """Add up the step's gradient part after part of its prompts; return also its squared norms on the way.
+    def measured_gradient(
+        self, step: Step, prompts: Sequence[GroupKey], num_parts: int, metrics: TokenMetrics
+    ) -> list[SquaredNorm]:
+        """Add up the step's gradient part after part of its prompts; return its squared norms on the way.
 
         It is the gradient that :meth:`gradient` adds up, but for rounding. The budget may not be open.
 
@@ -224,26 +256,20 @@ class PolicyPasses:
             step: The whole.
             prompts: Of the step on this rank, those without a gradient among them.
             num_parts: How many parts, about equally large; the last norm is that of the whole.
+            metrics: Of the batch.
         """
-        found: list[Gathered] = []
-        norms: list[SquaredNorm] = []
-        num_prompts = int(self.ranks.sum(len(prompts)))
+        ranks, parts, norms = self.ranks, list[Step](), list[SquaredNorm]()
+        num_prompts = int(ranks.sum(len(prompts)))
         ends = [len(prompts) * number // num_parts for number in range(num_parts + 1)]
-        num_micro_batches = 0
         for begin, end in itertools.pairwise(ends):
-            part = step.of_prompts(prompts[begin:end])
-            micro_batches = self.micro_batches(part.rollouts)
-            num_micro_batches += len(micro_batches)
-            found += filter(None, [self.gradient(micro_batches, part, first=begin == 0, last=False)])
-            if end < len(prompts) or self.ranks.size > 1:
-                square = float(self.ranks.sum(self._squared_norm())) / self.ranks.size**2  # ranks' mean comes later
-                signal, noise = (float(self.ranks.sum(end**power)) / max(num_prompts, 1) ** 2 for power in (2, 1))
+            parts.append(step.of_prompts(prompts[begin:end]))
+            self.gradient(parts, metrics, is_whole=False)
+            if end < len(prompts) or ranks.size > 1:
+                square = float(ranks.sum(self._squared_norm())) / ranks.size**2  # ranks' mean comes later
+                signal, noise = (float(ranks.sum(end**power)) / max(num_prompts, 1) ** 2 for power in (2, 1))
                 norms.append(SquaredNorm(square, signal, noise))
-        if self.ranks.size > 1 and num_micro_batches:
-            exchange = MicroBatches([], self.settings.shares_prefix).and_empty(1)
-            found += filter(None, [self.gradient(exchange, step.of_prompts(()), first=False)])
-        norms.append(SquaredNorm(self._squared_norm(), 1.0, 1 / max(num_prompts, 1)))
-        return Gathered.together(found), norms
+        self.exchange(step, metrics)
+        return [*norms, SquaredNorm(self._squared_norm(), 1.0, 1 / max(num_prompts, 1))]
 
     def _squared_norm(self) -> float:
         """Of the gradient that there is on this rank."""

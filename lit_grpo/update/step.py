@@ -1,19 +1,19 @@
-"""What one optimizer step learns from, and what its micro-batches add up to."""
+"""What one optimizer step learns from."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from lit_grpo.types import Completion, GroupKey, Rollout, RolloutGroup
-from lit_grpo.update.metrics import Gap, MicroBatchSums, read_sums
+from lit_grpo.types import Completion, GroupKey, Rollout
 from lit_grpo.update.normalization import StepTotals
-from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs
-from lit_grpo.update.objective.tokens import completion_sums, spread
 from lit_grpo.update.plugin import Chunk, Term
+
+PROVISIONAL = 2**12
+"""What the gradient is divided by while groups of its step are still to come; a power of two, which rounds nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,6 @@ class Step:
         columns: Names of the rollouts' :attr:`~lit_grpo.types.Rollout.columns` that the loss needs.
         lengths: Number of trained tokens of the whole completion of each rollout; None if the rollouts' own are whole.
         term: What is added to the loss, if anything is.
-        token_gap_limit: How far, in nats, the log-prob that a fresh token was sampled with may be from the policy's;
-            None in later steps on a batch, where the weights are not those that sampled.
     """
 
     rollouts: Sequence[Rollout]
@@ -45,67 +43,16 @@ class Step:
     columns: tuple[str, ...] = ()
     lengths: Sequence[int] | None = None
     term: Term | None = None
-    token_gap_limit: float | None = None
 
     def of_prompts(self, prompts: Collection[GroupKey]) -> Step:
         """Return the part of the step that has the rollouts of some prompts; it is divided by what all of it is."""
         places = [n for n, rollout in enumerate(self.rollouts) if rollout.completion.request.group in prompts]
-        lengths = None if self.lengths is None else [self.lengths[place] for place in places]
-        return replace(self, rollouts=[self.rollouts[place] for place in places], lengths=lengths)
-
-
-@dataclass
-class Gathered:
-    """What the micro-batches of a step add up to on this rank, besides the gradient.
-
-    Args:
-        loss: The step's share of the loss.
-        entropy: Summed over the tokens that are learnt from, in nats.
-        log_weights: The log of policy / sampler of each completion, by micro-batch.
-        micro_batches: What each of them adds to the metrics.
-    """
-
-    loss: torch.Tensor | float = 0.0
-    entropy: torch.Tensor | float = 0.0
-    log_weights: list[torch.Tensor] = field(default_factory=list)
-    micro_batches: list[MicroBatchSums] = field(default_factory=list)
-
-    @torch.no_grad()
-    def add(self, tokens: LossInputs, outputs: LossOutputs, step: Step) -> None:
-        """Add a micro-batch of the step."""
-        loss, entropy_N = outputs.loss.detach(), tokens.entropy_N.detach()
-        gap_N = tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
-        self.loss = self.loss + loss
-        self.entropy = self.entropy + outputs.entropy
-        self.log_weights.append(completion_sums(gap_N, tokens.lengths_C))
-        gap = None
-        if step.token_gap_limit is not None:
-            assert tokens.versions_N is not None
-            is_fresh_N = tokens.versions_N == step.policy_version
-            stale_C = completion_sums((~is_fresh_N).to(gap_N.dtype), tokens.lengths_C)  # keys may be of old weights
-            fresh_N = spread(stale_C, tokens.lengths_C, len(gap_N)) == 0
-            gap = Gap.of(gap_N, tokens.lengths_C, fresh_N, step.token_gap_limit)
-        sums = MicroBatchSums.of(loss, {"entropy": entropy_N, **outputs.metrics}, gap)
-        if outputs.ce_loss is not None:
-            sums.sums["ce/loss"] = outputs.ce_loss
-        self.micro_batches.append(sums)
-
-    @classmethod
-    def together(cls, parts: Sequence[Gathered]) -> Gathered:
-        """Return what parts of a step add up to."""
-        return cls(
-            loss=sum(part.loss for part in parts),
-            entropy=sum(part.entropy for part in parts),
-            log_weights=[log_weight for part in parts for log_weight in part.log_weights],
-            micro_batches=[micro_batch for part in parts for micro_batch in part.micro_batches],
+        return replace(
+            self,
+            rollouts=[self.rollouts[place] for place in places],
+            lengths=None if self.lengths is None else [self.lengths[place] for place in places],
+            chunks={row: self.chunks[place] for row, place in enumerate(places) if place in self.chunks},
         )
-
-    def read(self, grad_norm: torch.Tensor) -> tuple[Gathered, float]:
-        """Read all of it from the device at once, and the gradient's norm: the one wait of a step."""
-        others = [grad_norm, torch.as_tensor(self.loss), torch.as_tensor(self.entropy), *self.log_weights]
-        others, micro_batches = read_sums(others, self.micro_batches)
-        norm, loss, entropy, *log_weights = others
-        return Gathered(loss, entropy, log_weights, micro_batches), float(norm)
 
 
 def problem_of(rollouts: Sequence[Rollout]) -> str | None:
@@ -130,13 +77,6 @@ def problem_of(rollouts: Sequence[Rollout]) -> str | None:
                 "one another; give each request a path of its own, such as (sample, segment)."
             )
     return None
-
-
-def minibatches(groups: Sequence[RolloutGroup], num_iterations: int, num_minibatches: int) -> Iterator[list[Rollout]]:
-    """Yield the rollouts of each optimizer step: complete groups, every one once in each iteration."""
-    for _ in range(num_iterations):
-        for part in torch.arange(len(groups)).tensor_split(num_minibatches):
-            yield [rollout for number in part.tolist() for rollout in groups[number].rollouts]
 
 
 def taking_part_and_learnt(rollouts: Sequence[Rollout], mask_truncated: bool) -> tuple[list[Rollout], list[Rollout]]:

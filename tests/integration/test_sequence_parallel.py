@@ -11,7 +11,7 @@ from hand_made import make_module, make_trainer
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.module import GRPOModule
-from lit_grpo.update.arriving import check_arriving
+from lit_grpo.update.learner_settings import check_arriving
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
