@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, table_rows
 from hand_made import make_rollout
 from test_learner import make_learner, member, ragged_groups
-from test_shared_prefix import FAMILIES, family
+from test_shared_prefix import FAMILIES, QUICK, family
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.nat import Uniform
@@ -49,8 +49,10 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("chunk", [2, 5, 11, 22])
-@pytest.mark.parametrize("name", ["dapo", "grpo"])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    table_rows([(name, chunk) for name in ("dapo", "grpo") for chunk in (2, 5, 11, 22)], [("dapo", 5), ("grpo", 11)]),
+)
 def test_the_gradient_is_that_of_the_whole_however_small_chunks_are(name: str, chunk: int) -> None:
     objective = Objective(name)
     whole = gradient(objective=objective)
@@ -59,7 +61,7 @@ def test_the_gradient_is_that_of_the_whole_however_small_chunks_are(name: str, c
     assert error(gradient(plugins=[SeCO(chunk)], **single), gradient(**single)) < 2e-6
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", table_rows(FAMILIES, QUICK))
 def test_and_with_every_kind_of_attention(name: str) -> None:
     whole = gradient(policy=family(name))
     assert error(gradient(policy=family(name), plugins=[SeCO(4)]), whole) < 2e-6

@@ -24,13 +24,17 @@ from tests.doubles.conversations import (
     template_of,
 )
 
+FEW = ("smollm2", 8)
 
-@pytest.mark.parametrize("family", table_rows(FAMILIES, quick=["smollm2"]))
-def test_tokens_learnt_are_tokens_sampled_in_random_conversations(family: str) -> None:
+
+@pytest.mark.parametrize(
+    ("family", "number"), table_rows([*((family, NUM_CONVERSATIONS) for family in FAMILIES), FEW], quick=[FEW])
+)
+def test_tokens_learnt_are_tokens_sampled_in_random_conversations(family: str, number: int) -> None:
     """Each is what a float64 forward of the whole gives; observed ones have no gradient and are in no number."""
     if template_of(family) is None:
         pytest.skip("TRL, whose wheel has the templates, is not installed")
-    assert wrong(check(play(family, GENERATORS["slots"], NUM_CONVERSATIONS)), "slots") == []
+    assert wrong(check(play(family, GENERATORS["slots"], number)), "slots") == []
 
 
 # ---- templates ----------------------------------------------------------------------------------------

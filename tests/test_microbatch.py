@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import table_rows
 from hand_made import make_micro_batch, make_rollout
 
 from lit_grpo.types import Completion, Rollout
@@ -269,7 +270,7 @@ def goes_once(micro_batch: PackedRow) -> bool:
 
 
 @pytest.mark.parametrize(("shared_prefix", "least_shared"), [(True, 32), (True, 1), (True, 3), (False, 32)])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", table_rows(range(60), range(20)))
 def test_nothing_is_lost_and_nothing_is_over_budget(seed: int, shared_prefix: bool, least_shared: int) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(1, 30) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 6))]

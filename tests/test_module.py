@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, table_rows
 from hand_made import (
     MAX_TOKENS,
     Batches,
@@ -224,9 +225,13 @@ class Budgets(pl.Callback):
         self.num_forwards.append(0)
 
 
-@pytest.mark.parametrize("shares_prefix", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+STEPS = list(itertools.product(("token", "sequence", "constant"), (0.0, 0.1), (True, False)))
+
+
+@pytest.mark.parametrize(
+    ("normalization", "beta", "shares_prefix"),
+    table_rows(STEPS, [("token", 0.0, True), ("sequence", 0.1, False), ("constant", 0.1, True)]),
+)
 def test_the_gradient_is_that_of_the_formula_however_the_step_is_split(
     policy_folder: Path,
     policy: Any,

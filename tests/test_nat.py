@@ -19,7 +19,7 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
 
-DRAWS = 120
+DRAWS = 60
 
 
 def error_in_deviations(steps: PlainSteps, whole: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from conftest import table_rows
 from hand_made import make_module
 
 from lit_grpo import methods
@@ -278,12 +279,23 @@ def imports_of(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "lit_grpo" / "methods").glob("[a-z]*.py")))
+FOLDER = ROOT / "lit_grpo" / "methods"
+MODULES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+
+
+def users_of(module: str) -> list[Path]:
+    """The files that import a method."""
+    return [path for path in (ROOT / "lit_grpo").rglob("*.py") if f"lit_grpo.methods.{module}" in imports_of(path)]
+
+
+def test_methods_are_imported_by_methods_alone() -> None:
+    for module in MODULES:
+        assert all(path.parent == FOLDER for path in users_of(module)), module
+
+
+@pytest.mark.parametrize("module", table_rows(MODULES, ["april", "hints", "pods"]))
 def test_a_method_can_be_deleted_and_nothing_else_changes(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = ROOT / "lit_grpo" / "methods"
-    users = [path for path in (ROOT / "lit_grpo").rglob("*.py") if f"lit_grpo.methods.{module}" in imports_of(path)]
-    assert all(path.parent == folder for path in users)
-    gone = {module, *(path.stem for path in users)}
+    gone = {module, *(path.stem for path in users_of(module))}
     names = {
         name
         for name in gone

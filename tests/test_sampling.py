@@ -60,7 +60,7 @@ def test_uniform_gives_the_published_first_output_of_splitmix64() -> None:
 
 @pytest.mark.parametrize("along", ["samples", "positions"])
 def test_uniform_is_uniform_over_samples_and_over_positions(along: str) -> None:
-    count, bins = 100_000, 100
+    count, bins = 30_000, 100
     if along == "samples":
         values = uniform(keys(count), np.full(count, 7))
     else:
@@ -71,7 +71,7 @@ def test_uniform_is_uniform_over_samples_and_over_positions(along: str) -> None:
     chi_square = ((histogram - count / bins).square() / (count / bins)).sum().item()
     assert 50 < chi_square < 160  # 99 degrees of freedom: far beyond one in ten thousand on either side
     serial = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1].item()
-    assert abs(serial) < 0.015
+    assert abs(serial) < 0.025
 
 
 def test_request_key_differs_by_seed_prompt_visit_and_sample_alone() -> None:

@@ -233,7 +233,7 @@ def entropy(completion: Completion, start: int, most: int) -> float:
     return statistics.fmean(values)
 
 
-@pytest.mark.parametrize("settings", [ARPO(64, 2, 0.5, 0.4), AEPO(64, 3, 0.3, 0.6)])
+@pytest.mark.parametrize("settings", [ARPO(32, 2, 0.5, 0.4), AEPO(32, 3, 0.3, 0.6)])
 @pytest.mark.parametrize("num_slots", table_rows([3, 32], [3]))
 def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: Any) -> None:
     worker = fresh(settings)
@@ -265,13 +265,13 @@ def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: An
     branched = {key for key, each in found.items() if len(key[2]) > 1 and expected.get(key)}
     fresh_ones = {key for key in found if len(key[2]) > 1} - branched
     assert expected.keys() == branched and len(branched) > 3
-    assert all(len(members) == 64 for members in by_prompt(found).values()) and fresh_ones
+    assert all(len(members) == 32 for members in by_prompt(found).values()) and fresh_ones
     assert len(branched) / len(found) == pytest.approx(worker.metrics(list)["rollout/branched_share"])
 
 
 def test_turns_that_all_have_room_branch_alike_in_any_slots(collect: Any) -> None:
-    few, many = (tokens(collect(slots, 8, Environment(3), fresh(ARPO(64, 2, 0.5, 0.4)))[0]) for slots in (3, 32))
-    assert few == many and len(many) == 192
+    few, many = (tokens(collect(slots, 8, Environment(3), fresh(ARPO(24, 2, 0.5, 0.4)))[0]) for slots in (3, 32))
+    assert few == many and len(many) == 72
 
 
 def by_prompt(found: Found) -> dict[str, list[Key]]:

@@ -89,7 +89,7 @@ def check_alike(actual: Logs, expected: Logs, exact: bool) -> None:
     ("precision", "changes"),
     [
         pytest.param("32-true", {}, marks=pytest.mark.nightly, id="32-true"),
-        pytest.param("bf16-mixed", {}, id="bf16-mixed"),
+        pytest.param("bf16-mixed", {}, marks=pytest.mark.nightly, id="bf16-mixed"),
         pytest.param("bf16-mixed", {"lora": LoraSettings(r=4)}, id="lora"),
         pytest.param("bf16-mixed", {"gradient_checkpointing": True}, marks=pytest.mark.nightly, id="checkpointing"),
     ],

@@ -14,8 +14,9 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-@pytest.mark.parametrize(("rank", "loaded"), [(0, "cpu"), pytest.param(1, "meta", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("rank", "loaded"), [(0, "cpu"), (1, "meta")])
 def test_a_policy_in_shards_of_gpus_mixes_no_devices(rank: int, loaded: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(TESTS / "cuda" / "sharded_case.py"), str(rank)]
