@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lit_grpo.scheduling.jobs import Job, Lengths
-from lit_grpo.scheduling.plans.plan import Plan
-from lit_grpo.scheduling.queue import Queue, anything_fits
+from lit_grpo.scheduling.plans.plan import Plan, Queue, anything_fits
 from lit_grpo.types import Key
 
 FULL_GROUP = "benchmarks.baseline_plans.FullGroup"

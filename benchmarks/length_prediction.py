@@ -22,8 +22,7 @@ from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import HardRows, arithmetic_prompts, load
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.data.sources import RowSource
-from lit_grpo.policy.architecture.decoder import hidden_states
-from lit_grpo.policy.architecture.logits import token_logits
+from lit_grpo.policy.architecture.decoder import hidden_states, token_logits
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.scheduling.lengths import LengthPredictor, spearman, within_correlation
 from lit_grpo.tasks import ArithmeticRows

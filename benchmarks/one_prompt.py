@@ -12,8 +12,7 @@ import torch
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from benchmarks.rollouts import KnownLengths, slots
 from lit_grpo.methods.plans import find_plan
-from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.stats import RolloutStats
+from lit_grpo.rollout.loop import RolloutLoop, RolloutStats
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice

@@ -19,7 +19,7 @@ from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Generator, StepEvents
-    from lit_grpo.rollout.stats import RolloutStats
+    from lit_grpo.rollout.loop import RolloutStats
     from lit_grpo.tools.simulation.traces import Trace
 
 __all__ = ["ForetoldLengths", "KnownLengths", "Stepped", "kv_tokens", "lengths_of", "replayed", "roll_out", "slots"]

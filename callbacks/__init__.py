@@ -4,7 +4,7 @@ if __name__ == "callbacks":  # else each class would exist twice
     raise ImportError("Import lit_grpo.callbacks: the checkout's folder callbacks has this name only.")
 
 from .completion_writer import CompletionWriter
-from .memory_monitor import MemoryMonitor
+from .monitors import MemoryMonitor, ThroughputMonitor
 from .policy_exporter import PolicyExporter
 from .progress_bar import GRPOProgressBar
 from .rollout_scheduler import RolloutScheduler
@@ -12,7 +12,6 @@ from .rollout_timeline import RolloutTimeline
 from .run_checkpoint import RunCheckpoint
 from .run_summary import RunSummary
 from .sample_logger import SampleLogger
-from .throughput_monitor import ThroughputMonitor
 from .weight_sync import WeightSync
 
 __all__ = [

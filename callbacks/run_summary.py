@@ -19,7 +19,7 @@ from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults.observers import Observer
-from lit_grpo.findings.batches import LESSON, NoSignalCount
+from lit_grpo.findings.rewards import LESSON, NoSignalCount
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import files_note
 from lit_grpo.process.terminal import counted

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 
 from lit_grpo.faults import Phases
 from lit_grpo.faults.observers import Observers
-from lit_grpo.findings.reward_curves import HELD_OUT, RewardCurves
+from lit_grpo.findings.rewards import HELD_OUT, RewardCurves
 from lit_grpo.metrics import pass_at_k
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.function import RewardFunction

@@ -31,7 +31,7 @@ from lit_grpo.checks import (
     total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.findings.batches import BatchWatch
+from lit_grpo.findings.rewards import BatchWatch
 from lit_grpo.metrics import rollout_metrics, staleness_shares
 from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, overriding
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters

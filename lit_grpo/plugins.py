@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lit_grpo.budgets.history import Record, Tally
     from lit_grpo.budgets.rewriting import TextWriter
-    from lit_grpo.findings.reward_curves import Finding
+    from lit_grpo.findings.rewards import Finding
     from lit_grpo.ranks import Ranks
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import Observation, StepEvents

@@ -9,8 +9,7 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.policy.architecture.attention import ALL, Sight, attention_calls
-from lit_grpo.policy.architecture.decoder import decoder_of, hidden_states
-from lit_grpo.policy.architecture.logits import LogitMap, logit_map, token_logits
+from lit_grpo.policy.architecture.decoder import LogitMap, decoder_of, hidden_states, logit_map, token_logits
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import attend_in_full
 from lit_grpo.update.logprobs.linear_head import linear_head

@@ -23,7 +23,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
+from lit_grpo.rollout.slots.kv.cache import KVBudget
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=9)

@@ -12,7 +12,7 @@ from conftest import random_policy
 from torch._dynamo.exc import BackendCompilerFailed
 
 from lit_grpo.policy.architecture.attention import attention_calls
-from lit_grpo.policy.architecture.logits import logit_map
+from lit_grpo.policy.architecture.decoder import logit_map
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.rollout.slots.binding import _fused_decoder, check_slot_support
 from lit_grpo.update.prefix.support import prefix_refusal

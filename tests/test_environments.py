@@ -24,7 +24,7 @@ from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.plugins import Answer, CannotGoOn, GroupBatch, Listener, fresh
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.rewards.inputs import Surroundings, group_inputs, rollout_inputs
+from lit_grpo.rewards.runner import Surroundings, group_inputs, rollout_inputs
 from lit_grpo.rollout import buffer as buffers
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.loop import RolloutLoop

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pytest
 
-from lit_grpo.findings.reward_curves import HELD_OUT, TRAINING, Finding, Place, RewardCurves
+from lit_grpo.findings.rewards import HELD_OUT, TRAINING, Finding, Place, RewardCurves
 from lit_grpo.types import PassRule
 
 NAN = float("nan")

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.calls import EventLoop
 from lit_grpo.rollout.vllm import guard as guarding
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, Guard
 from lit_grpo.rollout.weights.files import weights_folder

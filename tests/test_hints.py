@@ -21,7 +21,7 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.methods.hints import Hint, HintRecord, HintVisit
 from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.ranks import Ranks
-from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
+from lit_grpo.rewards.runner import Surroundings, TrainerState, group_inputs, rollout_inputs
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, Prompt, PromptBatch, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards

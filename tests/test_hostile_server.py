@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.calls import EventLoop
 from lit_grpo.rollout.vllm import http
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, PROCESS_HEADER
 from lit_grpo.rollout.vllm.http import Chunk, HttpReceiver, ServerClient, ServerError

@@ -21,8 +21,7 @@ from lit_grpo.rollout.rules import Leftovers, ReleaseRule
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.scheduling.jobs import Lengths as JobLengths
-from lit_grpo.scheduling.plans.plan import PLANS, Plan
-from lit_grpo.scheduling.queue import Queue
+from lit_grpo.scheduling.plans.plan import PLANS, Plan, Queue
 from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
 
 Lengths = dict[str, list[int]]

@@ -12,8 +12,7 @@ from lit_grpo.methods.majority_vote import MajorityVote
 from lit_grpo.plugins import fresh
 from lit_grpo.rewards import exact_match
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.rewards.inputs import Surroundings, TrainerState
-from lit_grpo.rewards.runner import call_arguments
+from lit_grpo.rewards.runner import Surroundings, TrainerState, call_arguments
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
 

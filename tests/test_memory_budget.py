@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from conftest import random_policy
 
-from lit_grpo.rollout.slots.kv import kv_budget as memory_budget
-from lit_grpo.rollout.slots.kv.kv_budget import kv_budget_bytes
+from lit_grpo.rollout.slots.kv import cache as memory_budget
+from lit_grpo.rollout.slots.kv.cache import kv_budget_bytes
 from lit_grpo.scheduling.memory_amount import MemoryAmount
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
-from lit_grpo.findings.batches import BatchWatch, NoSignalCount
+from lit_grpo.findings.rewards import BatchWatch, NoSignalCount
 from lit_grpo.metrics import Means, pass_at_k, rollout_metrics, staleness_shares
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup

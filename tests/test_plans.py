@@ -12,8 +12,7 @@ import pytest
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.scheduling.jobs import Job, NoLengths
-from lit_grpo.scheduling.plans.plan import make_plan
-from lit_grpo.scheduling.queue import Queue
+from lit_grpo.scheduling.plans.plan import Queue, make_plan
 from lit_grpo.tools.simulation.known import KnownLengths
 
 ALL = (FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())

@@ -18,7 +18,7 @@ from torch._higher_order_ops import inductor_compiled_code
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lit_grpo.policy.architecture.logits import logit_map
+from lit_grpo.policy.architecture.decoder import logit_map
 from lit_grpo.types import Rollout
 from lit_grpo.update.batches.layout import LEAST_SHARED
 from lit_grpo.update.batches.microbatch import make_micro_batches

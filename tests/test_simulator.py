@@ -12,8 +12,7 @@ from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.ledger import RETRY_STEPS
-from lit_grpo.scheduling.plans.plan import make_plan, memory_bound, slot_bound
-from lit_grpo.scheduling.queue import Queue
+from lit_grpo.scheduling.plans.plan import Queue, make_plan, memory_bound, slot_bound
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.tools.simulation.step_cost import StepCost

@@ -17,7 +17,7 @@ from test_reward_runner import make_group
 
 from lit_grpo.environments.contract import make_kinds
 from lit_grpo.environments.tools import Tool
-from lit_grpo.findings.reward_curves import Finding
+from lit_grpo.findings.rewards import Finding
 from lit_grpo.process.signals import sets_signals
 from lit_grpo.process.values import find_foreign
 from lit_grpo.rewards import RewardFunction, RewardRunner, RewardSpec

@@ -19,7 +19,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
+from lit_grpo.rollout.slots.kv.cache import KVBudget
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, SamplingParams
 

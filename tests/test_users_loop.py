@@ -16,7 +16,7 @@ from conversations import call, only
 from test_environments import play, worker_of
 from test_reward_runner import make_group, rewards_of
 
-from lit_grpo.process.loops import USERS_LOOP, BrokenLoop, EventLoop
+from lit_grpo.process.calls import USERS_LOOP, BrokenLoop, EventLoop
 from lit_grpo.rewards import RewardFunction, RewardRunner, RewardSpec
 
 

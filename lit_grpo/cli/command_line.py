@@ -31,8 +31,7 @@ from lit_grpo.faults import lost_rank
 from lit_grpo.memory import is_out_of_memory
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import CannotGoOn
-from lit_grpo.process.calls import TooManyHang
-from lit_grpo.process.loops import BrokenLoop
+from lit_grpo.process.calls import BrokenLoop, TooManyHang
 from lit_grpo.process.terminal import first_line
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_grpo.environments.calls import BrokenCall, Call, Turn
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
-from lit_grpo.process.calls import Calls, CallTimeout, TooManyHang
-from lit_grpo.process.loops import BrokenLoop
+from lit_grpo.process.calls import BrokenLoop, Calls, CallTimeout, TooManyHang
 from lit_grpo.process.terminal import error_text
 from lit_grpo.process.values import PLAIN, find_foreign, from_written, to_written
 from lit_grpo.rewards.function import read_value

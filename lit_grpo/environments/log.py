@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lit_grpo.environments.contract import Kind
-from lit_grpo.findings.reward_curves import Finding
+from lit_grpo.findings.rewards import Finding
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.plugins import CannotGoOn
 

@@ -20,7 +20,7 @@ from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
 from lit_grpo.environments.driver import Event, RerenderingDriver, TrajectoryDriver
 from lit_grpo.environments.live import Failure, Limits
 from lit_grpo.environments.log import EnvironmentLog
-from lit_grpo.findings.reward_curves import Finding
+from lit_grpo.findings.rewards import Finding
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import AllGather, Answer, GroupBatch, Plugin, Resume, RunFacts
 from lit_grpo.process.calls import Calls

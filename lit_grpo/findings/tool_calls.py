@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from lit_grpo.findings.reward_curves import Finding
+from lit_grpo.findings.rewards import Finding
 
 LEAST_CALLS = 3
 """Fewer failed calls of a tool may be an accident."""

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
-from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation
-from lit_grpo.policy.architecture.logits import token_logits
+from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation, token_logits
 from lit_grpo.policy.sharding import class_of, compute, full_tensor
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.process.terminal import first_line

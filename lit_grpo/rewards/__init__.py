@@ -5,11 +5,10 @@ parameter ``completion``, and the whole group of a prompt, as TRL's do, if it ha
 """
 
 from lit_grpo.rewards.builtin import ExactMatch, FormatMatch, SoftOverlongPenalty, exact_match
-from lit_grpo.rewards.function import RewardFunction, RewardSpec, load_rewards
+from lit_grpo.rewards.function import RewardError, RewardFunction, RewardSpec, load_rewards
 from lit_grpo.rewards.http_judge import HTTPJudge
-from lit_grpo.rewards.inputs import TrainerState
 from lit_grpo.rewards.maths import MathEquivalence
-from lit_grpo.rewards.runner import RewardError, RewardRunner
+from lit_grpo.rewards.runner import RewardRunner, TrainerState
 
 __all__ = [
     "ExactMatch",

@@ -18,14 +18,13 @@ from lit_grpo.limits import Limit, check_fields
 from lit_grpo.process.processes import ProcessCall
 from lit_grpo.process.signals import check_signals
 from lit_grpo.process.terminal import error_text
-from lit_grpo.rewards.inputs import (
-    GROUP_INPUTS,
-    OF_EPISODES,
-    ROLLOUT_INPUTS,
-    SHARED,
-)
+from lit_grpo.rewards.inputs import GROUP_INPUTS, OF_EPISODES, ROLLOUT_INPUTS, SHARED
 from lit_grpo.rewards.loading import REWARDS, load_object, near_names, split_path
 from lit_grpo.types import Episode, Prompt, own_copy
+
+
+class RewardError(RuntimeError):
+    """A reward function failed on a rollout; the original exception is its cause."""
 
 
 @dataclass(frozen=True)

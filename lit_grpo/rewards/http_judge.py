@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lit_grpo.limits import Positive, checks_arguments
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.calls import EventLoop
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 
 PLACES = ("prompt", "completion")

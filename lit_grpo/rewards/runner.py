@@ -1,4 +1,4 @@
-"""Scoring groups while other groups are still being decoded."""
+"""Scoring groups while other groups are still being decoded, and the values of the functions' arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,17 +20,9 @@ from lit_grpo.plugins import Listener
 from lit_grpo.process.calls import Calls, CallTimeout
 from lit_grpo.process.processes import ProcessEnded
 from lit_grpo.process.terminal import error_text
-from lit_grpo.rewards.function import RewardFunction, check_names
-from lit_grpo.rewards.inputs import (
-    NOT_IN_TRL,
-    OF_EPISODES,
-    TRL_INPUTS,
-    Surroundings,
-    TrainerState,
-    group_inputs,
-    rollout_inputs,
-)
-from lit_grpo.types import Prompt, RolloutGroup
+from lit_grpo.rewards.function import RewardError, RewardFunction, check_names
+from lit_grpo.rewards.inputs import NOT_IN_TRL, OF_EPISODES, TRL_INPUTS
+from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
 """Values of one reward function for the rollouts of a group: a number, an error, or None if it does not apply."""
@@ -40,8 +32,27 @@ Arguments = list[dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 
-class RewardError(RuntimeError):
-    """A reward function failed on a rollout; the original exception is its cause."""
+@dataclass(frozen=True)
+class TrainerState:
+    """Progress of training, with the field names of transformers' ``TrainerState``.
+
+    Args:
+        global_step: Optimizer steps that have been made.
+        max_steps: Optimizer steps of the whole run; -1 means no limit.
+        epoch: Passes over the data, with a fraction: 1.5 is in the middle of the second pass.
+    """
+
+    global_step: int = 0
+    max_steps: int = -1
+    epoch: float = 0.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The arguments that all calls share: the state of training, and the function that logs a metric."""
+
+    state: TrainerState
+    log_metric: Callable[[str, float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +79,7 @@ class RewardRunner(Listener):
 
     Functions that are not ``async`` run in at most ``num_workers`` threads, so a function may be called several times
     at once, even for rollouts of one group. ``async`` functions all run on one event loop, which they must not block
-    (:class:`lit_grpo.process.loops.UsersLoop`).
+    (:class:`lit_grpo.process.calls.UsersLoop`).
 
     An error is an exception, a call that takes longer than ``timeout_s``, a value that is neither a finite number nor
     ``None``, or a wrong number of values for a group. A thread cannot be stopped: when its call takes too long, the
@@ -261,6 +272,72 @@ def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: 
     else:
         rows = [{**absent, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts]
     return [{name: row[name] for name in row if name in names} for row in rows]
+
+
+def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, Any]:
+    """Return the values of one rollout by the names in ``ROLLOUT_INPUTS``.
+
+    Where the prompt gave the beginning of the answer, it belongs to the text of the completion, and not to the prompt.
+    """
+    completion = rollout.completion
+    return {
+        **({} if completion.episode is None else {"episode": completion.episode}),
+        "prompt": _asked(rollout),
+        "completion": rollout.prompt.given + completion.text,
+        "completion_ids": completion.token_ids_T.tolist(),
+        "num_tokens": completion.num_sampled,
+        "finish_reason": completion.finish_reason,
+        "max_tokens": completion.request.sampling.max_tokens,
+        "trainer_state": surroundings.state,
+        "log_metric": surroundings.log_metric,
+        "log_extra": rollout.extra.__setitem__,
+    }
+
+
+def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, Any]:
+    """Return the values of a group by the names in ``GROUP_INPUTS``; a conversation's texts are messages."""
+    rollouts, is_chat = group.rollouts, group.prompt.messages is not None
+    episodes = [rollout.completion.episode for rollout in rollouts]
+    environments = [None if episode is None else episode.environment for episode in episodes]
+    return {
+        **({"episodes": episodes, "environments": environments} if any(episodes) else {}),
+        "prompts": [rollout.asked_messages if is_chat else _asked(rollout) for rollout in rollouts],
+        "completions": [_answered(group.prompt, rollout.completion) for rollout in rollouts],
+        "completion_ids": [rollout.completion.token_ids_T.tolist() for rollout in rollouts],
+        "num_tokens": [rollout.completion.num_sampled for rollout in rollouts],
+        "finish_reasons": [rollout.completion.finish_reason for rollout in rollouts],
+        "max_tokens": [rollout.completion.request.sampling.max_tokens for rollout in rollouts],
+        "trainer_state": surroundings.state,
+        "log_metric": surroundings.log_metric,
+        "log_extra": functools.partial(_log_extra, rollouts),
+    }
+
+
+def _answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
+    """Return what followed a prompt: a text, or messages where the prompt is a conversation."""
+    if completion.episode is not None:
+        return completion.episode.messages
+    text = prompt.given + completion.text
+    return text if prompt.messages is None else [{"role": "assistant", "content": text}]
+
+
+def _asked(rollout: Rollout) -> str:
+    """Return the prompt's text without the given beginning of the answer, and with what ``reset`` added to it."""
+    return rollout.asked.removesuffix(rollout.prompt.given)
+
+
+def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) -> None:
+    """Store one value of ``column`` with each rollout.
+
+    Raises:
+        ValueError: The number of values is not the number of rollouts.
+    """
+    if len(values) != len(rollouts):
+        raise ValueError(
+            f"log_extra({column!r}) was given {len(values)} values for {len(rollouts)} completions; give one each"
+        )
+    for rollout, value in zip(rollouts, values, strict=True):
+        rollout.extra[column] = value
 
 
 def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:

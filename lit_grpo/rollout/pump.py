@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lit_grpo.plugins import Listener
-from lit_grpo.rollout.loop import LoopRun, RolloutLoop
-from lit_grpo.rollout.stats import RolloutStats
+from lit_grpo.rollout.loop import LoopRun, RolloutLoop, RolloutStats
 from lit_grpo.types import PromptBatch, RolloutGroup
 
 if TYPE_CHECKING:

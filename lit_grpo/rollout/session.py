@@ -14,11 +14,10 @@ from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.compatibility import Requirement, check_together
 from lit_grpo.plugins import ROLLOUT_HOOKS, ROUNDS, GroupBatch, Listener, Plugin, RunFacts, fresh, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.loop import RolloutLoop, RolloutStats
 from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rounds import RoundScheduler
 from lit_grpo.rollout.rules import RolloutMode
-from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import PREDICTION_POINTS, LengthPredictor, make_predictor
 from lit_grpo.scheduling.plans.plan import Plan, check_probe, find_plan
 from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice
@@ -26,7 +25,7 @@ from lit_grpo.types import Key, PassRule, Prompt, PromptBatch, Request, RolloutG
 
 if TYPE_CHECKING:
     from lit_grpo.faults import Phases
-    from lit_grpo.findings.reward_curves import Finding
+    from lit_grpo.findings.rewards import Finding
     from lit_grpo.ranks import Ranks
     from lit_grpo.rewards import RewardRunner
     from lit_grpo.rollout.generator import Generator

@@ -13,7 +13,7 @@ import numpy as np
 
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout, smallest_budget
-from lit_grpo.scheduling.queue import Queue
+from lit_grpo.scheduling.plans.plan import Queue
 from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath, Span, StepEvents
 
 State = Literal["queued", "decoding", "awaiting_env", "at_probe"]

@@ -11,8 +11,7 @@ import torch
 import transformers
 from conftest import random_policy, table_rows
 
-from lit_grpo.policy.architecture.decoder import hidden_states
-from lit_grpo.policy.architecture.logits import token_logits
+from lit_grpo.policy.architecture.decoder import hidden_states, token_logits
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop

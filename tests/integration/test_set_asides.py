@@ -20,7 +20,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.generator import KEPT_SHARE, SlotGenerator
-from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
+from lit_grpo.rollout.slots.kv.cache import KVBudget
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
 pytestmark = pytest.mark.integration

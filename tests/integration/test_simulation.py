@@ -17,7 +17,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.forward import decode_step
-from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
+from lit_grpo.rollout.slots.kv.cache import KVBudget
 from lit_grpo.scheduling.layouts import Pieces
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate

@@ -20,8 +20,7 @@ from lit_grpo.environments.live import FAILURES, Failure, Limits
 from lit_grpo.environments.plugin import ADDED, Seconds, Trajectories, check_room
 from lit_grpo.limits import Count, Number
 from lit_grpo.plugins import RunFacts
-from lit_grpo.process.calls import TooManyHang
-from lit_grpo.process.loops import USERS_LOOP, BrokenLoop
+from lit_grpo.process.calls import USERS_LOOP, BrokenLoop, TooManyHang
 from lit_grpo.process.signals import check_signals
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import read_value

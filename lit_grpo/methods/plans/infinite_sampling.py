@@ -16,8 +16,7 @@ import numpy as np
 from lit_grpo.limits import Limit, check_fields
 from lit_grpo.scheduling.jobs import Job, Lengths
 from lit_grpo.scheduling.plans import Plan
-from lit_grpo.scheduling.plans.plan import slot_bound
-from lit_grpo.scheduling.queue import Queue
+from lit_grpo.scheduling.plans.plan import Queue, slot_bound
 from lit_grpo.types import Key
 
 

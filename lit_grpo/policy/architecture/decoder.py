@@ -1,15 +1,22 @@
-"""The part of a model that turns tokens into hidden states."""
+"""The decoder of a model, which turns tokens into hidden states, and its head, which turns these into logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_grpo.memory import is_out_of_memory
+from lit_grpo.process.terminal import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 RUN_FAILURES = (
     AssertionError,
@@ -101,3 +108,133 @@ def context_length(model: PreTrainedModel) -> int:
         f"The config of {type(model).__name__} names no longest sequence; add max_position_embeddings to the policy's "
         "config.json: the most tokens of a prompt and its completion."
     )
+
+
+_KNOWN = "_lit_grpo_logit_map"
+_LARGE, _SMALL = 2.0**30, 2.0**-20
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """Logits are ``scale x head(h)``, and with a cap ``cap tanh(scale x head(h) / cap)``."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Turn the head's outputs into logits."""
+        scaled = outputs if self.scale == 1 else outputs * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
+def logit_map(model: PreTrainedModel) -> LogitMap:
+    """Find out by a model's ``forward`` how its logits follow from its hidden states and its head.
+
+    For this call decoder and head are replaced by functions that return known numbers, so no weights are needed and the
+    result is exact. It is stored with the model.
+
+    Raises:
+        ValueError: The model does more than multiply by one number and cap.
+    """
+    known = vars(model).get(_KNOWN)
+    if known is None:
+        known = _found_out(model)
+        object.__setattr__(model, _KNOWN, known)
+    return known
+
+
+def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Apply the head to hidden states of any shape; the last axis becomes V, in float32 (float64 stays)."""
+    return token_head(model)(hidden)
+
+
+def token_head(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return :func:`token_logits` of a model as a function, which decoding calls at every token.
+
+    Looking up the head takes longer than computing a small head.
+    """
+    head, finish = cast(torch.nn.Module, model.get_output_embeddings()), logit_map(model)
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        return finish(logits if logits.dtype == torch.float64 else logits.float())
+
+    return logits_of
+
+
+class _Decoded(BaseModelOutputWithPast):
+    """A decoder's output in which every further field is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _found_out(model: PreTrainedModel) -> LogitMap:
+    kind = type(model).__name__
+    head = model.get_output_embeddings()
+    weight: Any = getattr(head, "weight", None)
+    if head is None or weight is None or weight.dim() != 2:
+        raise ValueError(f"{kind} has no output embedding of its own, so it is not supported; take another policy.")
+    vocab_size, hidden_size = weight.shape
+    hidden_1TD = (
+        torch.tensor([1.0, -2.0, 0.5, -0.25], dtype=torch.float32)
+        .repeat(2 * hidden_size)[: 2 * hidden_size]
+        .view(1, 2, -1)
+    )
+    outputs_1TV = torch.linspace(-64, 64, 2 * vocab_size, dtype=torch.float32).view(1, 2, -1).clone()
+    outputs_1TV[..., 0], outputs_1TV[..., -1] = _LARGE, _SMALL
+    seen: list[torch.Tensor] = []
+
+    def decode(*_: Any, **__: Any) -> _Decoded:
+        return _Decoded(last_hidden_state=cast(Any, hidden_1TD))
+
+    def project(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        seen.append(hidden)
+        return outputs_1TV.clone()
+
+    input_ids_1T = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    try:
+        with torch.no_grad(), _instead(decoder_of(model), decode), _instead(head, project):
+            logits_1TV = model.forward(input_ids=input_ids_1T, use_cache=False).logits
+    except RUN_FAILURES as error:
+        raise_device_failure(error)
+        raise ValueError(
+            f"{kind} cannot be a policy: a forward over token ids alone fails ({first_line(error)}); take another."
+        ) from error
+    refusal = ValueError(
+        f"The logits of {kind} are not its output embedding applied to its last hidden state, times a number, so it is "
+        "not supported; take another policy."
+    )
+    if len(seen) != 1 or seen[0].shape != hidden_1TD.shape or logits_1TV.shape != outputs_1TV.shape:
+        raise refusal
+    before = float(seen[0].flatten()[0])
+    if not torch.allclose(seen[0].float(), hidden_1TD * before, rtol=1e-6, atol=0):
+        raise refusal
+    if before != 1 and getattr(head, "bias", None) is not None:
+        raise refusal
+    logits_1TV = logits_1TV.float()
+    slope, limit = float(logits_1TV[0, 0, -1]) / _SMALL, float(logits_1TV[0, 0, 0])
+    found = LogitMap(slope, None if limit > 1e-3 * slope * _LARGE else limit)
+    if not torch.allclose(found(outputs_1TV), logits_1TV, rtol=1e-5, atol=1e-6 * max(slope, 1)):
+        raise refusal
+    return LogitMap(_plain(slope * before), found.cap)
+
+
+def _plain(number: float) -> float:
+    """Return 1 for a number that float32 cannot distinguish from 1, and any other number unchanged."""
+    return 1.0 if abs(number - 1) < 1e-7 else number
+
+
+@contextmanager
+def _instead(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace a module's forward for the code within."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

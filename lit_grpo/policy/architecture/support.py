@@ -11,9 +11,10 @@ from lit_grpo.policy.architecture.decoder import (
     context_length,
     hidden_states,
     in_evaluation,
+    logit_map,
     raise_device_failure,
+    token_logits,
 )
-from lit_grpo.policy.architecture.logits import logit_map, token_logits
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:

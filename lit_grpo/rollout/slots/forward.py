@@ -331,7 +331,7 @@ class FusedDecoder:
         """
         if num_positions <= len(self.tables[0]) and self.tables[0].dtype == like.dtype:
             return
-        num_positions = max(num_positions, 2 * len(self.tables[0]))  # few sizes: each is recorded anew on a GPU
+        num_positions = max(num_positions, 2 * len(self.tables[0]))  # few sizes, because a GPU records each one
         positions_1T = torch.arange(-(-num_positions // _TABLE_STEP) * _TABLE_STEP, device=like.device)[None]
         cos, sin = (table[0] for table in self._rotary(like, positions_1T))
         if cos.shape[-1] != self._head_size:

@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
 from lit_grpo.memory import in_one_copy, is_out_of_memory
-from lit_grpo.policy.architecture.decoder import compute_dtype
-from lit_grpo.policy.architecture.logits import token_head
+from lit_grpo.policy.architecture.decoder import compute_dtype, token_head
 from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
@@ -23,8 +22,7 @@ from lit_grpo.rollout.slots.copies import check_packing
 from lit_grpo.rollout.slots.forward import DecodingMode, decode_step, prefill
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kept import KeptCompletions
-from lit_grpo.rollout.slots.kv.cache import SlotCache
-from lit_grpo.rollout.slots.kv.kv_budget import KVBudget, check_request, kv_budget_bytes
+from lit_grpo.rollout.slots.kv.cache import KVBudget, SlotCache, check_request, kv_budget_bytes
 from lit_grpo.rollout.slots.kv.tables import RowTables
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncError, check_complete

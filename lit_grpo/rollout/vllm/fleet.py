@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.calls import EventLoop
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_on_cpu,

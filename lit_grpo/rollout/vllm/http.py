@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import httpx
 
-from lit_grpo.process.loops import EventLoop
+from lit_grpo.process.calls import EventLoop
 from lit_grpo.rollout.vllm.guard import NAME_HEADER, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, TOKEN_VARIABLE
 
 _LOOK_S = 5.0  # in which a server that is well answers

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lit_grpo.policy.architecture.decoder import hidden_states
-from lit_grpo.policy.architecture.logits import token_logits
+from lit_grpo.policy.architecture.decoder import hidden_states, token_logits
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
 from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes, shares_prefix

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from lit_grpo.policy.architecture.logits import logit_map
+from lit_grpo.policy.architecture.decoder import logit_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, check_together
-from lit_grpo.policy.architecture.logits import logit_map
+from lit_grpo.policy.architecture.decoder import logit_map
 from lit_grpo.policy.loading import LoadedPolicy, load_policy
 from lit_grpo.policy.sharding import is_sharded
 

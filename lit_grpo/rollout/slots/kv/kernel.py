@@ -27,7 +27,7 @@ _NO_LIMIT = 2**30
 _LEAST_QUERIES = 16  # of a product
 
 
-@triton.jit(do_not_specialize=["keys_row", "values_row", "segment_row"])  # or some compile anew
+@triton.jit(do_not_specialize=["keys_row", "values_row", "segment_row"])  # or some values compile it again
 def _attend(
     query, key, value, parts, totals, columns, segments, bounds, sizes, pointers, keys_row, values_row,
     query_row, key_row, value_row, segment_row, scaling, window, chunk,

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.findings.batches import LESSON, NoSignalCount
-from lit_grpo.findings.reward_curves import HELD_OUT, TRAINING, Finding, RewardCurves
+from lit_grpo.findings.rewards import HELD_OUT, LESSON, TRAINING, Finding, NoSignalCount, RewardCurves
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.process.terminal import visible
 from lit_grpo.tools.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
