@@ -4,11 +4,10 @@
 
 ``decode_throughput``: the demo's policy and a random Qwen3 of 31 million parameters, on log-normal lengths with a heavy
 tail, up to 128 tokens. Our default predicts nothing here: it is told the lengths beforehand, with an assumed error of
-0.35 in their logarithm, and of 0.7 in a row beside it (``length_prediction`` and ``planner_cost`` measure what a real
-predictor costs and how often it errs). Naive micro groups (Infinite Sampling, arXiv 2506.22950) decode a round of rows
-to the end of its longest completion, on our engine. ``generate`` (as TRL calls it: sdpa, dynamic cache, inference mode)
-does the same in batches. Transformers' continuous batching refills, with paged sdpa attention and a cache of as many
-tokens; its start is not timed.
+0.35 in their logarithm, and of 0.7 in a row beside it (``planner_cost`` measures what a real predictor costs). Naive
+micro groups (Infinite Sampling, arXiv 2506.22950) decode a round of rows to the end of its longest completion, on our
+engine. ``generate`` (as TRL calls it: sdpa, dynamic cache, inference mode) does the same in batches. Transformers'
+continuous batching refills, with paged sdpa attention and a cache of as many tokens; its start is not timed.
 
 ``decode_efficiency``: the time of bare forward passes of the policy's own (transformers, sdpa, a dynamic cache that
 already holds so many tokens a row), over the time of a rollout. Bare passes have nothing around them: no sampling, no

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,12 +19,11 @@ import torch
 
 from benchmarks import modes
 from benchmarks.baseline_plans import FULL_GROUP
-from benchmarks.decode_gpu import _bandwidth, _least_s, _measure, _rounded, _work
 from benchmarks.decode_systems import Run, Steps, naive, ours
-from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, TO_UPDATE, Sizes, random_qwen3
+from benchmarks.decode_systems import Work as DecodeWork
+from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, TO_UPDATE, Sizes, kv_bytes, random_qwen3
 from benchmarks.report import Row
 from benchmarks.rollouts import roll_out, slots
-from benchmarks.update_gpu import VOCAB_SIZE
 from benchmarks.update_work import Work
 from benchmarks.workloads import long_tailed
 from lit_grpo.memory import PeakMemory
@@ -37,6 +37,8 @@ from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from scripts.make_tiny import make_tokenizer
+
+VOCAB_SIZE = 151_936
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,54 @@ def the_papers_pair(scale: Scale) -> list[Row]:
     return rows
 
 
+def _work(policy: Any, group_size: int, slots: int, prompt_tokens: int, limit: int) -> DecodeWork:
+    prompt = Prompt("train/0", tuple(3 + i % 10 for i in range(prompt_tokens)), "")
+    return DecodeWork(policy, make_tokenizer(), [prompt], long_tailed([prompt], group_size, limit), group_size, slots)
+
+
+def _measure(work: DecodeWork, run: Run) -> dict[str, float]:
+    device = work.policy.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    memory = PeakMemory(device)
+    idle_gib = memory.current_gib()
+    memory.reset()
+    num_steps, elapsed_s = run()
+    total_gib = memory.peak_gib()
+    return {
+        "seconds": elapsed_s,
+        "steps": num_steps,
+        "tokens_per_s": work.num_tokens / elapsed_s,
+        "total_gib": total_gib,
+        "peak_gib": total_gib - idle_gib,
+    }
+
+
+def _least_s(work: DecodeWork, steps: Steps, bytes_per_s: float) -> float:
+    """The seconds that reading weights, keys and values takes at least."""
+    weights = sum(weight.nbytes for weight in work.policy.parameters())
+    held = sum(len(prompt.token_ids) for prompt in work.prompts) * len(steps.rows)
+    held += sum(length * (length - 1) // 2 for length in work.lengths.values())
+    return (weights * len(steps.rows) + kv_bytes(work.policy) * held) / bytes_per_s
+
+
+def _bandwidth(device: str, num_bytes: int) -> float:
+    """The bytes that the device's memory reads and writes in a second, the median of some copies."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(20):
+        begin = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return 2 * num_bytes / statistics.median(seconds)
+
+
+def _rounded(figures: dict[str, float]) -> Row:
+    return {name: float(f"{value:.4g}") for name, value in figures.items()}
+
+
 def update_beside_trl(scale: Scale) -> list[Row]:
     """Take an update of the Qwen3-1.7B configuration beside TRL's: one shape of work, one size of micro-batches."""
     from benchmarks.update_case import Case
@@ -253,7 +303,7 @@ STAGES: dict[str, tuple[Callable[[Scale], list[Row]], int, str]] = {
     "update alive": (update_alive, 60, ""),
     "vLLM alive": (vllm_alive, 130, "vLLM has no kernels of a pretended GPU"),
     "the paper's pair": (the_papers_pair, 130, ""),
-    "update beside TRL": (update_beside_trl, 130, "its processes are those of update_gpu --quick"),
+    "update beside TRL": (update_beside_trl, 130, "its processes are those of update_vs_trl --quick"),
     "idle time": (idle_time, 60, ""),
 }
 """By name, in the order of worth: the function, its most seconds, and why it is not rehearsed, if it is not."""

@@ -1,17 +1,14 @@
 """Infinite Sampling (arXiv 2506.22950) part by part: one prompt, 32 completions, few slots; and our default beside it.
 
-Three workloads. *announcing*: a policy trained on the spot that first says how long it is going to be, and mostly keeps
+Two workloads. *announcing*: a policy trained on the spot that first says how long it is going to be, and mostly keeps
 to it: the case that a probe is made for. *demo*: the demo's policy as its training begins, whose completions of one
 prompt differ by little. Both sample, and lengths are predicted by the real predictor, which has learned from some
-rollouts before. *forced*: a random Qwen3 of 31 million parameters, each case in a process of its own, whose
-completions end after given lengths (log-normal with a heavy tail, up to 1,024 tokens); there is nothing to learn of
-them, so the plans are told them with an assumed error of 0.35 in the logarithm, after a probe as before it.
+rollouts before.
 
-Rows, from top to bottom: Hugging Face ``generate`` on the whole group, which keeps keys and values of the prompt for
-each completion; the whole group in as many slots; naive micro groups (rounds, whose rows leave the computation when
-they have ended, which makes them faster than padded ones); a list a slot; slots that are refilled; and the paper's plan
-(balanced lists, shortest first), without a probe and with probes of k tokens; and our default, which takes what probe
-or time slices have saved most so far, or none. Memory is the peak of the resident set above the idle process.
+Rows, from top to bottom: the whole group in as many slots; naive micro groups (rounds, whose rows leave the
+computation when they have ended, which makes them faster than padded ones); a list a slot; slots that are refilled; and
+the paper's plan (balanced lists, shortest first), without a probe and with probes of k tokens; and our default, which
+takes what probe or time slices have saved most so far, or none.
 
 Below, the demo's own rollouts (16 prompts x 16), default and first come in turn, over three visits of its prompts.
 """
@@ -28,21 +25,11 @@ import torch
 
 from benchmarks.announcing import LIMIT, announcing_policy
 from benchmarks.one_prompt import SYSTEMS, Figures, Runner, System, gradient_of
-from benchmarks.one_prompt_case import Case
-from benchmarks.processes import LEAN, LEAN_TEXT, measured
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.types import Key, Prompt
 
 GROUP, SLOTS = 32, 8
-FORCED = (
-    "generate",
-    "full group, shared prompt",
-    "naive micro groups",
-    "first come",
-    "complete, k = 32",
-    "default, k = 32",
-)
 DEFAULT, NAIVE, COMPLETE = "default", "naive micro groups", ("complete, k = 8", "complete, k = 32", "complete, k = 64")
 
 
@@ -66,11 +53,9 @@ def main(options: Options) -> int:
                 claims += _equality(policy, limit, of_seed, f"{task}, {num_slots} slots, seed {seed}")
             rows += _rows(task, num_slots, found)
             claims += _claims(task, num_slots, found) if num_slots == SLOTS or options.quick else []
-    rows_of_forced, claims_of_forced = _forced(options, seeds)
     rows_of_groups, claims_of_groups = _demo_rollouts(options, seeds)
-    settings: Row = {"G": group, "seeds": seeds, "warm-up rollouts": 4, "measured": 8, "environment": LEAN_TEXT}
-    rows += rows_of_forced + rows_of_groups
-    return finish("infinite_sampling", options, settings, rows, claims + claims_of_forced + claims_of_groups)
+    settings: Row = {"G": group, "seeds": seeds, "warm-up rollouts": 4, "measured": 8}
+    return finish("infinite_sampling", options, settings, rows + rows_of_groups, claims + claims_of_groups)
 
 
 def _policy(task: str, options: Options) -> tuple[Any, Any, int]:
@@ -153,44 +138,6 @@ def _claims(task: str, num_slots: int, found: dict[str, list[Figures]]) -> list[
         Claim(f"{where}: default: steps saved of naive's, less those of {best}", saved[DEFAULT] - saved[best], ">=", 0),
         Claim(f"{where}: {best}: tokens/s over naive's", rate[best] / rate[NAIVE], ">=", 1.25),
         Claim(f"{where}: default: tokens/s over naive's", rate[DEFAULT] / rate[NAIVE], ">=", 1.25),
-    ]
-
-
-# ---- memory and time at 31 million parameters ---------------------------------------------------------
-
-
-def _forced(options: Options, seeds: int) -> tuple[list[Row], list[Claim]]:
-    """Run each system on forced lengths, in processes of their own, and the default on a group of 1,024 as well."""
-    group, num_slots, limit = (4, 2, 96) if options.quick else (GROUP, SLOTS, 1024)
-    names = ("generate", NAIVE, "default, k = 32") if options.quick else FORCED
-    cases = [Case(name, options.device, group, num_slots, limit, seed) for seed in range(seeds) for name in names]
-    large = Case("default, k = 32", options.device, 8 if options.quick else 1024, num_slots, limit, 0)
-    figures = {}
-    for case in [*cases, large]:
-        figures[case] = measured("benchmarks.one_prompt_case", case, LEAN)
-        note(f"{case}: {figures[case]}")
-    rows: list[Row] = []
-    for name, size in [*((name, group) for name in names), (large.system, large.group_size)]:
-        mine = [each for case, each in figures.items() if case.system == name and case.group_size == size]
-        peak, weights = statistics.median(each["peak_mib"] for each in mine), mine[0]["weights_mib"]
-        row: Row = {"task": "forced", "slots": num_slots, "system": f"{name}, G = {size}"}
-        row |= {"steps": sum(each["steps"] for each in mine), "peak_mib": peak, "peak_and_weights_mib": peak + weights}
-        rows.append(row | {"tokens_per_s": sum(e["tokens"] for e in mine) / sum(e["seconds"] for e in mine)})
-    by_name = {str(row["system"]).rsplit(", G", 1)[0]: row for row in rows[:-1]}
-    ours, naive = by_name["default, k = 32"], by_name[NAIVE]
-    memory = float(ours["peak_and_weights_mib"]) / float(by_name["generate"]["peak_and_weights_mib"])
-    without = float(ours["peak_mib"]) / float(by_name["generate"]["peak_mib"])
-    rate = float(ours["tokens_per_s"]) / float(naive["tokens_per_s"])
-    return rows, [
-        Claim("forced: peak with weights over that of generate", memory, "<=", 0.5),
-        Claim("forced: peak without weights over that of generate", without, "<=", 0.5),
-        Claim("forced: tokens/s over naive micro groups'", rate, ">=", 1.25),
-        Claim(
-            "forced: peak of G = 1,024 over that of 32",
-            float(rows[-1]["peak_mib"]) / float(ours["peak_mib"]),
-            "<=",
-            1.2,
-        ),
     ]
 
 

@@ -2,7 +2,7 @@
 
 Five families of lengths, five workloads (prompts x group on slots), and predictions of several qualities: the true
 lengths, errors of 0.35 and 0.7 in the logarithm, nothing known, and lengths of other completions that claim to be
-those of these (``misleading``). The errors are assumed: ``length_prediction`` measures those of our predictor.
+those of these (``misleading``). The errors are assumed.
 Figures are steps over the lower bound, means over families, workloads and seeds; those with a star have seeds of
 their own, and more of them. Lengths recorded in the demo have rows of their own and are part of no mean and no claim:
 with few long completions on few slots there is little to win, and naive rounds are much nearer to the bound.

@@ -179,8 +179,6 @@ def test_the_simulation_of_vllm_plan_gives_the_steps_of_the_engine() -> None:
     [
         "decode_throughput",
         "decode_throughput decode_efficiency",
-        "length_prediction",
-        "decode_gpu",
         "turns",
         "conversation_tokens",
     ],

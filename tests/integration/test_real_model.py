@@ -166,7 +166,7 @@ def test_it_calls_a_tool_and_is_trained_with_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"real_model_{what}" for what in ("learning", "lengths")),
+        "real_model_learning",
         "group_size_memory real_model_memory",
         "decode_throughput real_model_decode",
         *(f"learning {what}" for what in ("real_model_generators", "tool_use")),

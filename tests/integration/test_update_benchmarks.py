@@ -60,12 +60,10 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
     [
         "update_memory",
         "shared_prefix",
-        "update_gpu",
         "weight_sync",
         "sync_proof",
         "learning vllm_learning",
         "modes",
-        "startup",
         "architectures_vllm",
         "beside_commit",
         "same_curves",
