@@ -151,6 +151,19 @@ def random_policy(seed: int = 0, **changes: object) -> torch.nn.Module:
         return Qwen3ForCausalLM(Qwen3Config(**(sizes | changes))).eval()  # pyright: ignore[reportArgumentType]
 
 
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    """What is in ``policy_folder``."""
+    return random_policy()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_folder: Path) -> Any:
+    from lit_grpo.policy.loading import load_tokenizer
+
+    return load_tokenizer(str(policy_folder))
+
+
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved random policy with its tokenizer."""

@@ -177,6 +177,43 @@ class Checkpoints(pl.Callback):
         trainer.save_checkpoint(self.folder / f"{pl_module.policy_version}.ckpt")
 
 
+class Nudge(pl.Callback):
+    """Moves the policy away from the reference, as updates would have."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        nudge(pl_module.policy)
+
+
+@torch.no_grad()
+def nudge(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+class Budgets(pl.Callback):
+    """A budget of its own for each batch; notes how many micro-batches that made."""
+
+    def __init__(self, budgets: Sequence[int]) -> None:
+        self.budgets = budgets
+        self.num_forwards: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        pl_module.policy.get_decoder().register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.num_forwards[-1] += 1
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        pl_module.settings.max_tokens_per_micro_batch = self.budgets[batch_idx]
+        self.num_forwards.append(0)
+
+
 def flat(gradient: dict[str, torch.Tensor | None]) -> torch.Tensor:
     """All gradients as one vector; a parameter without a gradient must not be among them."""
     tensors = [tensor for tensor in gradient.values() if tensor is not None]

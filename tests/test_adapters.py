@@ -136,8 +136,6 @@ def test_a_head_that_is_trained_whole_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [VLLMGenerator, VLLMServerGenerator])
 def test_adapters_alone_of_a_policy_without_any_are_refused_before_vllm_starts(make: Any, policy_folder: Path) -> None:
-    with pytest.raises(ValueError, match="adapters must be auto, merged or alone, not 'separate'"):
-        make(adapters="separate")
     with pytest.raises(ValueError, match=r"adapters is alone, but the policy has none; set model\.lora"):
         make(adapters="alone").start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
 

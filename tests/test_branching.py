@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
 from hand_made import Environment, full_logprobs, observed
 from test_loop import FakeGenerator, FakeRewards, completion, controller, prompts
 
@@ -138,11 +137,6 @@ def test_forks_are_in_checkpoints_and_go_on_in_the_next_rollout() -> None:
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), ""), Prompt("c", tuple(range(2, 30)), "")]
 TURNS = SamplingParams(max_tokens=24, max_observed=12)
-
-
-@pytest.fixture(scope="module")
-def policy() -> Any:
-    return random_policy()
 
 
 @pytest.fixture

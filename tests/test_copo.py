@@ -67,13 +67,6 @@ def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() ->
     ) == [[]]
 
 
-def test_groups_of_all_ranks_are_compared() -> None:
-    right = group("a", ["1"] * 4, [1.0] * 4)
-    beside = [group(str(n), ["2"] * 4, [reward] * 4) for n, reward in enumerate([0.0, 0.5])]
-    together = shape(Blended(), [right, *beside])[0]
-    assert shape(Blended(), [right], others=[0.0, 0.5])[0] == together and together[0] > 0.9
-
-
 def test_without_a_global_part_it_is_the_estimators_rule() -> None:
     """Bit for bit."""
     gradients = []

@@ -107,21 +107,6 @@ def test_twenty_pieces_of_a_completion_fit_into_the_first_tables() -> None:
     assert tables.places == places  # else all would be recorded anew
 
 
-def test_under_autocast_recordings_sample_the_same_and_without_it_they_are_made_anew(policy_folder: Path) -> None:
-    policy, recorder = random_policy(), Recorder()
-    generator = make(policy, policy_folder, 11, recorder)
-    with torch.autocast("cpu", torch.bfloat16):
-        lowered = sample(make(policy, policy_folder, 11, None))
-        check_same(sample(generator), lowered)
-        assert torch.is_autocast_cache_enabled()
-    num_recorded = len(recorder.recorded)
-    assert recorder.num_replays > 5 * num_recorded > 0
-    exact = sample(make(policy, policy_folder, 11, None))
-    assert exact != lowered
-    check_same(sample(generator), exact)
-    assert len(recorder.recorded) > num_recorded
-
-
 def test_weights_that_are_updated_in_place_are_seen_without_recording_anew(policy_folder: Path) -> None:
     policy, recorder = random_policy(), Recorder()
     generator = make(policy, policy_folder, 11, recorder)

@@ -258,12 +258,6 @@ def adding_server() -> Iterator[type]:
         thread.join(10)
 
 
-def test_a_server_of_openenv_on_loopback() -> None:
-    with adding_server() as environment:
-        groups = play(worker_of(environment), lambda *_: "2", [{"prompt": "Count."}], num_generations=4)
-    assert [rollout.turn_rewards for rollout in groups[0].rollouts] == [(1.0, 1.0)] * 4
-
-
 # ---- TextArena ----------------------------------------------------------------------------------------
 
 
@@ -592,14 +586,3 @@ def sums_of_verifiers() -> Any:
                 yield Adds(Data(prompt=prompt, answer=str(n + 1)), self.config.task)
 
     return Adding(vf.TasksetConfig())
-
-
-def test_a_taskset_of_the_package_verifiers() -> None:
-    tasks = Taskset(sums_of_verifiers(), most=2)
-    user = [{"role": "user", "content": f"{number}+1="} for number in range(2)]
-    assert list(tasks.rows()) == [
-        {"prompt": user[:1], "task": 0},
-        {"prompt": [{"role": "system", "content": "Be short."}, user[1]], "task": 1},
-    ]
-    answers = [[{"role": "assistant", "content": text}] for text in ("2", "3")]
-    assert asyncio.run(tasks.reward(answers, [1, 1])) == [2.0, 0.0]

@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import random_policy
 from hand_made import fit, make_module, random_groups, sgd, weights_of
 
 from lit_grpo.callbacks import ThroughputMonitor
@@ -20,11 +19,6 @@ from lit_grpo.faults import Phases, StallWatch, forget_after
 from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs, policy_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
-
-
-@pytest.fixture
-def policy() -> Any:
-    return random_policy()
 
 
 def test_an_update_whose_loss_alone_is_not_finite_is_left_out(

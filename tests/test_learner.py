@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout, random_groups
+from hand_made import MAX_TOKENS, full_logprobs, make_rollout, random_groups
 
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.metrics import rollout_metrics
@@ -182,17 +182,6 @@ def test_groups_of_five_three_and_no_members_train_to_the_gradient_of_the_formul
         logs = learner.learn(groups)
         assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6, max_tokens
         assert logs["update/tokens"] == 6 + 5 + 3 + 2 + 9 + 2
-
-
-def test_untrained_tokens_are_in_the_row_and_nowhere_else() -> None:
-    (rollout,) = [ragged_groups()[0].rollouts[1]]
-    micro_batch = make_micro_batch([rollout], [1.0])
-    assert micro_batch.input_ids_BT.shape == (1, 3 + 7 - 1)
-    assert micro_batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8]]
-    assert micro_batch.source_N.tolist() == [2, 3, 6, 7, 8]
-    assert micro_batch.target_ids_N.tolist() == rollout.completion.token_ids_T[[0, 1, 4, 5, 6]].tolist()
-    assert micro_batch.versions_N.tolist() == [0, 0, 1, 1, 1]
-    assert micro_batch.lengths_C.tolist() == [5]
 
 
 @pytest.mark.parametrize("name", ["entropy", "kl_reward", "top_entropy", "correction"])

@@ -55,12 +55,6 @@ def test_an_interval_holds_the_true_gain_in_95_of_100_tries() -> None:
     assert hits / 4000 == pytest.approx(0.95, abs=0.012)
 
 
-def row(method: str, seed: int, exact: float, **more: object) -> dict[str, object]:
-    """A row of the demo."""
-    figures = {"over_run": exact, "end": exact, "updates": 9, "late_length": 20.0, "tokens": 600, "cpu_s": 1.0}
-    return {"task": "demo", "method": method, "seed": seed, "set": METHODS[method].told, **figures, **more}
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_set_as_the_command_line_takes_it(method: str) -> None:
     beside = METHODS[method]

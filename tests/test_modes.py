@@ -160,15 +160,6 @@ def test_a_release_waits_for_a_group_that_has_begun_anew_too_often() -> None:
     assert buffer.ready()
 
 
-def test_a_chunk_ends_after_its_steps_if_anything_has_ended() -> None:
-    rule = ReleaseRule(num_completions=9, num_steps=5, leftovers="keep", max_staleness=9)
-    buffer, (a0, a1) = RolloutBuffer(rule), group_requests([A], 2, SAMPLING, 7)
-    buffer.open([a0, a1])
-    assert not buffer.ready(7)
-    ended(buffer, a0.after(tokens(4)).ended("stop"))
-    assert not buffer.ready(4) and buffer.ready(5)
-
-
 def test_an_interrupted_rollout_leaves_the_buffer_as_it_was() -> None:
     buffer, (a0, a1) = RolloutBuffer(PARTS), group_requests([A], 2, SAMPLING, 7)
     buffer.open([a0, a1])

@@ -18,6 +18,8 @@ from conftest import random_policy, table_rows
 from hand_made import (
     MAX_TOKENS,
     Batches,
+    Budgets,
+    Nudge,
     StepRecorder,
     as_groups,
     fit,
@@ -26,6 +28,7 @@ from hand_made import (
     make_module,
     make_rollout,
     make_trainer,
+    nudge,
     random_groups,
     relative_error,
     sgd,
@@ -60,27 +63,6 @@ ALL_KINDS = [
     [NAN, NAN, NAN, NAN],
     [0.0, 0.3, 1.0, 0.2],
 ]
-
-
-@pytest.fixture(scope="module")
-def policy() -> Any:
-    """What is in ``policy_folder``."""
-    return random_policy()
-
-
-class Nudge(pl.Callback):
-    """Moves the policy away from the reference, as updates would have."""
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, GRPOModule)
-        nudge(pl_module.policy)
-
-
-@torch.no_grad()
-def nudge(model: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
 
 
 def naive_step(
@@ -201,28 +183,6 @@ def test_a_callback_that_leaves_the_policy_in_another_mode_is_found_out(
 
 
 # ---- the gradient of a step ----------------------------------------------------------------------------
-
-
-class Budgets(pl.Callback):
-    """A budget of its own for each batch; notes how many micro-batches that made."""
-
-    def __init__(self, budgets: Sequence[int]) -> None:
-        self.budgets = budgets
-        self.num_forwards: list[int] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, GRPOModule)
-        pl_module.policy.get_decoder().register_forward_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.num_forwards[-1] += 1
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, GRPOModule)
-        pl_module.settings.max_tokens_per_micro_batch = self.budgets[batch_idx]
-        self.num_forwards.append(0)
 
 
 STEPS = list(itertools.product(("token", "sequence", "constant"), (0.0, 0.1), (True, False)))

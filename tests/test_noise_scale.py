@@ -186,15 +186,6 @@ def test_goodput_is_best_at_the_noise_scale_where_steps_cost_nothing_by_themselv
     assert scale_of(fed(rule, 1.0, 32.0)) == 2.0
 
 
-def test_sizes_and_means_go_on_from_a_checkpoint() -> None:
-    one, again = fed(Goodput(warm_up=1), 1.0, 16.0, steps=5), fresh(Goodput(warm_up=1))
-    again.load_state_dict(one.state_dict())
-    again.batch_size(8)
-    assert again.num_prompts == one.num_prompts == 32 and scale_of(again) == scale_of(one) == 2.0
-    logs = [each.on_update_end(GroupBatch([], 9, PassRule(), lambda own: [own])) for each in (one, again)]
-    assert logs[0] == logs[1]
-
-
 def test_the_next_batch_of_the_stream_has_that_size() -> None:
     session = RolloutSession(make_plugins(["noise_scale"]))
     loader = PromptLoader(numbered(30), 3)

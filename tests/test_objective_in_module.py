@@ -13,6 +13,8 @@ import torch
 from conftest import random_policy, table_rows
 from hand_made import (
     Batches,
+    Budgets,
+    Nudge,
     StepRecorder,
     fit,
     flat,
@@ -46,40 +48,6 @@ EVERYTHING: dict[str, Any] = {
     "off_policy_threshold": 0.2,
     "mask_truncated": True,
 }
-
-
-@pytest.fixture(scope="module")
-def policy() -> Any:
-    """What is in ``policy_folder``."""
-    return random_policy()
-
-
-@torch.no_grad()
-def nudge(model: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-
-
-class Nudge(pl.Callback):
-    """Moves the policy away from the reference."""
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, GRPOModule)
-        nudge(pl_module.policy)
-
-
-class Budgets(pl.Callback):
-    """A micro-batch budget of its own for each batch."""
-
-    def __init__(self, budgets: Sequence[int]) -> None:
-        self.budgets = budgets
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, GRPOModule)
-        pl_module.settings.max_tokens_per_micro_batch = self.budgets[batch_idx]
 
 
 def stale_groups(policy: Any, rewards_PG: Sequence[Sequence[float]] = REWARDS) -> list[RolloutGroup]:

@@ -80,31 +80,6 @@ def test_what_was_set_aside_comes_before_all_others(name: str) -> None:
     assert len(plan) == 3
 
 
-def test_micro_rounds_wait_until_the_last_of_a_round_has_finished() -> None:
-    plan, waiting = made(MICRO_ROUNDS, [1] * 5, 2)
-    assert samples(plan.admit(2)) == [0, 1]
-    plan.left(waiting[0])
-    assert plan.admit(1) == []
-    plan.left(waiting[1])
-    assert samples(plan.admit(2)) == [2, 3]
-    preempt(plan, waiting[2])
-    plan.left(waiting[3])
-    assert samples(plan.admit(2)) == [2, 4]
-
-
-def test_a_full_group_needs_as_many_slots_as_jobs() -> None:
-    plan, _ = made(FULL_GROUP, [1] * 4, 4)
-    assert samples(plan.admit(4)) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"5 jobs wait for 4 slots: give it 5 slots, or take another plan\.$"):
-        made(FULL_GROUP, [1] * 5, 4)
-
-
-def test_a_full_group_needs_memory_for_all_of_it() -> None:
-    plan, waiting = made(FULL_GROUP, [1] * 4, 4)
-    with pytest.raises(ValueError, match="there is memory for 3 of 4 jobs"):
-        plan.admit(4, lambda job: job is not waiting[3])
-
-
 def test_the_two_stage_plan_balances_groups_and_decodes_each_shortest_first() -> None:
     plan, waiting = made("infinite_sampling", [6, 5, 4, 3], 2)
     assert samples(plan.admit(2)) == [3, 2]
@@ -156,32 +131,6 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
                     plan.left(job)
                     finished.append(job)
         assert len(plan) == 0 and plan.admit(num_slots) == []
-
-
-def test_a_fixed_slot_keeps_to_the_list_that_was_dealt_to_it_and_then_idles() -> None:
-    plan, waiting = made(FIXED_SLOT, [9, 1, 9, 1, 9], 2)  # lists 0, 2, 4 and 1, 3
-    assert samples(plan.admit(2)) == [0, 1]
-    plan.left(waiting[1])
-    assert samples(plan.admit(1)) == [3]
-    plan.left(waiting[3])
-    assert plan.admit(1) == [] and len(plan) == 2  # first come would take 2
-    plan.left(waiting[0])
-    assert samples(plan.admit(2)) == [2]
-
-
-def test_fixed_slots_are_no_more_than_the_jobs() -> None:
-    sentence = (
-        r"^The plan FixedSlot deals 3 jobs onto 4 slots, .*: lower the number of slots to 3, or take another plan\.$"
-    )
-    with pytest.raises(ValueError, match=sentence):
-        made(FIXED_SLOT, [1] * 3, 4)
-
-
-def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match=r"^plan ltp: there is none; give one of fcfs, .*, or the class path of a"):
-        queue("ltp", NoLengths(), 4)
-    with pytest.raises(ValueError, match=r"^num_slots must be at least 1, not 0\.$"):
-        queue("balanced", NoLengths(), 0)
 
 
 OWN = """

@@ -178,18 +178,6 @@ def test_two_ranks_learn_what_one_would_have_learnt() -> None:
         assert worker.state_dict()["ridge"] == one.state_dict()["ridge"]
 
 
-def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
-    worker, other = learnt_from(seed=3), fresh(CrossRolloutBaseline(AT))
-    other.load_state_dict(worker.state_dict())
-    groups, answers = draw(np.random.default_rng(5), np.array([0, 1, 1]))
-    values = []
-    for each in (worker, other):
-        show(each, groups, features(answers.reshape(-1)))
-        each.add_members(GroupBatch(groups, 0, RULE, alone))
-        values.append([rollout.extra[VALUE] for members in groups for rollout in members.rollouts])
-    assert values[0] == values[1] and len(set(values[0])) > 1
-
-
 @pytest.mark.parametrize(
     ("generations", "at", "sentence"),
     [

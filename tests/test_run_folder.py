@@ -6,7 +6,6 @@ import pytest
 
 from lit_grpo.tools.dashboard.tensorboard import tag
 from lit_grpo.training.loggers import make_loggers
-from lit_grpo.training.run import _opened
 from lit_grpo.training.run_folder import RunConfig, RunFolder
 
 
@@ -26,28 +25,11 @@ def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
     assert [(tmp_path / name / "metrics.csv").read_text() for name in ("run-1", "run-2", "run")] == ["0", "1", "2"]
 
 
-def test_runs_of_one_name_that_live_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
-    with RunFolder() as first, RunFolder() as second, RunFolder() as third:
-        for number, run in enumerate((first, second, third)):
-            run.claim(tmp_path / "run", resumes=False)
-            assert run.path.name == ("run" if number == 0 else f"run-{number}")
-        for run in (third, second, first):
-            assert run.open() is None
-            (run.path / "metrics.csv").write_text(run.path.name)
-    assert open_run(tmp_path / "run") == tmp_path / "run-3"
-
-
 def test_a_run_that_still_goes_on_is_not_resumed(tmp_path: Path) -> None:
     with RunFolder() as first, RunFolder() as second:
         first.claim(tmp_path / "run", resumes=False)
         with pytest.raises(ValueError, match=r"still goes on, so it cannot be resumed there; .* with run\.name"):
             second.claim(tmp_path / "run", resumes=True)
-
-
-def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"run folder .* is not writable .*; choose another with run\.dir"):
-        open_run(tmp_path / "file" / "run")
 
 
 def test_runs_of_two_experiments_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -137,19 +119,6 @@ def test_updates_that_are_taken_again_take_the_place_of_the_first_in_tensorboard
     assert values("reward") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.5)]
     assert values("time/step_s") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 3.0)]
     assert values("val/pass@1") == [(2, 0.5)]
-
-
-def test_a_name_of_several_parts_keeps_all_of_them(tmp_path: Path) -> None:
-    """Runs exp1/seed0 and exp2/seed0, and one of a name that a living run has."""
-    for name in ("exp1/seed0", "exp2/seed0"):
-        with RunFolder() as run:
-            opened = _opened(run, RunConfig(name, str(tmp_path)))
-            assert opened.name == name and opened.folder == tmp_path / name
-            (opened.folder / "metrics.csv").write_text(name)
-    assert (tmp_path / "exp1" / "seed0" / "metrics.csv").read_text() == "exp1/seed0"
-    with RunFolder() as first, RunFolder() as second:
-        first.claim(tmp_path / "exp1" / "seed0", resumes=True)
-        assert _opened(second, RunConfig("exp1/seed0", str(tmp_path))).name == "exp1/seed0-1"
 
 
 @pytest.mark.parametrize(

@@ -167,14 +167,6 @@ def test_of_a_conversation_the_last_turn_of_the_user_is_shown(
     assert "  prompt      and now?\n" in capsys.readouterr().out
 
 
-def test_samples_come_at_multiples_of_updates_whatever_the_epoch(tmp_path: Path) -> None:
-    callback = SampleLogger(every_n_updates=3, num_samples=1)
-    for version in range(1, 9):
-        log(callback, Prompt("train/0", (3,), "1"), version, tmp_path)
-    rows = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert rows == [1, 3, 6]
-
-
 @pytest.mark.parametrize(
     ("n", "before", "after", "due"),
     [(0, 0, 1, False), (20, 0, 1, True), (20, 1, 2, False), (20, 18, 22, True), (20, 20, 21, False), (5, 0, 0, False)],

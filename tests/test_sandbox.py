@@ -8,14 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from lit_grpo.environments import Environments
-from lit_grpo.environments.tools import load_tools
 
 NAME = "lit_grpo.environments.sandbox"
 PATH = f"{NAME}.python"
@@ -35,79 +32,6 @@ def test_without_its_package_a_run_that_has_it_is_refused(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=r"needs pydantic-monty; install the extra lit_grpo\[python-tool\]") as caught:
         Environments(tools=[PATH]).setup()
     assert PATH in str(caught.value) and str(caught.value).startswith("rollout.plugins environments: ")
-
-
-class Session:
-    """As one of pydantic-monty: prints the code, and its value is the number of its characters, or a text of one."""
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def feed_run(self, code: str, print_callback: Any = None, inputs: Any = None) -> Any:
-        if code == "1/0":
-            raise MontyRuntimeError("division by zero")
-        if inputs is not None:
-            return str(inputs["value"])
-        print_callback.output += "" if code == "pass" else f"ran {code}\n"
-        return None if code in ("pass", "print()") else len(code)
-
-
-class MontyError(Exception): ...
-
-
-class MontyRuntimeError(MontyError):
-    def display(self, form: str) -> str:
-        return f"ZeroDivisionError: {self}" if form == "type-msg" else "Traceback ..."
-
-
-class CollectString:
-    def __init__(self, max_bytes: int) -> None:
-        self.output, self.max_bytes = "", max_bytes
-
-
-POOLS: list[Any] = []
-
-
-class Monty:
-    def __init__(self, request_timeout: float) -> None:
-        self.request_timeout, self.limits = request_timeout, list[dict[str, float]]()
-        POOLS.append(self)
-
-    def __enter__(self) -> Monty:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def checkout(self, limits: dict[str, float]) -> Session:
-        self.limits.append(limits)
-        return Session()
-
-
-@pytest.mark.usefixtures("fresh")
-def test_calls_have_limits_and_share_one_pool_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in of its contract."""
-    package = ModuleType("pydantic_monty")
-    for each in (Monty, MontyError, CollectString):
-        setattr(package, each.__name__, each)
-    monkeypatch.setitem(sys.modules, "pydantic_monty", package)
-    package.__spec__ = find_spec("json")  # so that it is found
-    POOLS.clear()
-    (tool,) = load_tools([PATH])
-    assert tool.name == "python" and list(tool.parameters) == ["code"]
-    with ThreadPoolExecutor(8) as threads:
-        assert set(threads.map(tool.function, ["1+1"] * 32)) == {"ran 1+1\n3"}
-    (pool,) = POOLS
-    assert pool.request_timeout == 10 and len(pool.limits) == 32
-    assert pool.limits[0] == {
-        "max_feed_duration_secs": 5,
-        "max_total_sleep_secs": 1,
-        "max_memory": 2**26,
-        "max_recursion_depth": 200,
-    }
-    assert tool.function("1/0") == "ZeroDivisionError: division by zero"
-    assert tool.function("print()") == "ran print()\n" and tool.function("pass") == "Nothing was printed."
 
 
 # ---- the interpreter itself ------------------------------------------------------------------------------

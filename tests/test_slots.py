@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.rollouts import Stepped
 from lit_grpo.methods.eptree import EPTree
 from lit_grpo.plugins import fresh
-from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
@@ -40,16 +38,6 @@ PROMPTS = [
     Prompt("c", tuple(range(2, 30)), ""),
     Prompt("d", (5, 5, 5, 5, 7), ""),
 ]
-
-
-@pytest.fixture(scope="module")
-def policy() -> Any:
-    return random_policy()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(policy_folder: Path) -> Any:
-    return load_tokenizer(str(policy_folder))
 
 
 @pytest.fixture

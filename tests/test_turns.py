@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
 from hand_made import Environment, full_logprobs, observed
 
 from lit_grpo.methods.plans import find_plan, shipped_plans
@@ -26,11 +25,6 @@ from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, Sam
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), ""), Prompt("c", tuple(range(2, 30)), "")]
 SAMPLING = SamplingParams(max_tokens=24, max_observed=12)
 GROUP = 4
-
-
-@pytest.fixture(scope="module")
-def policy() -> Any:
-    return random_policy()
 
 
 @pytest.fixture

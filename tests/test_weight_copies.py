@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from conftest import random_policy
 from hand_made import full_logprobs
 from test_slots import PROMPTS, decode, requests
 
-from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.slots import copies
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -28,11 +26,6 @@ def policy() -> Any:
     """One layer, whose query, output, gate, up and down projections are large enough."""
     sizes = {"hidden_size": 384, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 48}
     return random_policy(num_hidden_layers=1, initializer_range=0.06, **sizes)
-
-
-@pytest.fixture
-def tokenizer(policy_folder: Path) -> Any:
-    return load_tokenizer(str(policy_folder))
 
 
 @pytest.fixture

@@ -161,41 +161,6 @@ def learn(policy: Any, steps: Steps, reference: Any = None, **changes: Any) -> t
 # ---- checks, which the tests of planted mistakes call too -------------------------------------------------
 
 
-def scaled(policy: Any, moved: bool = False) -> None:
-    """Change all weights, in place or by other tensors."""
-    with torch.no_grad():
-        for weight in policy.parameters():
-            if moved:
-                weight.data = weight.data * 1.1
-            else:
-                weight.mul_(1.1)
-
-
-def two_rollouts(policy: Any, folder: Path, autocast: torch.dtype | None, ledger: Ledger | None = None) -> Any:
-    """Sample, change the weights, sample; the counts of all steps are in one."""
-    generator = started(policy, folder)
-    counts, samples = StepCounts(), list[Samples]()
-    for version in (1, 2, 3):
-        some, its_counts = sample(generator, ledger, 8, autocast, group_size=2)
-        samples.append(some)
-        for name, values in vars(its_counts).items():
-            (vars(counts)[name].update if name == "lines" else vars(counts)[name].extend)(values)
-        scaled(policy, moved=version == 2)
-        generator.load_weights(policy.named_parameters(), version)
-    return samples, counts
-
-
-def check_slots(folder: Path, autocast: torch.dtype | None = None) -> None:
-    """Completions are the CPU's, also with new weights; a step waits once, and copies one pinned piece."""
-    expected, _ = two_rollouts(random_policy(), folder, autocast)
-    with pretend_cuda() as gpu:
-        policy: Any = random_policy()
-        actual, counts = two_rollouts(policy.to("cuda"), folder, autocast, gpu)
-    assert max(off(one, other) for one, other in zip(actual, expected, strict=True)) < closeness(autocast)
-    assert set(counts.waits) == {1} and set(counts.unpinned) == {0}, counts.lines
-    assert sorted(counts.pinned)[len(counts.pinned) // 2] == 1
-
-
 def check_update(precision: torch.dtype | None = None) -> None:
     """The gradient is the CPU's; a micro-batch waits for nothing and is one copy, and a step waits once."""
     policy: Any = random_policy().train()
