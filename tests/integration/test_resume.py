@@ -186,6 +186,7 @@ def test_a_terminal_that_is_gone_ends_a_run_like_sigterm_unless_nohup_started_it
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup themselves
         )
         wait_until(lambda name=name: num_rows(folder, name) >= 3, process)
         process.send_signal(signal.SIGHUP)
