@@ -88,58 +88,48 @@ class RolloutLoop:
         """
         self.buffer.begin()
         try:
-            return LoopRun(self).decode(until)
+            return self.decode(until)
         except BaseException:
             self.buffer.undo()
             raise
 
-
-class LoopRun:
-    """One run of the loop: the ledger takes what each step brings, and the listeners hear of it.
-
-    Args:
-        loop: The loop whose generator, buffer and listeners take part.
-        admits: Says whether requests that wait may begin; by default they always may.
-
-    Attributes:
-        stats: What the run has cost so far.
-    """
-
-    def __init__(self, loop: RolloutLoop, admits: Callable[[], bool] | None = None) -> None:
+    def _begin(self) -> None:
+        """Begin a rollout: find out who listens to what, and let the ledger know slots, memory, queues and lengths."""
         self._start = time.perf_counter()
-        self._admits = admits
-        self._generator, self._buffer, self._ledger = loop.generator, loop.buffer, loop.buffer.ledger
-        self._plan, self._lengths = loop.plan, loop.lengths
-        self._renewal = self._buffer.renew(self._generator.version)
-        self._hearing = {hook: overriding(loop.listeners, hook) for hook in ROLLOUT_HOOKS}  # nobody else is called
+        self._ledger = self.buffer.ledger
+        self._renewal = self.buffer.renew(self.generator.version)
+        self._hearing = {hook: overriding(self.listeners, hook) for hook in ROLLOUT_HOOKS}  # nobody else is called
         self._observers: dict[int, list[Listener]] = {}  # by the number of tokens at which they look
         for listener in self._hearing["observes"]:
             if (point := listener.observes) is not None:
                 self._observers.setdefault(point.num_tokens, []).append(listener)
-        self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points, *self._observers}))
-        capacity = self._capacity = self._generator.capacity()
-        forks = any(listener.forks for listener in loop.listeners)
+        self.generator.feature_points = tuple(sorted({*self.lengths.points, *self.points, *self._observers}))
+        capacity = self._capacity = self.generator.capacity()
+        forks = any(listener.forks for listener in self.listeners)
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
-        self._keeps_prompts = self._generator.keeps_ended = forks
-        points = loop.points if loop.points and len(self._buffer.unfinished) > capacity.slots else ()
-        queues = make_queues(loop.plan, self._lengths, capacity.slots, points)
-        layout, kv_tokens = capacity.layout, capacity.kv_tokens
-        self._ledger.begin(capacity.slots, self._lengths, layout, kv_tokens, queues, points, forks)
+        self._keeps_prompts = self.generator.keeps_ended = forks
+        points = self.points if self.points and len(self.buffer.unfinished) > capacity.slots else ()
+        queues = make_queues(self.plan, self.lengths, capacity.slots, points)
+        self._ledger.begin(capacity.slots, self.lengths, capacity.layout, capacity.kv_tokens, queues, points, forks)
         self.stats = RolloutStats(spans=self._ledger.spans, predicted=self._ledger.expected)
         self.stats.num_discarded = self._renewal.num_discarded
         self.stats.num_continued = self._renewal.num_continued
 
-    def decode(self, until: Callable[[int], bool], closes: bool = True) -> RolloutStats:
-        """Decode as :meth:`RolloutLoop.run`, and leave to the buffer whatever has come of it, on an exception too.
+    def decode(
+        self, until: Callable[[int], bool], admits: Callable[[], bool] | None = None, closes: bool = True
+    ) -> RolloutStats:
+        """Decode as :meth:`run` does, and leave to the buffer whatever has come of it, on an exception too.
 
         Args:
             until: Says whether the run is over, after so many steps.
+            admits: Says whether requests that wait may begin; by default they always may.
             closes: Whether groups that leave in parts are to be scored at the end.
         """
-        generator, ledger, stats = self._generator, self._ledger, self.stats
+        self._begin()
+        generator, ledger, stats = self.generator, self._ledger, self.stats
         try:
-            away = {request.key: request for request in self._buffer.away}
-            asked = [*self._buffer.unfinished, *away.values()]
+            away = {request.key: request for request in self.buffer.away}
+            asked = [*self.buffer.unfinished, *away.values()]
             for listener in self._hearing["on_rollout_start"]:
                 listener.on_rollout_start(ledger)
             for group in self._renewal.unscored:
@@ -149,7 +139,7 @@ class LoopRun:
             stats.scheduling_s = time.perf_counter() - self._start
             while self._goes_on(until):
                 began = time.perf_counter()
-                self._admit()
+                self._admit(admits)
                 admitted = time.perf_counter()
                 events = generator.step()
                 stepped = time.perf_counter()
@@ -187,27 +177,27 @@ class LoopRun:
         if not requests:
             return
         if any(request.sampling.max_observed for request in requests):
-            self._keeps_prompts = self._generator.keeps_ended = True
+            self._keeps_prompts = self.generator.keeps_ended = True
         held = dict(away)
         for listener in self._hearing["on_requests"]:
             held |= {request.key: request for request in listener.on_requests(requests)}
         self._ledger.enter(requests, held)
 
-    def _admit(self) -> None:
+    def _admit(self, admits: Callable[[], bool] | None) -> None:
         """Fill the free slots, let go of prompts whose last sample has been admitted, and make room for a step.
 
         Raises:
             ValueError: Nothing is left to decode.
         """
         ledger, free_slots = self._ledger, self._capacity.free_slots
-        if free_slots and ledger.num_queued and (self._admits is None or self._admits()):
+        if free_slots and ledger.num_queued and (admits is None or admits()):
             requests = ledger.admit(free_slots)
             if requests:
-                self._generator.submit(requests, [ledger.expected[request.key] for request in requests])
+                self.generator.submit(requests, [ledger.expected[request.key] for request in requests])
                 self._release(requests)
             elif not ledger.decoding:
                 waiting = f"{ledger.num_queued} requests wait and no slot decodes"
-                raise RuntimeError(f"The plan {self._plan} admits none, while {waiting}.")
+                raise RuntimeError(f"The plan {self.plan} admits none, while {waiting}.")
         if not ledger.decoding:
             raise ValueError("All requests have ended, and the rollout waits for more: open more groups.")
         if not self._capacity.evicts and (leaving := ledger.overflow()):
@@ -219,15 +209,15 @@ class LoopRun:
         """Let go of the prompts of these requests that no other needs."""
         if not self._keeps_prompts:
             prompts = {request.group: request.prompt for request in requests}
-            self._generator.release([prompts[group] for group in prompts if not self._ledger.may_admit(group)])
+            self.generator.release([prompts[group] for group in prompts if not self._ledger.may_admit(group)])
 
     def _stop(self, keys: Iterable[Key]) -> list[Request]:
         """Take requests that decode out of the generator; return them in this order, with what they have come to."""
         keys = list(keys)
         if not keys:
             return []
-        stopped = {request.key: request for request in self._generator.abort(keys)}
-        self._capacity = self._generator.capacity()
+        stopped = {request.key: request for request in self.generator.abort(keys)}
+        self._capacity = self.generator.capacity()
         return [stopped[key] for key in keys]
 
     # ---- what comes out -----------------------------------------------------------------------------
@@ -237,7 +227,7 @@ class LoopRun:
         ledger = self._ledger
         if not events.num_active and not events.preempted:
             raise RuntimeError(f"The generator lost {len(ledger.decoding)} requests that were in flight.")
-        self._capacity = self._generator.capacity()
+        self._capacity = self.generator.capacity()
         finished = ledger.take(events, self._capacity.kv_tokens)
         self.stats.num_preempted += len(events.preempted)
         for each in events.observations:
@@ -277,11 +267,11 @@ class LoopRun:
         if self._ledger.points or entry.state == "awaiting_env":
             self._release([completion.request])
         self._count(entry, completion)
-        self._buffer.finish(completion)
+        self.buffer.finish(completion)
         answers = [listener.on_completion(completion) for listener in self._hearing["on_completion"]]
         for answer in answers:
             for request in () if answer is None else answer.submit:
-                self._buffer.ask(request)
+                self.buffer.ask(request)
         return answers + self._close(completion.request.group)
 
     def _count(self, entry: Entry, trajectory: Trajectory) -> None:
@@ -291,11 +281,11 @@ class LoopRun:
 
     def _close(self, key: GroupKey) -> list[Answer | None]:
         """Let listeners know of a group where it is whole."""
-        group = self._buffer.make_due(key)
+        group = self.buffer.make_due(key)
         if group is None:
             return []
         if self._keeps_prompts:
-            self._generator.release([group.prompt])
+            self.generator.release([group.prompt])
         return self._tell(group)
 
     def _follow(self, answers: Iterable[Answer | None]) -> None:
@@ -304,7 +294,7 @@ class LoopRun:
         Raises:
             ValueError: It asks for what cannot be.
         """
-        ledger, buffer = self._ledger, self._buffer
+        ledger, buffer = self._ledger, self.buffer
         for answer in answers:
             if answer is None:
                 continue
@@ -321,7 +311,7 @@ class LoopRun:
                 buffer.ask(request)
             if answer.open:
                 buffer.open(answer.open)
-                self._generator.expect({request.group: request.prompt for request in answer.open}.values())
+                self.generator.expect({request.group: request.prompt for request in answer.open}.values())
             self._enter([*requests, *answer.open], {})
             for key in list(answer.drop):
                 request = self._stop([key])[0] if key in ledger.decoding else ledger.request(key)
@@ -373,7 +363,7 @@ class LoopRun:
 
     def _abandon(self) -> None:
         """Leave the generator as if nothing had been asked of it."""
-        self._lengths.end(commit=False)
+        self.lengths.end(commit=False)
         self._put_back()
         for listener in self._hearing["on_rollout_end"]:
             listener.on_rollout_end(failed=True)
@@ -382,7 +372,7 @@ class LoopRun:
         """Wait for the rewards, tell the last lengths, and add up."""
         self._put_back()
         if closes:
-            for group in self._buffer.close():
+            for group in self.buffer.close():
                 self._tell(group)
         decoded = time.perf_counter()
         for listener in self._hearing["on_rollout_end"]:
@@ -397,14 +387,14 @@ class LoopRun:
 
     def _put_back(self) -> None:
         """Take out of the generator what is unfinished; the ledger has its prefixes."""
-        entries = self._ledger.end(self._generator.abort(self._ledger.decoding))
+        entries = self._ledger.end(self.generator.abort(self._ledger.decoding))
         for entry in entries:
             self._count(entry, entry.request.prefix)
         prompts = {entry.job.group: entry.request.prompt for entry in entries}
         if self._keeps_prompts:
-            prompts |= self._buffer.prompts
+            prompts |= self.buffer.prompts
         if prompts:
-            self._generator.release(prompts.values())
+            self.generator.release(prompts.values())
 
 
 @dataclass

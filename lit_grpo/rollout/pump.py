@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lit_grpo.plugins import Listener
-from lit_grpo.rollout.loop import LoopRun, RolloutLoop, RolloutStats
+from lit_grpo.rollout.loop import RolloutLoop, RolloutStats
 from lit_grpo.types import PromptBatch, RolloutGroup
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class RolloutPump(Listener):
 
     def _run(self, loop: RolloutLoop) -> None:
         try:
-            self._stats = LoopRun(loop, self._admits).decode(self._is_over, closes=False)
+            self._stats = loop.decode(self._is_over, self._admits, closes=False)
         except BaseException as error:
             self._error = error
         with self._turn:

@@ -86,11 +86,6 @@ class AttentionInputs:
     cap: float | None = None
     sinks: torch.Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the scores are neither capped nor have sinks."""
-        return self.cap is None and self.sinks is None
-
 
 class Attention(Protocol):
     """What a cache does for one attention call of one forward.
@@ -168,7 +163,7 @@ def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Te
     """
     num_new, num_tokens, sight = inputs.query.shape[2], key.shape[2], inputs.sight
     positions_T = torch.arange(num_tokens, device=key.device)
-    if inputs.is_plain:
+    if inputs.cap is None and inputs.sinks is None:
         mask_NT = None
         if num_new < num_tokens or (sight != ALL and not sight.is_all(num_tokens)):
             mask_NT = sight.sees(positions_T[-num_new:, None], positions_T[None, :])

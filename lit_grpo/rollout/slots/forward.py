@@ -134,13 +134,9 @@ def prefill(
     return final_BD
 
 
-DecoderStep = Callable[[torch.Tensor, torch.Tensor, int, Attention], torch.Tensor]
-"""Takes a token a row, their positions, the largest of these and the cache; returns the last hidden states."""
-
-
 def decode_step(
     policy: PreTrainedModel,
-    fused: DecoderStep | None,
+    fused: FusedDecoder | None,
     tokens_B: torch.Tensor,
     positions_B: torch.Tensor,
     longest: int,
@@ -160,9 +156,8 @@ def decode_step(
         The last hidden states, shape (rows, hidden size).
     """
     if fused is None:
-        return hidden_states(policy, tokens_B[:, None], position_ids=positions_B[:, None], slot_cache=Forward(cache))[
-            :, 0
-        ]
+        positions_B1, forward = positions_B[:, None], Forward(cache)
+        return hidden_states(policy, tokens_B[:, None], position_ids=positions_B1, slot_cache=forward)[:, 0]
     return fused(tokens_B, positions_B, longest, cache)
 
 

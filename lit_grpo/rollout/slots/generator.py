@@ -94,7 +94,7 @@ class SlotGenerator(Versioned):
         attention = row_attention(self._shape)
         if self._fused is not None and attention is not None:
             self._tables = RowTables(self._shape, self.num_slots, attention)
-            self._fused = self._graphs = GraphedDecoder(self._fused, self._tables, model.parameters)
+            self._graphs = GraphedDecoder(self._fused, self._tables, model.parameters)
         self._policy, self._tokenizer, self._text_of = model, policy.tokenizer, policy.text_of
         self._device, self._dtype, self._head = model.device, self._shape.dtype, token_head(model)
         self._eos_ids = np.array(policy.eos_ids)
@@ -276,13 +276,15 @@ class SlotGenerator(Versioned):
             return StepEvents()
         self._check_weights()
         assert self.budget is not None and self._mode is not None
-        events = StepEvents()
+        events, is_prefilling = StepEvents(), False
         try:
             with self._mode.without_gradients():
                 is_roomy = self._make_room()
                 if self._incoming:
+                    is_prefilling = True
                     self._prefill_prompts(events, ahead=is_roomy)
                     self._admit()
+                    is_prefilling = False
                 self._finish(self._decode(events), events)
         except BaseException as error:
             kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
@@ -293,7 +295,7 @@ class SlotGenerator(Versioned):
             self._give_back()
             if not is_out_of_memory(error) or events.num_active or len(events.preempted) < 2:
                 raise
-            events.message = self.budget.shrink(kv_tokens, len(events.preempted))
+            events.message = self.budget.shrink(kv_tokens, len(events.preempted), is_prefilling)
             return events
         self.budget.note_success(self._kept.num_tokens + self._cache.allocated_tokens)
         self._give_back()
@@ -356,7 +358,6 @@ class SlotGenerator(Versioned):
         by_room: dict[int, list[tuple[GroupKey, Sequence[int]]]] = {}
         for group, prompt in missing.items():
             by_room.setdefault(prompt_room(len(prompt.token_ids)), []).append((group, prompt.token_ids))
-        budget.prefills = True
         for room, alike in by_room.items():
             most = max(1, budget.prefill_tokens // room)
             for first in range(0, len(alike), most):
@@ -371,19 +372,16 @@ class SlotGenerator(Versioned):
                     entropies_B1 = entropy(self._head(hidden_BD), self._sampling.temperature)[:, None]
                     features_BF = torch.cat([hidden_BD.float(), torch.zeros_like(entropies_B1), entropies_B1], -1)
                     events.observations.append(Observation(groups, 0, features_BF.cpu().numpy()))
-        budget.prefills = False
 
     def _admit(self) -> None:
         """Give rows to the incoming requests; of those with a prefix the cache gets all but its last token."""
         rows, budget = self._rows, self.budget
         assert budget is not None
         if resumed := [request for request in self._incoming if request.prefix.num_tokens]:
-            budget.prefills = True
             for requests in self._kept.resume(self.policy, resumed, rows, self._cache, budget.prefill_tokens):
                 rows.admit(requests, self._version)
                 entered = {request.key for request in requests}
                 self._incoming = [request for request in self._incoming if request.key not in entered]
-            budget.prefills = False
         rows.admit(self._incoming, self._version)
         self._incoming = []
 
@@ -395,7 +393,11 @@ class SlotGenerator(Versioned):
         if num_decoded:
             inputs = cache.prepare(rows.counts_B[:num_decoded] - 1, arrays)
             longest = int(arrays["positions"].max())
-            hidden.append(decode_step(self.policy, self._fused, inputs["tokens"], inputs["positions"], longest, cache))
+            tokens_B, positions_B = inputs["tokens"], inputs["positions"]
+            if self._graphs is None:
+                hidden.append(decode_step(self.policy, self._fused, tokens_B, positions_B, longest, cache))
+            else:
+                hidden.append(self._graphs(tokens_B, positions_B, longest))
         else:
             inputs = in_one_copy(arrays, self._device)
         if fresh:
@@ -416,7 +418,10 @@ class SlotGenerator(Versioned):
 
     def _finish(self, tokens_B: np.ndarray, events: StepEvents) -> None:
         """End the completions that their new token has ended, or that are at their limit, and free their rows."""
-        rows, stopped_B = self._rows, self._stopped(tokens_B)
+        rows = self._rows
+        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1)
+        if self._sampling.stop:
+            stopped_B |= rows.with_stop_string(self._sampling.stop, self._tokenizer)
         ended = np.flatnonzero(stopped_B | (rows.sampled_B >= self._sampling.max_tokens)).tolist()
         for row in ended:
             reason = "stop" if stopped_B[row] else "length"
@@ -427,10 +432,3 @@ class SlotGenerator(Versioned):
             self._leave(row, ended=True)
         if ended:
             self._forget_prompts()
-
-    def _stopped(self, tokens_B: np.ndarray) -> np.ndarray:
-        """Whether the token that each row has just got ends it, shape (rows,)."""
-        at_end_B = (tokens_B[:, None] == self._eos_ids).any(-1)
-        if self._sampling.stop:
-            at_end_B |= self._rows.with_stop_string(self._sampling.stop, self._tokenizer)
-        return at_end_B

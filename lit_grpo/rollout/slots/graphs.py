@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from lit_grpo.policy.architecture.decoder import compute_dtype
-from lit_grpo.rollout.slots.attention import Attention
 from lit_grpo.rollout.slots.forward import FusedDecoder
 from lit_grpo.rollout.slots.kv.tables import RowTables
 
@@ -95,12 +94,10 @@ class GraphedDecoder:
             self._hidden = decoder.embed(self._tokens)
         self._weight_places = [weight.data_ptr() for weight in weights()]
 
-    def __call__(
-        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int, cache: Attention
-    ) -> torch.Tensor:
+    def __call__(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int) -> torch.Tensor:
         """Return the hidden states of ``tokens_B`` at ``positions_B``, shape (rows, hidden size).
 
-        No position is larger than ``longest``. The cache is the one that the tables are of.
+        No position is larger than ``longest``.
         """
         rows, kind = len(tokens_B), self._tokens.device.type
         self._tokens[:rows], self._positions[:rows] = tokens_B, positions_B

@@ -173,7 +173,10 @@ class SlotCache:
     @property
     def allocated_tokens(self) -> int:
         """KV tokens there is memory for."""
-        return sum(shelf.room * shelf.num_tokens for shelf in (*self._pieces, *self._prompt_shelves.values()))
+        num_tokens = 0
+        for shelf in (*self._pieces, *self._prompt_shelves.values()):
+            num_tokens += shelf.room * shelf.num_tokens
+        return num_tokens
 
     def growth(self, columns_B: np.ndarray) -> int:
         """KV tokens that a step will allocate for rows that enter their next piece: the arguments are as in prepare."""
@@ -309,7 +312,7 @@ class SlotCache:
         scores = torch.cat([shelf.scores(layer, query, key, value) for shelf in self._read], -1)
         scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
         mask = self._mask(inputs.sight)
-        if inputs.is_plain:
+        if inputs.cap is None and inputs.sinks is None:
             torch.add(mask, scores, alpha=inputs.scaling, out=scores)
             weights = scores.softmax(-1)
         else:
@@ -350,7 +353,7 @@ class KVBudget:
     many steps, so that little is lost where the shortage lasts, and nothing where it passes.
 
     ``tokens`` and ``prefill_tokens`` are what there is now, ``granted_tokens`` the KV tokens that there were to begin
-    with. ``prefills`` is set while prompts or prefixes go through the model: a failure then is one of these.
+    with.
 
     Args:
         granted_bytes: The memory for keys and values.
@@ -367,25 +370,24 @@ class KVBudget:
         self._granted_prefill = self.prefill_tokens = prefill_tokens
         self._most_held = 0
         self._patience, self._num_good = self.PATIENCE, 0
-        self.prefills = False
 
     def measure(self, bytes_per_token: int) -> None:
         """Count tokens of another size: autocast decides in which dtype keys and values come."""
         self.tokens = self.tokens * self.bytes_per_token // bytes_per_token
         self.bytes_per_token, self.granted_tokens = bytes_per_token, self._granted_bytes // bytes_per_token
 
-    def shrink(self, allocated_tokens: int, num_preempted: int) -> str:
+    def shrink(self, allocated_tokens: int, num_preempted: int, is_prefilling: bool) -> str:
         """Go on with less after memory ran out; return what the user is told.
 
         Args:
             allocated_tokens: KV tokens there were when it did.
             num_preempted: Completions that had to be set aside for it.
+            is_prefilling: Whether memory ran out while prompts or prefixes went through the model.
         """
-        if self.prefills and self.prefill_tokens > 1:
+        if is_prefilling and self.prefill_tokens > 1:
             self.prefill_tokens //= 2
         else:
             self.tokens = min(self.tokens, int(self.SHRINKAGE * max(self._most_held, allocated_tokens)))
-        self.prefills = False
         self._patience, self._num_good = 2 * self._patience, 0
         return (
             f"Memory ran out with {allocated_tokens} KV tokens allocated; {num_preempted} completions were set aside "
