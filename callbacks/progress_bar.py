@@ -43,16 +43,16 @@ class UpdateCount:
     Args:
         done: Updates made before the run started.
         total: Updates of the whole run; None if nothing limits them.
+
+    Attributes:
+        done: Updates that have been made.
+        ended: When the last of them ended, in seconds of a clock.
     """
 
     def __init__(self, done: int, total: int | None) -> None:
         self.done, self.total = done, total
         self._first, self._began = done, time.monotonic()
-        self._ended = self._began
-
-    def move(self, done: int) -> None:
-        """Set the number of updates that have been made."""
-        self.done, self._ended = done, time.monotonic()
+        self.ended = self._began
 
     @property
     def share(self) -> float | None:
@@ -64,8 +64,8 @@ class UpdateCount:
         """Seconds until the last update at the speed so far, with validation; NaN before the first, after the last."""
         if self.total is None or self.done in (self._first, self.total):
             return math.nan
-        each = (self._ended - self._began) / (self.done - self._first)
-        return max((self.total - self.done) * each - (time.monotonic() - self._ended), 0.0)
+        each = (self.ended - self._began) / (self.done - self._first)
+        return max((self.total - self.done) * each - (time.monotonic() - self.ended), 0.0)
 
     @property
     def text(self) -> str:
@@ -247,7 +247,7 @@ class GRPOProgressBar(ProgressBar, Listener):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._updates.move(trainer.global_step)
+        self._updates.done, self._updates.ended = trainer.global_step, time.monotonic()
         self._untold = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -304,7 +304,7 @@ class GRPOProgressBar(ProgressBar, Listener):
         dataloader_idx: int = 0,
     ) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            self._updates.move(self._updates.done + 1)
+            self._updates.done, self._updates.ended = self._updates.done + 1, time.monotonic()
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 

@@ -179,7 +179,10 @@ class Trajectory:
     @property
     def versions_T(self) -> torch.Tensor:
         """The policy versions that sampled them, int64; a copy."""
-        return self._spread([OBSERVED if segment.version is None else segment.version for segment in self.segments])
+        versions: list[int] = []
+        for segment in self.segments:
+            versions.append(OBSERVED if segment.version is None else segment.version)
+        return self._spread(versions)
 
     @versions_T.setter
     def versions_T(self, versions_T: Values) -> None:
@@ -256,10 +259,11 @@ class Trajectory:
     @property
     def sampled_ids(self) -> list[int]:
         """The tokens of all turns, without those that were observed."""
-        token_ids: list[int] = self.token_ids_T.tolist()
-        sampled: list[int] = []
-        for begin, end in self.places_of_turns:
-            sampled += token_ids[begin:end]
+        token_ids, sampled, begin = self.arrays[0].tolist(), [], 0
+        for segment in self.segments:
+            if segment.version is not None:
+                sampled += token_ids[begin : begin + segment.num_tokens]
+            begin += segment.num_tokens
         return sampled
 
     @property
@@ -269,7 +273,9 @@ class Trajectory:
 
     def _spread(self, values: Sequence[int]) -> torch.Tensor:
         """Give each token the value of its segment, int64."""
-        counts = np.array([segment.num_tokens for segment in self.segments], np.int64)
+        counts: list[int] = []
+        for segment in self.segments:
+            counts.append(segment.num_tokens)
         return _tensor(np.repeat(np.array(values, np.int64), counts))
 
     def take(self, other: Trajectory) -> None:

@@ -68,9 +68,7 @@ def make(policy: Any, folder: Path, num_slots: int, recorder: Recorder | None) -
         fused: Any = generator._fused
         assert fused is not None
         generator._tables = RowTables(generator._shape, num_slots, attend_by_tables)
-        generator._graphs = GraphedDecoder(
-            fused, generator._tables, policy.parameters, recorder.make
-        )
+        generator._graphs = GraphedDecoder(fused, generator._tables, policy.parameters, recorder.make)
     generator.load_weights(policy.named_parameters(), 0)
     return generator
 

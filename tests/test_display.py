@@ -41,7 +41,7 @@ def at_work(done: int) -> RolloutCount:
 @pytest.mark.parametrize("width", range(1, 130))
 def test_no_line_is_longer_than_the_screen(width: int) -> None:
     updates = UpdateCount(12, 60)
-    updates.move(20)
+    updates.done = 20
     for fields in (run_fields("updates", updates, METRICS), at_work(92).fields("rollout", "0.51 GiB")):
         assert cell_len(as_text(fields, width).plain) <= width
 

@@ -354,26 +354,29 @@ class BatchWatch:
         """
         if math.isnan(logs["frac_no_reward"]):  # the batch has no completion
             return None
-        silent = [each for each in self._functions if math.isnan(logs[f"rewards/{each.name}/mean"])]
+        silent: list[RewardFunction] = []
+        for function in self._functions:
+            if math.isnan(logs[f"rewards/{function.name}/mean"]):
+                silent.append(function)
         is_first, self._num_batches = self._num_batches == 0, self._num_batches + 1
         without = logs["frac_no_reward"] == 1.0
         self._num_unrewarded = self._num_unrewarded + 1 if without else 0
         if is_first and without and len(silent) == len(self._functions) and self._on_error == "raise":
             raise RewardError(
-                f"No completion of the first batch has a reward: {_listed(silent)} returned None for each of them; "
+                f"No completion of the first batch has a reward: {_paths(silent)} returned None for each of them; "
                 "return a number, because None says that a function does not apply to a completion."
             )
         if self._num_unrewarded >= MOST_BATCHES_WITHOUT_REWARD:
             raise RewardError(
                 f"No rollout of {self._num_unrewarded} batches in a row has a reward, so there is nothing to learn "
-                f"from: each of {_listed(self._functions)} returned None or failed; let one apply, and check its "
+                f"from: each of {_paths(self._functions)} returned None or failed; let one apply, and check its "
                 "weight and the data."
             )
         if self._num_unrewarded == 1:
-            return f"No rollout of this batch has a reward: each of {_listed(self._functions)} returned None or failed."
+            return f"No rollout of this batch has a reward: each of {_paths(self._functions)} returned None or failed."
         if is_first and silent and len(silent) < len(self._functions):
             return (
-                f"No completion of the first batch has a value of {_listed(silent)}, which returned None or failed for "
+                f"No completion of the first batch has a value of {_paths(silent)}, which returned None or failed for "
                 "each of them, while other functions gave numbers; return a number, unless the function applies to "
                 "other prompts only."
             )
@@ -392,5 +395,5 @@ class BatchWatch:
         )
 
 
-def _listed(functions: Sequence[RewardFunction]) -> str:
+def _paths(functions: Sequence[RewardFunction]) -> str:
     return ", ".join(f"{function.name} ({function.path})" for function in functions)

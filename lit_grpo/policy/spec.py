@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from lit_grpo.memory import update_bytes
@@ -89,16 +88,15 @@ class PolicySpec:
         """Return the special tokens that completions hold and their texts do not show, end tokens excepted."""
         if self.keep_special_tokens:
             return []
-        added = self.tokenizer.added_tokens_decoder.items()
-        special = {*self.tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
-        hidden = np.array(sorted(special - set(self._ends)), dtype=np.int64)
-        held = [
-            np.intersect1d(hidden, np.asarray(completion.sampled_ids, dtype=np.int64)).tolist()
-            for completion in completions
-        ]
-        return [
-            str(self.tokenizer.convert_ids_to_tokens(each)) for each in sorted({each for ids in held for each in ids})
-        ]
+        hidden = set(self.tokenizer.all_special_ids)
+        for token_id, token in self.tokenizer.added_tokens_decoder.items():
+            if token.special:
+                hidden.add(token_id)
+        hidden.difference_update(self._ends)
+        held: set[int] = set()
+        for completion in completions:
+            held |= hidden.intersection(completion.sampled_ids)
+        return [str(self.tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(held)]
 
     @property
     def _ends(self) -> list[Any]:

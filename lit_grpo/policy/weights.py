@@ -243,17 +243,8 @@ def digest(tensor: torch.Tensor) -> str:
     """
     global _last
     last, version, digits = _last
-    if last() is not tensor or tensor.is_inference() or version != tensor._version:
-        digits = _digest(tensor)
-        if not tensor.is_inference():  # torch does not count changes of inference tensors
-            _last = ref(tensor), tensor._version, digits
-    return digits
-
-
-_last: tuple[Callable[[], torch.Tensor | None], int, str] = (lambda: None), 0, ""
-
-
-def _digest(tensor: torch.Tensor) -> str:
+    if last() is tensor and not tensor.is_inference() and version == tensor._version:
+        return digits
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     size = len(flat) // (_WORD * _COLUMNS) * _WORD * _COLUMNS
     words = flat[:size]
@@ -266,4 +257,10 @@ def _digest(tensor: torch.Tensor) -> str:
     hashed = blake2b(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest_size=8)
     hashed.update(torch.cat(sums).cpu().numpy().tobytes())
     hashed.update(flat[size:].clone().cpu().numpy().tobytes())  # a clone: numpy would keep a shard's storage alive
-    return hashed.hexdigest()
+    digits = hashed.hexdigest()
+    if not tensor.is_inference():  # torch does not count changes of inference tensors
+        _last = ref(tensor), tensor._version, digits
+    return digits
+
+
+_last: tuple[Callable[[], torch.Tensor | None], int, str] = (lambda: None), 0, ""

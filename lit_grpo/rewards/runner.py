@@ -134,7 +134,11 @@ class RewardRunner(Listener):
             self._calls = Calls(self._num_workers, "reward functions", remedy)
         surroundings = Surroundings(self.state, self._log_metric)
         # In this thread, not on the loop's: a thread that is in torch when the interpreter exits aborts the process.
-        arguments = [[call_arguments(each, group, surroundings) for group in groups] for each in self.functions]
+        arguments: list[list[Arguments]] = []
+        for function in self.functions:
+            arguments.append([])
+            for group in groups:
+                arguments[-1].append(call_arguments(function, group, surroundings))
         self._pending.append(_Submission(groups, self._calls.start(self._score(self._calls, groups, arguments))))
 
     def on_group(self, group: RolloutGroup) -> None:
@@ -157,8 +161,11 @@ class RewardRunner(Listener):
             RewardError: With ``on_error="raise"``, for the first error in the order of groups, functions and
                 rollouts. Groups before the error have their rewards; the others are dropped.
         """
-        wanted = self._pending if groups is None else self._with_rollouts_of(groups)
-        self._pending = [each for each in self._pending if each not in wanted]
+        if groups is None:
+            wanted, self._pending = self._pending, []
+        else:
+            wanted = self._with_rollouts_of(groups)
+            self._pending = [each for each in self._pending if each not in wanted]
         try:
             for submission in wanted:
                 for group, values in zip(submission.groups, zip(*submission.values.result(), strict=True), strict=True):
@@ -194,7 +201,10 @@ class RewardRunner(Listener):
         """Return the mean of each metric that functions have logged since the last call, and forget the values."""
         with self._metrics_lock:
             values, self._metrics = self._metrics, defaultdict(list)
-        return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+        means: dict[str, float] = {}
+        for name, numbers in values.items():
+            means[name] = math.fsum(numbers) / len(numbers)
+        return means
 
     def close(self) -> None:
         """Drop submissions that have not been gathered and stop the threads; :meth:`submit` starts them again."""
@@ -237,10 +247,12 @@ class RewardRunner(Listener):
                 if isinstance(cause, BaseException):  # a call on the group gives its error to every rollout
                     self._count_error(function, cause, group.prompt.prompt_id, list(samples))
         for rollout, row in zip(group.rollouts, zip(*values, strict=True), strict=True):
-            rewards = [None if isinstance(value, BaseException) else value for value in row]
-            named = list(zip(self.functions, rewards, strict=True))
-            rollout.rewards = {function.name: value for function, value in named}
-            applied = [function.weight * value for function, value in named if function.weight and value is not None]
+            rollout.rewards, applied = {}, []
+            for function, value in zip(self.functions, row, strict=True):
+                number = None if isinstance(value, BaseException) else value
+                rollout.rewards[function.name] = number
+                if function.weight and number is not None:
+                    applied.append(function.weight * number)
             rollout.reward = sum(applied) if applied else math.nan
 
     def _count_error(self, function: RewardFunction, cause: BaseException, prompt_id: str, samples: list[int]) -> None:
@@ -266,23 +278,29 @@ def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: 
     for name in (*OF_EPISODES[0], *OF_EPISODES[1]):
         if name in function.names:
             absent[name] = None
+    rows: Arguments = []
     if function.on_group:
         lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-        rows = [{**absent, **lists, **group_inputs(group, surroundings)}]
+        rows.append({**absent, **lists, **group_inputs(group, surroundings)})
     else:
-        rows = [{**absent, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts]
-    return [{name: row[name] for name in row if name in names} for row in rows]
+        for rollout in group.rollouts:
+            rows.append({**absent, **columns, **rollout_inputs(rollout, surroundings)})
+    for row in rows:
+        for name in row.keys() - names:
+            del row[name]
+    return rows
 
 
 def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, Any]:
     """Return the values of one rollout by the names in ``ROLLOUT_INPUTS``.
 
     Where the prompt gave the beginning of the answer, it belongs to the text of the completion, and not to the prompt.
+    What ``reset`` of an environment added to the prompt belongs to the prompt.
     """
     completion = rollout.completion
     return {
         **({} if completion.episode is None else {"episode": completion.episode}),
-        "prompt": _asked(rollout),
+        "prompt": rollout.asked.removesuffix(rollout.prompt.given),
         "completion": rollout.prompt.given + completion.text,
         "completion_ids": completion.token_ids_T.tolist(),
         "num_tokens": completion.num_sampled,
@@ -296,12 +314,12 @@ def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, An
 
 def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, Any]:
     """Return the values of a group by the names in ``GROUP_INPUTS``; a conversation's texts are messages."""
-    rollouts, is_chat = group.rollouts, group.prompt.messages is not None
+    rollouts, is_chat, given = group.rollouts, group.prompt.messages is not None, group.prompt.given
     episodes = [rollout.completion.episode for rollout in rollouts]
     environments = [None if episode is None else episode.environment for episode in episodes]
     return {
         **({"episodes": episodes, "environments": environments} if any(episodes) else {}),
-        "prompts": [rollout.asked_messages if is_chat else _asked(rollout) for rollout in rollouts],
+        "prompts": [rollout.asked_messages if is_chat else rollout.asked.removesuffix(given) for rollout in rollouts],
         "completions": [_answered(group.prompt, rollout.completion) for rollout in rollouts],
         "completion_ids": [rollout.completion.token_ids_T.tolist() for rollout in rollouts],
         "num_tokens": [rollout.completion.num_sampled for rollout in rollouts],
@@ -319,11 +337,6 @@ def _answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, An
         return completion.episode.messages
     text = prompt.given + completion.text
     return text if prompt.messages is None else [{"role": "assistant", "content": text}]
-
-
-def _asked(rollout: Rollout) -> str:
-    """Return the prompt's text without the given beginning of the answer, and with what ``reset`` added to it."""
-    return rollout.asked.removesuffix(rollout.prompt.given)
 
 
 def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) -> None:

@@ -178,11 +178,14 @@ class RolloutBuffer:
         self._version = version
         for key, group in self._groups.items():
             ended = [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
-            if any(self._is_stale(each, version) for each in ended):
+            if ended and any(self._is_stale(each, version) for each in ended):
                 group.due, group.completions, ended = None, {each.request.path: each for each in ended}, []
             stays: list[Trajectory] = [*ended]
             num_lost = 0
-            for request in [entry.request for entry in self.ledger.of(key)]:
+            for entry in self.ledger.of(key):
+                request = entry.request
+                if not request.prefix.num_tokens:
+                    continue
                 if self._is_lost(request.prefix, version):
                     num_lost += request.prefix.num_tokens
                     self.ledger.ask(request.after(EMPTY))
@@ -198,7 +201,10 @@ class RolloutBuffer:
                     stays.append(each)
             num_discarded += num_lost
             group.num_restarts += num_lost > 0
-            group.oldest = min((each.oldest_version for each in stays if each.oldest_version is not None), default=None)
+            group.oldest = None
+            for each in stays:
+                if each.oldest_version is not None and (group.oldest is None or each.oldest_version < group.oldest):
+                    group.oldest = each.oldest_version
             is_whole = key not in self.ledger.groups and not self.rule.releases_parts
             if is_whole and group.completions and group.due is None:
                 unscored.append(_close(group))
@@ -288,7 +294,10 @@ class RolloutBuffer:
 
         What has left in earlier parts of a group is among its members, ``learnt`` and not ``kept``.
         """
-        due = [(key, group) for key, group in self._groups.items() if group.due is not None]
+        due: list[tuple[GroupKey, _Open]] = []
+        for key, group in self._groups.items():
+            if group.due is not None:
+                due.append((key, group))
         waits = self.rule.num_steps is None and self.rule.max_staleness > 0  # what is over may be learnt from later
         if waits and self.rule.num_groups is not None:
             due.sort(key=lambda item: not self._is_due_now(item[1]))

@@ -59,11 +59,12 @@ class TokenRows:
         self._entropy_sums[first:last], self._versions[first:last] = 0, version
         for row, request in enumerate(requests, first):
             prefix, count = request.prefix, request.prefix.num_tokens
+            self._counts[row], self._observed[row] = count, 0
             if count:
                 self._tokens[row, :count] = prefix.token_ids_T.numpy()
                 self._logprobs[row, :count] = prefix.logprobs_T.numpy()
                 self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
-            self._counts[row], self._observed[row] = count, prefix.num_observed
+                self._observed[row] = prefix.num_observed
             self._prompt_lengths[row] = len(request.prompt.token_ids)
         self.requests += requests
 

@@ -430,7 +430,8 @@ def check_request(request: Request, sampling: SamplingParams, context: int, budg
             f"Prompt {prompt.prompt_id!r} has {num_tokens} tokens and up to {sampling.room} are to follow, but "
             f"the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
         )
-    request.check_prefix()
+    if request.prefix.num_tokens:
+        request.check_prefix()
     smallest = smallest_budget(Pieces(), num_tokens, sampling.room)
     if smallest > budget.granted_tokens:
         raise ValueError(
