@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 from lit_grpo.checkpoints import fault_of, read_state
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.saving import BrokenPolicyError, ExportError
-from lit_grpo.policy.sharding import gather_for_sampling
 
 from .run_checkpoint import RunCheckpoint
 
@@ -32,7 +31,6 @@ class PolicyExporter(pl.Callback):
                 checkpoint to continue from.
         """
         assert isinstance(pl_module, GRPOModule)
-        gather_for_sampling(pl_module.policy)
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         try:

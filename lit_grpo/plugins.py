@@ -733,7 +733,7 @@ class RunFacts:
         updates_per_batch: Optimizer steps on one batch.
         max_observed: The most tokens of a completion that are observed, in training or in validation: the smaller.
         divided_advantages: Whether the advantage estimator divides by a deviation of each group.
-        normalization: How the loss weighs tokens, a :data:`lit_grpo.update.normalization.Normalization`.
+        normalization: How the loss weighs tokens, a :data:`lit_grpo.update.objective.tokens.Normalization`.
         corrected: Whether an importance-sampling correction weighs the loss.
         generator: The name of its class.
         abilities: Of the generator; None where it is not known.

@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-from lit_grpo.update.normalization import Normalization, StepTotals, token_weights
 from lit_grpo.update.objective.kl import KLTerm, k3
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.recipes import RECIPES, clipped
-from lit_grpo.update.objective.tokens import Tokens, log_ratios
+from lit_grpo.update.objective.tokens import Normalization, StepTotals, Tokens, log_ratios, token_weights
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)  # below, within (three times) and above 0.8 to 1.2
 

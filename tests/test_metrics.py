@@ -16,9 +16,9 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.metrics import GapLimits, TokenMetrics, gap_sums
-from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs
+from lit_grpo.update.objective.tokens import StepTotals
 
 NAN = math.nan
 

@@ -46,9 +46,9 @@ from lit_grpo.update.batches.microbatch import least_tokens, num_row_tokens
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs import reference as reference_file
 from lit_grpo.update.logprobs.reference import Reference
-from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.tokens import Normalization
 from lit_grpo.update.step import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")

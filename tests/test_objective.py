@@ -15,13 +15,12 @@ from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.types import PassRule
 from lit_grpo.update.metrics import gap_metrics, gap_sums
-from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction, correction_weights
 from lit_grpo.update.objective.kl import KLTerm, k1, k2, k3
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.recipes import RECIPES
-from lit_grpo.update.objective.tokens import Tokens, entropy_threshold, on_policy_completions, spread
+from lit_grpo.update.objective.tokens import StepTotals, Tokens, entropy_threshold, on_policy_completions, spread
 
 EVERYTHING: dict[str, Any] = {
     "kl": KLTerm(0.1, "k2", importance_weighted=True),

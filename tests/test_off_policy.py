@@ -17,11 +17,10 @@ from test_objective_in_module import stale_groups
 from lit_grpo.methods.a3po import InterpolatedPolicy
 from lit_grpo.methods.vcpo import EffectiveSamples, effective_share
 from lit_grpo.types import Prompt, RolloutGroup
-from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction, CorrectionMode, correction_weights
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
-from lit_grpo.update.objective.tokens import Tokens, near_completions
+from lit_grpo.update.objective.tokens import StepTotals, Tokens, near_completions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 VCPO = Objective(

@@ -32,11 +32,10 @@ from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, virtual_maximum_advantages
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
-from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
-from lit_grpo.update.objective.tokens import Tokens, log_ratios
+from lit_grpo.update.objective.tokens import StepTotals, Tokens, log_ratios
 from lit_grpo.update.plugin import SquaredNorm
 from lit_grpo.update.prefix.sharing import shared_prefixes
 

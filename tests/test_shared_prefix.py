@@ -26,9 +26,8 @@ from lit_grpo.update.logprobs.checkpointing import KEPT, KeptBytes, checkpoint_l
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.prefix import flex
 from lit_grpo.update.prefix import layout as prefix_layout
-from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.prefix.layout import Stretch, attention_pieces, key_labels
+from lit_grpo.update.prefix.layout import Stretch, attention_pieces, key_labels, piecewise_attention
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.prefix.support import prefix_refusal
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -104,6 +105,21 @@ def scatter(policy: PreTrainedModel) -> None:
     for module in _parts(policy):
         module.set_reshard_after_forward(module is not policy, recurse=False)
         module.reshard()
+
+
+@contextmanager
+def as_shards(policy: PreTrainedModel) -> Iterator[None]:
+    """Inside, each rank has only its shard of the weights, as a step's gradient and the optimizer need them.
+
+    Afterwards the weights have their form between updates again. After an error they are left as they are, because
+    other ranks may not be there to gather them.
+    """
+    if not is_sharded(policy):
+        yield
+        return
+    scatter(policy)
+    yield
+    gather_for_sampling(policy)
 
 
 def gather_for_sampling(policy: PreTrainedModel) -> None:

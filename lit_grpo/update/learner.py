@@ -14,7 +14,7 @@ import torch
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.faults import BrokenBatches
 from lit_grpo.plugins import overriding
-from lit_grpo.policy.sharding import full_tensor, gather_for_sampling
+from lit_grpo.policy.sharding import as_shards, full_tensor
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.assigning import assign_advantages
@@ -22,9 +22,8 @@ from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
 from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
 from lit_grpo.update.micro_batch_size import MicroBatchSize
-from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
-from lit_grpo.update.objective.tokens import highest
+from lit_grpo.update.objective.tokens import StepTotals, highest
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import LearningBatch
 from lit_grpo.update.step import (
@@ -101,14 +100,15 @@ class Learner:
             for numbers in torch.arange(len(some)).tensor_split(num_minibatches) * num_iterations:
                 minibatch = [rollout for number in numbers.tolist() for rollout in some[number].rollouts]
                 parts.append(self._step(minibatch, batch, columns, is_whole))
-                if measuring is None or not is_whole:
-                    passes.gradient(parts, metrics, is_whole)
-                else:
-                    prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in minibatch))
-                    norms = passes.measured_gradient(parts[0], prompts, measuring.num_parts, metrics)
-                    measuring.measured(norms)
-                if is_whole:
-                    self._take_step(parts.pop(), metrics)
+                with as_shards(self.policy):
+                    if measuring is None or not is_whole:
+                        passes.gradient(parts, metrics, is_whole)
+                    else:
+                        prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in minibatch))
+                        norms = passes.measured_gradient(parts[0], prompts, measuring.num_parts, metrics)
+                        measuring.measured(norms)
+                    if is_whole:
+                        self._take_step(parts.pop(), metrics)
         if parts:
             step, scale = self._together(parts, metrics)
             self._take_step(step, metrics, scale)
@@ -161,7 +161,6 @@ class Learner:
         everyone = passes.ranks.gather(told) if is_whole else [told]
         for problem in filter(None, (each for each, _ in everyone)):
             raise ValueError(problem)  # on every rank, so that none waits for another
-        gather_for_sampling(self.policy)
         if any(recomputes for _, recomputes in everyone):
             self._recompute(replayed)
         version, several_updates = self.optimization.policy_version, settings.updates_per_batch > 1
@@ -234,7 +233,6 @@ class Learner:
         own = StepTotals(sum(rollout.completion.num_trained for rollout in learnt), len(taking_part), max_tokens)
         totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)
         if is_whole:
-            gather_for_sampling(self.policy)
             if (choosing := settings.plugin("token_mask")) is not None:
                 progress, optimizer = settings.progress(version), self.optimization.optimizer
                 now = replace(batch, version=version, progress=progress, optimizer=optimizer)
@@ -320,8 +318,9 @@ class Learner:
         skipped = bool(ranks.max(float(not math.isfinite(grad_norm + loss))))
         if skipped:
             self.policy.zero_grad()
-        advantages = [rollout.advantage for rollout in step.rollouts]
-        self._broken.count(skipped, step.policy_version, ranks.rank, step.rollouts, advantages, grad_norm, loss)
+            self._broken.count(step.policy_version, ranks.rank, step.rollouts, grad_norm, loss)
+        else:
+            self._broken.num_skipped = 0
         scaling, scale = overriding(self.settings.plugins, "step_scale"), 1.0
         if scaling and not skipped:
             scale = math.prod(plugin.step_scale(metrics.log_weights_C, ranks.gather) for plugin in scaling)

@@ -12,13 +12,12 @@ import torch
 
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.plugins import overriding
-from lit_grpo.policy.sharding import compute, is_scattered, scatter
+from lit_grpo.policy.sharding import compute, is_scattered
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Completion, GroupKey, Key, Rollout
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
-from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
 from lit_grpo.update.metrics import TokenMetrics
@@ -123,8 +122,17 @@ class PolicyPasses:
             metrics: Of the batch.
             is_whole: Whether the one part is all of the step. Ranks then exchange the gradient with its last
                 micro-batch; else :meth:`exchange` has to follow after the last part.
+
+        Raises:
+            RuntimeError: A callback has put the policy into evaluation, or switched gradient checkpointing.
         """
-        scatter(self.policy)
+        checkpointing = self.policy.is_gradient_checkpointing
+        if not self.policy.training or checkpointing != bool(self.settings.gradient_checkpointing):
+            mode = "training" if self.policy.training else "evaluation"
+            raise RuntimeError(
+                f"The policy is in {mode} mode with gradient checkpointing {checkpointing}; "
+                "a callback has changed it and must put it back."
+            )
         if len(parts) == 1:
             self.policy.zero_grad()
         sent = parts[-1:]
@@ -163,7 +171,10 @@ class PolicyPasses:
             step.rollouts, step.columns, step.lengths, has_ce=step.totals.num_ce_tokens > 0
         )
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
-            for index, (owner, micro_batch) in enumerate(self._rows.in_turn(micro_batches)):
+            turns = (
+                zip(itertools.repeat(0), micro_batches) if self._rows.size == 1 else self._rows.in_turn(micro_batches)
+            )
+            for index, (owner, micro_batch) in enumerate(turns):
                 is_last = exchange and index == len(micro_batches) * self._rows.size - 1
                 if is_open and is_last and self.ranks.max(float(short)):
                     return False
@@ -190,7 +201,6 @@ class PolicyPasses:
             metrics: Gets the loss and the micro-batch's sums.
         """
         settings, objective = self.settings, self.settings.objective
-        check_mode(self.policy, bool(settings.gradient_checkpointing))
         forward = partial(
             micro_batch_logprobs,
             self.policy,
@@ -283,7 +293,6 @@ class PolicyPasses:
         visitor: Callable[[Callable[[], object], float], None],
     ) -> None:
         """Show what sends each micro-batch through the policy's layers, without gradient, and what its tokens count."""
-        scatter(self.policy)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
             for micro_batch in self.micro_batches(rollouts):
                 on_device = micro_batch.to(self.policy.device)
@@ -303,8 +312,15 @@ class PolicyPasses:
         Their columns are not filled. Without ``chunks``, by the place of a rollout, completions are whole: with no
         gradient they take little memory, so that one may have more tokens than the budget where a chunk has not.
         """
-        shares_prefix, max_tokens = self.settings.shares_prefix, self._max_tokens(rollouts)
-        if chunks is None and self.settings.plugin("chunks") is not None:
+        settings, shares_prefix = self.settings, self.settings.shares_prefix
+        max_tokens = settings.max_tokens_per_micro_batch
+        if max_tokens == "auto":
+            if self.budget is None:  # estimated the first time, the same on every rank
+                free, is_selective = free_bytes(self.policy.device), settings.gradient_checkpointing == "selective"
+                estimate = estimate_tokens(self.policy, free, shares_prefix, is_selective)
+                self.budget = MicroBatchSize(int(-self.ranks.max(-estimate)))
+            max_tokens = max(self.budget.tokens, least_tokens(rollouts, shares_prefix))
+        if chunks is None and settings.plugin("chunks") is not None:
             max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
         completions = [rollout.completion for rollout in rollouts]
         key = tuple(map(id, completions)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())
@@ -324,14 +340,3 @@ class PolicyPasses:
         self.ranks.warn(self.budget.halve(int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))))
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _max_tokens(self, rollouts: Sequence[Rollout]) -> int:
-        """The token budget of micro-batches; where it is open, estimated the first time, the same on every rank."""
-        settings = self.settings
-        if settings.max_tokens_per_micro_batch != "auto":
-            return settings.max_tokens_per_micro_batch
-        if self.budget is None:
-            is_selective = settings.gradient_checkpointing == "selective"
-            tokens = estimate_tokens(self.policy, free_bytes(self.policy.device), settings.shares_prefix, is_selective)
-            self.budget = MicroBatchSize(int(-self.ranks.max(-tokens)))
-        return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lit_grpo.types import Completion, GroupKey, Rollout
-from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.objective.tokens import StepTotals
 from lit_grpo.update.plugin import Chunk, Term
 
 PROVISIONAL = 2**12

@@ -62,10 +62,12 @@ class Shards(pl.Callback):
             layers = pl_module.policy.get_decoder().layers
             assert is_scattered(layers) == self.always
 
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        assert rank_and_world_size()[1] == 1 or is_scattered(pl_module.policy)
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if rank_and_world_size()[1] == 1:
             return
-        assert is_scattered(pl_module.policy)
         for optimizer in trainer.optimizers:
             for weight, state in optimizer.state.items():
                 held = sum(tensor.to_local().numel() for tensor in (cast(Any, weight), state["momentum_buffer"]))

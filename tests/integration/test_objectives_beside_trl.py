@@ -15,12 +15,11 @@ import torch
 
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.plugins import fresh
-from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.corrections import Correction, correction_weights
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
-from lit_grpo.update.objective.tokens import entropy_threshold, spread
+from lit_grpo.update.objective.tokens import StepTotals, entropy_threshold, spread
 
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]

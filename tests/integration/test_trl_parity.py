@@ -33,9 +33,9 @@ from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, ScaleBy
 from lit_grpo.update.advantages.functions import globally_normalized_advantages
-from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.tokens import Normalization
 
 trl = pytest.importorskip("trl")
 

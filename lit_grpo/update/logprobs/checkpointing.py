@@ -46,21 +46,6 @@ def checkpoint_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> N
     model.gradient_checkpointing_enable(options)
 
 
-def check_mode(policy: PreTrainedModel, gradient_checkpointing: bool) -> None:
-    """Check that the policy is as the update needs it.
-
-    Raises:
-        RuntimeError: A callback has put it into evaluation, or switched gradient checkpointing.
-    """
-    checkpointing = policy.is_gradient_checkpointing
-    if not policy.training or checkpointing != gradient_checkpointing:
-        mode = "training" if policy.training else "evaluation"
-        raise RuntimeError(
-            f"The policy is in {mode} mode with gradient checkpointing {checkpointing}; "
-            "a callback has changed it and must put it back."
-        )
-
-
 class KeptBytes(TorchDispatchMode):
     """Counts the bytes that selective checkpointing keeps of what runs inside."""
 

@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 from lit_grpo.compatibility import Clash, Requirement, check_clashes
 from lit_grpo.limits import Limit, NotNegative, check_fields, check_value
 from lit_grpo.settings import find_row
-from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.recipes import RECIPES, Recipe
-from lit_grpo.update.objective.tokens import RatioLevel
+from lit_grpo.update.objective.tokens import Normalization, RatioLevel
 
 Proximal = Literal["sampled", "recomputed"]
 BOUNDS = ("epsilon", "epsilon_high", "delta")

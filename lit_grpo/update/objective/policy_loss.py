@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lit_grpo.update.normalization import StepTotals, token_weights
 from lit_grpo.update.objective.corrections import correction_metrics, correction_weights
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.tokens import (
     LARGEST_LOG_RATIO,
+    StepTotals,
     Tokens,
     log_ratios,
     near_completions,
     on_policy_completions,
     spread,
+    token_weights,
 )
 
 
@@ -76,7 +77,7 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
 
         - sum_t c_t logprob_t / num_ce_tokens
 
-    ``w_t`` is :func:`~lit_grpo.update.normalization.token_weights` of the token, and the surrogate is that of the
+    ``w_t`` is :func:`~lit_grpo.update.objective.tokens.token_weights` of the token, and the surrogate is that of the
     objective's :class:`~lit_grpo.update.objective.recipes.Recipe`. As in TRL 1.16, masks and corrections multiply the
     surrogate alone. If a token stands for several (``weights_N``), all of its terms are multiplied by their number.
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lit_grpo.update.normalization import Normalization
-from lit_grpo.update.objective.tokens import RatioLevel, Tokens, completion_sums, spread
+from lit_grpo.update.objective.tokens import Normalization, RatioLevel, Tokens, completion_sums, spread
 
 Surrogate = tuple[torch.Tensor, dict[str, torch.Tensor]]
 

@@ -13,9 +13,8 @@ from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.decoder import attention_name, hidden_states
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.ranks import Ranks
-from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels
+from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels, piecewise_attention
 from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 
 if TYPE_CHECKING:
