@@ -170,15 +170,6 @@ def test_statistics_over_tokens_are_of_all_ranks_and_of_completions_with_a_rewar
     assert compute([NAN] * 6).isnan().all()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_ngrpo_takes_its_statistics_with_the_virtual_member(seed: int) -> None:
-    rng = random.Random(seed)
-    row = [rng.random() for _ in range(rng.randint(1, 12))]
-    mean, deviation = statistics.fmean([*row, 1.5]), statistics.stdev([*row, 1.5])
-    expected = [(value - mean) / (deviation + 1e-6) for value in row]
-    assert_close(rows(virtual_maximum_advantages, tensor([row]), 1.5), [expected])
-
-
 def test_a_reward_above_the_maximum_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"advantages\.max_reward is 1\.0, but a completion has reward 1\.5; set it to"
@@ -225,23 +216,6 @@ def test_gdpo_normalises_each_reward_function_by_itself(seed: int) -> None:
 # ---- DCPO: earlier visits ------------------------------------------------------------------------------
 
 
-def smoothed_reference(visits: list[list[float]]) -> list[float]:
-    """DCPO's smoothed standardisation of the last visit, from all rewards; visits have equally many."""
-
-    def standard(row: list[float], mean: float, deviation: float) -> list[float]:
-        return [(value - mean) / deviation if deviation > 1e-9 else 0.0 for value in row]
-
-    count, last = len(visits), visits[-1]
-    means, variances = [statistics.fmean(row) for row in visits], [statistics.variance(row) for row in visits]
-    # Unbiased within visits, and between them by their number: the running formula in closed form.
-    total = statistics.fmean(variances) + statistics.pvariance(means)
-    new = standard(last, means[-1], math.sqrt(variances[-1]))
-    all_visits = standard(last, statistics.fmean(means), math.sqrt(total))
-    first = [((count - 1) * a + b) / count for a, b in zip(new, all_visits, strict=True)]
-    second = [(a + (count - 1) * b) / count for a, b in zip(new, all_visits, strict=True)]
-    return [a if abs(a) < abs(b) else b for a, b in zip(first, second, strict=True)]
-
-
 def smoothed(history: PromptHistory, rewards: Rewards) -> torch.Tensor:
     """Advantages of a visit of as many prompts as there are rows, which is counted then."""
     prompt_ids = [f"train/{row}" for row in range(len(rewards))]
@@ -251,17 +225,6 @@ def smoothed(history: PromptHistory, rewards: Rewards) -> torch.Tensor:
     history.note([Visit(prompt_id, number, row, 0, len(row), 0) for prompt_id, row in seen])
     history.commit()
     return advantages
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_dcpo_smooths_over_all_visits_of_a_prompt(seed: int) -> None:
-    rng = random.Random(seed)
-    history, visits = PromptHistory(), []
-    for visit in range(6):
-        row = [float(rng.randint(0, 4)) for _ in range(8)] if visit != 2 else [2.0] * 8
-        visits.append(row)
-        assert_close(smoothed(history, [row, [0.0] * 8]), [smoothed_reference(visits), [0.0] * 8])
-    assert history["train/0"].num_visits == 6
 
 
 def test_a_visit_without_rewards_does_not_count() -> None:

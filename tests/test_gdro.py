@@ -9,7 +9,6 @@ import random
 import pytest
 
 from lit_grpo.budgets.history import Outcome, Record
-from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.methods.gdro import PromptGDRO, RolloutGDRO, bin_of
 from lit_grpo.types import Prompt
 
@@ -56,19 +55,6 @@ def test_weights_are_exponential_in_mean_losses(seed: int) -> None:
         assert rule.prompt_chance(PROMPT, record, state) == pytest.approx(
             expected[bin_of(record, rule.bins)] / max(expected)
         )
-
-
-def test_a_rare_group_counts_as_much_as_a_frequent_one_and_a_first_visit_nothing() -> None:
-    rule = PromptGDRO(bins=2)
-    state = rule.next_prompt_state(
-        rule.prompt_state([]), [], [visited(0.0, 0.0)] + [visited(1.0, 1.0)] * 99 + [visited(0.0)]
-    )
-    assert state == {"loss_of_bin/0": 1.0, "loss_of_bin/1": 0.0}
-    hard, easy = (rule.prompt_chance(PROMPT, visited(rate), state) for rate in (0.0, 1.0))
-    of_hard, of_easy = 0.85 / (1 + math.exp(-2)) + 0.075, 0.85 / (1 + math.exp(2)) + 0.075
-    assert hard == 1.0 and easy == pytest.approx(of_easy / of_hard)
-    assert rule.prompt_chance(PROMPT, Record(), state) == 1.0
-    assert PromptChooser(rule, 0).metrics() == {"prompts/loss_of_bin/0": -1.0, "prompts/loss_of_bin/1": -1.0}
 
 
 def noise(rates: list[float], counts: tuple[int, ...] | list[int], bins: int) -> float:

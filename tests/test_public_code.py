@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import test_copo
-import test_gigpo
+import test_turn_credit
 import torch
 from hand_made import as_groups, make_micro_batch, make_rollout, plugin
 from test_allocation import at
@@ -283,14 +283,14 @@ def test_advantages_of_gigpo(scale: bool, tolerance: float, expected: list[list[
     """
     start, door, key, wall = (), (7, 7), (8,), (9,)
     members = [
-        test_gigpo.episode(0, 1.0, [start, door, key], [0.0, 0.5, 1.0]),
-        test_gigpo.episode(1, 0.0, [start, door], [0.25, 0.0]),
-        test_gigpo.episode(2, 1.0, [start, key, key], [0.0, 0.0, 1.0]),
-        test_gigpo.episode(3, 0.5, [start, wall, door, key], [0.0, -0.5, 0.0, 0.5]),
+        test_turn_credit.episode(0, 1.0, [start, door, key], [0.0, 0.5, 1.0]),
+        test_turn_credit.episode(1, 0.0, [start, door], [0.25, 0.0]),
+        test_turn_credit.episode(2, 1.0, [start, key, key], [0.0, 0.0, 1.0]),
+        test_turn_credit.episode(3, 0.5, [start, wall, door, key], [0.0, -0.5, 0.0, 0.5]),
     ]
     rewards_R = torch.tensor([member.reward for member in members], dtype=torch.float64)
     advantages = group_advantages(rewards_R, torch.zeros(4).long(), "group" if scale else "none").tolist()
-    found = GiGPO(weight=0.7, gamma=0.95, scale=scale).credit(test_gigpo.group(*members), advantages)
+    found = GiGPO(weight=0.7, gamma=0.95, scale=scale).credit(test_turn_credit.group(*members), advantages)
     for its_turns, its_expected in zip(found, expected, strict=True):
         assert its_turns == pytest.approx(its_expected, abs=tolerance)
 
