@@ -64,7 +64,7 @@ def test_others_run_their_own_forward(family: str) -> None:
 
 
 def test_it_is_refused_where_it_comes_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FusedDecoder.after
-    monkeypatch.setattr(FusedDecoder, "after", lambda *arguments: original(*arguments) * 1.1)
+    original = FusedDecoder.__call__
+    monkeypatch.setattr(FusedDecoder, "__call__", lambda *arguments: original(*arguments) * 1.1)
     policy: Any = random_policy()
     assert check_slot_support(policy)[1] is None

@@ -18,7 +18,7 @@ import pytest
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.rollout.vllm import http
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, PROCESS_HEADER
-from lit_grpo.rollout.vllm.http import Chunk, HttpReceiver, ServerClient, ServerError
+from lit_grpo.rollout.vllm.http import HttpReceiver, SampledChunk, ServerClient, ServerError
 
 PROCESS, WEIGHTS = "process", "mine"
 BARE: Mapping[str, str] = MappingProxyType({})
@@ -119,13 +119,13 @@ def drip(self: Hostile, part: bytes) -> None:
         time.sleep(0.05)
 
 
-def sample(client: ServerClient, num_tokens: int = 4) -> list[Chunk | ServerError]:
+def sample(client: ServerClient, num_tokens: int = 4) -> list[SampledChunk | ServerError]:
     """Return what comes of a completion of so many tokens at most, until it ends."""
     pump = HttpReceiver(client._loop)
     pump.begin(0, client, [1], {"max_tokens": num_tokens}, "salt")
-    contents: list[Chunk | ServerError] = []
+    contents: list[SampledChunk | ServerError] = []
     deadline = time.monotonic() + 20.0
-    while not contents or (isinstance(contents[-1], Chunk) and contents[-1].finish_reason is None):
+    while not contents or (isinstance(contents[-1], SampledChunk) and contents[-1].finish_reason is None):
         assert time.monotonic() < deadline
         contents += [arrival.content for arrival in pump.arrivals(1.0)]
     pump.close()
@@ -228,7 +228,7 @@ def test_an_answer_of_a_hostile_server_is_a_failure_of_that_server(
 
 def test_a_server_that_talks_on_after_the_end_holds_nothing(server: ThreadingHTTPServer, client: ServerClient) -> None:
     server.RequestHandlerClass.behave = lambda self: self.stream(event(), *[event()] * 10_000)  # pyright: ignore
-    assert sample(client) == [Chunk([5], [-1.0], "stop")]
+    assert sample(client) == [SampledChunk([5], [-1.0], "stop")]
 
 
 def test_two_hundred_completions_leave_no_socket_open(server: ThreadingHTTPServer, client: ServerClient) -> None:
@@ -238,7 +238,7 @@ def test_two_hundred_completions_leave_no_socket_open(server: ThreadingHTTPServe
     sample(client)
     before = len(list(Path("/proc/self/fd").iterdir())) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(200):
-        assert sample(client) == [Chunk([5], [-1.0], "stop")]
+        assert sample(client) == [SampledChunk([5], [-1.0], "stop")]
     after = len(list(Path("/proc/self/fd").iterdir())) if os.path.isdir("/proc/self/fd") else 0
     assert after <= before + 4
 

@@ -16,7 +16,7 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
-from lit_grpo.rollout.vllm.http import Arrival, Chunk, ServerClient, ServerError
+from lit_grpo.rollout.vllm.http import Arrival, SampledChunk, ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.vllm.streams import EngineRequests
@@ -258,7 +258,10 @@ def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_r
     stream = generator._streams.open(Request(Prompt("a", (2, 3), ""), (0,), SamplingParams()), 1.0, "")
     generator._streams.give_ticket(stream)
     assert stream.ticket is not None
-    arrivals = [Arrival(stream.ticket, Chunk([5], [-1.0], None)), Arrival(stream.ticket, Chunk([6], [-1.0], "stop"))]
+    arrivals = [
+        Arrival(stream.ticket, SampledChunk([5], [-1.0], None)),
+        Arrival(stream.ticket, SampledChunk([6], [-1.0], "stop")),
+    ]
     generator._pump = SimpleNamespace(arrivals=lambda timeout_s: [arrivals.pop(0)])  # pyright: ignore[reportAttributeAccessIssue]
     for _ in range(3):
         generator._resume_lost([], "It has died.")

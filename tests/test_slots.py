@@ -547,7 +547,7 @@ def test_what_has_ended_makes_room_for_what_has_not(make: Any, policy: Any) -> N
     kept, rows, cache = KeptCompletions(), generator._rows, generator._cache
 
     def keep(row: int, ended: bool) -> list[Any]:
-        kept.keep(row, rows, cache, 40, ended)
+        kept.store(row, rows, cache, 40, ended)
         return list(kept._kept)
 
     with torch.inference_mode():

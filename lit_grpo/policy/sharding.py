@@ -30,7 +30,7 @@ def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True)
     Args:
         policy: The model; on all ranks except the first its weights may be on the device ``meta``.
         mesh: The ranks, in one dimension.
-        whole_at_rest: Whether :func:`rest` makes the weights whole, for a generator in this process.
+        whole_at_rest: Whether :func:`gather_for_sampling` makes the weights whole, for a generator in this process.
 
     Raises:
         ValueError: The policy has no list of layers.

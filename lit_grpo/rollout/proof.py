@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NUM_TOKENS, _MOST_TOKENS_EACH = 512, 256
 
 
-class Gap(NamedTuple):
+class LogprobGap(NamedTuple):
     """Mean difference of an engine's and the policy's log-probs, in ``nats`` and ``relative`` to their spread.
 
     ``rounding`` is the relative error of the policy's embeddings that would move its log-probs as far. ``model``
@@ -56,7 +56,7 @@ class SyncProof:
         self.tokenizer, self.max_gap, self.max_growth = tokenizer, max_gap, max_growth
         self._largest = math.inf  # rounding of the syncs that were good
 
-    def measure(self, scorer: Scorer, policy: PreTrainedModel) -> Gap:
+    def measure(self, scorer: Scorer, policy: PreTrainedModel) -> LogprobGap:
         """Return the gap of the engine with the largest one."""
         sequences = given_tokens(self.tokenizer, min(scorer.longest_sequence, context_length(policy)))
         expected_N = given_logprobs(policy, sequences)
@@ -66,9 +66,9 @@ class SyncProof:
         worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf)
         moved = float((_shaken_logprobs(policy, sequences) - expected_N).abs().mean()) / _SHAKE
         nats, model = gaps[worst], class_of(policy).__name__
-        return Gap(worst, model, nats, nats / spread, nats / max(moved, _LEAST_SPREAD))
+        return LogprobGap(worst, model, nats, nats / spread, nats / max(moved, _LEAST_SPREAD))
 
-    def accepts(self, gap: Gap) -> bool:
+    def accepts(self, gap: LogprobGap) -> bool:
         """Whether a sync is good; later syncs are then compared with it."""
         if not self._is_within(gap, self.max_growth * self._largest):
             return False
@@ -76,7 +76,7 @@ class SyncProof:
         self._largest = known if math.isinf(self._largest) else max(self._largest, known)
         return True
 
-    def check(self, gap: Gap, version: int) -> None:
+    def check(self, gap: LogprobGap, version: int) -> None:
         """Raise a WeightSyncError if the gap is still too large after all weights were sent again."""
         limit = 2 * self.max_growth * self._largest
         if not self._is_within(gap, limit):
@@ -89,7 +89,7 @@ class SyncProof:
                 f"and twice max_gap_growth ({self.max_growth}) times the largest so far."
             )
 
-    def _is_within(self, gap: Gap, most_rounding: float) -> bool:
+    def _is_within(self, gap: LogprobGap, most_rounding: float) -> bool:
         return gap.nats <= _LEAST_NATS or (gap.relative <= self.max_gap and gap.rounding <= most_rounding)
 
 

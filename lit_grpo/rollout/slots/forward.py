@@ -270,7 +270,6 @@ class FusedDecoder:
         self._layers = [
             LayerOperations(layer, call.scaling, call.sight) for layer, call in zip(decoder.layers, calls, strict=True)
         ]
-        self.num_layers = len(self._layers)
         self.tables = (torch.empty((0, self._head_size), device=model.device),) * 2
 
     def __call__(
@@ -282,41 +281,22 @@ class FusedDecoder:
         """
         hidden = self.embed(tokens_B)
         self.tabulate(longest + 1, hidden)
-        cos, sin = self.angles(positions_B)
-        for layer in range(self.num_layers):
-            heads, value = self.before(layer, hidden, cos, sin)
-            hidden = self.after(layer, cache.attend(layer, self.inputs(layer, heads, value)), hidden)
-        return self.norm(hidden)
-
-    def angles(self, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine of each row's position, shape (rows, 1, head size); they have been tabulated."""
         cos, sin = self.tables
-        return cos.index_select(0, positions_B)[:, None], sin.index_select(0, positions_B)[:, None]
-
-    def before(
-        self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the query and key heads, one after another, and the value heads: shape (rows, heads, head size)."""
-        own, size, rows = self._layers[layer], self._head_size, len(hidden)
-        normed = _lowered(own.attention_norm(hidden))
-        # Query and key heads are normed and rotated together.
-        heads = own.head_norm(torch.cat([own.query(normed), own.key(normed)], -1).view(rows, -1, size))
-        heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin)
-        value = own.value(normed).view(rows, -1, size)
-        return heads.to(value.dtype), value
-
-    def inputs(self, layer: int, heads: torch.Tensor, value: torch.Tensor) -> AttentionInputs:
-        """Return what ``before`` has computed as a layer hands it to its attention."""
-        own, num_queries = self._layers[layer], heads.shape[1] - value.shape[1]
-        query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
-        return AttentionInputs(query, key, value[:, :, None], own.scaling, own.sight)
-
-    def after(self, layer: int, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Make ``hidden`` what goes into the next layer, after attention has returned ``attended``, of any shape."""
-        own = self._layers[layer]
-        hidden.add_(own.output(attended.reshape(len(hidden), -1)))
-        normed = _lowered(own.mlp_norm(hidden))
-        return hidden.add_(own.down(own.activation(own.gate(normed)).mul_(own.up(normed))))
+        cos, sin = cos.index_select(0, positions_B)[:, None], sin.index_select(0, positions_B)[:, None]
+        rows, size = len(hidden), self._head_size
+        for layer, own in enumerate(self._layers):
+            normed = _lowered(own.attention_norm(hidden))
+            # Query and key heads, one after another, are normed and rotated together.
+            heads = own.head_norm(torch.cat([own.query(normed), own.key(normed)], -1).view(rows, -1, size))
+            heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin)
+            value = own.value(normed).view(rows, -1, size)
+            heads, num_queries = heads.to(value.dtype), heads.shape[1] - value.shape[1]
+            query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
+            inputs = AttentionInputs(query, key, value[:, :, None], own.scaling, own.sight)
+            hidden.add_(own.output(cache.attend(layer, inputs).reshape(rows, -1)))
+            normed = _lowered(own.mlp_norm(hidden))
+            hidden.add_(own.down(own.activation(own.gate(normed)).mul_(own.up(normed))))
+        return self.norm(hidden)
 
     def tabulate(self, num_positions: int, like: torch.Tensor) -> None:
         """Have cosine and sine of all positions at hand, in the dtype of ``like``; the sine's first half is negative.

@@ -240,7 +240,7 @@ class SlotGenerator(Versioned):
     def _leave(self, row: int, ended: bool = False) -> None:
         """Free a row; its keys and values are kept where requests may go on from them, as far as there is room."""
         if self._rows.requests[row].group not in self._released and (self.keeps_ended or not ended):
-            self._kept.keep(row, self._rows, self._cache, self._room_to_keep(), ended)
+            self._kept.store(row, self._rows, self._cache, self._room_to_keep(), ended)
         self._cache.remove(row)
         self._rows.remove(row)
 

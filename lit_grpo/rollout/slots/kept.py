@@ -39,7 +39,7 @@ class KeptCompletions:
         self.num_tokens = 0
         self._kept: dict[Key, _Kept] = {}
 
-    def keep(self, row: int, rows: TokenRows, cache: SlotCache, most_tokens: int, ended: bool = False) -> None:
+    def store(self, row: int, rows: TokenRows, cache: SlotCache, most_tokens: int, ended: bool = False) -> None:
         """Copy what a row holds but its last token, if all that is kept stays within ``most_tokens``.
 
         Those that have ended make room for it, the first of them first.

@@ -51,7 +51,7 @@ class ServerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SampledChunk:
     """Some tokens of a completion, and why it ended if these are its last."""
 
     token_ids: list[int]
@@ -353,7 +353,7 @@ class ServerClient:
 
     # ---- completions ------------------------------------------------------------------------------
 
-    async def stream(self, prompt: list[int], fields: Mapping[str, Any], salt: str) -> AsyncIterator[Chunk]:
+    async def stream(self, prompt: list[int], fields: Mapping[str, Any], salt: str) -> AsyncIterator[SampledChunk]:
         """Sample a completion of ``prompt``, chunk by chunk.
 
         Args:
@@ -410,7 +410,7 @@ class ServerClient:
                 raise self._nonsense(f"sends a line of more than {_MAX_LINE} bytes in a completion")
         yield begun.decode(errors="replace")
 
-    def _chunk(self, text: str, num_left: int, weights: str) -> Chunk:
+    def _chunk(self, text: str, num_left: int, weights: str) -> SampledChunk:
         """Read an event of a completion that may have ``num_left`` more tokens, all sampled by these ``weights``."""
         try:
             event = json.loads(text)
@@ -442,7 +442,7 @@ class ServerClient:
                 f"sent {weights!r}: somebody else has changed its weights.",
                 foreign=True,
             )
-        return Chunk(token_ids, logprobs, reason)
+        return SampledChunk(token_ids, logprobs, reason)
 
 
 @dataclass(frozen=True)
@@ -450,7 +450,7 @@ class Arrival:
     """A chunk of the completion with this ticket, or the failure of its server."""
 
     ticket: int
-    content: Chunk | ServerError
+    content: SampledChunk | ServerError
 
 
 class HttpReceiver:

@@ -20,7 +20,7 @@ import torch
 from lit_grpo.memory import free_bytes, in_one_copy, update_bytes
 from lit_grpo.policy.architecture.attention import ALL, Sight
 from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape, attention_weights
-from lit_grpo.rollout.slots.kv.shelves import Shelf, ShelfWriter, Stretch
+from lit_grpo.rollout.slots.kv.shelves import Shelf, ShelfStretch, ShelfWriter
 from lit_grpo.rollout.slots.kv.tables import RowTables
 from lit_grpo.scheduling.layouts import TIGHT, Pieces, piece_sizes, prompt_room, smallest_budget
 from lit_grpo.scheduling.memory_amount import MemoryAmount
@@ -86,7 +86,7 @@ class SlotCache:
         for entry, prompt, num_tokens in zip(entries, prompts, lengths, strict=True):
             self.prompts[prompt] = CachedPrompt(room, entry, num_tokens)
         self._read = None
-        return ShelfWriter([Stretch(shelf, slice(entries.start, entries.stop), room)])
+        return ShelfWriter([ShelfStretch(shelf, slice(entries.start, entries.stop), room)])
 
     def drop_prompt(self, prompt: Hashable) -> None:
         """Free a prompt that no row uses."""
@@ -134,7 +134,7 @@ class SlotCache:
                     kept.copy_(values[:, start : start + stretch.num_tokens])
         shared = self.prompts[prompt]
         where = slice(shared.entry, shared.entry + 1)
-        before = Stretch(self._prompt_shelves[shared.room], where, shared.num_tokens)
+        before = ShelfStretch(self._prompt_shelves[shared.room], where, shared.num_tokens)
         return ShelfWriter([before, *self._stretches(first, count, num_tokens)], shared.num_tokens + known)
 
     def copy_completion(self, row: int, num_tokens: int) -> list[torch.Tensor]:
@@ -145,14 +145,14 @@ class SlotCache:
         ]
         return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
 
-    def _stretches(self, row: int, count: int, num_tokens: int) -> list[Stretch]:
+    def _stretches(self, row: int, count: int, num_tokens: int) -> list[ShelfStretch]:
         """Where the first tokens of rows lie whose entries are neighbours on each shelf, piece by piece."""
         stretches = []
         for piece, start in enumerate(self._starts.tolist()):
             if start < num_tokens:
                 entry, shelf = int(self._entries[row, piece]), self._pieces[piece]
                 size = min(num_tokens - start, shelf.num_tokens)
-                stretches.append(Stretch(shelf, slice(entry, entry + count), size))
+                stretches.append(ShelfStretch(shelf, slice(entry, entry + count), size))
         return stretches
 
     def remove(self, row: int) -> None:

@@ -185,7 +185,7 @@ class Shelf:
         return mixed if output is None else output.add_(mixed)
 
 
-class Stretch(NamedTuple):
+class ShelfStretch(NamedTuple):
     """The first ``num_tokens`` tokens of neighbouring entries of a shelf, an entry a row."""
 
     shelf: Shelf
@@ -204,7 +204,7 @@ class ShelfWriter:
         written: How many tokens are there already: new ones come after these.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], written: int = 0) -> None:
+    def __init__(self, stretches: Sequence[ShelfStretch], written: int = 0) -> None:
         self.shape = stretches[0].shelf.shape
         self._stretches = stretches
         self._begin = self.written = written
