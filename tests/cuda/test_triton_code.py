@@ -29,8 +29,9 @@ def figures(case: Case) -> dict[str, Any]:
     return measured("tests.cuda.compiled_case", case)
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=["A100", "RTX 40 and L4", "H100"])
+@pytest.mark.parametrize(
+    ("capability", "head_size"), [((8, 0), 64), ((8, 9), 128), ((9, 0), 128)], ids=["A100", "RTX 40 and L4", "H100"]
+)
 def test_masks_and_attention_compile_to_binaries(capability: tuple[int, int], head_size: int) -> None:
     kernels = figures(Case(capability, head_size, "bfloat16", None))["kernels"]
     assert len(kernels) >= 8

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,30 +102,6 @@ def test_same_seed_gives_the_same_metrics_and_weights(folder: Path) -> None:
     assert metrics("one") != metrics("other")
     first, second = weights("one"), weights("two")
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-MISTAKES_BEFORE_A_RUN = {
-    "data": ["--data.train", "absent.jsonl"],
-    "reward column": ["--model.rewards", '[{"function": "rewards.py:gold"}]'],
-    "policy": ["--model.policy", "no-weights"],
-    "context": ["--model.sampling.max_tokens", "255"],
-    "learning rate": ["--model.optimizer.lr", "-1"],
-    "shards": ["--trainer.strategy", "fsdp2", "--model.max_tokens_per_micro_batch", "auto"],
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES_BEFORE_A_RUN)
-def test_a_start_that_fails_leaves_the_earlier_run_where_it_is(folder: Path, policy_folder: Path, mistake: str) -> None:
-    shutil.copytree(policy_folder, "no-weights", ignore=shutil.ignore_patterns("*.safetensors"))
-    with Path("rewards.py").open("a") as file:
-        file.write("def gold(completion, solution):\n    return 1\n")
-    earlier = Path("runs/task")
-    earlier.mkdir(parents=True)
-    (earlier / "metrics.csv").write_text("step\n")
-    with pytest.raises(SystemExit, match="2"):
-        fit(*MISTAKES_BEFORE_A_RUN[mistake])
-    assert [path.name for path in Path("runs").iterdir() if path.is_dir()] == ["task"]
-    assert [path.name for path in earlier.iterdir()] == ["metrics.csv"]
 
 
 def test_a_second_run_beside_a_living_one_gets_a_folder_of_its_own(
@@ -285,32 +260,6 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     assert again == kept
 
 
-def test_the_plan_does_not_change_what_is_learned(folder: Path) -> None:
-    slots = ("--model.generator=slots", "--model.generator.num_slots=5")
-    short = ("--trainer.max_steps=2", "--data.validation=null")
-    fit("--run.name=lpt", "--rollout.plan=lpt", *slots, *short)
-    rounds = "--rollout.plan=benchmarks.baseline_plans.MicroRounds"
-    fit("--run.name=rounds", rounds, "--rollout.predict_lengths=false", *short)
-    one, other = weights("lpt"), weights("rounds")
-    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
-
-
-def test_an_objective_of_several_pieces_is_configurable_and_learns(folder: Path) -> None:
-    pieces = ["loss", "gspo", "epsilon_high", "0.28", "entropy.coefficient", "0.01", "kl.beta", "0.01"]
-    pieces += ["correction.mode", "token_truncate", "top_entropy_quantile", "0.5"]
-    options = [f"--model.objective.{word}" if index % 2 == 0 else word for index, word in enumerate(pieces)]
-    fit(*options, "--model.advantages.estimator", "rloo", "--model.num_minibatches", "2")
-    rows = metrics("task")[1:]
-    assert all(float(row["grad_norm"]) > 0 and float(row["correction/weight"]) > 0.9 for row in rows)
-    assert all(0 < float(row["sampling/ess_sequence"]) <= 1 for row in rows)
-
-
-def test_bfloat16_compute_runs_and_reports_its_gap(folder: Path) -> None:
-    fit("--trainer.precision", "bf16-mixed", "--trainer.max_steps", "2", "--data.validation", "null")
-    gaps = [float(row["sampling/logprob_gap_mean"]) for row in metrics("task")[1:]]
-    assert all(0 < gap < 0.1 for gap in gaps)
-
-
 CONFIGS = ROOT / "configs"
 CONFIG_NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 GENERATOR_NAMES = sorted(path.stem for path in CONFIGS.glob("generators/*.yaml"))
@@ -400,59 +349,38 @@ def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> N
 BAD_INPUT = {
     "unknown field": (["--model.num_geneations", "1"], "did you mean --model.num_generations"),
     "field of another trainer": (["--model.learning_rate", "1e-6"], "did you mean --model.optimizer.lr?"),
-    "field elsewhere": (["--model.betta", "1"], "did you mean --model.objective.kl.beta?"),
     "field of a class": (
         ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slot", "3"],
         "There is no field model.generator.num_slot: lit_grpo.rollout.slots.SlotGenerator has no 'num_slot'; did you",
     ),
-    "strategy": (["--trainer.strategy", "deepspeed"], "trainer.strategy 'deepspeed' is not supported"),
-    "remote checkpoint": (["--ckpt_path", "http://127.0.0.1:1/a.ckpt"], "checkpoints are loaded from disk only"),
-    "class of rows": (["--data.train", "my.src.Mine"], "'my.src.Mine' is no file"),
-    "unknown loss": (["--model.objective.loss", "ppo"], "objective.loss must be one of grpo, dr_grpo, dapo"),
     "unknown class": (["--model.generator", "lit_grpo.Nope"], "Problem with given class_path 'lit_grpo.Nope'"),
     "wrong type": (["--model.num_generations", "many"], 'Parser key "model.num_generations"'),
     "no config file": (["--config", "absent.yaml"], "There is no config 'absent.yaml'; give a file, or one that"),
-    "missing data file": (["--data.train", "absent.jsonl"], "There is no file absent.jsonl"),
     "not JSON": (["--data.train", "broken.jsonl"], "line 2 of broken.jsonl is not JSON"),
-    "no such column": (["--data.prompt_column", "question"], "has no column 'question'"),
-    "prompt beyond the context": (["--model.sampling.max_tokens", "255"], "the model's context is 256"),
     "beyond a micro-batch": (["--model.max_tokens_per_micro_batch", "12"], "the smallest that works is 16"),
     "a command as optimizer": (
         ["--config", "runs_code.yaml"],
         "model.optimizer names 'os.system', which is no Optimizer class",
     ),
-    "a program as scheduler": (
-        ["--model.lr_scheduler", "os.getcwd"],
-        "Expected 'os.getcwd' to be a function",
-    ),
-    "no reward": (["--model.rewards", "[]"], "model.rewards is empty"),
     "reward import": (["--model.rewards", '[{"function": "broken.py:score"}]'], "cannot be imported"),
-    "reward signature": (["--model.rewards", '[{"function": "rewards.py:odd"}]'], "completion"),
-    "reward column": (["--model.rewards", '[{"function": "rewards.py:gold"}]'], "'solution'"),
-    "reward is NaN": (["--model.rewards", '[{"function": "rewards.py:nan"}]'], "nan"),
-    "schedule without an end": (
-        ["--rollout.plugins", "[{d3s_tokens: {first_tokens: 0.2}}]", "--trainer.max_steps", "-1"],
-        "nothing says how many it has; set trainer.max_steps",
-    ),
-    "turns without an environment": (
-        ["--rollout.plugins", "[gigpo]"],
-        "rollout.plugins gigpo needs completions of several turns, but this run has one turn per completion; add env",
-    ),
-    "too little memory": (
-        ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.kv_memory", "10KiB"],
-        "but kv_memory allows",
-    ),
-    "clipping": (["--trainer.gradient_clip_val", "1"], "clipped to model.max_grad_norm; set that"),
     "no device": (["--trainer.devices", "0"], "devices='0'"),
     "no policy": (["--model.policy", "./absent"], "There is no policy folder './absent'"),
-    "no tokenizer": (["--model.policy", "no-tokenizer"], "holds no usable tokenizer"),
     "no EOS": (["--model.policy", "no-eos"], "names no eos_token"),
     "run folder": (["--run.dir", "/proc/nowhere"], "is not writable"),
+    "data": (["--data.train", "absent.jsonl"], "There is no file absent.jsonl"),
+    "reward column": (["--model.rewards", '[{"function": "rewards.py:gold"}]'], "'solution'"),
+    "no weights": (["--model.policy", "no-weights"], "no-weights"),
+    "context": (["--model.sampling.max_tokens", "255"], "the model's context is 256"),
+    "learning rate": (["--model.optimizer.lr", "-1"], "-1"),
+    "shards": (
+        ["--trainer.strategy", "fsdp2", "--model.max_tokens_per_micro_batch", "auto"],
+        "model.max_tokens_per_micro_batch auto",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_gets_one_sentence(
+def test_bad_input_gets_one_sentence_and_leaves_the_earlier_run_where_it_is(
     folder: Path, case: str, policy_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "empty.jsonl").write_text("")
@@ -461,9 +389,10 @@ def test_bad_input_gets_one_sentence(
     optimizer = {"class_path": "os.system", "init_args": {"command": "touch has_run"}}
     (folder / "runs_code.yaml").write_text(json.dumps({"model": {"optimizer": optimizer}}))
     with (folder / "rewards.py").open("a") as file:
-        file.write("def odd(text):\n    return 1\ndef gold(completion, solution):\n    return 1\n")
-        file.write("def nan(completion):\n    return float('nan')\n")
-    for name, missing in (("no-tokenizer", "tokenizer"), ("no-eos", None)):
+        file.write("def gold(completion, solution):\n    return 1\n")
+    (earlier := folder / "runs" / "task").mkdir(parents=True)
+    (earlier / "metrics.csv").write_text("step\n")
+    for name, missing in (("no-weights", "model.safetensors"), ("no-eos", None)):
         (folder / name).mkdir()
         for path in policy_folder.iterdir():
             if missing is None or not path.name.startswith(missing):
@@ -479,8 +408,9 @@ def test_bad_input_gets_one_sentence(
     errors = [line for line in said if line.startswith("error: ")]
     assert len(errors) == 1, said
     assert sentence in errors[0], errors[0]
-    assert len(errors[0]) < 800
     assert not (folder / "has_run").exists()
+    assert [path.name for path in earlier.parent.iterdir() if path.is_dir()] == ["task"]
+    assert [path.name for path in earlier.iterdir()] == ["metrics.csv"]
 
 
 SCORE, MATCH = {"function": "rewards.py:score", "weight": 1.0}, {"function": "exact_match", "weight": 2.0}

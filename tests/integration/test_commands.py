@@ -1,7 +1,7 @@
 """Commands that the pages tell, run from their text: in the pages' order, in one folder, on small policies.
 
-``make test`` runs one of each kind, ``make nightly`` all of them; ``test_docs.py`` parses all of them. A command may
-need what one before it has left, so a single one cannot be run alone.
+``make test`` runs one of each name, ``make nightly`` one of each set of options; ``test_docs.py`` parses all of them.
+A command may need what one before it has left, so a single one cannot be run alone.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 import shutil
 import sys
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, save_tokenizer, table_rows
 from test_docs import PAGES, ROOT, commands
 from test_from_trl import PLAIN
 from test_readme import block
@@ -36,33 +36,11 @@ STANDS_FOR = {
     "...": "own_task",
 }
 """What stands in the pages for something of the reader's, and what it is here."""
+SHORT = "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1"
+SHORT += " --data.validation.init_args.num_rows 8"
 CONFIGS = {
     "own_task": ("own-task", "--trainer.max_steps 1 --data.batch_size 2 --rollout_timeline.every_n_updates 0"),
-    "arithmetic": (
-        "arithmetic",
-        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
-        "--data.validation.init_args.num_rows 8",
-    ),
-    "knights": (
-        "knights",
-        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
-        "--data.validation.init_args.num_rows 8",
-    ),
-    "calculator": (
-        "calculator",
-        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
-        "--data.validation.init_args.num_rows 8",
-    ),
-    "catch": (
-        "catch",
-        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
-        "--data.validation.init_args.num_rows 8",
-    ),
-    "budget": (
-        "budget",
-        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
-        "--data.validation.init_args.num_rows 8",
-    ),
+    **{name: (name, SHORT) for name in ("arithmetic", "knights", "calculator", "catch", "budget")},
     "runs/arithmetic/config": ("arithmetic", "--trainer.max_steps 2"),
 }
 """The run of a config, and what is added so that it takes a second or two."""
@@ -101,13 +79,22 @@ def to_run() -> list[list[str]]:
     return list({tuple(arguments): arguments for arguments in here}.values())
 
 
-def one_of_each_kind() -> list[list[str]]:
-    """The first command of each name, and of ``fit`` the first with each config."""
-    first: dict[tuple[str, str], list[str]] = {}
+def kind(told: list[str]) -> tuple[Any, ...]:
+    """The name of a command, its config and the names of its options."""
+    return told[0], *(plain(word) for word in told if word in CONFIGS), *sorted(word for word in told if "--" in word)
+
+
+def first_of(kind: Callable[[list[str]], Any]) -> list[list[str]]:
+    """The first command of each kind, in the pages' order."""
+    first: dict[Any, list[str]] = {}
     for told in to_run():
-        config = plain(told[told.index("--config") + 1]) if told[0] == "fit" and "--config" in told else ""
-        first.setdefault((told[0], config), told)
+        first.setdefault(kind(told), told)
     return list(first.values())
+
+
+def name_and_config(told: list[str]) -> tuple[str, str]:
+    """The name of a command; of ``fit`` its config too."""
+    return told[0], plain(told[told.index("--config") + 1]) if told[0] == "fit" and "--config" in told else ""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +113,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield place
 
 
-@pytest.mark.parametrize("told", one_of_each_kind(), ids=lambda told: " ".join(told)[:80])
+@pytest.mark.parametrize(
+    "told", table_rows(first_of(kind), first_of(name_and_config)), ids=lambda told: " ".join(told)[:80]
+)
 def test_a_command_of_each_kind_does_what_its_page_says(
     told: list[str],
     folder: Path,
@@ -134,28 +123,7 @@ def test_a_command_of_each_kind_does_what_its_page_says(
     capsys: pytest.CaptureFixture[str],
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    run_as_told(told, monkeypatch, capsys, recwarn)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("told", to_run(), ids=lambda told: " ".join(told)[:80])
-def test_every_command_does_what_its_page_says(
-    told: list[str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    run_as_told(told, monkeypatch, capsys, recwarn)
-
-
-def run_as_told(
-    told: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    """Run a command, which must end well, without a warning, and with what it is for."""
+    """It ends well, without a warning, and with what it is for."""
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     monkeypatch.setattr(sys, "argv", ["lit_grpo", *told])

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import random
 import re
 import sqlite3
-import subprocess
-import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_environment_adapters import Counting, Die, Higher
+from conftest import table_rows
 from test_environments import Guess, play, worker_of
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
 import lit_grpo
-from lit_grpo.environments.adapters import OpenEnv
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.plugins import CannotGoOn
@@ -35,7 +31,6 @@ from lit_grpo.tools.dashboard.report.content import report_content
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[2]
 SIZE = 4
 
 
@@ -182,7 +177,7 @@ def test_2048_catch_and_sqlite_train(folder: str) -> None:
         assert logged(rows, "reward")
 
 
-@pytest.mark.parametrize("rule", ["gigpo", "mt_grpo", "return_to_go"])
+@pytest.mark.parametrize("rule", table_rows(["gigpo", "mt_grpo", "return_to_go"], ["gigpo"]))
 def test_turns_of_a_game_get_credit_of_their_own(rule: str, folder: str) -> None:
     prompts = [{"prompt": "Play.", "seed": number} for number in range(4)]
     rows = train(folder, prompts, [], rule, factory=Catch)
@@ -231,97 +226,12 @@ def test_python_names_an_environment_and_tools_and_its_reward_decides_who_passes
     assert not config or "Catch" in config
 
 
-class Both:
-    """As in TRL's ``multi_env``: one class for two games, of which a row says one in ``env``."""
-
-    def reset(self, env: str, **kwargs: Any) -> str | None:
-        """Begin the row's game."""
-        self.active, self.reward = env, 0.0
-        self.catch, self.game = Catch(), Game2048()
-        return self.catch.reset(**kwargs) if env == "catch" else self.game.reset(**kwargs)
-
-    def paddle(self, direction: str) -> str:
-        """Move the paddle of catch.
-
-        Args:
-            direction: left, right or stay.
-        """
-        if self.active != "catch":
-            raise ValueError("This is not the active game.")
-        board = self.catch.move(direction)
-        self.reward = self.catch.get_reward()
-        return board
-
-    def slide(self, direction: str) -> str:
-        """Slide the tiles of 2048.
-
-        Args:
-            direction: up, down, left or right.
-        """
-        if self.active != "2048":
-            raise ValueError("This is not the active game.")
-        board = self.game.move(direction)
-        self.reward = self.game.get_reward()
-        return board
-
-
-class Turns(OpenEnv):
-    """A client of OpenEnv that counts turns."""
-
-    def __init__(self) -> None:
-        super().__init__(Counting(), act=lambda _: 1, show=lambda seen: f"The sum is {seen.total}.")
-
-
-@pytest.mark.parametrize("environment", [Higher, Turns, Die])
-def test_environments_of_other_libraries_train(environment: type, folder: str) -> None:
-    """By stand-ins of skyrl-gym, OpenEnv and TextArena."""
-    prompts = [{"prompt": "Play.", "seed": number, "answer": 2} for number in range(4)]
-    rows = train(folder, prompts, [], factory=environment)
-    assert logged(rows, f"rewards/{environment.__name__}/mean") and logged(rows, "environments/dropped") == [0, 0]
-    assert max(logged(rows, "environments/turns")) > 1
-
-
 def test_several_environments_are_routed_by_a_column(folder: str) -> None:
     names = ("game", "catch", "game", "catch")
     prompts = [{"prompt": "Play.", "seed": number, "environment": name} for number, name in enumerate(names)]
     rows = train(folder, prompts, [], factory={"game": Game2048, "catch": Catch})
     assert logged(rows, "rewards/Game2048/mean") or logged(rows, "rewards/Catch/mean")
     assert all(value >= 0 for value in logged(rows, "val/reward"))
-
-
-@pytest.mark.nightly
-def test_vllm_decodes_turns_too(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    words = ["fit", "--config", "calculator", "--config", "generators/vllm", "--trainer.max_steps", "1"]
-    words += ["--data.batch_size", "4", "--trainer.limit_val_batches", "0"]
-    command = [sys.executable, "-m", "lit_grpo", *words]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    with (tmp_path / "runs" / "calculator" / "metrics.csv").open(newline="") as file:
-        row = list(csv.DictReader(file))[-1]
-    assert float(row["environments/tool_calls"]) > 0 and float(row["environments/turns"]) > 1
-    assert float(row["sampling/logprob_gap_mean"]) < 1e-4  # of the tokens of all turns
-
-
-@pytest.mark.nightly
-def test_ratios_by_turn_differ_from_those_of_tokens_once_the_policy_has_moved(tmp_path: Path) -> None:
-    norms = {}
-    for ratio in ("token", "turn"):
-        words = ["fit", "--config", "calculator", "--run.name", ratio, "--model.objective.ratio", ratio]
-        words += ["--model.num_iterations", "2", "--trainer.max_steps", "2", "--data.batch_size", "4"]
-        words += ["--trainer.limit_val_batches", "0", "--model.sampling.max_tokens", "32"]
-        command = [sys.executable, "-m", "lit_grpo", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        with (tmp_path / "runs" / ratio / "metrics.csv").open(newline="") as file:
-            (row,) = [row for row in csv.DictReader(file) if row["grad_norm"]]
-        norms[ratio] = float(row["grad_norm"])  # of two steps on one batch
-        assert float(row["environments/turns"]) > 1
-    assert norms["turn"] > 0 and norms["turn"] != pytest.approx(norms["token"], rel=1e-4)
 
 
 def test_a_tool_that_never_works_is_named_on_the_screen_the_card_the_report_and_by_doctor(

@@ -68,7 +68,6 @@ def make_servers() -> Generator:
 CASES = {
     "slots": (make_slots, False),
     "vllm, own head": (make_engine, False),
-    "vllm, tied head": (make_engine, True),
     "vllm, adapters alone": (make_engine_of_adapters, True),
     "two vllm servers": (make_servers, True),
 }

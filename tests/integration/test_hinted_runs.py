@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import table_rows
-from hand_made import make_module, make_trainer, sgd
+from hand_made import sgd
 from sampled_runs import Trained, check_log_probs, describe, train_on_sums
 
 from lit_grpo.budgets.history import Record
-from lit_grpo.callbacks import RolloutScheduler, SampleLogger, WeightSync
+from lit_grpo.callbacks import SampleLogger
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods.hints import Hint, HintRecord
 from lit_grpo.module import GRPOModule
@@ -171,35 +171,3 @@ def check_samples(folder: Path) -> None:
     assert hinted and all(row["prompt"] in row["columns/prompt"] + row["columns/solution"] for row in hinted)
     assert all(row["prompt"] != row["columns/prompt"] for row in hinted)
     assert all(row["prompt"] == row["columns/prompt"] for row in rows if not row.get("hint"))
-
-
-def test_hints_that_never_begin_change_no_bit(policy_folder: Path, tmp_path: Path) -> None:
-    without, module, _ = train(policy_folder, {}, tmp_path / "none")
-    never, other, _ = train(policy_folder, {"plugins": ["reference_hint:after=99"]}, tmp_path / "never")
-    assert [describe(batch) for batch in never.batches.values()] == [*map(describe, without.batches.values())]
-    for one, two in zip(module.policy.parameters(), other.policy.parameters(), strict=True):
-        assert torch.equal(one, two)
-    assert not any(name.startswith("hints/") for log in without.logs for name in log)
-    timed = ("time/", "perf/", "rollout/", "memory/")
-    for ours, theirs in zip(without.logs, never.logs, strict=True):
-        same = {name: value for name, value in ours.items() if not name.startswith(timed)}
-        assert same == pytest.approx({name: theirs[name] for name in same}, rel=0, abs=0, nan_ok=True)
-        assert {*theirs} - {*ours} == {"hints/share_of_prompts", "hints/reward_unhinted"}
-        assert theirs["hints/share_of_prompts"] == 0 and theirs["hints/reward_unhinted"] == pytest.approx(
-            ours["reward"]
-        )
-
-
-def test_a_prompt_with_its_hint_has_to_leave_room_for_its_completion(policy_folder: Path, tmp_path: Path) -> None:
-    rows: Any = [{"prompt": "1+1=", "solution": "abc" * 90}]
-    data = PromptDataModule(str(policy_folder), train=rows, batch_size=1)
-    module = make_module(
-        policy_folder, rewards=[RewardSpec(f"{__file__}:begins")], sampling=SamplingParams(max_tokens=16)
-    )
-    trainer = make_trainer(
-        RolloutScheduler(plugins=["reference_hint"]), WeightSync(), max_steps=1, default_root_dir=tmp_path
-    )
-    with pytest.raises(
-        ValueError, match=r"has 247 tokens and up to 16 may follow.* 256; lower .*data.max_prompt_tokens"
-    ):
-        trainer.fit(module, datamodule=data)

@@ -28,13 +28,6 @@ def greedy(run: Path) -> list[float]:
         return [float(row["val/pass@1"]) for row in csv.DictReader(file) if row["val/pass@1"]]
 
 
-def test_the_path_of_a_newcomer_is_in_the_readme() -> None:
-    first, second = blocks("bash")
-    assert first.splitlines()[0].startswith("make demo ") and ". .venv/bin/activate" in first
-    assert "lit_grpo smollm2" in second and "lit_grpo.train(" in blocks("python")[0]
-    compile(blocks("python")[0], SNIPPET, "exec")
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(5400)
 def test_the_readme_is_followed_word_for_word_in_a_fresh_clone_and_a_fresh_home(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from hand_made import sgd
 from sampled_runs import Trained, check_log_probs, describe, train_on_sums
 
-from lit_grpo.cli.command_line import run
 from lit_grpo.methods.arrol import is_left_whole
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
@@ -61,13 +59,3 @@ def test_members_are_dropped_once_the_head_is_proven_and_resuming_is_exact(polic
             assert describe(batch) == describe(trained.batches[number])
         for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
             assert torch.equal(one, other)
-
-
-def test_the_demo_runs_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = ["--data.batch_size", "4", "--trainer.max_steps", "3", "--trainer.val_check_interval", "3"]
-    run(["fit", "--config", "arithmetic", "--rollout.plugins", "[arrol:at=24]", *small])
-    with (tmp_path / "runs" / "arithmetic" / "metrics.csv").open(newline="") as file:
-        logged = [row for row in csv.DictReader(file) if row["rollout/pruned_completions"]]
-    assert len(logged) == 3 and all(row["pruning/active"] for row in logged)
-    assert 0 <= float(logged[-1]["pruning/auc"]) <= 1 and float(logged[-1]["pruning/calibration_error"]) < 1

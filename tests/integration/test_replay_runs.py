@@ -158,13 +158,3 @@ def test_successes_come_again_where_others_decode_beside_the_update(
     learnt, _, _ = train(policy_folder, tmp_path, options, generator=SlotsBeside(lag=0, num_slots=6))
     assert len(learnt.batches) == BATCHES
     check_replays(learnt)
-
-
-def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_folder: Path, tmp_path: Path) -> None:
-    ends = []
-    for replay in ("none", "rlep"):
-        plugins = [replay] if replay == "rlep" else []
-        learnt, module, _ = train(policy_folder, tmp_path / replay, {"plugins": plugins})
-        ends.append(torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()]))
-        assert any(name.startswith("replay/") for name in learnt.logs[-1]) == (replay == "rlep")
-    assert not torch.equal(*ends)

@@ -116,15 +116,6 @@ def test_values_at_an_update_are_told_to_the_pointer_and_to_the_keyboard(visit: 
     assert f"{reward:.4g}".rstrip("0") in tip.text_content()
 
 
-def test_a_chart_explains_its_metrics_and_escape_closes_that(visit: Visit) -> None:
-    page, chart = visit.page, visit.page.locator("#memory-0")
-    chart.get_by_role("button", name="About Peak by phase against capacity").click()
-    about = chart.locator(".about")
-    assert "lower num_slots or the generator's kv_memory" in about.text_content()
-    page.keyboard.press("Escape")
-    assert not about.is_visible()
-
-
 def test_the_timeline_zooms_moves_and_comes_back(visit: Visit) -> None:
     page, canvas = visit.page, visit.page.locator("canvas")
     whole = visit.pixels()
@@ -171,12 +162,6 @@ def test_nothing_sticks_out_of_a_phone_or_a_desktop(visit: Visit) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") == width
         rights = "[...document.querySelectorAll('figure, figure *')].map(each => each.getBoundingClientRect().right)"
         assert max(page.evaluate(rights)) <= width
-
-
-def test_a_limit_far_above_the_chart_is_told_in_the_legend(visit: Visit) -> None:
-    chart = visit.page.locator("#memory-0")
-    assert "memory/capacity_gib 80, above the chart" in chart.locator(".legend").text_content()
-    assert not [text for text in chart.locator("svg text").all_text_contents() if "memory" in text]
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import random_policy, table_rows
+from conftest import random_policy
 
 from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.rollouts import ForcedGenerator
@@ -39,16 +39,17 @@ def make_trace(seed: int) -> Trace:
     return Trace("", keys, groups, np.array(PROMPT_TOKENS)[groups], lengths, np.full(len(groups), LIMIT))
 
 
-@pytest.mark.parametrize("kv_tokens", table_rows([None, 1000, 420, 200], [420]))
-@pytest.mark.parametrize("plan", (MICRO_ROUNDS, FIXED_SLOT, *shipped_plans()))
+PLANS = [(plan, 420) for plan in (MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())]
+
+
+@pytest.mark.parametrize(("plan", "kv_tokens"), [*PLANS, ("short_last", None), ("short_last", 200)])
 def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, plan: str, kv_tokens: int | None) -> None:
     num_preempted = check(policy_folder, plan, kv_tokens)
     assert num_preempted > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
 
 
-@pytest.mark.parametrize("kv_tokens", table_rows([None, 1000, 420], [420]))
+@pytest.mark.parametrize(("points", "kv_tokens"), [((8,), 420), ((40,), None), ((10, 30, 60), 420)])
 @pytest.mark.parametrize("plan", ["lpt", "infinite_sampling"])
-@pytest.mark.parametrize("points", [(8,), (40,), (10, 30, 60)])
 def test_probes_and_time_slices_take_the_same_steps_as_with_a_model(
     policy_folder: Path, points: tuple[int, ...], plan: str, kv_tokens: int | None
 ) -> None:

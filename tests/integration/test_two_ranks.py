@@ -53,12 +53,11 @@ from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages
+from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
-from lit_grpo.update.objective.recipes import RECIPES
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -99,14 +98,11 @@ FILTERED = Objective(correction=Correction("geometric_mask"), off_policy_kl=0.3)
 INTERPOLATED = {"objective": Objective(correction=Correction("token_truncate")), "plugins": [InterpolatedPolicy()]}
 CASES = {
     "token": Case([MIXED]),
-    "sequence": Case([MIXED], {"objective": Objective("grpo")}),
     "constant_with_kl": Case([MIXED, MIXED], {"objective": Objective("dr_grpo", kl=KLTerm(0.2))}),
     "batch_scale_and_clipping": Case([MIXED], {"advantages": Advantages(scale="batch"), "max_grad_norm": 0.05}),
-    "one_rank_uniform": Case([RANK_1_UNIFORM, MIXED]),
     "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"objective": Objective(kl=KLTerm(0.2))}),
     "one_rank_missing": Case([RANK_0_MISSING]),
     "two_iterations_of_two_minibatches": Case([MIXED], {"num_iterations": 2, "num_minibatches": 2}),
-    "memory_runs_out_on_one_rank": Case([MIXED, MIXED], {"max_tokens_per_micro_batch": "auto"}, scarce=True),
     "memory_runs_out_in_a_measurement_of_one_rank": Case(
         [MIXED],
         {
@@ -120,12 +116,9 @@ CASES = {
     "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
     "kl_in_the_reward": Case([MIXED, RANK_0_MISSING], {"objective": ADAPTIVE_KL, "num_minibatches": 2}),
     "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"plugins": [ADAPTIVE_ENTROPY]}),
-    "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
     "effective_samples": Case([MIXED, RANK_1_UNIFORM], SIZED | {"num_minibatches": 2}),
-    "effective_samples_of_one_rank": Case([RANK_1_UNIFORM], SIZED),
     "filtered": Case([MIXED, RANK_1_UNIFORM, MIXED], {"objective": FILTERED, "num_minibatches": 2}),
     "interpolated": Case([MIXED, MIXED], INTERPOLATED | {"num_minibatches": 2}),
-    "ragged": Case([RAGGED, RAGGED[::-1]], {"num_minibatches": 2}),
     "ragged_over_the_batch": Case(
         [RAGGED, RAGGED[::-1]],
         {"advantages": Advantages(scale="batch"), "objective": Objective("grpo", top_entropy_quantile=0.5)},
@@ -143,21 +136,25 @@ CASES["highest_entropy"] = Case(
     [MIXED, RAGGED], {"plugins": [MaxEntropy(2)], "max_tokens_per_micro_batch": "auto"}, scarce=True
 )
 
-for name in RECIPES:
-    mode = "token_truncate" if name == "vespo" else "sequence_mask"
+COMPOSED = {"gspo": Correction("sequence_mask"), "vespo": Correction("token_truncate")}  # of sequences, and of tokens
+for name, correction in COMPOSED.items():
     composed = Objective(
         name,
         kl=KLTerm(0.1, importance_weighted=True),
         entropy=EntropyBonus(0.05),
-        correction=Correction(mode),
+        correction=correction,
         mask_truncated=True,
         top_entropy_quantile=0.5,
         off_policy_threshold=0.1,
     )
-    CASES[f"loss_{name}"] = Case([MIXED], {"objective": Objective(name)})
     CASES[f"loss_{name}_composed"] = Case([MIXED, RANK_1_UNIFORM], {"objective": composed, "num_minibatches": 2})
-for estimator in ESTIMATORS:
-    options = {"advantages": Advantages(estimator, max_reward=3.0)}  # pyright: ignore[reportArgumentType]
+for estimator in (
+    "gdpo",
+    "dcpo",
+    "least_variance",
+    "reinforce_plus_plus_baseline",
+):  # by the batch, or by earlier visits
+    options = {"advantages": Advantages(estimator, max_reward=3.0)}
     CASES[f"advantages_{estimator}"] = Case([MIXED, RANK_0_MISSING, MIXED[::-1]], options)
 
 LORA = {"lora": LoraSettings(r=2), "objective": Objective(kl=KLTerm(0.2))}
@@ -195,18 +192,14 @@ SHARINGS = {
     "ddp, rows": Sharing("ddp", rows=True),
     "fsdp2, rows": Sharing("fsdp2", rows=True),
 }
-MAIN = (
-    *("token", "constant_with_kl", "batch_scale_and_clipping", "one_rank_uniform_with_kl", "one_rank_missing"),
-    *("two_iterations_of_two_minibatches", "not_finite_on_one_rank", "all_uniform_after_an_update"),
-    *("ragged_over_the_batch", "parts_of_rollouts_and_tokens", "loss_gspo_composed", "advantages_least_variance"),
-)
+MAIN = ("one_rank_missing", "batch_scale_and_clipping", "not_finite_on_one_rank", "loss_gspo_composed")
 THREE = ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "advantages_least_variance")
 RUNS = {
     "ddp": (*CASES, "pipeline"),
-    "fsdp2": (*MAIN, "lora", "lora, checkpointed", "checkpointed", "selectively", "pipeline"),
-    "fsdp2, apart": (*THREE, "constant_with_kl", "lora", "lora, checkpointed"),
-    "ddp, rows": (*MAIN, *OTHERS),
-    "fsdp2, rows": (*THREE[::2], "lora, checkpointed", "split prompts"),
+    "fsdp2": (*MAIN, *THREE, "lora, checkpointed", "selectively", "pipeline"),
+    "fsdp2, apart": (*THREE, "constant_with_kl", "lora, checkpointed"),
+    "ddp, rows": (*MAIN, *THREE, *OTHERS),
+    "fsdp2, rows": ("lora, checkpointed", "split prompts"),
 }
 ROWS = [(sharing, name) for sharing, names in RUNS.items() for name in names]
 """What two ranks share, and the run whose outcome is held to that of one process."""
