@@ -23,7 +23,7 @@ test: lint unit
 	$(MAKE) --no-print-directory --jobs 2 integration beside
 
 # What takes long and seldom breaks: the other rows of those tables, every benchmark in its quick form, real vLLM servers that
-# are killed, clusters, every command of the documentation, more random settings, and the unit tests on the lowest versions.
+# are killed, clusters, commands of the documentation, more random settings, and the unit tests on the lowest versions.
 nightly: .venv/dev
 	LIT_GRPO_FUZZ=400 .venv/bin/python -m pytest -m "nightly or fuzz" --numprocesses 2 --dist loadfile --durations 10
 	$(MAKE) --no-print-directory lowest

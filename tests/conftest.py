@@ -14,7 +14,7 @@ import pytest
 import torch
 
 SLOWEST = (
-    *("test_update_benchmarks", "test_benchmarks", "test_learning_benchmarks", "test_kill_and_resume", "test_ray"),
+    *("test_benchmarks", "test_real_model", "test_triton_code", "test_kill_and_resume", "test_ray"),
     *("test_command_line", "test_two_ranks", "test_serve", "test_server_faults", "test_fsdp2", "test_generators"),
     *("test_overlapping_modes", "test_doctor", "test_wheel", "test_notebooks", "test_stops", "test_full_disk"),
     *("test_resume", "test_shards_on_disk", "test_terminal", "test_training_modes", "test_weight_proof"),

@@ -3,8 +3,6 @@
 import contextlib
 import csv
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -205,6 +203,7 @@ def test_validate_test_and_predict_run_on_an_exported_policy(folder: Path) -> No
     run(_evaluation("predict", [*data, "--data.predict", "prompts.jsonl", "--model.eval_sampling", GREEDY]))
     rows = [json.loads(line) for line in Path("runs/later/completions.jsonl").read_text().splitlines()]
     assert [row["prompt_id"] for row in rows] == [f"predict/{n}" for n in range(24)]
+    assert [row["columns"] for row in rows] == [*map(json.loads, Path("prompts.jsonl").read_text().splitlines())]
     assert all(row["finish_reason"] in ("stop", "length") and row["token_ids"] for row in rows)
 
 
@@ -324,26 +323,13 @@ def test_help_shows_our_own_fields_first_and_the_trainers_where_asked(capsys: py
     assert fields[0] == "--run.name"
     assert [name for name in fields if name.startswith("--trainer")] == [f"--trainer.{name}" for name in names]
     assert {"--model.num_generations", "--data.train", "--rollout.plan", "--checkpoint.folder"} <= set(fields)
-    assert "--help-all NAME" in shown["--help"] and len(ours) <= 380
+    assert "--help-all NAME" in shown["--help"]
     assert "  --model.generator slots|vllm|vllm_server|CLASS = slots" in ours
     assert "--trainer.max_steps" in shown["--help-all"] and "--model.num_generations" in shown["--help-all"]
     with pytest.raises(SystemExit, match="0"):
         run(["fit", "--help-all", "model.lora"])
     whole = capsys.readouterr().out
     assert whole.startswith("  --model.lora ") and " ..." not in whole and "needs peft" in whole
-
-
-def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> None:
-    command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--trainer.max_steps", "2"]
-    done = subprocess.run(
-        [*command, "--trainer.enable_progress_bar", "true"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    said = done.stdout + done.stderr
-    assert "warn" not in said.lower(), said
-    assert not re.search(r"\.py:\d+: ", said), said
-    assert "samples at update 1" in said
-    assert re.search(r"update 2/2  reward \S+  pass@1 \S+  \S+ tokens/s  \S+ GiB", said)
 
 
 BAD_INPUT = {

@@ -21,7 +21,6 @@ from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.proof import given_logprobs
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
-from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.tools.commands.doctor import main
 from lit_grpo.types import Completion, Request, StepEvents
 
@@ -438,14 +437,7 @@ def learn_by_heart(folder: Path, texts: Sequence[str]) -> None:
     policy.save_pretrained(folder)
 
 
-ON_THE_DEMO = [
-    *("--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--model.policy", "tiny"),
-    *("--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.sampling.max_tokens", "128"),
-    *("--data.train", "exercises.jsonl", "--data.validation", "null", "--data.prompt_column", "prompt"),
-    *("--data.system_prompt", "null", "--data.chat_template_kwargs", "null"),
-]
-"""For configs of larger models: the embedded policy, on its own exercises."""
-CONFIGS = {
+CONFIGS: dict[str, list[str]] = {
     "arithmetic": [],
     "budget": [],
     "calculator": [],
@@ -453,31 +445,10 @@ CONFIGS = {
     "infinite_sampling": [],
     "knights": ["--model.max_tokens_per_micro_batch", "700"],
     "own_task": [],
-    "gsm8k_qwen3_1.7b": [
-        *ON_THE_DEMO,
-        *("--model.rewards", '[{"function": "lit_grpo.rewards.ExactMatch", "args": {"pattern": "(\\\\d+)$"}}]'),
-    ],
-    "reasoning_gym": [
-        *ON_THE_DEMO,
-        *("--model.rewards", '[{"function": "exact_match", "args": {"pattern": "(\\\\d+)$"}}]'),
-        *("--rollout.plugins", "[]"),
-    ],
-    "word_problems": ON_THE_DEMO,
-    "word_problems_lora": ON_THE_DEMO,
-    "word_problems_tool": [
-        *ON_THE_DEMO,
-        *(
-            "--model.policy",
-            "tiny_calculator",
-            "--data.train",
-            "CalculatorRows",
-            "--data.train.init_args.num_rows",
-            "64",
-        ),
-    ],
     "generators/slots": ["--config", "arithmetic"],
     "generators/vllm": ["--config", "arithmetic", "--model.generator.kv_memory", "64MiB"],
 }
+"""Those of small policies; ``test_real_model.py`` examines the others."""
 
 
 @pytest.mark.parametrize("name", table_rows(CONFIGS, ["own_task", "generators/slots"]))
@@ -485,8 +456,6 @@ def test_what_comes_with_the_package_has_no_fault(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = ArithmeticRows(num_rows=64).rows()
-    (tmp_path / "exercises.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for file in ("my_prompts.jsonl", "my_rewards.py"):
         (tmp_path / file).write_text(block(file))
     overlay = CONFIGS[name][:2] if name.startswith("generators") else []

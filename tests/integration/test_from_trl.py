@@ -64,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 REWARD = "def score(completions, answer, **kwargs):\n    return [float(len(text) % 3) for text in completions]\n"
 
 
-@pytest.mark.parametrize("name", table_rows(CONFIGS, ["dapo", "gspo", "lora"]))
+@pytest.mark.parametrize("name", table_rows(CONFIGS, ["gspo"]))
 def test_a_config_of_trl_is_converted_and_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path
 ) -> None:

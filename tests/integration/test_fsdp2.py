@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM
 
 from lit_grpo.callbacks import PolicyExporter, RolloutScheduler, RunCheckpoint, WeightSync
 from lit_grpo.checkpoints import read
-from lit_grpo.cli.command_line import run
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.adapters import LoraSettings
@@ -271,28 +270,6 @@ def test_a_mode_in_which_ranks_come_to_layers_at_different_times_is_refused(poli
         ValueError, match=r"needs the full weights .* trainer\.strategy fsdp2 .* take a plug-in with overlap none"
     ):
         scheduler.setup(module.trainer, module, "fit")
-
-
-@pytest.mark.nightly
-def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = ["--data.batch_size", "2", "--data.validation.init_args.num_rows", "8", "--trainer.val_check_interval", "2"]
-    told = ["fit", "--config", "arithmetic", *small]
-    two = ["--trainer.devices", "2", "--trainer.strategy", "fsdp2", "--trainer.max_steps", "2"]
-    command = [sys.executable, "-m", "lit_grpo", *told, *two]
-    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-    process = forks.run(command, 150, env=environment)
-    assert process.returncode == 0 and "Warning" not in process.stderr, process.stdout[-2000:] + process.stderr[-4000:]
-    checkpoint = str(Path("runs", "arithmetic", "checkpoints", "last.ckpt"))
-    one = ["--trainer.devices", "1", "--trainer.max_steps", "3", "--run.name", "again", "--ckpt_path", checkpoint]
-    run([*told, *one])
-    both = [steps(Path("runs", name)) for name in ("arithmetic", "again")]
-    assert both[0] == [1, 2] and both[1] == [3]
-    weights = [load_file(Path("runs", name, "policy", "model.safetensors")) for name in ("arithmetic", "again")]
-    saved = read(Path(checkpoint))["state_dict"]
-    assert all(torch.equal(tensor, saved[f"policy.{name}"]) for name, tensor in weights[0].items())
-    assert saved["policy.lm_head.weight"].data_ptr() == saved["policy.model.embed_tokens.weight"].data_ptr()
-    assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.nightly

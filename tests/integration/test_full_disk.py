@@ -147,7 +147,7 @@ def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing_behind(whol
     assert [path.name for path in (folder / "kept").iterdir()] == ["filler"]
 
 
-@pytest.mark.parametrize("in_its_place", ["nothing", "a file"])
+@pytest.mark.parametrize("in_its_place", table_rows(["nothing", "a file"], ["a file"]))
 def test_weights_of_a_run_whose_folder_is_removed_are_saved(
     in_its_place: str, policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

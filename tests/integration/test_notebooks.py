@@ -34,8 +34,8 @@ def kernel_of(command: list[str], **options: Any) -> Forked:
     return kernel
 
 
-@pytest.mark.parametrize("path", table_rows(NOTEBOOKS, NOTEBOOKS[2:3]), ids=lambda path: path.stem)
-def test_a_notebook_is_kept_with_small_outputs_and_runs(
+@pytest.mark.parametrize("path", table_rows(NOTEBOOKS, NOTEBOOKS[:1]), ids=lambda path: path.stem)
+def test_a_notebook_is_kept_with_its_outputs_and_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS[0].parents[1]))  # of benchmarks.baseline_plans
@@ -44,7 +44,7 @@ def test_a_notebook_is_kept_with_small_outputs_and_runs(
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]  # in order, in one go
     stored = pictures(notebook)
-    assert stored and sum(map(len, stored)) * 3 / 4 < 150 * 1024
+    assert stored
     done = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
     assert len(pictures(done)) == len(stored)
 

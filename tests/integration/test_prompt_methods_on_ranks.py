@@ -32,12 +32,12 @@ from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
 from lit_grpo.update.plugin import SquaredNorm
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
 TESTS = Path(__file__).parent.parent
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
 """Of four prompts, the last of which teaches nothing."""
-RULES = {"dps": ["dps:candidates=2"], "gdro": ["prompt_gdro:bins=2", "rollout_gdro"], "plain": []}
+RULES = {"dps": ["dps:candidates=2"], "gdro": ["prompt_gdro:bins=2", "rollout_gdro"]}
 
 
 class Hearing(Plugin):
@@ -108,7 +108,6 @@ def ranks(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
-@pytest.mark.nightly
 def test_norms_are_of_each_ranks_prompts_and_the_gradient_is_that_of_one_process(
     ranks: list[dict[str, Any]], policy_folder: Path
 ) -> None:

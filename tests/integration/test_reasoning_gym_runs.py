@@ -36,14 +36,6 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return save_tokenizer(tmp_path / "policy", TEMPLATE)
 
 
-def test_the_config_runs(policy: str, tmp_path: Path) -> None:
-    run(["fit", "--config", "reasoning_gym", "--model.policy", policy, "--trainer.max_steps", "3", *SMALL])
-    rows = rows_of(tmp_path)
-    assert len(rows) == 3
-    assert all(0 <= float(row["rewards/score/mean"]) <= 1 and row["reasoning_gym/failed"] != "" for row in rows)
-    assert {float(row[name]) for row in rows for name in row if name.startswith("prompts/level/")} == {0.0}
-
-
 def test_a_level_rises_where_everybody_passes_and_a_run_that_goes_on_knows_it(policy: str, tmp_path: Path) -> None:
     (tmp_path / "easy.py").write_text("def good(completion, level):\n    return 1.0 if level == 0 else 0.5\n")
     command = ["fit", "--config", "reasoning_gym", "--model.policy", policy, *SMALL, "--run.name", "rising"]

@@ -83,6 +83,7 @@ def test_every_panel_with_data_is_drawn_and_nothing_of_a_completion_runs(visit: 
     assert page.get_by_text("mine/<b>bold</b>").first.is_visible()
 
 
+@pytest.mark.nightly
 def test_axis_smoothing_and_legend_change_what_is_drawn(visit: Visit) -> None:
     page, chart = visit.page, visit.page.locator("#learning-0")
 
@@ -116,6 +117,7 @@ def test_values_at_an_update_are_told_to_the_pointer_and_to_the_keyboard(visit: 
     assert f"{reward:.4g}".rstrip("0") in tip.text_content()
 
 
+@pytest.mark.nightly
 def test_the_timeline_zooms_moves_and_comes_back(visit: Visit) -> None:
     page, canvas = visit.page, visit.page.locator("canvas")
     whole = visit.pixels()
@@ -140,6 +142,7 @@ def test_the_timeline_zooms_moves_and_comes_back(visit: Visit) -> None:
     assert "update 1." in canvas.get_attribute("aria-label")
 
 
+@pytest.mark.nightly
 def test_the_theme_follows_the_system_and_the_button(browser: Any, run: Path) -> None:
     grounds = []
     for theme in ("light", "dark"):

@@ -1,13 +1,11 @@
 """Reward functions in a whole run."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from lit_grpo.cli.command_line import run
-from lit_grpo.tools.commands.report import main as report
 
 pytestmark = pytest.mark.integration
 
@@ -48,50 +46,3 @@ def test_a_reward_function_of_trl_sees_training_and_logs(folder: Path) -> None:
     assert logged == [[0.0, 0.0, 2.0], [1.0, 0.5, 2.0]]
     samples = [json.loads(line) for line in Path("runs/task/samples.jsonl").read_text().splitlines()]
     assert all(sample["expected"] in {"1", "2", "3", "4"} for sample in samples)
-
-
-def test_predicted_rows_keep_the_columns_of_the_data(folder: Path) -> None:
-    (folder / "rewards.py").write_text("def score(completion): return 0.0")
-    config = json.loads(Path("config.yaml").read_text())
-    del config["trainer"]["max_steps"]
-    Path("config.yaml").write_text(json.dumps(config))
-    run(["predict", "--config", "config.yaml", "--data.predict", "prompts.jsonl"])
-    rows = [json.loads(line) for line in Path("runs/task/completions.jsonl").read_text().splitlines()]
-    assert [row["columns"] for row in rows] == [{"prompt": f"{n}+1=", "answer": str(n + 1), "id": n} for n in range(4)]
-
-
-@pytest.mark.nightly
-def test_a_run_in_which_a_reward_is_hacked_says_so_while_it_goes_on_its_card_and_in_its_report(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No completion is right, and short ones are paid: the policy learns to stop at once."""
-    (folder / "rewards.py").write_text("def brief(completion): return float(len(completion) <= 4)")
-    model = {
-        "policy": "tiny",
-        "rewards": [
-            {"function": "exact_match", "name": "correct", "args": {"pattern": "so it is ([0-9]+)$"}},
-            {"function": "rewards.py:brief", "weight": 0.5},
-        ],
-        "num_generations": 8,
-        "sampling": {"max_tokens": 32},
-        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 3e-4}},
-    }
-    rows = {"class_path": "ArithmeticRows", "init_args": {"split": "train", "num_rows": 256}}
-    trainer = {"accelerator": "cpu", "max_steps": 40, "enable_progress_bar": False}
-    data = {"train": rows, "batch_size": 8}
-    config = {"seed_everything": 0, "run": {"name": "task"}, "trainer": trainer, "model": model, "data": data}
-    Path("config.yaml").write_text(json.dumps(config))
-    sentence = re.compile(
-        r"The reward rose from [\d.]+ to [\d.]+ in (\d+) updates by `brief` \(from [\d.]+ to [\d.]+\), and not by "
-        r"`correct`, which decides pass@1: it stayed at 0\. Weigh `brief` less, or let it pay only where `correct` "
-        r"does\."
-    )
-    with pytest.warns(UserWarning, match=sentence) as warned:
-        run(["fit", "--config", "config.yaml"])
-    live = [found for each in warned if (found := sentence.match(str(each.message)))]
-    assert len(live) == 1 and 16 <= int(live[0][1]) <= 40
-    card = " ".join(capsys.readouterr().out.split("task: done")[1].split())
-    assert re.search(r"by function correct 0 to 0, brief [\d.]+ to [\d.]+ reward hacking The reward rose", card), card
-    assert [found[1] for found in sentence.finditer(card)] == ["40"], card
-    report(["runs/task"])
-    assert sentence.search(Path("runs/task/report.html").read_text())

@@ -280,6 +280,7 @@ def test_a_killed_run_with_a_server_of_its_own_leaves_nothing_running_and_loses_
     assert runs.steps("own") == [2, 4, 6, 8] and runs.sampled("own") == whole
 
 
+@pytest.mark.nightly
 def test_the_check_up_finds_no_fault_in_a_run_on_named_servers(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,6 +302,7 @@ def test_it_ends_with_its_server_on_ctrl_c(shared: Serving) -> None:
     assert not folder.exists() and not log.exists()
 
 
+@pytest.mark.nightly
 def test_it_ends_with_its_server_while_that_is_starting(folder: Path, started: list[Serving]) -> None:
     started.append(serving := Serving(folder, free_port()))
     serving.says("Starting; the log is")

@@ -132,8 +132,14 @@ def test_a_probe_under_scarce_memory_changes_neither_samples_nor_gradient(
     assert generator.capacity().kv_tokens_in_use == 0  # nothing is kept of what has ended
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
-@pytest.mark.parametrize("place", ["decode_step", "sample_tokens", "prefill"])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("decode_step", torch.OutOfMemoryError("CUDA out of memory")),
+        ("sample_tokens", torch.OutOfMemoryError("CUDA out of memory")),
+        ("prefill", RuntimeError("can't allocate memory")),
+    ],
+)
 def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     policy: Any,
     tokenizer: Any,
@@ -165,6 +171,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
         assert f"go on with at most {int(0.8 * held)}, and prompts in pieces of 8192 tokens" in message
 
 
+@pytest.mark.nightly
 def test_one_shortage_that_passes_costs_few_steps(policy: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed, original, calls = make(policy, tokenizer, 12), slots_module.decode_step, 0
     steps = RolloutLoop(undisturbed).collect(PROMPTS, 60, SAMPLING, seed=0)[1].num_steps

@@ -251,7 +251,7 @@ def test_a_folder_that_is_moved_while_its_run_goes_on_ends_it_in_one_sentence(
     assert all(Path(path).exists() for path in named) and Path("elsewhere/checkpoints/last.ckpt").exists()
 
 
-@pytest.mark.parametrize(("steps", "good"), [("2", False), ("6", True)])
+@pytest.mark.parametrize(("steps", "good"), table_rows([("2", False), ("6", True)], [("6", True)]))
 def test_a_run_whose_policy_computes_nothing_at_its_end_has_failed_and_exports_nothing(
     folder: Path, steps: str, good: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,13 +100,8 @@ def set_up(folder: Path, policy: Path, chat: bool = False, noise: bool = False, 
 def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> None:
     """What holds on a screen and in a file: a banner, the samples' ends, scores, and a card."""
     text = "\n".join(lines)
-    first = next(number for number, line in enumerate(lines) if line.startswith("validation at update 0"))
-    assert first < 5, text
-    assert lines[0].startswith("lit_grpo ")
-    assert re.search(r"^policy  .*, 27k parameters, float32 on cpu$", text, re.M), text
-    assert "step    4 prompts x 8 completions, 8 slots, Slow, 3 updates" in text
-    assert "run     runs/task, tensorboard --logdir runs" in text
-    assert "warn" not in text.lower()
+    assert lines[0].startswith("lit_grpo ") and "4 prompts x 8 completions, 8 slots, Slow, 3 updates" in text
+    assert "warn" not in text.lower() and not re.search(r"\.py:\d+: ", text), text
     assert not [line for line in lines if len(line) > columns]
     assert re.search(r"^samples at update 1$", text, re.M) and re.search(r"^samples at update 2$", text, re.M)
     rows = [json.loads(line) for line in (folder / "runs/task/samples.jsonl").read_text().splitlines()]
@@ -118,18 +113,11 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
         assert f"advantage {row['advantage']:.3g}  {row['tokens']} tokens  {row['finish']}" in text
         assert re.search(rf"^  answer +{row['columns/answer']}$", text, re.M)
         assert re.search(rf"[^#]{re.escape(row['prompt'].split('#')[-2 if chat else 0][-4:])}$", text, re.M)
-    each = r"\s+reward\s+\S+\s+\(digits\s+\S+,\s+short\s+\S+\)$"  # it may be folded
-    assert re.search(r"^validation at update 2  pass@1 \(digits >= 1\) \d\S+" + each, text, re.M)
-    assert re.search(r"^validation at update 3  pass@1 \(digits >= 1\) \d", text, re.M)  # the last
-    assert text.count("validation at update 3") == 1
-    assert re.search(r"^pass@1 \(digits >= 1\) +\d.*% at update 0, \d.*% at update 3 \(best .*\)$", text, re.M)
-    assert re.search(r"^reward +-?\d.* at update 1, -?\d.* at update 3$", text, re.M)
-    assert re.search(r"^by function +digits \S+ to \S+, short \S+ to \S+$", text, re.M)
-    assert re.search(r"^by function, held out +digits \S+ to \S+, short \S+ to \S+$", text, re.M)
-    assert re.search(r"^updates +3 in \d+ s, peak memory \d", text, re.M)
-    assert re.search(r"^folder +runs/task$", text, re.M)
-    for command in ("lit_grpo predict", "--model.policy runs/task/policy", "lit_grpo report runs/task", "lit_grpo fit"):
-        assert command in text[text.index("next") :]
+    assert [text.count(f"validation at update {update}") for update in range(4)] == [1, 0, 1, 1]
+    card = text[text.index("task: done") :]
+    assert re.search(r"^pass@1 \(digits >= 1\) +\d.*% at update 0, \d.*% at update 3 \(best .*\)$", card, re.M)
+    for part in ("by function, held out", "runs/task", "lit_grpo predict", "lit_grpo report runs/task", "lit_grpo fit"):
+        assert part in card
 
 
 @pytest.mark.nightly

@@ -61,7 +61,7 @@ def train(
     return trained, module, scheduler
 
 
-QUICK = (*(None, "april:max_staleness=3", "sortedrl_partial:batches_in_work=3,max_staleness=2"),)
+QUICK = (*(None, "sortedrl_partial:batches_in_work=3,max_staleness=2"),)
 
 
 @pytest.mark.parametrize("mode", table_rows(MODES, QUICK))
@@ -124,7 +124,7 @@ class Interrupt(pl.Callback):
             raise InterruptedError
 
 
-@pytest.mark.parametrize("mode", ["april", "sortedrl_partial:batches_in_work=3,max_staleness=2"])
+@pytest.mark.parametrize("mode", ["sortedrl_partial:batches_in_work=3,max_staleness=2"])
 def test_an_update_that_is_cut_off_is_taken_again_with_its_rollout(
     policy_folder: Path, tmp_path: Path, mode: str
 ) -> None:

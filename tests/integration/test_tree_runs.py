@@ -23,7 +23,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", table_rows(RUNS, ("treepo", "trace")))
+@pytest.mark.parametrize("name", table_rows(RUNS, ("trace",)))
 def test_two_updates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, size, plugins, most = RUNS[name]
     monkeypatch.chdir(tmp_path)

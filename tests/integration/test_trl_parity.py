@@ -124,10 +124,7 @@ def trl_step(folder: Path, groups: Sequence[RolloutGroup], output: Path, **setti
     ("normalization", "epsilon_high", "beta", "scale"),
     [
         ("token", None, 0.0, "group"),  # the default objective
-        ("token", 0.28, 0.04, "group"),
-        ("sequence", None, 0.0, "group"),
         ("sequence", 0.28, 0.04, "batch"),
-        ("constant", None, 0.0, "none"),
         ("constant", 0.28, 0.04, "none"),
     ],
 )

@@ -96,6 +96,7 @@ def test_a_run_of_the_wheel_takes_a_callback_of_the_users_own(
     assert "report.html" in python(folder, installed, "-m", "lit_grpo", "report", "runs/grpo")
 
 
+@pytest.mark.nightly
 def test_help_of_the_wheel_and_what_it_needs(folder: Path, installed: Path) -> None:
     assert "num_generations" in python(folder, installed, "-m", "lit_grpo", "fit", "--help")
     asked = metadata.Distribution.at(next(installed.glob("lit_grpo-*.dist-info"))).requires or []
