@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import shutil
 import subprocess
@@ -38,6 +39,12 @@ def table_rows(table: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     values = [row if isinstance(row, tuple) else (row,) for row in table]
     marks = [() if row in quick else pytest.mark.nightly for row in table]
     return [pytest.param(*of_row, marks=mark) for of_row, mark in zip(values, marks, strict=True)]
+
+
+def read_metrics(table: Path) -> list[dict[str, str]]:
+    """Return the rows of a run's ``metrics.csv``."""
+    with table.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def pytest_configure(config: pytest.Config) -> None:

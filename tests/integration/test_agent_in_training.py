@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import importlib
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import lightning.pytorch as pl
 import pytest
+from conftest import read_metrics
 
 import lit_grpo
 from lit_grpo.plugins import Listener
@@ -138,8 +138,7 @@ def test_an_agent_of_openais_client_trains_on_the_tokens_that_were_sampled(
         assert completion.token_ids_T[completion.trained_T].tolist() == [
             token for turn in completion.turns for token in turn
         ]
-    with (run.folder / "metrics.csv").open() as file:
-        logged = list(csv.DictReader(file))
+    logged = read_metrics(run.folder / "metrics.csv")
     values = {name: [float(row[name]) for row in logged if row.get(name)] for name in logged[0]}
     assert values["environments/turns"] == [2, 2] and values["environments/refused_requests"] == [0, 0]
     assert values["environments/dropped"] == [0, 0] and len(values[f"rewards/{agent.__name__}/mean"]) == 2
@@ -153,8 +152,7 @@ def fit(folder: Path, name: str, *words: str) -> list[dict[str, str]]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    with (folder / "runs" / name / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_metrics(folder / "runs" / name / "metrics.csv")
 
 
 AGENT = ["--rollout.plugins", json.dumps([{"agent": {"run": f"{__file__}:calculates"}}])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import random_policy
+from conftest import random_policy, read_metrics
 from wandb_file import WandbRun, read_wandb
 
 import lit_grpo
@@ -81,8 +80,7 @@ def runs(folder: Path) -> list[WandbRun]:
 
 @pytest.fixture(scope="module")
 def table(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_metrics(folder / "metrics.csv")
 
 
 def test_every_metric_is_explained_and_one_that_this_run_lacks_says_what_it_needs(

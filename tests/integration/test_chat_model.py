@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import table_rows
+from conftest import read_metrics, table_rows
 from forks import Forked
 from safetensors.torch import load_file
 
@@ -63,8 +62,7 @@ def test_a_run_on_a_gguf_file_says_what_it_holds_goes_on_and_is_exported(folder:
     last = "runs/first/checkpoints/last.ckpt"
     again = lit_grpo(folder, *fit, "--model.objective.kl.beta", "0.1", "--ckpt_path", last, "--trainer.max_steps", "2")
     assert "goes on from update 1" in again
-    with (folder / "runs" / "first" / "metrics.csv").open(newline="") as file:
-        assert [row["step"] for row in csv.DictReader(file) if row["loss"]] == ["1", "2"]
+    assert [row["step"] for row in read_metrics(folder / "runs" / "first" / "metrics.csv") if row["loss"]] == ["1", "2"]
     lit_grpo(folder, "export", last, "exported")
     trained, exported = (load_file(folder / place / "model.safetensors") for place in ("runs/first/policy", "exported"))
     assert trained.keys() == exported.keys() and all((trained[name] == exported[name]).all() for name in trained)

@@ -1,7 +1,6 @@
 """The command line as a user meets it: a run, its folder, and what it says of mistakes."""
 
 import contextlib
-import csv
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, read_metrics, save_tokenizer
 
 from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
@@ -60,8 +59,7 @@ def fit(*arguments: str) -> None:
 
 def metrics(name: str) -> list[dict[str, str]]:
     """Read a run's metrics, without those that measure time or memory."""
-    with Path("runs", name, "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_metrics(Path("runs", name, "metrics.csv"))
     measured = ("time/", "perf/", "memory/")
     return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in rows]
 

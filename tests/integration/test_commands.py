@@ -6,7 +6,6 @@ A command may need what one before it has left, so a single one cannot be run al
 
 from __future__ import annotations
 
-import csv
 import gc
 import re
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import random_policy, read_metrics, save_tokenizer, table_rows
 from test_docs import PAGES, ROOT, commands
 from test_from_trl import PLAIN
 from test_readme import block
@@ -155,8 +154,7 @@ def check(name: str, *told: str, said: str) -> None:
             assert said.startswith("  --model.objective.loss ") and "--model.num_generations" not in said
         case "fit":
             run = Path("runs", CONFIGS[plain(values["--config"])][0])
-            with (run / "metrics.csv").open(newline="") as file:
-                (*_, last) = csv.DictReader(file)
+            (*_, last) = read_metrics(run / "metrics.csv")
             assert int(last["step"]) >= int(values["--trainer.max_steps"]) and last["loss"]
             assert is_policy(run / "policy") and str(run) in said
             spent = "plugins balanced:rounds=3,passed=2,failed=2, greso, pods:keep=4,statistics=group"

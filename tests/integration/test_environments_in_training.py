@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 import re
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import table_rows
+from conftest import read_metrics, table_rows
 from test_environments import Guess, play, worker_of
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
@@ -154,8 +153,7 @@ def train(
         callbacks={"rollout": {"plugins": [{"environments": environments}, *further]}},
         trainer={"accelerator": "cpu", "val_check_interval": 2, "enable_progress_bar": False},
     )
-    with (run.folder / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    return read_metrics(run.folder / "metrics.csv")
 
 
 def logged(rows: list[dict[str, str]], name: str) -> list[float]:
@@ -218,8 +216,7 @@ def test_python_names_an_environment_and_tools_and_its_reward_decides_who_passes
         trainer={"accelerator": "cpu", "enable_progress_bar": False},
     )
     assert [function.name for function in run.module.rewards] == ["Catch"]
-    with (run.folder / "metrics.csv").open() as file:
-        table = list(csv.DictReader(file))
+    table = read_metrics(run.folder / "metrics.csv")
     assert logged(table, "val/pass@1")[0] == 1.0  # each has at least -1
     assert max(logged(table, "environments/turns")) <= 3
     config = (run.folder / "config.yaml").read_text() if (run.folder / "config.yaml").exists() else ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
+from conftest import read_metrics
 
 from lit_grpo.cli.command_line import run
 
@@ -99,8 +99,7 @@ def test_a_run_has_everything_from_a_file_outside_the_package(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     run(["fit", "--config", "config.yaml"])
-    with Path("runs", "outside", "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["reward"]]
+    rows = [row for row in read_metrics(Path("runs", "outside", "metrics.csv")) if row["reward"]]
     assert len(rows) == 2
     assert [float(row["mine/rollouts"]) for row in rows] == [1.0, 2.0]  # the generator
     assert all(float(row["mine/squared"]) < 1e-6 for row in rows)  # the objective, on-policy

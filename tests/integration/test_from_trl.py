@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import table_rows
+from conftest import read_metrics, table_rows
 
 from lit_grpo.cli.command_line import run
 from lit_grpo.tools.commands.from_trl import main as from_trl
@@ -80,8 +79,7 @@ def test_a_config_of_trl_is_converted_and_runs(
     if name.startswith("vllm"):  # its own tests start it
         others += ["--model.generator", "slots"]
     run(["fit", "--config", "ours.yaml", *others])
-    with Path("runs/trl/metrics.csv").open(newline="") as file:
-        steps = [row for row in csv.DictReader(file) if row["loss"]]
+    steps = [row for row in read_metrics(Path("runs/trl/metrics.csv")) if row["loss"]]
     asked = yaml.safe_load(Path("ours.yaml").read_text())
     assert int(steps[-1]["step"]) == asked["trainer"]["max_steps"] >= 2
     assert any(float(row["grad_norm"]) > 0 for row in steps)

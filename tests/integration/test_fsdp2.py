@@ -6,7 +6,6 @@ run: ``python test_fsdp2.py POLICY OUTPUT RUN...``.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ import forks  # pyright: ignore[reportMissingImports]
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import table_rows  # pyright: ignore[reportMissingImports]
+from conftest import read_metrics, table_rows  # pyright: ignore[reportMissingImports]
 from hand_made import make_module, make_trainer, relative_error, weights_of  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file
 from test_two_ranks import (  # pyright: ignore[reportMissingImports]
@@ -331,8 +330,7 @@ def test_with_servers_or_engines_of_their_own_two_ranks_end_where_one_process_do
 
 def rows(run: Path) -> list[dict[str, str]]:
     """The metrics of a run."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_metrics(run / "metrics.csv")
 
 
 def steps(run: Path) -> list[int]:

@@ -1,6 +1,5 @@
 """Runs whose file system runs full: one sentence, the last good checkpoint whole, and nothing lost on resuming."""
 
-import csv
 import itertools
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import table_rows
+from conftest import read_metrics, table_rows
 
 import lit_grpo
 
@@ -94,8 +93,7 @@ def fit(folder: Path, name: str, *arguments: str, full_at: int = 0, left: int = 
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, str]]:
-    with (folder / "kept" / name / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_metrics(folder / "kept" / name / "metrics.csv")
     return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import lightning.pytorch as pl
 import pytest
+from conftest import read_metrics
 
 from lit_grpo.types import PromptBatch
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
@@ -150,8 +150,7 @@ def test_agents_at_work_when_a_run_is_killed_begin_again_and_nothing_is_lost_or_
     begun = Counter(each["number"] for each in noted(tmp_path, "begun.jsonl"))
     twice = {ASKING, SILENT, LATER, LATER + 1}
     assert begun == {row: (1 + (row in twice)) * NUM_GENERATIONS for row in begun} and begun.keys() >= {*range(NEVER)}
-    with (tmp_path / "runs" / "kept" / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_metrics(tmp_path / "runs" / "kept" / "metrics.csv")
     restarted = [float(row["environments/restarted"]) for row in rows if row.get("environments/restarted")]
     assert restarted == [0, 0, 2 * NUM_GENERATIONS, 0]  # those of the checkpoint, with a turn and without one
     refused = {(each["status"], each["is_same"]) for each in noted(tmp_path, "refused.jsonl")}

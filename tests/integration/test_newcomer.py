@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import read_metrics
 from test_docs import FENCE, ROOT
 
 pytestmark = pytest.mark.integration
@@ -24,8 +24,7 @@ def blocks(language: str) -> list[str]:
 
 def greedy(run: Path) -> list[float]:
     """The held-out pass@1 of a run, at each validation."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return [float(row["val/pass@1"]) for row in csv.DictReader(file) if row["val/pass@1"]]
+    return [float(row["val/pass@1"]) for row in read_metrics(run / "metrics.csv") if row["val/pass@1"]]
 
 
 @pytest.mark.nightly

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import datasets
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, read_metrics
 from hand_made import make_trainer
 
 import lit_grpo
@@ -228,8 +227,7 @@ def test_a_run_from_python_is_resumed_from_the_command_line(
     command_line([*command, "--trainer.max_steps", "2"])
     said = capsys.readouterr()
     assert "goes on from update 1" in said.out and "other settings" not in said.out + said.err
-    with (tmp_path / "runs" / "grpo" / "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["loss"]]
+    rows = [row for row in read_metrics(tmp_path / "runs" / "grpo" / "metrics.csv") if row["loss"]]
     assert [row["step"] for row in rows] == ["1", "2"] and rows[1]["rewards/digits/mean"] and rows[1]["kl"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import secrets
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import read_metrics
 from hand_made import SERVER_ARGUMENTS, make_trainer, save_policy_for_vllm
 from safetensors.torch import load_file
 from test_server_faults import collect, sync  # pyright: ignore[reportMissingImports]
@@ -69,8 +69,7 @@ def run(folder: Path, *command: str) -> str:
 
 def outcome(run: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """What a run's updates came to, and its policy."""
-    with (run / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_metrics(run / "metrics.csv")
     names = ("step", "reward", "loss", "grad_norm", "val/reward")
     weights = load_file(run / "policy" / "model.safetensors")
     return [{name: float(row[name]) for name in names if row[name]} for row in rows], weights

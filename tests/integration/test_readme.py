@@ -1,6 +1,5 @@
 """The README and the page of a task of one's own, followed literally as a new user would."""
 
-import csv
 import os
 import re
 import shutil
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import read_metrics
 
 pytestmark = pytest.mark.integration
 
@@ -34,8 +34,9 @@ def test_own_task_page_trains_and_the_reward_rises(tmp_path: Path) -> None:
         command.split(), cwd=tmp_path, capture_output=True, text=True, timeout=500, env={**os.environ}
     )
     assert done.returncode == 0, done.stderr
-    with (tmp_path / "runs" / "own-task" / "metrics.csv").open(newline="") as file:
-        rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["reward"]]
+    rewards = [
+        float(row["reward"]) for row in read_metrics(tmp_path / "runs" / "own-task" / "metrics.csv") if row["reward"]
+    ]
     # Every batch holds all eight prompts, 128 rollouts; the first is sampled before any update.
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.2, rewards
 

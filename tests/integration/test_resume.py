@@ -1,6 +1,5 @@
 """Runs that are killed or interrupted, and go on as if they had not been."""
 
-import csv
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import table_rows
+from conftest import read_metrics, table_rows
 from forks import Forked
 
 pytestmark = pytest.mark.integration
@@ -86,8 +85,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, str]]:
-    with (folder / "runs" / name / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_metrics(folder / "runs" / name / "metrics.csv")
     return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
 
 

@@ -1,6 +1,5 @@
 """Runs of one name that are begun at once, by the command line and by torchrun: each in a folder of its own."""
 
-import csv
 import json
 import os
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import read_metrics
 from forks import Forked
 
 from lit_grpo.training.run_folder import RunFolder
@@ -81,8 +81,7 @@ def test_three_runs_begun_at_once_do_not_touch_each_other(folder: Path) -> None:
     seeds, rewards = set[int](), set[tuple[str, ...]]()
     for name in sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir()):
         config = yaml.safe_load((folder / "runs" / name / "config.yaml").read_text())
-        with (folder / "runs" / name / "metrics.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_metrics(folder / "runs" / name / "metrics.csv")
         assert [row["step"] for row in rows] == ["1", "2", "3"], name
         seeds.add(config["seed_everything"])
         rewards.add(tuple(row["completions/mean_logprob"] for row in rows))

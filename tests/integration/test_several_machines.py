@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import socket
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import read_metrics
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.integration
@@ -60,8 +60,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def outcome(run: Path) -> tuple[list[dict[str, str]], dict[str, torch.Tensor]]:
     """The rewards of a run's updates, and its policy."""
-    with (run / "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["reward"]]
+    rows = [row for row in read_metrics(run / "metrics.csv") if row["reward"]]
     weights = load_file(run / "policy" / "model.safetensors")
     return [{name: row[name] for name in ("step", "reward", "loss")} for row in rows], weights
 

@@ -1,6 +1,5 @@
 """Runs that stop on signals and errors: what they save and say, and that they go on as if nothing had been."""
 
-import csv
 import json
 import re
 import shutil
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import table_rows
+from conftest import read_metrics, table_rows
 
 from lit_grpo.callbacks import RolloutScheduler, RunCheckpoint
 from lit_grpo.cli.command_line import run
@@ -70,8 +69,7 @@ def fit(name: str, *arguments: str) -> None:
 
 
 def metrics(name: str) -> list[dict[str, str]]:
-    with Path("runs", name, "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_metrics(Path("runs", name, "metrics.csv"))
     return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
 
 

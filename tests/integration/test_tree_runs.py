@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
-from conftest import table_rows
+from conftest import read_metrics, table_rows
 
 from lit_grpo.cli.command_line import run
 
@@ -39,8 +38,7 @@ def test_two_updates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     run(["fit", "--config", config, "--trainer.max_steps", "2", *sizes, "--rollout.plugins", plugins])
     folder = tmp_path / "runs" / config
-    with (folder / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("rollout/branched_share")]
+    rows = [row for row in read_metrics(folder / "metrics.csv") if row.get("rollout/branched_share")]
     assert len(rows) == 2
     shares = [float(row["rollout/branched_share"]) for row in rows]
     assert sum(shares) > 0.05 and max(shares) <= 1 - size / most + 1e-6
