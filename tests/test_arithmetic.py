@@ -34,6 +34,7 @@ def test_rows_are_the_same_each_time_and_differ_by_seed() -> None:
     assert rows != list(ArithmeticRows(num_rows=50, seed=4).rows())
 
 
+@pytest.mark.nightly
 def test_rows_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     code = "from lit_grpo.tasks import ArithmeticRows; print([r['prompt'] for r in ArithmeticRows(num_rows=5).rows()])"
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}

@@ -106,7 +106,7 @@ def test_hidden_states_are_observed_as_on_the_cpu(policy_folder: Path) -> None:
     assert off(actual, expected) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["graphs", "lora"])
+@pytest.mark.parametrize("kind", table_rows(["graphs", "lora"], ["lora"]))
 @pytest.mark.parametrize("autocast", PRECISIONS)
 def test_new_weights_are_decoded_with(kind: str, autocast: torch.dtype | None, policy_folder: Path) -> None:
     """Recordings and copies in bfloat16 are of the weights as they were."""
@@ -131,7 +131,7 @@ def test_new_weights_are_decoded_with(kind: str, autocast: torch.dtype | None, p
     assert off(actual[1], actual[0]) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["graphs", "lora"])
+@pytest.mark.parametrize("kind", table_rows(["graphs", "lora"], ["lora"]))
 def test_a_step_casts_no_weight(kind: str, policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretend_cuda() as gpu:
         policy = make(kind).to("cuda")
