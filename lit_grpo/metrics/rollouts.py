@@ -31,12 +31,18 @@ def rollout_metrics(
     completions: list[Completion] = []
     is_fresh: list[bool] = []
     is_sampled: list[bool] = []  # at this visit, in this batch or in one before
+    is_empty: list[bool] = []  # of each group
+    lengths: list[int] = []
+    is_cut_off: list[bool] = []
     for group in groups:
+        is_empty.append(not group.rollouts)
         for rollout in group.rollouts:
             is_sampled.append(not rollout.replayed)
             is_fresh.append(not (rollout.learnt or rollout.replayed))
             if is_fresh[-1]:
                 completions.append(rollout.completion)
+                lengths.append(rollout.completion.num_sampled)
+                is_cut_off.append(rollout.completion.finish_reason == "length")
     fresh_R = torch.tensor(is_fresh, dtype=torch.bool)
     rewards = rewards.only(torch.tensor(is_sampled, dtype=torch.bool))
     own = {
@@ -44,9 +50,9 @@ def rollout_metrics(
         "by_function": rewards.by_function_RK[fresh_R].double(),
         "within_group": less_group_mean(rewards.rewards_R.double(), rewards.groups_R),
         "uniform": uniform_groups(rewards.rewards_R, rewards.groups_R, len(groups)).double(),
-        "empty": torch.tensor([not group.rollouts for group in groups]).double(),
-        "lengths": torch.tensor([completion.num_sampled for completion in completions]).double(),
-        "cut_off": torch.tensor([completion.finish_reason == "length" for completion in completions]).double(),
+        "empty": torch.tensor(is_empty).double(),
+        "lengths": torch.tensor(lengths).double(),
+        "cut_off": torch.tensor(is_cut_off).double(),
     }
     by_rank = ranks.gather(own)
     everyone: dict[str, torch.Tensor] = {}

@@ -208,9 +208,10 @@ class SlotGenerator(Versioned):
 
     def release(self, prompts: Iterable[Prompt]) -> None:
         """Keep these prompts no longer than the requests that are in flight need them."""
-        groups = {(prompt.prompt_id, prompt.visit) for prompt in prompts}
-        for group in groups:
-            self._expected.pop(group, None)
+        groups: set[GroupKey] = set()
+        for prompt in prompts:
+            groups.add((prompt.prompt_id, prompt.visit))
+            self._expected.pop((prompt.prompt_id, prompt.visit), None)
         self._released |= groups
         if self._kept.num_tokens:
             self._kept.drop(groups)
