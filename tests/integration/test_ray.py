@@ -171,11 +171,13 @@ def test_an_actor_that_is_killed_loses_and_doubles_nothing_and_ray_starts_it_aga
     expected, nothing = collect(generator)
     assert nothing == []
     (pid, other), (dead, _) = inside(generator), generator._fleet.alive
+    engines = [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    assert engines
     tokens, messages = collect(generator, lambda: ray.kill(dead.process._actor, no_restart=False))
     assert tokens == expected
     assert len(messages) == 1 and "go on from there on the 1 servers that are left" in messages[0]
     assert f"What it said is in {dead.process.log}." in messages[0] and " on the machine " in messages[0]
-    assert ends(pid)  # its server dies with it
+    assert ends(pid) and all(ends(engine) for engine in engines)  # its server dies with it, and what vLLM started
     Path(dead.process.log.partition(" on the machine ")[0]).unlink()
     with pytest.warns(UserWarning, match="It is started again, and decodes after a sync that finds it up"):
         sync(generator, policy, 1)

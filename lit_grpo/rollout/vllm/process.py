@@ -79,7 +79,7 @@ class ServerProcess:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                    preexec_fn=partial(end_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
                 )
             )
         finally:
@@ -231,5 +231,7 @@ def _from_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subp
     return started.result()
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: signal.Signals) -> None:
+    """Have this process receive a signal when the thread that has started it ends; on Linux, and nothing elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from lit_grpo.policy.weights import checkpoint_name, digest
+from lit_grpo.rollout.vllm.process import end_with_parent
 from lit_grpo.rollout.vllm.worker.cpu_build import pack_tied_head, prepare_reload
 from lit_grpo.rollout.weights.files import read
 from lit_grpo.rollout.weights.shipments import rebuild
@@ -110,7 +112,12 @@ class WorkerExtension:
     # ---- weights ----------------------------------------------------------------------------------
 
     def check_model(self, fields: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the text configuration of the model that is served has other values."""
+        """Raise a ValueError if the text configuration of the model that is served has other values.
+
+        From now on the worker ends with the server: vLLM ends its workers itself, but not where the server is killed,
+        as Ray kills what a lost actor has started.
+        """
+        end_with_parent(signal.SIGKILL)
         config = self.vllm_config.model_config.hf_text_config
         for name, expected in fields.items():
             if (served := getattr(config, name, None)) != expected:
