@@ -1,7 +1,8 @@
-"""Finds users' functions that set signals, which Python allows in the main thread only."""
+"""Signals: which end a process with its parent, and which users' functions set, as only a main thread may."""
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import inspect
 import signal
@@ -13,6 +14,13 @@ from typing import Any
 _CALLS = ("signal", "alarm", "setitimer")
 _GUARDS = ("main_thread", "current_thread", "ValueError")  # code with these looks itself whether signals work
 _MOST_LAYERS = 16
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have this process receive a signal when the thread that has started it ends; on Linux, and nothing elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def check_signals(function: Any, what: str, remedy: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, table_rows
 from hand_made import relative_error
 from on_gpu import KeepsGradients, Steps, check_update, learn
 

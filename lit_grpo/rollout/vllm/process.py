@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -22,9 +21,9 @@ from typing import Any
 
 import httpx
 
+from lit_grpo.process.signals import end_with_parent
 from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, OWNER_PATH
 
-_PR_SET_PDEATHSIG = 1
 _STOP_S = 10.0
 _LOG_PREFIX = re.compile(r"^\([^)]* pid=\d+\)(?: [A-Z]+ \S+ \S+ \[[^\]]*\])? ?|\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b|^[\w.-]+: error: ")
@@ -229,9 +228,3 @@ def _from_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subp
 
     threading.Thread(target=run, daemon=True, name="lit_grpo-server").start()
     return started.result()
-
-
-def end_with_parent(number: signal.Signals) -> None:
-    """Have this process receive a signal when the thread that has started it ends; on Linux, and nothing elsewhere."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from lit_grpo.policy.weights import checkpoint_name, digest
-from lit_grpo.rollout.vllm.process import end_with_parent
+from lit_grpo.process.signals import end_with_parent
 from lit_grpo.rollout.vllm.worker.cpu_build import pack_tied_head, prepare_reload
 from lit_grpo.rollout.weights.files import read
 from lit_grpo.rollout.weights.shipments import rebuild
