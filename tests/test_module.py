@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from inspect import signature
@@ -36,6 +37,7 @@ from hand_made import (
 )
 
 from lit_grpo import module as module_file
+from lit_grpo.callbacks import RunSummary
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError, RewardSpec
 from lit_grpo.rewards.function import RewardFunction
@@ -252,6 +254,18 @@ def test_a_run_whose_rewards_give_nothing_to_the_first_batch_ends_at_once(policy
     ) as w:
         fit(make_module(policy_folder, rewards=rewards), some, some, without)
     assert sum("first batch has a value of" in str(each.message) for each in w) == 1
+
+
+def test_a_run_that_teaches_nothing_says_so_once_and_on_its_card(
+    policy_folder: Path, policy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = scored(random_groups(policy, [[0.1] * 4, [1.0] * 4]))
+    with pytest.warns(UserWarning, match=r"The last 3 batches, up to update 2, had no learning signal: ") as w:
+        fit(make_module(policy_folder), *[flat] * 7, callbacks=[RunSummary()])
+    assert sum("had no learning signal" in str(each.message) for each in w) == 1
+    assert re.search(
+        r"^no signal +7 of 7 batches, in which no group had rewards that differ", capsys.readouterr().out, re.M
+    )
 
 
 def test_temperature_divides_the_logits_of_policy_and_reference(policy_folder: Path, policy: Any) -> None:

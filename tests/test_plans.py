@@ -133,6 +133,13 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
         assert len(plan) == 0 and plan.admit(num_slots) == []
 
 
+def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^plan ltp: there is none; give one of fcfs, .*, or the class path of a"):
+        queue("ltp", NoLengths(), 4)
+    with pytest.raises(ValueError, match=r"^num_slots must be at least 1, not 0\.$"):
+        queue("balanced", NoLengths(), 0)
+
+
 OWN = """
 from dataclasses import dataclass
 

@@ -18,7 +18,7 @@ from made_runs import HOSTILE, make_run
 from lit_grpo.tools.commands.report import main
 from lit_grpo.tools.dashboard import sections
 from lit_grpo.tools.dashboard.report import read_folder, write_report
-from lit_grpo.tools.dashboard.report.content import report_content
+from lit_grpo.tools.dashboard.report.content import MAX_OWN, report_content
 from lit_grpo.tools.dashboard.report.curves import MAX_POINTS, points, rank_correlation
 
 ASSETS = Path(__file__).parents[1] / "lit_grpo" / "tools" / "dashboard" / "report" / "assets"
@@ -165,6 +165,11 @@ def test_foretold_and_actual_lengths_come_from_timelines_where_no_trace_is_recor
     (run / "trace.jsonl").unlink()
     lengths = content_of(run)["lengths"]
     assert lengths["number"] == 64 * 8 and lengths["correlation"] > 0.99
+
+
+def test_more_own_metrics_than_anyone_reads_stand_in_the_table(tmp_path: Path) -> None:
+    own = content_of(make_run(tmp_path / "run", names=[f"mine/{n}" for n in range(MAX_OWN + 5)]))["sections"][-1]
+    assert len(own["panels"]) == MAX_OWN and len(own["table"]) == MAX_OWN + 5 and "of 45" in own["about"]
 
 
 # ---- curves -------------------------------------------------------------------------------------------

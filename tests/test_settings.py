@@ -28,6 +28,24 @@ def settings(ckpt_path: str | None = None, **trainer: Any) -> dict[str, Any]:
     return {"trainer": TRAINER | trainer, "ckpt_path": ckpt_path, "run": {"wandb": "disabled"}}
 
 
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [
+        (
+            {"strategy": "deepspeed"},
+            r"trainer\.strategy 'deepspeed' is not supported; use auto, or of several .* ddp or fsdp2",
+        ),
+        ({"strategy": "fsdp"}, r"trainer\.strategy 'fsdp' is not supported"),
+        ({"gradient_clip_val": 0.5}, r"trainer\.gradient_clip_val is 0\.5, .* model\.max_grad_norm; set that"),
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches is 2, .* model\.max_tokens_per_micro_batch; set"),
+        ({"val_check_interval": 0.5}, r"trainer\.val_check_interval is 0\.5, but it counts updates, .* such as 10"),
+    ],
+)
+def test_what_lightning_would_say_of_its_own_fields_is_said_of_ours(trainer: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_settings(settings(**trainer), fits=True)
+
+
 def test_settings_that_work_are_taken() -> None:
     check_settings(settings(val_check_interval=10, strategy="ddp", accelerator="cpu"), fits=True)
     check_settings(settings(gradient_clip_val=1.0), fits=False)
