@@ -22,6 +22,7 @@ from lit_grpo.environments.agent.plugin import Agent
 from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.methods.mt_grpo import MTGRPO
 from lit_grpo.plugins import Answer, Listener, RunFacts, fresh
+from lit_grpo.process import calls
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
@@ -489,6 +490,12 @@ def test_an_agent_that_fails_begins_again_and_is_no_reward_of_0(how: Any, caplog
     worker = worker_of(failing(9, how), timeout_s=1.5, retries=1)
     (group,) = play(worker)
     assert group.rollouts == [] and worker.metrics()["environments/dropped"] == 1
+
+
+def test_too_many_agents_that_hang_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST_LOST", 1)
+    with pytest.raises(RuntimeError, match="2 calls of environments or tools have taken longer than they may"):
+        play(worker_of(failing(9, _hangs), timeout_s=0.5, retries=9))
 
 
 def test_an_async_agent_that_blocks_its_loop_is_replaced() -> None:
