@@ -20,7 +20,7 @@ from lit_grpo.update.prefix.support import prefix_refusal
 ARCHITECTURE, SLOTS, PREFIX = "lit_grpo.policy.architecture", "lit_grpo.rollout.slots.binding", "lit_grpo.update.prefix"
 TRIALS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "policy": (f"{ARCHITECTURE}.support.hidden_states", check_policy),
-    "logits": (f"{ARCHITECTURE}.logits._instead", logit_map),
+    "logits": (f"{ARCHITECTURE}.decoder._instead", logit_map),
     "attention": (f"{ARCHITECTURE}.attention.hidden_states", lambda model: attention_calls(model, 256)),
     "slots": (f"{SLOTS}.hidden_states", check_slot_support),
     "fused": (f"{SLOTS}.FusedDecoder", check_slot_support),

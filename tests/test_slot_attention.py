@@ -69,9 +69,9 @@ def test_its_mask_is_in_float32_whatever_the_default_dtype() -> None:
 def test_a_new_layout_goes_to_the_device_in_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, original = [], torch.as_tensor
 
-    def count(array: np.ndarray) -> torch.Tensor:
+    def count(array: np.ndarray, **options: str) -> torch.Tensor:
         copies.append(array.shape)
-        return original(array)
+        return original(array, **options)
 
     monkeypatch.setattr(torch, "as_tensor", count)
     cache = SlotCache(KVShape((KVLayer(KV_HEADS, SIZE, SIZE),), torch.float32, CPU), TOKENS, ROWS)
