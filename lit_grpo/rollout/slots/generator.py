@@ -419,10 +419,7 @@ class SlotGenerator(Versioned):
 
     def _finish(self, tokens_B: np.ndarray, events: StepEvents) -> None:
         """End the completions that their new token has ended, or that are at their limit, and free their rows."""
-        rows = self._rows
-        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1)
-        if self._sampling.stop:
-            stopped_B |= rows.with_stop_string(self._sampling.stop, self._tokenizer)
+        rows, stopped_B = self._rows, self._stopped(tokens_B)
         ended = np.flatnonzero(stopped_B | (rows.sampled_B >= self._sampling.max_tokens)).tolist()
         for row in ended:
             reason = "stop" if stopped_B[row] else "length"
@@ -433,3 +430,10 @@ class SlotGenerator(Versioned):
             self._leave(row, ended=True)
         if ended:
             self._forget_prompts()
+
+    def _stopped(self, tokens_B: np.ndarray) -> np.ndarray:
+        """Whether the token that each row has just got ends it, shape (rows,); benchmarks force lengths here."""
+        at_end_B = (tokens_B[:, None] == self._eos_ids).any(-1)
+        if self._sampling.stop:
+            at_end_B |= self._rows.with_stop_string(self._sampling.stop, self._tokenizer)
+        return at_end_B

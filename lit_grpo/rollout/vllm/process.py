@@ -78,7 +78,7 @@ class ServerProcess:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=partial(end_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
+                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
             )
         finally:
@@ -228,3 +228,7 @@ def _from_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subp
 
     threading.Thread(target=run, daemon=True, name="lit_grpo-server").start()
     return started.result()
+
+
+def _end_with_parent() -> None:
+    end_with_parent(signal.SIGTERM)
