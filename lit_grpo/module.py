@@ -46,7 +46,6 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts
-from lit_grpo.rewards.inputs import begun
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
@@ -200,8 +199,7 @@ class GRPOModule(EvaluationModule):
         self._longest_row: int | None = None
         self._told, self._told_before = RunSettings(), RunSettings()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
-        self.keep_special_tokens, self._told_of_unseen_tokens = keep_special_tokens, False
-        self._told_of_begun = self._plugins_started = False
+        self.keep_special_tokens, self._plugins_started = keep_special_tokens, False
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -482,13 +480,10 @@ class GRPOModule(EvaluationModule):
             rewards = GroupRewards.of(batch.groups, list(self.settings.weights))
             version = self.policy_version - (update is not None)
             logs = rollout_metrics(batch.groups, rewards, version, self.ranks)
-            collapsed = None
             with self.observers.may_fail("The finding of a collapse"):
                 collapsed = self._batch_watch.collapse(logs, version)
-                if collapsed is not None:
-                    self.ranks.warn(collapsed)
-                self._tell_of_unseen_tokens(batch)
-                self._tell_of_begun_answers(batch)
+                for sentence in filter(None, (collapsed, *self._batch_watch.unseen_text(batch.rollouts, self.spec))):
+                    self.ranks.warn(sentence)
             sentence = self._batch_watch.missing_rewards(logs)  # raises an error if there are no rewards to learn from
             if sentence is not None:
                 self.ranks.warn(sentence)
@@ -503,7 +498,7 @@ class GRPOModule(EvaluationModule):
             update = self.learner.learn(batch.groups, rewards) if update is None else update
             with self.observers.may_fail("The finding of batches without signal"):
                 sentence = self._batch_watch.missing_signal(frac_uniform, update["advantages/max_abs"], version)
-                if sentence is not None and collapsed is None:
+                if sentence is not None:
                     self.ranks.warn(sentence)
             self.log_anew("update", update)
             self.log("step", float(self.policy_version))
@@ -514,34 +509,6 @@ class GRPOModule(EvaluationModule):
         names = self._names_logged.setdefault(source, set())
         names.update(values)
         self.log_dict(dict.fromkeys(names, math.nan) | dict(values))
-
-    def _tell_of_unseen_tokens(self, batch: PromptBatch) -> None:
-        """Say once which special tokens completions hold that reward functions do not see."""
-        if self._told_of_unseen_tokens:
-            return
-        unseen = self.spec.unseen_tokens(rollout.completion for rollout in batch.rollouts)
-        if unseen:
-            self._told_of_unseen_tokens = True
-            self.ranks.warn(
-                f"Completions hold the special tokens {', '.join(unseen)}, which the text that reward functions get "
-                "leaves out; set model.keep_special_tokens to true where a reward is to see them."
-            )
-
-    def _tell_of_begun_answers(self, batch: PromptBatch) -> None:
-        """Say once if prompts begin the answer with a tag that no reward function sees, and one gives 0 to all."""
-        rollouts, self._told_of_begun = [] if self._told_of_begun else batch.rollouts, True
-        tag = begun(rollouts[0].prompt.text).strip() if rollouts else ""
-        flat = [
-            function.name
-            for function in self.rewards
-            if all(rollout.rewards.get(function.name) == 0 for rollout in rollouts)
-        ]
-        if tag and flat:
-            self.ranks.warn(
-                f"Prompts end in {tag!r}, which is therefore not in the text of completions, and "
-                f"{', '.join(flat)} gave 0 to every completion of the first batch. If it looks for {tag!r}, "
-                "let it take the argument prompt too, or use format_match, which counts what the prompt has begun."
-            )
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""

@@ -580,3 +580,8 @@ class GroupBatch:
     version: int
     pass_rule: PassRule
     all_gather: AllGather
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All rollouts of the batch on this rank, group by group."""
+        return [rollout for group in self.groups for rollout in group.rollouts]

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from lit_grpo.rewards.function import RewardError
-from lit_grpo.types import PassRule
+from lit_grpo.rewards.inputs import begun
+from lit_grpo.types import PassRule, Rollout
 
 if TYPE_CHECKING:
+    from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.rewards.function import RewardFunction
 
 
@@ -251,6 +253,8 @@ LESSON = ("frac_reward_zero_std", "advantages/max_abs")
 PATIENCE = 3
 """Number of batches in a row without a learning signal after which a warning is logged."""
 MOST_BATCHES_WITHOUT_REWARD = 3
+MOST_COLLAPSED = 3
+"""Number of collapsed batches in a row of which the last one is warned of."""
 LEAST_ADVANTAGE = 1e-6
 """A smaller advantage is rounding."""
 
@@ -292,10 +296,10 @@ class NoSignalCount:
 
 
 class BatchWatch:
-    """Finds out, from the metrics of training batches, what keeps a run from learning.
+    """Finds out, from training batches and their metrics, what keeps a run from learning.
 
-    There are three such faults: reward functions that give no numbers, a policy that says the same however often it is
-    asked and is not rewarded for it, and groups whose rewards do not differ.
+    There are four such faults: reward functions that give no numbers or do not see part of the text, a policy that says
+    the same however often it is asked and is not rewarded for it, and groups whose rewards do not differ.
 
     Args:
         functions: The reward functions of the run.
@@ -307,6 +311,7 @@ class BatchWatch:
         self._num_batches = self._num_unrewarded = 0  # batches so far; those without a reward in a row
         self._best, self._num_collapsed = 0.0, 0  # mean reward of the best batch; collapsed batches in a row
         self._num_empty, self._told = 0, False  # batches without a learning signal in a row; whether this was told
+        self._told_of_tokens = self._saw_first = False  # special tokens that rewards do not see; the first batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -330,7 +335,7 @@ class BatchWatch:
         collapsed = certain and logs["frac_reward_zero_std"] == 1 and (reward <= 0 or reward < self._best)
         self._num_collapsed = self._num_collapsed + 1 if collapsed else 0
         self._best = max(self._best, reward)
-        if self._num_collapsed != 3:
+        if self._num_collapsed != MOST_COLLAPSED:
             return None
         return (
             f"The policy collapsed at update {version}: its completions of a prompt are all the same, with a reward of "
@@ -382,12 +387,42 @@ class BatchWatch:
             )
         return None
 
+    def unseen_text(self, rollouts: Sequence[Rollout], spec: PolicySpec) -> list[str]:
+        """Return warnings, each once, about text that reward functions do not see.
+
+        It is the special tokens of completions, or a tag in which the prompts of the first batch begin the answer,
+        while a function gives 0 to all of them.
+        """
+        sentences = list[str]()
+        unseen = [] if self._told_of_tokens else spec.unseen_tokens(rollout.completion for rollout in rollouts)
+        if unseen:
+            self._told_of_tokens = True
+            sentences.append(
+                f"Completions hold the special tokens {', '.join(unseen)}, which the text that reward functions get "
+                "leaves out; set model.keep_special_tokens to true where a reward is to see them."
+            )
+        is_first, self._saw_first = not self._saw_first, True
+        tag = begun(rollouts[0].prompt.text).strip() if is_first and rollouts else ""
+        flat = list[str]()
+        for function in self._functions if tag else ():
+            if all(rollout.rewards.get(function.name) == 0 for rollout in rollouts):
+                flat.append(function.name)
+        if flat:
+            sentences.append(
+                f"Prompts end in {tag!r}, which is therefore not in the text of completions, and "
+                f"{', '.join(flat)} gave 0 to every completion of the first batch. If it looks for {tag!r}, "
+                "let it take the argument prompt too, or use format_match, which counts what the prompt has begun."
+            )
+        return sentences
+
     def missing_signal(self, frac_uniform: float, max_advantage: float, version: int) -> str | None:
         """Return a warning, once, after :data:`PATIENCE` batches in a row for which :func:`has_no_signal` is true."""
         self._num_empty = self._num_empty + 1 if has_no_signal(frac_uniform, max_advantage) else 0
         if self._told or self._num_empty < PATIENCE:
             return None
         self._told = True
+        if self._num_collapsed == MOST_COLLAPSED:  # this batch's warning says so already
+            return None
         return (
             f"The last {PATIENCE} batches, up to update {version}, had no learning signal: in every group all rewards "
             "are equal; use easier prompts if all completions are wrong and harder ones if all are correct, raise "

@@ -59,11 +59,6 @@ class LearningBatch(GroupBatch):
     measure: Measure
     optimizer: torch.optim.Optimizer | None = None
 
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """All rollouts of the batch on this rank, group by group."""
-        return [rollout for group in self.groups for rollout in group.rollouts]
-
     def highest(self, scores: Mapping[Key, torch.Tensor], share: float) -> dict[Key, torch.Tensor]:
         """Return by completion which tokens are among that share of all ranks' tokens whose scores are highest."""
         return dict(zip(scores, highest([*scores.values()], share, self.all_gather), strict=True))
