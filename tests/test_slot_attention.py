@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_its_mask_is_in_float32_whatever_the_default_dtype() -> None:
 def test_a_new_layout_goes_to_the_device_in_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, original = [], torch.as_tensor
 
-    def count(array: np.ndarray, **options: str) -> torch.Tensor:
+    def count(array: np.ndarray, **options: Any) -> torch.Tensor:
         copies.append(array.shape)
         return original(array, **options)
 
