@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
 
-# For every change; meant to take less than 15 minutes on two cores. It proves each mechanism once: of a table of alike rows,
+# For every change; meant to take at most 10 minutes on two cores. It proves each mechanism once: of a table of alike rows,
 # one of each kind. docs/architecture.md says what is where.
 test: lint unit
 	$(MAKE) --no-print-directory --jobs 2 integration beside
