@@ -68,3 +68,12 @@ def test_it_is_refused_where_it_comes_out_otherwise(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(FusedDecoder, "__call__", lambda *arguments: original(*arguments) * 1.1)
     policy: Any = random_policy()
     assert check_slot_support(policy)[1] is None
+
+
+def test_tables_of_positions_double_where_they_are_short_and_nowhere_else() -> None:
+    fused: Any = check_slot_support(make("Qwen3"))[1]
+    sizes = []
+    for num_positions, dtype in (1, "float32"), (1, "bfloat16"), (1, "float32"), (1025, "float32"), (2049, "float32"):
+        fused.tabulate(num_positions, torch.empty(0, dtype=getattr(torch, dtype)))
+        sizes.append(len(fused.tables[0]))
+    assert sizes == [1024, 1024, 1024, 2048, 4096]

@@ -306,7 +306,10 @@ class FusedDecoder:
         """
         if num_positions <= len(self.tables[0]) and self.tables[0].dtype == like.dtype:
             return
-        num_positions = max(num_positions, 2 * len(self.tables[0]))  # few sizes, because a GPU records each one
+        before = len(self.tables[0])
+        if num_positions > before:  # few sizes, because a GPU records each one
+            num_positions = max(num_positions, 2 * before)
+        num_positions = max(num_positions, before)  # of another dtype, as many as there were
         positions_1T = torch.arange(-(-num_positions // _TABLE_STEP) * _TABLE_STEP, device=like.device)[None]
         cos, sin = (table[0] for table in self._rotary(like, positions_1T))
         if cos.shape[-1] != self._head_size:
