@@ -134,11 +134,7 @@ class RewardRunner(Listener):
             self._calls = Calls(self._num_workers, "reward functions", remedy)
         surroundings = Surroundings(self.state, self._log_metric)
         # In this thread, not on the loop's: a thread that is in torch when the interpreter exits aborts the process.
-        arguments: list[list[Arguments]] = []
-        for function in self.functions:
-            arguments.append([])
-            for group in groups:
-                arguments[-1].append(call_arguments(function, group, surroundings))
+        arguments = [[call_arguments(each, group, surroundings) for group in groups] for each in self.functions]
         self._pending.append(_Submission(groups, self._calls.start(self._score(self._calls, groups, arguments))))
 
     def on_group(self, group: RolloutGroup) -> None:
@@ -201,10 +197,7 @@ class RewardRunner(Listener):
         """Return the mean of each metric that functions have logged since the last call, and forget the values."""
         with self._metrics_lock:
             values, self._metrics = self._metrics, defaultdict(list)
-        means: dict[str, float] = {}
-        for name, numbers in values.items():
-            means[name] = math.fsum(numbers) / len(numbers)
-        return means
+        return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
 
     def close(self) -> None:
         """Drop submissions that have not been gathered and stop the threads; :meth:`submit` starts them again."""
@@ -278,17 +271,12 @@ def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: 
     for name in (*OF_EPISODES[0], *OF_EPISODES[1]):
         if name in function.names:
             absent[name] = None
-    rows: Arguments = []
     if function.on_group:
         lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-        rows.append({**absent, **lists, **group_inputs(group, surroundings)})
+        rows = [{**absent, **lists, **group_inputs(group, surroundings)}]
     else:
-        for rollout in group.rollouts:
-            rows.append({**absent, **columns, **rollout_inputs(rollout, surroundings)})
-    for row in rows:
-        for name in row.keys() - names:
-            del row[name]
-    return rows
+        rows = [{**absent, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts]
+    return [{name: row[name] for name in row if name in names} for row in rows]
 
 
 def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, Any]:

@@ -201,10 +201,7 @@ class RolloutBuffer:
                     stays.append(each)
             num_discarded += num_lost
             group.num_restarts += num_lost > 0
-            group.oldest = None
-            for each in stays:
-                if each.oldest_version is not None and (group.oldest is None or each.oldest_version < group.oldest):
-                    group.oldest = each.oldest_version
+            group.oldest = min((each.oldest_version for each in stays if each.oldest_version is not None), default=None)
             is_whole = key not in self.ledger.groups and not self.rule.releases_parts
             if is_whole and group.completions and group.due is None:
                 unscored.append(_close(group))
@@ -294,10 +291,7 @@ class RolloutBuffer:
 
         What has left in earlier parts of a group is among its members, ``learnt`` and not ``kept``.
         """
-        due: list[tuple[GroupKey, _Open]] = []
-        for key, group in self._groups.items():
-            if group.due is not None:
-                due.append((key, group))
+        due = [(key, group) for key, group in self._groups.items() if group.due is not None]
         waits = self.rule.num_steps is None and self.rule.max_staleness > 0  # what is over may be learnt from later
         if waits and self.rule.num_groups is not None:
             due.sort(key=lambda item: not self._is_due_now(item[1]))

@@ -173,10 +173,7 @@ class SlotCache:
     @property
     def allocated_tokens(self) -> int:
         """KV tokens there is memory for."""
-        num_tokens = 0
-        for shelf in (*self._pieces, *self._prompt_shelves.values()):
-            num_tokens += shelf.room * shelf.num_tokens
-        return num_tokens
+        return sum(shelf.room * shelf.num_tokens for shelf in (*self._pieces, *self._prompt_shelves.values()))
 
     def growth(self, columns_B: np.ndarray) -> int:
         """KV tokens that a step will allocate for rows that enter their next piece: the arguments are as in prepare."""
