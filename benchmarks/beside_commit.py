@@ -51,11 +51,12 @@ class Benchmark:
 
 
 SECONDS, EXACT = 0.95, 0.99
+ONCE = ("then", "now")
 BENCHMARKS = {
     "plans": Benchmark(
         ("lengths", "predictions"),
         tuple(Figure(plan, False, EXACT) for plan in ("lpt", "short_last", "balanced", "infinite_sampling")),
-        order=("then", "now"),
+        order=ONCE,
     ),
     "planner_cost": Benchmark(("text",), (Figure("value", False, SECONDS),), in_claims=True),
     "turns": Benchmark(("system",), (Figure("seconds", False, SECONDS),), ("lit_grpo", "lit_grpo in lock-step")),
@@ -68,6 +69,19 @@ BENCHMARKS = {
         ("workload", "epoch"), (Figure("our_over_fewest", False, EXACT), Figure("time_ratio", True, SECONDS))
     ),
     "weight_sync": Benchmark(("case",), (Figure("sync_s", False, SECONDS, was="files_s"),)),
+    "shared_prefix": Benchmark(
+        ("prompt_tokens",), (Figure("shared_s", False, SECONDS), Figure("plain_s", False, SECONDS))
+    ),
+    "update_memory": Benchmark(("against", "G", "V", "groups"), (Figure("peak_mib", False, EXACT),), order=ONCE),
+    "sequence_parallel": Benchmark(
+        ("completion tokens", "ranks"), (Figure("peak_mib", False, EXACT), Figure("seconds_a_row", False, SECONDS))
+    ),
+    "update_vs_trl": Benchmark(
+        ("work", "checkpointing", "micro-batch"),
+        (Figure("tokens_per_s", True, SECONDS), Figure("above_state_mib", False, EXACT)),
+        ("lit_grpo",),
+        order=ONCE,  # each run takes its own steps by turns with TRL's
+    ),
 }
 
 
@@ -91,7 +105,9 @@ def main(options: Options, names: Sequence[str]) -> int:
                 rows.append(row)
                 text = f"{name}: {figure.column} of {row['rows']} rows, how much better than {BEFORE}, median row"
                 claims.append(Claim(text, float(row["median"]), ">=", figure.least))
-    return finish("beside_commit", options, {"before": BEFORE, "benchmarks": " ".join(names)}, rows, claims)
+    settings: Row = {"before": BEFORE, "benchmarks": " ".join(names)}
+    program = f"beside_commit --only {' '.join(names)}"
+    return finish("beside_commit", options, settings, rows, claims, program)
 
 
 def _run(name: str, root: Path, output: Path, quick: bool, in_claims: bool) -> list[Row]:
