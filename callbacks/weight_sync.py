@@ -57,7 +57,7 @@ class WeightSync(pl.Callback):
         self,
         max_logprob_gap: Positive = 0.2,
         max_relative_gap: Positive | Literal["auto"] = "auto",
-        max_gap_growth: Annotated[float, Limit(above=1)] = 1.3,
+        max_gap_growth: Annotated[float, Limit(gt=1)] = 1.3,
         max_token_gap: Positive | Literal["auto"] = "auto",
     ) -> None:
         self.max_logprob_gap, self.max_relative_gap = max_logprob_gap, max_relative_gap

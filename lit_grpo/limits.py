@@ -5,7 +5,7 @@ For example::
     @dataclass(frozen=True)
     class Reference:
         offload: bool = False
-        mixup_alpha: Annotated[float | None, Limit(above=0, most=1, remedy="leave it out for a fixed one")] = None
+        mixup_alpha: Annotated[float | None, Limit(gt=0, le=1, remedy="leave it out for a fixed one")] = None
         sync_steps: Count = 512
         place: Literal["loss", "reward"] = "loss"
 
@@ -39,18 +39,18 @@ class Limit:
     On a field that is text it says that nothing else is: a number or ``yes`` in a config is text in quotes alone.
 
     Args:
-        least: The smallest allowed number.
-        above: Bound that the number must exceed.
-        most: The largest allowed number.
-        below: Bound below which the number must be.
+        ge: The smallest allowed number.
+        gt: Bound that the number must exceed.
+        le: The largest allowed number.
+        lt: Bound below which the number must be.
         finite: Whether infinity is refused.
         remedy: End of the error message: the remedy or the reason.
     """
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
     finite: bool = False
     remedy: str = ""
 
@@ -61,10 +61,10 @@ class Limit:
         return is_number(value, kind) and not (
             math.isnan(value)
             or (self.finite and math.isinf(value))
-            or (self.least is not None and value < self.least)
-            or (self.above is not None and value <= self.above)
-            or (self.most is not None and value > self.most)
-            or (self.below is not None and value >= self.below)
+            or (self.ge is not None and value < self.ge)
+            or (self.gt is not None and value <= self.gt)
+            or (self.le is not None and value > self.le)
+            or (self.lt is not None and value >= self.lt)
         )
 
     def text(self, value: Any, kind: Any) -> str:
@@ -73,12 +73,12 @@ class Limit:
             return "text"
         bounds = [
             f"{word} {bound}"
-            for word, bound in (("at least", self.least), ("above", self.above), ("at most", self.most))
+            for word, bound in (("at least", self.ge), ("above", self.gt), ("at most", self.le))
             if bound is not None
         ]
-        bounds += [f"below {self.below}"] if self.below is not None else []
-        if self.least is not None and self.most is not None:
-            bounds = [f"from {self.least} to {self.most}"]
+        bounds += [f"below {self.lt}"] if self.lt is not None else []
+        if self.ge is not None and self.le is not None:
+            bounds = [f"from {self.ge} to {self.le}"]
         said = " and ".join(bounds)
         if is_number(value, kind) and not (self.finite and not math.isfinite(value)):
             return said
@@ -91,14 +91,14 @@ def is_number(value: Any, kind: Any) -> bool:
     return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
 
 
-Count = Annotated[int, Limit(least=1)]
+Count = Annotated[int, Limit(ge=1)]
 """A number of things, of which there is one at least."""
-Number = Annotated[int, Limit(least=0)]
+Number = Annotated[int, Limit(ge=0)]
 """A number of things, of which there may be none."""
-Share = Annotated[float, Limit(above=0, most=1)]
+Share = Annotated[float, Limit(gt=0, le=1)]
 """A part of a whole that is not nothing."""
-Positive = Annotated[float, Limit(above=0)]
-NotNegative = Annotated[float, Limit(least=0)]
+Positive = Annotated[float, Limit(gt=0)]
+NotNegative = Annotated[float, Limit(ge=0)]
 Text = Annotated[str, Limit(remedy="put it into quotes")]
 
 

@@ -115,10 +115,10 @@ class SamplingParams:
             loss and do not count towards ``max_tokens``.
     """
 
-    temperature: Annotated[float, Limit(least=0, finite=True)] = 1.0
-    top_p: Annotated[float, Limit(above=0, most=1, remedy="1 keeps every token")] = 1.0
-    top_k: Annotated[int, Limit(least=0, remedy="0 keeps every token")] = 0
-    min_p: Annotated[float, Limit(least=0, below=1, remedy="0 keeps every token")] = 0.0
+    temperature: Annotated[float, Limit(ge=0, finite=True)] = 1.0
+    top_p: Annotated[float, Limit(gt=0, le=1, remedy="1 keeps every token")] = 1.0
+    top_k: Annotated[int, Limit(ge=0, remedy="0 keeps every token")] = 0
+    min_p: Annotated[float, Limit(ge=0, lt=1, remedy="0 keeps every token")] = 0.0
     max_tokens: Count = 256
     stop: tuple[str, ...] = ()
     max_observed: Number = 0

@@ -39,7 +39,7 @@ SIZE: Any = Literal[0, 1, 2]
         (Count | None, [None, 1]),
         (Share, [1, 1e-9, 1.0]),
         (NotNegative, [0, 0.0, math.inf]),
-        (Annotated[float | None, Limit(above=0)], [None, 0.5]),
+        (Annotated[float | None, Limit(gt=0)], [None, 0.5]),
         (Positive | ONE_WORD, ["auto", 0.1]),
         (SIZE, [0, 1, 2]),
         (Text, ["", "3"]),
@@ -63,11 +63,11 @@ def test_what_fits_is_taken(hint: Any, taken: list[Any]) -> None:
         (Share, 0, "field must be above 0 and at most 1, not 0."),
         (Share, math.nan, "field must be above 0 and at most 1, not nan."),
         (Share, None, "field must be a number above 0 and at most 1, not None."),
-        (Annotated[int, Limit(least=3, most=7)], 8, "field must be from 3 to 7, not 8."),
-        (Annotated[float, Limit(least=0, below=1)], 1.0, "field must be at least 0 and below 1, not 1.0."),
-        (Annotated[float, Limit(above=0, finite=True)], math.inf, "field must be a finite number above 0, not inf."),
+        (Annotated[int, Limit(ge=3, le=7)], 8, "field must be from 3 to 7, not 8."),
+        (Annotated[float, Limit(ge=0, lt=1)], 1.0, "field must be at least 0 and below 1, not 1.0."),
+        (Annotated[float, Limit(gt=0, finite=True)], math.inf, "field must be a finite number above 0, not inf."),
         (Annotated[float, Limit(finite=True)], math.nan, "field must be a finite number, not nan."),
-        (Annotated[int, Limit(least=2, remedy="give more")], 1, "field must be at least 2, not 1; give more."),
+        (Annotated[int, Limit(ge=2, remedy="give more")], 1, "field must be at least 2, not 1; give more."),
         (Positive | ONE_WORD, 0, "field must be above 0, or auto, not 0."),
         (Positive | ONE_WORD, "much", "field must be a number above 0, or auto, not 'much'."),
         (SIZE, 3, "field must be 0, 1 or 2, not 3."),
@@ -95,7 +95,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Derived(Settings):
-    steps: Annotated[int, Limit(least=8)] = 8
+    steps: Annotated[int, Limit(ge=8)] = 8
     share: Share = 0.5
 
 
@@ -153,7 +153,7 @@ def excluded(annotation: Any) -> Any:
         kind, *said = get_args(annotation)
         for limit in said:
             if isinstance(limit, Limit):
-                bounds = ((limit.least, -1), (limit.above, 0), (limit.most, 1), (limit.below, 0))
+                bounds = ((limit.ge, -1), (limit.gt, 0), (limit.le, 1), (limit.lt, 0))
                 return next((bound + step for bound, step in bounds if bound is not None), None)
         return excluded(kind)
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()

@@ -19,7 +19,7 @@ SMALLEST_PART = 1e-6
 """Of a completion or a token: less than this is rounding."""
 
 
-AtLeastTwo = Annotated[int, Limit(least=2, remedy="one completion shows no difference")]
+AtLeastTwo = Annotated[int, Limit(ge=2, remedy="one completion shows no difference")]
 """A number of completions that can be compared."""
 
 

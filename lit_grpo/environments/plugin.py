@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 CLOSING_S = 10.0
 """How long the end of a run waits for environments that are closed."""
-Seconds = Annotated[float, Limit(above=0, finite=True)]
+Seconds = Annotated[float, Limit(gt=0, finite=True)]
 
 
 class Snapshot(NamedTuple):
@@ -584,7 +584,7 @@ class Environments(Trajectories):
     factory: Factory | Mapping[str, Factory] | None = None
     tools: Sequence[str | Callable[..., Any]] = field(default_factory=tuple)
     max_turns: Count | None = None
-    max_answer_tokens: Annotated[int, Limit(least=16)] = 512
+    max_answer_tokens: Annotated[int, Limit(ge=16)] = 512
     tool_timeout_s: Seconds = 60.0
     reset_timeout_s: Seconds = 60.0
     trajectory_timeout_s: Seconds = 600.0

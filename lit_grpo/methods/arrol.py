@@ -43,8 +43,8 @@ class Arrol(Plugin):
     changes: ClassVar[Mapping[str, str]] = {"whole_rollouts": "drops completions before they end"}
 
     at: Count = 512
-    keep: Annotated[float, Limit(least=0, most=1)] = 0.5
-    positive_share: Annotated[float, Limit(least=0, most=1)] = 0.5
+    keep: Annotated[float, Limit(ge=0, le=1)] = 0.5
+    positive_share: Annotated[float, Limit(ge=0, le=1)] = 0.5
 
     def check(self, run: RunFacts) -> None:
         """Check that something can be saved, and that groups stay large enough."""

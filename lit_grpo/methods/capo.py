@@ -74,7 +74,7 @@ class Capo(Plugin):
 
     fisher: Positive = 1e-4
     hessian: Positive = 0.01
-    top: Annotated[int, Limit(least=2)] = 50
+    top: Annotated[int, Limit(ge=2)] = 50
 
     def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Check the head, and that the optimizer is Adam or SGD."""

@@ -56,7 +56,7 @@ class Blended(Plugin):
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "whole_groups", "plain_rewards"})
 
     pattern: str | None = None
-    gamma: Annotated[float, Limit(above=0, finite=True)] = 20.0
+    gamma: Annotated[float, Limit(gt=0, finite=True)] = 20.0
     rho: Annotated[float, Limit()] = 1.5
 
     def __post_init__(self) -> None:

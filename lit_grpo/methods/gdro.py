@@ -22,7 +22,7 @@ from lit_grpo.methods.divided import Divided
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 
-Bins = Annotated[int, Limit(least=2, remedy="with one bin all prompts are alike")]
+Bins = Annotated[int, Limit(ge=2, remedy="with one bin all prompts are alike")]
 
 
 @dataclass

@@ -41,7 +41,7 @@ class GiGPO(Plugin):
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns"})  # one turn's advantage would count twice
 
     weight: NotNegative = 1.0
-    gamma: Annotated[float, Limit(least=0, most=1)] = 0.95
+    gamma: Annotated[float, Limit(ge=0, le=1)] = 0.95
     scale: bool = False
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:

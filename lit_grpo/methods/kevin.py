@@ -37,7 +37,7 @@ class ReturnToGo(Plugin):
 
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns"})  # with one it would be the estimator
 
-    gamma: Annotated[float, Limit(least=0, most=1)] = 0.4
+    gamma: Annotated[float, Limit(ge=0, le=1)] = 0.4
     scale: bool = True
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:

@@ -34,7 +34,7 @@ class Knapsack(Divided):
         alpha: See above, in (0, 1).
     """
 
-    alpha: Annotated[float, Limit(above=0, below=1, remedy="the paper's code takes 0.9")] = 0.9
+    alpha: Annotated[float, Limit(gt=0, lt=1, remedy="the paper's code takes 0.9")] = 0.9
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
         """See above."""

@@ -50,7 +50,7 @@ class MajorityVote(Plugin):
     """
 
     pattern: str | None = None
-    least_share: Annotated[float, Limit(least=0, most=1)] = 0.0
+    least_share: Annotated[float, Limit(ge=0, le=1)] = 0.0
     weight: Annotated[float, Limit(finite=True)] = 1.0
     answer_column: str = "answer"
 

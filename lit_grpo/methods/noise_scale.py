@@ -45,7 +45,7 @@ class NoiseScale(Plugin):
     )
     common: ClassVar[bool] = True
 
-    parts: Annotated[int, Limit(least=2, remedy="of one part nothing can be told")] = 2
+    parts: Annotated[int, Limit(ge=2, remedy="of one part nothing can be told")] = 2
     smoothing: Share = 0.05
 
     def check(self, run: RunFacts) -> None:
@@ -159,7 +159,7 @@ class NormTest(Ruled):
         eta: How much noise a gradient may have, as a share of its norm; the smaller, the larger are batches.
     """
 
-    eta: Annotated[float, Limit(above=0, below=1)] = 0.5
+    eta: Annotated[float, Limit(gt=0, lt=1)] = 0.5
 
     def size(self, signal: float, noise: float, now: int, began: int) -> float:
         """See above."""

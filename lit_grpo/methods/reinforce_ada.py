@@ -22,7 +22,7 @@ class Balanced(Plugin):
         failed: How many are not to.
     """
 
-    rounds: Annotated[int, Limit(least=2, remedy="with one there is nothing to wait for")] = 4
+    rounds: Annotated[int, Limit(ge=2, remedy="with one there is nothing to wait for")] = 4
     passed: Number = 2
     failed: Number = 2
 

@@ -48,7 +48,7 @@ class Replay(Plugin):
     common: ClassVar[bool] = True
 
     members: Count = 2
-    share: Annotated[float, Limit(least=0, below=1, remedy="some of a group has to be newly sampled")] = 0.5
+    share: Annotated[float, Limit(ge=0, lt=1, remedy="some of a group has to be newly sampled")] = 0.5
     max_age: Count = 256
     choice: Literal["random", "recent", "reward"] = "random"
     kept: Count = 8

@@ -60,7 +60,7 @@ class Snapshots(Plugin):
     changes: ClassVar[Mapping[str, str]] = {"ratios_to_sampler": "takes them to policies whose weights it has to keep"}
     common: ClassVar[bool] = True
 
-    snapshot_gib: Annotated[float | None, Limit(above=0, finite=True, remedy="leave it out for no limit")] = None
+    snapshot_gib: Annotated[float | None, Limit(gt=0, finite=True, remedy="leave it out for no limit")] = None
 
     def setup(self) -> None:
         """Begin without a snapshot."""

@@ -30,7 +30,7 @@ class MovingReference(Plugin):
     needs: ClassVar[frozenset[str]] = frozenset({"own_reference", "unsharded_weights"})
     common: ClassVar[bool] = True
 
-    mixup_alpha: Annotated[float, Limit(above=0, most=1, remedy="leave the plug-in out for a fixed reference")] = 0.6
+    mixup_alpha: Annotated[float, Limit(gt=0, le=1, remedy="leave the plug-in out for a fixed reference")] = 0.6
     sync_steps: Count = 512
 
     def setup(self) -> None:

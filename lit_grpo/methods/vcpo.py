@@ -32,7 +32,7 @@ class EffectiveSamples(Plugin):
 
     needs: ClassVar[frozenset[str]] = frozenset({"one_row", "whole_completions"})
 
-    full_ess: Annotated[float, Limit(above=0, most=1, remedy="it is a share of the completions")] = 1.0
+    full_ess: Annotated[float, Limit(gt=0, le=1, remedy="it is a share of the completions")] = 1.0
 
     def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
         """Return the factor of the learning rate."""

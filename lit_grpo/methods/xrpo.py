@@ -49,9 +49,9 @@ class UncertainMore(Plugin):
         exploration: Weight of the second term.
     """
 
-    phases: Annotated[int, Limit(least=2, remedy="with one there is nothing to divide")] = 3
+    phases: Annotated[int, Limit(ge=2, remedy="with one there is nothing to divide")] = 3
     base: AtLeastTwo | None = None
-    confidence: Annotated[float, Limit(above=0, below=1)] = 0.95
+    confidence: Annotated[float, Limit(gt=0, lt=1)] = 0.95
     exploration: NotNegative = 0.1
 
     def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:

@@ -49,8 +49,8 @@ class RewardSpec:
     weight: Annotated[float, Limit(finite=True)] = 1.0
     name: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
-    retries: Annotated[int, Limit(least=0, most=10)] = 0
-    retry_pause_s: Annotated[float, Limit(least=0, most=60)] = 1.0
+    retries: Annotated[int, Limit(ge=0, le=10)] = 0
+    retry_pause_s: Annotated[float, Limit(ge=0, le=60)] = 1.0
     process: bool = False
 
     def __post_init__(self) -> None:

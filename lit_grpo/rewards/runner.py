@@ -105,7 +105,7 @@ class RewardRunner(Listener):
         self,
         functions: Sequence[RewardFunction],
         on_error: Literal["raise", "none"] = "raise",
-        timeout_s: Annotated[float | None, Limit(above=0, finite=True, remedy="null is no limit")] = 60.0,
+        timeout_s: Annotated[float | None, Limit(gt=0, finite=True, remedy="null is no limit")] = 60.0,
         num_workers: Count = 16,
     ) -> None:
         if not functions:

@@ -94,7 +94,7 @@ class RolloutMode(Plugin):
 
     role: ClassVar[str] = "when groups leave the buffer"
 
-    batches_in_work: Annotated[float, Limit(least=1)] | None = None
+    batches_in_work: Annotated[float, Limit(ge=1)] | None = None
     refill: Literal["always", "when_empty"] = "always"
     unit: Literal["group", "completion"] = "group"
     leftovers: Leftovers = "finish"

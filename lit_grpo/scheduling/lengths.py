@@ -383,8 +383,8 @@ def _check(points: Sequence[int], limit: int | None, num_scalars: int, min_corre
         raise ValueError(f"points must be ascending numbers of tokens from 0 on, each once, not {tuple(points)}.")
     if limit is not None and points[-1] >= limit:
         raise ValueError(f"points names {points[-1]} tokens, but a completion has at most {limit}; leave it out.")
-    check_value("num_scalars", num_scalars, Annotated[int, Limit(least=0, most=MOST_SCALARS)])
-    check_value("min_correlation", min_correlation, Annotated[float, Limit(least=-1, most=1)])
+    check_value("num_scalars", num_scalars, Annotated[int, Limit(ge=0, le=MOST_SCALARS)])
+    check_value("min_correlation", min_correlation, Annotated[float, Limit(ge=-1, le=1)])
 
 
 def make_predictor(

@@ -137,8 +137,8 @@ class ArithmeticRows(DrawnRows):
         num_rows: int = 2048,
         split: Split = "train",
         seed: int = 0,
-        max_divisor: Annotated[int, Limit(least=SMALLEST_DIVISOR, most=LARGEST_DIVISOR)] = 39,
-        max_steps: Annotated[int, Limit(least=1, most=MOST_STEPS)] = MOST_STEPS,
+        max_divisor: Annotated[int, Limit(ge=SMALLEST_DIVISOR, le=LARGEST_DIVISOR)] = 39,
+        max_steps: Annotated[int, Limit(ge=1, le=MOST_STEPS)] = MOST_STEPS,
     ) -> None:
         super().__init__(num_rows, split, seed)
         self.max_divisor, self.max_steps = max_divisor, max_steps

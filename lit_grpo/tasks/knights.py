@@ -214,11 +214,11 @@ class KnightsRows(DrawnRows):
         num_rows: int = 2048,
         split: Split = "train",
         seed: int = 0,
-        min_characters: Annotated[int, Limit(least=FEWEST, most=MOST)] = FEWEST,
+        min_characters: Annotated[int, Limit(ge=FEWEST, le=MOST)] = FEWEST,
         max_characters: int = MOST,
     ) -> None:
         super().__init__(num_rows, split, seed)
-        check_value("max_characters", max_characters, Annotated[int, Limit(least=min_characters, most=MOST)])
+        check_value("max_characters", max_characters, Annotated[int, Limit(ge=min_characters, le=MOST)])
         if max_characters == FEWEST and num_rows > PUZZLES_OF_THE_FEWEST[split]:
             raise ValueError(
                 f"num_rows is {num_rows}, but the {split} split has only {PUZZLES_OF_THE_FEWEST[split]} puzzles with "

@@ -98,7 +98,7 @@ class Balanced(Plan):
         epsilon: What the longest list may exceed the shortest possible by, relative to it.
     """
 
-    epsilon: Annotated[float, Limit(above=0, below=1)] = 0.02
+    epsilon: Annotated[float, Limit(gt=0, lt=1)] = 0.02
     follows_lengths: ClassVar[bool] = True
     longest_first: ClassVar[bool] = True
 

@@ -81,7 +81,7 @@ class VLLMServerGenerator(EngineGenerator):
         timeout_s: Positive = 60.0,
         start_timeout_s: Positive = 300.0,
         server_args: dict[str, Any] | None = None,
-        restarts: Annotated[int, Limit(least=0, remedy="with 0, servers that end are left out")] = 3,
+        restarts: Annotated[int, Limit(ge=0, remedy="with 0, servers that end are left out")] = 3,
         ray: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(num_slots, adapters, server_args)

@@ -56,11 +56,11 @@ class KLTerm:
         horizon: Completions over which an adaptive beta moves by at most a fifth.
     """
 
-    beta: Annotated[float, Limit(least=0, finite=True)] = 0.0
+    beta: Annotated[float, Limit(ge=0, finite=True)] = 0.0
     estimator: KLEstimator = "k3"
     place: Literal["loss", "reward"] = "loss"
     importance_weighted: bool = False
-    target: Annotated[float | None, Limit(above=0, remedy="leave it out for a fixed beta")] = None
+    target: Annotated[float | None, Limit(gt=0, remedy="leave it out for a fixed beta")] = None
     horizon: Count = 10_000
 
     def __post_init__(self) -> None:

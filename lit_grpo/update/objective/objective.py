@@ -28,7 +28,7 @@ def _check_parameters(objective: Objective) -> None:
                 f"{', '.join(recipe.parameters)}."
             )
         is_above_zero = name in recipe.above_zero
-        limit = Limit(above=0, finite=True) if is_above_zero else Limit(least=0, finite=True)
+        limit = Limit(gt=0, finite=True) if is_above_zero else Limit(ge=0, finite=True)
         check_value(place, value, Annotated[float, limit])
     for name in objective.parameters or {}:
         if name in BOUNDS:
@@ -115,9 +115,9 @@ class Objective:
     correction: Correction = field(default_factory=Correction)
     proximal: Proximal | None = None
     mask_truncated: bool = False
-    top_entropy_quantile: Annotated[float, Limit(above=0, most=1, remedy="1 keeps all tokens")] = 1.0
+    top_entropy_quantile: Annotated[float, Limit(gt=0, le=1, remedy="1 keeps all tokens")] = 1.0
     off_policy_threshold: NotNegative | None = None
-    off_policy_kl: Annotated[float | None, Limit(above=0, remedy="F-TIS takes 50")] = None
+    off_policy_kl: Annotated[float | None, Limit(gt=0, remedy="F-TIS takes 50")] = None
 
     def __post_init__(self) -> None:
         check_fields(self, "model.objective.")
