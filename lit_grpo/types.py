@@ -102,26 +102,24 @@ class Clock:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are sampled.
-
-    Args:
-        temperature: Temperature that divides the logits; 0 is greedy decoding (validation and predict only).
-        top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
-        top_k: Keep this many most likely tokens; 0 keeps all.
-        min_p: Drop tokens whose probability is below this fraction of the likeliest token's; 0 keeps all.
-        max_tokens: Max number of sampled tokens per completion, including the end-of-sequence token.
-        stop: A completion ends once its text contains one of these strings (which it keeps).
-        max_observed: Max number of environment tokens per completion, such as tool results. They are masked from the
-            loss and do not count towards ``max_tokens``.
-    """
+    """Sampling parameters of completions."""
 
     temperature: Annotated[float, Limit(ge=0, finite=True)] = 1.0
+    """Temperature that divides the logits; 0 is greedy decoding (validation and predict only)."""
     top_p: Annotated[float, Limit(gt=0, le=1, remedy="1 keeps every token")] = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
     top_k: Annotated[int, Limit(ge=0, remedy="0 keeps every token")] = 0
+    """Keep this many most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Limit(ge=0, lt=1, remedy="0 keeps every token")] = 0.0
+    """Drop tokens whose probability is below this fraction of the likeliest token's; 0 keeps all."""
     max_tokens: Count = 256
+    """Max number of sampled tokens per completion, including the end-of-sequence token."""
     stop: tuple[str, ...] = ()
+    """A completion ends once its text contains one of these strings (which it keeps)."""
     max_observed: Number = 0
+    """Max number of environment tokens per completion, such as tool results. They are masked from the loss and do not
+    count towards ``max_tokens``.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling ")

@@ -1,11 +1,13 @@
 """The help of a field: its type in short, and its first sentence."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
 from test_docs import parsers
 
+from lit_grpo.cli.parsing.errors import InputParser
 from lit_grpo.cli.parsing.help import shortened, type_name, whole
 
 
@@ -57,3 +59,53 @@ def test_the_help_of_a_group_or_a_field_is_asked_for_as_that_of_a_class(
         parsers()["fit"].parse_args([asked])
     said = capsys.readouterr().out
     assert shown in said and "usage" not in said
+
+
+@dataclass
+class Inner:
+    """A group within a group."""
+
+    size: int = 1
+    """Number of rows."""
+
+
+@dataclass
+class Outer:
+    """Settings with their sentences under them."""
+
+    name: str = "a"
+    """Name of the table."""
+    inner: Inner = field(default_factory=Inner)
+
+
+@dataclass
+class Listed:
+    """Settings with their sentences above them.
+
+    Args:
+        width: Number of columns.
+    """
+
+    width: int = 1
+
+
+class Judge:
+    """A class that is no dataclass.
+
+    Args:
+        weight: Factor of the score.
+    """
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+
+def test_a_fields_help_is_the_sentence_under_it_or_its_line_of_the_docstring() -> None:
+    parser = InputParser()
+    for name, kind in {"outer": Outer, "judge": Judge, "listed": Listed}.items():
+        parser.add_class_arguments(kind, name)
+    shown = {action.dest: action.help for action in parser._actions}
+    assert shown["outer.name"] == "Name of the table."
+    assert shown["outer.inner.size"] == "Number of rows."
+    assert shown["judge.weight"] == "Factor of the score."
+    assert shown["listed.width"] == "Number of columns."

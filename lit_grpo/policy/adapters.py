@@ -20,25 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Train low-rank adapters (LoRA, arXiv 2106.09685) and keep the weights of the policy frozen.
-
-    Args:
-        r: Rank of the adapters.
-        alpha: The adapters' output is scaled by ``alpha / r``.
-        target_modules: Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or
-            of a module or parameter that holds all experts of a layer (``experts``). ``all-linear`` is all linear
-            layers except the head; ``peft-default`` is what peft takes for the policy's family if no names are given,
-            such as q_proj and v_proj. An adapter of the head or the embedding unties the two.
-        rslora: Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732).
-        base: ``nf4`` keeps the frozen linear layers in four bits (QLoRA, arXiv 2305.14314); needs bitsandbytes.
-            Sampling and exports then use the rounded weights with adapters.
-    """
+    """Train low-rank adapters (LoRA, arXiv 2106.09685) and keep the weights of the policy frozen."""
 
     r: Count = 16
+    """Rank of the adapters."""
     alpha: Positive = 32.0
+    """The adapters' output is scaled by ``alpha / r``."""
     target_modules: list[str] | str = "all-linear"
+    """Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or of a module or
+    parameter that holds all experts of a layer (``experts``). ``all-linear`` is all linear layers except the head;
+    ``peft-default`` is what peft takes for the policy's family if no names are given, such as q_proj and v_proj. An
+    adapter of the head or the embedding unties the two.
+    """
     rslora: bool = False
+    """Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732)."""
     base: Literal["nf4"] | None = None
+    """``nf4`` keeps the frozen linear layers in four bits (QLoRA, arXiv 2305.14314); needs bitsandbytes. Sampling and
+    exports then use the rounded weights with adapters.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self, "model.lora.")

@@ -29,29 +29,28 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A reward function by name.
-
-    Args:
-        function: An import path (``my_package.my_module:score``) or a file and a name (``my_rewards.py:score``,
-            relative to the working directory) of a function or class; or ``exact_match``, ``math_equivalence``,
-            ``format_match``, ``soft_overlong_penalty`` or ``http_judge``.
-        weight: The factor of the function's value in the sum of the rewards. With 0 the value is only logged.
-        name: The name in the logs; by default the function's own.
-        args: Arguments of the class's ``__init__``, or keyword arguments of the function.
-        retries: Max number of repetitions of a call that raises, at most 10. ``reward_timeout_s`` limits all attempts
-            together.
-        retry_pause_s: Seconds before the first retry, at most 60. The pause doubles before each further retry.
-        process: Call the function in separate processes, one for each call at a time. A function that exits, crashes
-            or never returns then fails its own rollouts only. Arguments and values must be picklable.
-    """
+    """A reward function by name."""
 
     function: str
+    """An import path (``my_package.my_module:score``) or a file and a name (``my_rewards.py:score``, relative to the
+    working directory) of a function or class; or ``exact_match``, ``math_equivalence``, ``format_match``,
+    ``soft_overlong_penalty`` or ``http_judge``.
+    """
     weight: Annotated[float, Limit(finite=True)] = 1.0
+    """The factor of the function's value in the sum of the rewards. With 0 the value is only logged."""
     name: str | None = None
+    """The name in the logs; by default the function's own."""
     args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class's ``__init__``, or keyword arguments of the function."""
     retries: Annotated[int, Limit(ge=0, le=10)] = 0
+    """Max number of repetitions of a call that raises, at most 10. ``reward_timeout_s`` limits all attempts together.
+    """
     retry_pause_s: Annotated[float, Limit(ge=0, le=60)] = 1.0
+    """Seconds before the first retry, at most 60. The pause doubles before each further retry."""
     process: bool = False
+    """Call the function in separate processes, one for each call at a time. A function that exits, crashes or never
+    returns then fails its own rollouts only. Arguments and values must be picklable.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self, f"reward function {self.function!r}: ")

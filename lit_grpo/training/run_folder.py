@@ -20,20 +20,18 @@ from lit_grpo.process.terminal import on_one_line
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Name and place of a run, and whether W&B logs it.
-
-    Args:
-        name: The run's folder is ``DIR/NAME``; it holds config, metrics.csv, checkpoints, samples and the policy. A
-            name may have several parts (``exp1/seed0``), but no run may lie in the folder of another.
-        dir: The folder of all runs.
-        wandb: Log to Weights & Biases too: ``online``, ``offline`` (without account or network) or ``disabled``.
-        wandb_project: Name of the W&B project.
-    """
+    """Name and place of a run, and whether W&B logs it."""
 
     name: str = "grpo"
+    """The run's folder is ``DIR/NAME``; it holds config, metrics.csv, checkpoints, samples and the policy. A name may
+    have several parts (``exp1/seed0``), but no run may lie in the folder of another.
+    """
     dir: str = "runs"
+    """The folder of all runs."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Log to Weights & Biases too: ``online``, ``offline`` (without account or network) or ``disabled``."""
     wandb_project: str = "lit_grpo"
+    """Name of the W&B project."""
 
     def __post_init__(self) -> None:
         parts = self.name.split("/")

@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReferenceSettings:
-    """The reference policy of the KL term: the initial policy, unless a plug-in updates it.
-
-    Args:
-        offload: Keep the reference's weights in host memory. The device has them only while a batch's log-probs under
-            the reference are computed, not during the backward pass. Of no use on a CPU.
-    """
+    """The reference policy of the KL term: the initial policy, unless a plug-in updates it."""
 
     offload: bool = False
+    """Keep the reference's weights in host memory. The device has them only while a batch's log-probs under the
+    reference are computed, not during the backward pass. Of no use on a CPU.
+    """
 
     def check(self, without_term: Callable[[str, bool], Clash], has_adapters: bool) -> None:
         """Refuse settings of a reference that there is not.

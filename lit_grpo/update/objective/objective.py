@@ -54,13 +54,10 @@ def _check_bounds(objective: Objective) -> None:
 
 @dataclass(frozen=True)
 class EntropyBonus:
-    """A reward for undecided distributions: ``-coefficient x`` the mean entropy of a token is added to the loss.
-
-    Args:
-        coefficient: Weight of the entropy bonus; 0 computes no gradient of the entropy.
-    """
+    """A reward for undecided distributions: ``-coefficient x`` the mean entropy of a token is added to the loss."""
 
     coefficient: Annotated[float, Limit(finite=True)] = 0.0
+    """Weight of the entropy bonus; 0 computes no gradient of the entropy."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model.objective.entropy.")
@@ -68,56 +65,61 @@ class EntropyBonus:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss that an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names.
-
-    Args:
-        loss: ``dapo`` (every token of the step has the same weight; clips at 0.2 on both sides; for DAPO's higher upper
-            clip set ``epsilon`` 0.2 and ``epsilon_high`` 0.28), ``grpo`` (every completion has the same weight),
-            ``dr_grpo``, ``gspo``, ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md
-            has each one's formula, source and defaults. An objective of your own is the import path of a
-            :class:`lit_grpo.update.objective.recipes.Recipe`, as in ``my_file.ROW``.
-        ratio: Unit over which the probability ratio is computed: ``token``, ``turn`` (all tokens between two answers of
-            an environment; Turn-PPO) or ``sequence``.
-        normalization: Weight of each token in the loss: ``token`` (equal for all tokens), ``sequence`` (equal for all
-            completions), ``constant`` (one over the limit on completion length) or ``sequence_sum`` (each completion
-            weighs as much as it has tokens).
-        epsilon: How far the probability ratio may fall below 1 before it is clipped.
-        epsilon_high: How far the probability ratio may rise above 1 before it is clipped. If only ``epsilon`` is set,
-            its value is used. For ``cispo``, the largest weight itself.
-        delta: Dual clip: max probability ratio for a completion with a negative advantage.
-        parameters: Further parameters of the loss by name, as in ``{temperature_positive: 1.5}`` for ``sapo``;
-            docs/objectives.md lists the parameters of each loss.
-        kl: The KL term to the first policy.
-        entropy: The entropy bonus.
-        correction: Importance-sampling correction for the difference between the generator's and the trainer's
-            log-probs.
-        proximal: Log-probs in the denominator of the probability ratio: ``sampled`` (those that tokens were sampled
-            with) or ``recomputed`` (the trainer's own before the first update on the batch). By default ``recomputed``
-            with a correction, and ``sampled`` without.
-        mask_truncated: Leave completions that ended at the length limit out of the loss. Their rewards still count in
-            their group's advantages, and they still count as completions in the loss's denominator.
-        top_entropy_quantile: Fraction of a step's tokens to train on, those with the highest entropy.
-        off_policy_threshold: Leave out a completion with a negative advantage if the policy's log-probs are on average
-            more than this, in nats per token, below those that it was sampled with.
-        off_policy_kl: Leave out a completion without a positive advantage if its estimated KL divergence of the
-            behavior policy from the policy, summed over its tokens, in nats, is not below this (F-TIS; 50 there).
-    """
+    """The loss that an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names."""
 
     loss: str = "dapo"
+    """``dapo`` (every token of the step has the same weight; clips at 0.2 on both sides; for DAPO's higher upper clip
+    set ``epsilon`` 0.2 and ``epsilon_high`` 0.28), ``grpo`` (every completion has the same weight), ``dr_grpo``,
+    ``gspo``, ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md has each one's
+    formula, source and defaults. An objective of your own is the import path of a
+    :class:`lit_grpo.update.objective.recipes.Recipe`, as in ``my_file.ROW``.
+    """
     ratio: RatioLevel | None = None
+    """Unit over which the probability ratio is computed: ``token``, ``turn`` (all tokens between two answers of an
+    environment; Turn-PPO) or ``sequence``.
+    """
     normalization: Normalization | None = None
+    """Weight of each token in the loss: ``token`` (equal for all tokens), ``sequence`` (equal for all completions),
+    ``constant`` (one over the limit on completion length) or ``sequence_sum`` (each completion weighs as much as it has
+    tokens).
+    """
     epsilon: float | None = None
+    """Distance that the probability ratio may fall below 1 before it is clipped."""
     epsilon_high: float | None = None
+    """Distance that the probability ratio may rise above 1 before it is clipped. If only ``epsilon`` is set, its value
+    is used. For ``cispo``, the largest weight itself.
+    """
     delta: float | None = None
+    """Dual clip: max probability ratio for a completion with a negative advantage."""
     parameters: dict[str, float] | None = None
+    """Further parameters of the loss by name, as in ``{temperature_positive: 1.5}`` for ``sapo``; docs/objectives.md
+    lists the parameters of each loss.
+    """
     kl: KLTerm = field(default_factory=KLTerm)
+    """The KL term to the first policy."""
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
+    """The entropy bonus."""
     correction: Correction = field(default_factory=Correction)
+    """Importance-sampling correction for the difference between the generator's and the trainer's log-probs."""
     proximal: Proximal | None = None
+    """Log-probs in the denominator of the probability ratio: ``sampled`` (those that tokens were sampled with) or
+    ``recomputed`` (the trainer's own before the first update on the batch). By default ``recomputed`` with a
+    correction, and ``sampled`` without.
+    """
     mask_truncated: bool = False
+    """Leave completions that ended at the length limit out of the loss. Their rewards still count in their group's
+    advantages, and they still count as completions in the loss's denominator.
+    """
     top_entropy_quantile: Annotated[float, Limit(gt=0, le=1, remedy="1 keeps all tokens")] = 1.0
+    """Fraction of a step's tokens to train on, those with the highest entropy."""
     off_policy_threshold: NotNegative | None = None
+    """Leave out a completion with a negative advantage if the policy's log-probs are on average more than this, in nats
+    per token, below those that it was sampled with.
+    """
     off_policy_kl: Annotated[float | None, Limit(gt=0, remedy="F-TIS takes 50")] = None
+    """Leave out a completion without a positive advantage if its estimated KL divergence of the behavior policy from
+    the policy, summed over its tokens, in nats, is not below this (F-TIS; 50 there).
+    """
 
     def __post_init__(self) -> None:
         check_fields(self, "model.objective.")
