@@ -61,6 +61,11 @@ def test_the_help_of_a_group_or_a_field_is_asked_for_as_that_of_a_class(
     assert shown in said and "usage" not in said
 
 
+def test_every_field_has_a_help() -> None:
+    fields = [one for one in parsers()["fit"]._actions if one.option_strings and not one.dest.endswith(".help")]
+    assert len(fields) > 150 and not [one.dest for one in fields if not (one.help or "").strip()]
+
+
 @dataclass
 class Inner:
     """A group within a group."""
