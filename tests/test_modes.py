@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hand_made import plugin
 from test_buffer import SAMPLING, A, B, ended, tokens
@@ -13,17 +11,6 @@ from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.buffer import Renewal, RolloutBuffer, group_requests
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule, RolloutMode
 from lit_grpo.types import Prompt
-
-
-@dataclass
-class Mine(RolloutMode):
-    """A mode of a user's own."""
-
-    leftovers: str = "keep"  # pyright: ignore[reportIncompatibleVariableOverride]
-    max_staleness: int = 3
-
-    def num_wanted(self, num_open: int, num_prompts: int) -> int:
-        return 3 * num_prompts - num_open
 
 
 def test_synchronous_is_the_default_and_carries_nothing() -> None:
@@ -38,7 +25,12 @@ def test_fields_of_a_mode_are_set_behind_its_name() -> None:
     assert mode.rule(4, 8) == ReleaseRule(4, None, None, "keep", 4, 3)
     assert plugin("sortedrl").rule(4, 8) == ReleaseRule(None, 32, None, "discard", 0, 3)
     assert plugin("chunked:tokens_per_update=5").rule(4, 8).num_steps == 5
-    assert plugin(f"{__name__}.Mine:max_staleness=5") == Mine(max_staleness=5)
+
+
+def test_a_mode_of_your_own_is_the_class_with_other_values() -> None:
+    mode = plugin("lit_grpo.rollout.rules.RolloutMode:leftovers=keep,max_staleness=5,unit=completion")
+    assert mode == RolloutMode(leftovers="keep", max_staleness=5, unit="completion")
+    assert mode.carries and mode.num_wanted(num_open=7, num_prompts=2) == 5 and mode.rule(2, 8).num_completions == 16
 
 
 @pytest.mark.parametrize(

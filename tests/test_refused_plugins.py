@@ -14,17 +14,12 @@ import pytest
 from lit_grpo.compatibility import ONE_TURN, Requirement
 from lit_grpo.methods import make_plugins
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.tasks import Catch
 from lit_grpo.tasks.calculator import calculate
 
 OWN_PROMPTS = Requirement("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"})
 GAME = {"environments": {"factory": Catch}}
-
-
-class Finishing(RolloutMode):
-    """A mode with the defaults of its class."""
 
 
 class First(Plugin):
@@ -38,7 +33,7 @@ class Second(First):
     """Decides it too."""
 
 
-OWN = f"{__name__}.Finishing"
+OWN = "lit_grpo.rollout.rules.RolloutMode"
 
 MEANINGLESS = [
     ("no.such.Rule", r"cannot be loaded .No module named 'no'.; give one of"),

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, final
 
 import numpy as np
 
@@ -23,6 +23,7 @@ AtLeastTwo = Annotated[int, Limit(ge=2, remedy="one completion shows no differen
 """A number of completions that can be compared."""
 
 
+@final
 @dataclass
 class Replacement(Plugin):
     """How many further prompts are asked in place of groups without signal.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, final
 
 from lit_grpo.compatibility import Clash, Requirement, check_clashes
 from lit_grpo.limits import Count, Limit, Number
@@ -58,11 +58,13 @@ LACKING = {
 """What a mode needs of a generator, what one without the ability does, and the remedy."""
 
 
+@final
 @dataclass
 class RolloutMode(Plugin):
-    """How rollouts and updates take turns: here, one batch is sampled whole, and then learnt from.
+    """How rollouts and updates take turns: by default one batch is sampled completely, and then trained on.
 
-    A *batch* is ``data.batch_size`` prompts with ``model.num_generations`` completions each.
+    A *batch* is ``data.batch_size`` prompts with ``model.num_generations`` completions each. A mode is data: a mode of
+    your own sets other values, as in ``{lit_grpo.rollout.rules.RolloutMode: {leftovers: keep, max_staleness: 4}}``.
 
     Args:
         batches_in_work: Batches of prompts that are open at a time, 1 or more: those above 1 keep slots busy while the
@@ -107,9 +109,9 @@ class RolloutMode(Plugin):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_clashes(self._clashes)
-        if self.overlap == "across" and self.num_batches > self.max_staleness + 1:
+        if self.overlap == "across" and self.max_batches > self.max_staleness + 1:
             raise ValueError(
-                f"batches_in_work {self.num_batches:g} is more than max_staleness {self.max_staleness} allows: the "
+                f"batches_in_work {self.max_batches:g} is more than max_staleness {self.max_staleness} allows: the "
                 f"last of them would be too old when its turn comes; give at most {self.max_staleness + 1}, or leave "
                 "it out."
             )
@@ -117,11 +119,11 @@ class RolloutMode(Plugin):
     @property
     def _clashes(self) -> list[Clash]:
         leftovers, overlap = f"leftovers {self.leftovers}", f"overlap {self.overlap}"
-        steps, goes_on, across = self.tokens_per_update, self.goes_on, self.overlap == "across"
+        steps, goes_on, across = self.tokens_per_update, self.leftovers == "keep", self.overlap == "across"
         ends = "leaves none unfinished" if self.leftovers == "finish" else "begins them again"
         keep = "take leftovers keep"
         leaves_open = {
-            f"batches_in_work {self.num_batches:g}": self.num_batches > 1,
+            f"batches_in_work {self.max_batches:g}": self.max_batches > 1,
             "unit completion": self.unit == "completion",
             f"tokens_per_update {steps}": steps is not None,
         }
@@ -173,13 +175,8 @@ class RolloutMode(Plugin):
         ]
 
     @property
-    def goes_on(self) -> bool:
-        """Whether unfinished completions go on with the tokens that they have."""
-        return self.leftovers == "keep"
-
-    @property
-    def num_batches(self) -> float:
-        """Batches of prompts that are open at a time."""
+    def max_batches(self) -> float:
+        """Max number of batches of unfinished prompts at a time."""
         return self.max_staleness + 1 if self.batches_in_work is None else self.batches_in_work
 
     @property
@@ -206,7 +203,7 @@ class RolloutMode(Plugin):
         """Return how many prompts are to be opened, where so many are open and a batch is of ``num_prompts``."""
         if self.refill == "when_empty" and num_open:
             return 0
-        return max(math.ceil(self.num_batches * num_prompts) - num_open, 0)
+        return max(math.ceil(self.max_batches * num_prompts) - num_open, 0)
 
     def requirement(self, name: str) -> Requirement:
         """What it takes prompts from, and what it does to groups and rollouts."""
@@ -237,7 +234,7 @@ class RolloutMode(Plugin):
                     "out."
                 )
         steps_per_batch, max_tokens = run.updates_per_batch, run.max_tokens
-        if self.goes_on and self.max_staleness < steps_per_batch:
+        if self.leftovers == "keep" and self.max_staleness < steps_per_batch:
             raise ValueError(
                 f"max_staleness is {self.max_staleness}, and every batch takes {steps_per_batch} optimizer "
                 f"steps, so nothing could ever go on; give {steps_per_batch} or more."
