@@ -15,7 +15,7 @@ from test_environment_tokens import turn_right
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lit_grpo.environments.calls import FORMATS, BrokenCall, Call, Turn, read_turn
+from lit_grpo.environments.calls import FORMATS, MalformedCall, ToolCall, Turn, read_turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
 from tests.doubles.conversations import CHATML, chat_tokenizer
@@ -25,10 +25,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
 
 TOOLS = {"turn_right": Tool.of(turn_right)}
 SCHEMAS = [TOOLS["turn_right"].schema]
-CALL = Call("turn_right", {"degrees": 90})
+CALL = ToolCall("turn_right", {"degrees": 90})
 SEARCH = "<function=search>\n<parameter=query>\ncats\n</parameter>\n</function>\n"
 DELETE = "<function=delete>\n<parameter=path>\n/tmp/a\n</parameter>\n</function>\n"
-SEARCH_CALL, DELETE_CALL = Call("search", {"query": "cats"}), Call("delete", {"path": "/tmp/a"})
+SEARCH_CALL, DELETE_CALL = ToolCall("search", {"query": "cats"}), ToolCall("delete", {"path": "/tmp/a"})
 
 
 def check_calls(calls: Any, expected: Any) -> None:
@@ -37,7 +37,7 @@ def check_calls(calls: Any, expected: Any) -> None:
     assert len(calls) == len(expected), calls
     for call, wanted in zip(calls, expected, strict=True):
         if isinstance(wanted, str):
-            assert isinstance(call, BrokenCall) and wanted in call.why, call
+            assert isinstance(call, MalformedCall) and wanted in call.why, call
         else:
             assert call == wanted
 
@@ -50,10 +50,10 @@ def check_calls(calls: Any, expected: Any) -> None:
         (
             "hermes",
             '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b"}</tool_call>',
-            [Call("a", {}), Call("b", {})],
+            [ToolCall("a", {}), ToolCall("b", {})],
         ),
-        ("hermes", '<tool_call>{"name": "a"}\n{"name": "b"}</tool_call>', [Call("a", {}), Call("b", {})]),
-        ("hermes", '<tool_call>{"name": "a", <tool_call>{"name": "b"}</tool_call>', ["no JSON", Call("b", {})]),
+        ("hermes", '<tool_call>{"name": "a"}\n{"name": "b"}</tool_call>', [ToolCall("a", {}), ToolCall("b", {})]),
+        ("hermes", '<tool_call>{"name": "a", <tool_call>{"name": "b"}</tool_call>', ["no JSON", ToolCall("b", {})]),
         ("hermes", "<tool_call>{'name': 'a'}</tool_call>", "no JSON"),
         ("hermes", '<tool_call>["a"]</tool_call>', "it is not {"),
         ("hermes", "<tool_call></tool_call>", "no JSON"),
@@ -70,19 +70,19 @@ def check_calls(calls: Any, expected: Any) -> None:
         (
             "hermes",
             'So: <think>or <tool_call>{"name": "a"}</tool_call></think><tool_call>{"name": "b"}',
-            [Call("b", {})],
+            [ToolCall("b", {})],
         ),
         ("hermes", '<think>never closed <tool_call>{"name": "a"}</tool_call>', []),
         (
             "hermes",
             '<tool_call>{"name": "a", "arguments": {"b": "</think> </tool_call><tool_call>"}}</tool_call>',
-            [Call("a", {"b": "</think> </tool_call><tool_call>"})],
+            [ToolCall("a", {"b": "</think> </tool_call><tool_call>"})],
         ),
         (
             "qwen",
             "<tool_call>\n<function=turn_right>\n<parameter=degrees>\n90\n</parameter>\n<parameter=what>\n12\n"
             "</parameter>\n<parameter=quickly>\nTrue\n</parameter>\n</function>\n</tool_call>",
-            [Call("turn_right", {"degrees": 90, "what": "12", "quickly": True})],
+            [ToolCall("turn_right", {"degrees": 90, "what": "12", "quickly": True})],
         ),
         ("qwen", f"<tool_call>\n{SEARCH}{DELETE}</tool_call>", [SEARCH_CALL, DELETE_CALL]),
         ("qwen", f"<tool_call>\n{SEARCH}{SEARCH}</tool_call>", [SEARCH_CALL, SEARCH_CALL]),
@@ -96,18 +96,22 @@ def check_calls(calls: Any, expected: Any) -> None:
         (
             "qwen",
             "<tool_call>\n<function=a>\n<parameter=b>\n<think>\n</think>\n</parameter>\n</function>\n</tool_call>",
-            [Call("a", {"b": "<think>\n</think>"})],
+            [ToolCall("a", {"b": "<think>\n</think>"})],
         ),
         ("qwen", "<tool_call>{}</tool_call>", "it is not <function"),
         ("qwen", f"<tool_call>\n{SEARCH.replace('cats', '</tool_call><tool_call>')}</tool_call>", ["it is not"] * 2),
         ("llama", '{"name": "turn_right", "parameters": {"degrees": 90}}', [CALL]),
         ("llama", '<|python_tag|>{"name": "turn_right", "parameters": {"degrees": 90}}', [CALL]),
-        ("llama", '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', [Call("a", {}), Call("b", {})]),
+        (
+            "llama",
+            '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
+            [ToolCall("a", {}), ToolCall("b", {})],
+        ),
         ("llama", '{"name": "turn_right", "parameters": {"degrees": 90', "no JSON"),
         ("llama", '{"name": "a", "parameters": {"b": 1}, "arguments": {"c": 2}}', "beside its name"),
         ("llama", '<function=a>{"b": 1}</function>', "<function= stands"),
         ("llama", "<|python_tag|>print(1)", "<|python_tag|> stands"),
-        ("llama", '{"name": "a", "parameters": {"b": "</think>"}}', [Call("a", {"b": "</think>"})]),
+        ("llama", '{"name": "a", "parameters": {"b": "</think>"}}', [ToolCall("a", {"b": "</think>"})]),
         ("llama", 'The set {1, 2} is no call, nor is {"a": 1} within a text.', []),
         ("json", '{"name": "turn_right", "arguments": {"degrees": 90}}', [CALL]),
         ("json", '<tool_call>{"name": "a"}</tool_call>', "<tool_call> stands"),
@@ -116,7 +120,7 @@ def check_calls(calls: Any, expected: Any) -> None:
             "python",
             "<|tool_call_start|>[a(b='it\\'s (1, 2)', c=-3, d=True, e=[1, {\"f\": null}]), turn_right(degrees=90)]"
             "<|tool_call_end|>",
-            [Call("a", {"b": "it's (1, 2)", "c": -3, "d": True, "e": [1, {"f": None}]}), CALL],
+            [ToolCall("a", {"b": "it's (1, 2)", "c": -3, "d": True, "e": [1, {"f": None}]}), CALL],
         ),
         ("python", "<|tool_call_start|>[a(b=1, b=2)]<|tool_call_end|>", "'b' is given twice"),
         ("python", "<|tool_call_start|>[a(b='it's')]<|tool_call_end|>", "no list of calls"),
@@ -230,7 +234,7 @@ def test_what_a_template_writes_of_two_turns_is_read_back_and_gone_on_with(name:
     turn = alone[start:].rstrip("\n")
     before = chat.tokenizer(alone[:start], add_special_tokens=False)["input_ids"]
     ids = chat.tokenizer(turn, add_special_tokens=False)["input_ids"]
-    assert chat.read(ids, before, TOOLS).calls == (Call("turn_right", arguments),)
+    assert chat.read(ids, before, TOOLS).calls == (ToolCall("turn_right", arguments),)
     if name == "qwen3":
         return  # which writes a turn without reasoning in another way once it is answered
     followed = chat.tokenizer.decode([*before, *ids, *chat.following([answer], ids[-1])], skip_special_tokens=False)
@@ -258,7 +262,7 @@ def test_what_follows_a_turn_depends_on_what_has_ended_it(name: str, role: str, 
 
 
 GEMMA = '<|tool_call>call:turn_right{degrees:90,what:<|"|>a, b:1<|"|>}<tool_call|>'
-GEMMA_CALL = Call("turn_right", {"degrees": 90, "what": "a, b:1"})
+GEMMA_CALL = ToolCall("turn_right", {"degrees": 90, "what": "a, b:1"})
 OSS = ' to=functions.turn_right<|channel|>commentary json<|message|>{"degrees": 90}<|call|>'
 BEGIN = "<\uff5ctool▁calls▁begin\uff5c>"
 DEEP = (
@@ -363,7 +367,7 @@ def test_no_piece_that_is_missing_or_comes_twice_merges_two_calls(name: str) -> 
     for place in range(1, len(pieces)):
         for rest in (pieces[place + 1 :], pieces[place - 1 :], []):
             for call in chat._read("".join(pieces[:place] + rest), "", {}, chat.form).calls:
-                if isinstance(call, Call) and call.name in GIVEN:
+                if isinstance(call, ToolCall) and call.name in GIVEN:
                     assert not any(call.arguments.keys() & GIVEN[other] for other in {*GIVEN} - {call.name}), call
 
 

@@ -61,7 +61,7 @@ def test_the_batch_of_an_update_that_is_left_out_is_written_for_a_look(
     assert tensors["rewards"].tolist() == [0.0, 1.0, 0.0, 1.0] and len(tensors["advantages"]) == 4
     assert metadata["left_out"] == "0" and json.loads(metadata["rollouts"])[1] == ["train/0", 0, [1]]
     num_tokens = int(tensors["prompt_lengths"][0] + tensors["lengths"][0])
-    monkeypatch.setattr("lit_grpo.faults.broken_batch.MOST_TOKENS", num_tokens)
+    monkeypatch.setattr("lit_grpo.faults.skipped_updates.MOST_TOKENS", num_tokens)
     fit(make_module(policy_folder), broken)
     with safe_open(tmp_path / files[0], "pt") as file:
         assert file.metadata()["left_out"] == "3" and len(file.get_tensor("lengths")) == 1

@@ -18,7 +18,7 @@ from hand_made import learning_batch, make_module
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.d3s import D3S, TokenShare
-from lit_grpo.methods.members import MaxEntropy, RandomMembers
+from lit_grpo.methods.members import MaxEntropy, RandomCompletions
 from lit_grpo.methods.pods import MaxVariance, max_variance_subset
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.rollout.session import RolloutSession
@@ -129,8 +129,8 @@ def test_the_extremes_of_a_batch_may_all_be_of_one_group(ranks: int) -> None:
 
 def test_random_members_are_the_same_in_every_run_and_others_in_every_group() -> None:
     groups = groups_of(*[[float(n) for n in range(12)]] * 20)
-    first = [tuple(known(values)) for values in advantages(RandomMembers(4), groups)]
-    assert first == [tuple(known(values)) for values in advantages(RandomMembers(4), groups, 2)]
+    first = [tuple(known(values)) for values in advantages(RandomCompletions(4), groups)]
+    assert first == [tuple(known(values)) for values in advantages(RandomCompletions(4), groups, 2)]
     assert all(len(members) == 4 for members in first) and len(set(first)) > 15
 
 
@@ -195,7 +195,7 @@ RULES: dict[str, Plugin] = {
     "pods": MaxVariance(2, statistics="group"),
     "d3s": D3S(2),
     "max_entropy": MaxEntropy(2),
-    "random_members": RandomMembers(2),
+    "random_members": RandomCompletions(2),
 }
 LOSER_IS_QUIET = [0.9, 0.8, 0.7, 0.6, 0.1, 0.5]
 
@@ -274,7 +274,7 @@ def test_any_choice_of_completions_can_have_a_share_of_tokens() -> None:
     """By a class of a user's own that derives from both."""
 
     @dataclass
-    class RandomTokens(TokenShare, RandomMembers):
+    class RandomTokens(TokenShare, RandomCompletions):
         pass
 
     selection = RandomTokens(2, first_tokens=0.5)
@@ -283,7 +283,7 @@ def test_any_choice_of_completions_can_have_a_share_of_tokens() -> None:
         selection.token_share(1.0),
     ) == (0.5, 1.0)
     groups = groups_of([1.0, 0.0, 0.5, 0.2])
-    assert known(advantages(selection, groups)[0]) == known(advantages(RandomMembers(2), groups)[0])
+    assert known(advantages(selection, groups)[0]) == known(advantages(RandomCompletions(2), groups)[0])
     with pytest.raises(ValueError, match="keep must be"):
         RandomTokens(1)
     with pytest.raises(ValueError, match="tokens must be"):

@@ -19,7 +19,7 @@ from test_learner import make_learner, member
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.d3s import D3S, TokenShare
-from lit_grpo.methods.members import MaxEntropy, RandomMembers, mean_entropies
+from lit_grpo.methods.members import MaxEntropy, RandomCompletions, mean_entropies
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import RunFacts
 from lit_grpo.policy.loading import load_tokenizer
@@ -271,7 +271,7 @@ def test_two_choices_of_tokens_are_refused(policy_folder: Path) -> None:
     parts = make_module(policy_folder, objective=both["objective"]).settings.parts()
     with pytest.raises(ValueError, match=r"quantile 0\.5 needs .*plugins d3s_tokens chooses a share of them"):
         RolloutSession(make_plugins(["d3s_tokens:tokens=0.5"])).check(facts, parts)
-    make_module(policy_folder, **(both | {"plugins": [RandomMembers(2)]}))
+    make_module(policy_folder, **(both | {"plugins": [RandomCompletions(2)]}))
 
 
 class Save(pl.Callback):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lit_grpo.environments.calls import FORMATS, Call, read_turn
+from lit_grpo.environments.calls import FORMATS, ToolCall, read_turn
 from lit_grpo.environments.tools import Tool, named
 from lit_grpo.tasks import WordProblemRows
 from lit_grpo.tasks.calculator import calculate
@@ -41,7 +41,7 @@ def test_examples_with_a_tool_call_it_as_it_can_be_called_and_say_what_it_answer
     tools = named([Tool.of(calculate)])
     for called, said, reply in zip(examples[1::4], examples[2::4], examples[3::4], strict=True):
         (call,) = read_turn(called["content"], FORMATS["json"], tools).calls
-        assert isinstance(call, Call) and tools[call.name].function(**call.arguments) == said["content"]
+        assert isinstance(call, ToolCall) and tools[call.name].function(**call.arguments) == said["content"]
         assert reply["content"] == said["content"]
 
 

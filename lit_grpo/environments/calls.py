@@ -1,7 +1,7 @@
 """Tool calls in what a policy has written: formats as rows of a table.
 
 A turn is never read halfway. What looks like a call and cannot be read whole, such as two functions of which only one
-is closed, is a :class:`BrokenCall`, which the policy is told of and which no tool gets.
+is closed, is a :class:`MalformedCall`, which the policy is told of and which no tool gets.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Literal, NamedTuple
 from lit_grpo.environments.tools import Tool
 
 
-class Call(NamedTuple):
-    """A call that can be made."""
+class ToolCall(NamedTuple):
+    """A tool call that could be parsed: the name of the tool, and its arguments."""
 
     name: str
     arguments: dict[str, Any]
 
 
-class BrokenCall(NamedTuple):
+class MalformedCall(NamedTuple):
     """A malformed tool call: its text, and why it cannot be parsed."""
 
     text: str
@@ -35,16 +35,16 @@ class Turn(NamedTuple):
 
     content: str
     reasoning: str = ""
-    calls: Sequence[Call | BrokenCall] = ()
+    calls: Sequence[ToolCall | MalformedCall] = ()
 
     @property
     def message(self) -> dict[str, Any]:
         """As a message of a conversation; a broken call stays in its content."""
-        broken = "".join(call.text for call in self.calls if isinstance(call, BrokenCall))
+        broken = "".join(call.text for call in self.calls if isinstance(call, MalformedCall))
         calls = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.calls
-            if isinstance(call, Call)
+            if isinstance(call, ToolCall)
         ]
         message: dict[str, Any] = {"role": "assistant", "content": self.content + broken}
         message |= {"reasoning_content": self.reasoning} if self.reasoning else {}
@@ -63,7 +63,7 @@ class CallFormat(NamedTuple):
 
     opening: re.Pattern[str]
     closing: str | None
-    read: Callable[[str, Mapping[str, Tool]], list[Call]]
+    read: Callable[[str, Mapping[str, Tool]], list[ToolCall]]
     marks: Sequence[str]
 
 
@@ -93,9 +93,9 @@ def _decoded(text: str, place: int, what: str) -> tuple[Any, int]:
         raise ValueError(f"{what} no JSON ({error})") from None
 
 
-def _json_calls(text: str, tools: Mapping[str, Tool], key: str = "arguments") -> list[Call]:
+def _json_calls(text: str, tools: Mapping[str, Tool], key: str = "arguments") -> list[ToolCall]:
     """Read JSON objects, one for each call, with nothing but white space or semicolons between them."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     place = len(text) - len(text.lstrip())
     while place < len(text) or not calls:
         said, place = _decoded(text, place, "it is")
@@ -104,7 +104,7 @@ def _json_calls(text: str, tools: Mapping[str, Tool], key: str = "arguments") ->
     return calls
 
 
-def _json_call(said: Any, key: str) -> Call:
+def _json_call(said: Any, key: str) -> ToolCall:
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise ValueError(f'it is not {{"name": NAME, "{key}": {{...}}}}')
     given = said.keys() - {"name", "id", "type"}
@@ -118,10 +118,10 @@ def _json_call(said: Any, key: str) -> Call:
             raise ValueError(f"its {key} are no JSON ({written[end:][:40]!r} follows them)")
     if not isinstance(arguments, dict):
         raise ValueError(f"its {key} are {json.dumps(arguments)[:40]}, not an object")
-    return Call(said["name"], arguments)
+    return ToolCall(said["name"], arguments)
 
 
-def _llama_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
+def _llama_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
     return _json_calls(text, tools, key="parameters")
 
 
@@ -134,9 +134,9 @@ _PARAMETER = re.compile(
 _END_OF_FUNCTION = re.compile(r"</function>\s*")
 
 
-def _xml_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
+def _xml_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
     """Read functions one after another, each of which is a call."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     place = 0
     while place < len(text) or not calls:
         found = _FUNCTION.match(text, place)
@@ -149,7 +149,7 @@ def _xml_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
         end = _END_OF_FUNCTION.match(text, place)
         if not found or not end:
             raise ValueError("it is not <function=NAME><parameter=NAME>VALUE</parameter>...</function>")
-        calls.append(Call(found[1], _once(values)))
+        calls.append(ToolCall(found[1], _once(values)))
         place = end.end()
     return calls
 
@@ -176,20 +176,20 @@ def _typed(value: str, schema: Mapping[str, Any]) -> Any:
         return value
 
 
-def _python_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
+def _python_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
     """Read a list of Python's calls, such as ``[look(city="Paris", days=3)]``; nothing of it is run."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"it is no list of calls as Python writes them ({error})") from None
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     for each in tree.elts if isinstance(tree, ast.List) else ():
         if not isinstance(each, ast.Call) or not isinstance(each.func, ast.Name | ast.Attribute) or each.args:
             raise ValueError("it is not [NAME(NAME=VALUE, ...), ...]")
         values = [(argument.arg or "", _value(argument.value)) for argument in each.keywords]
         if "" in dict(values):
             raise ValueError("it is not [NAME(NAME=VALUE, ...), ...]")
-        calls.append(Call(ast.unparse(each.func), _once(values)))
+        calls.append(ToolCall(ast.unparse(each.func), _once(values)))
     if not calls:
         raise ValueError("it is not [NAME(NAME=VALUE, ...), ...]")
     return calls
@@ -335,7 +335,7 @@ def read_turn(text: str, form: CallFormat, tools: Mapping[str, Tool], thinking: 
     thinking = thinking and "</think>" in text
     said: list[str] = []
     thoughts: list[str] = []
-    calls: list[Call | BrokenCall] = []
+    calls: list[ToolCall | MalformedCall] = []
     rest = text
     while rest:
         if thinking:
@@ -366,7 +366,7 @@ def read_turn(text: str, form: CallFormat, tools: Mapping[str, Tool], thinking: 
 
 def _calls_of(
     opening: str, rest: str, form: CallFormat, tools: Mapping[str, Tool]
-) -> tuple[list[Call] | list[BrokenCall], str]:
+) -> tuple[list[ToolCall] | list[MalformedCall], str]:
     """Read what an opening begins; return the calls, all or none, and what follows them.
 
     A call ends at the first closing, or at the next opening, with which it can be read.
@@ -382,13 +382,13 @@ def _calls_of(
             return form.read(rest[:start], tools), rest[end:]
         except ValueError as error:
             errors.append(error)
-    return [BrokenCall(opening + rest[: ends[0][1]], str(errors[0]))], rest[ends[0][1] :]
+    return [MalformedCall(opening + rest[: ends[0][1]], str(errors[0]))], rest[ends[0][1] :]
 
 
-def _left_over(text: str, marks: Mapping[str, int]) -> list[BrokenCall]:
+def _left_over(text: str, marks: Mapping[str, int]) -> list[MalformedCall]:
     """Return a broken call if a text has more of a mark than it may have."""
     found = next((mark for mark, most in marks.items() if text.count(mark) > most), None)
-    return [] if found is None else [BrokenCall("", f"{found} stands where no call can be read")]
+    return [] if found is None else [MalformedCall("", f"{found} stands where no call can be read")]
 
 
 def read_response(parser: Any, template: Mapping[str, Any], text: str, marks: Mapping[str, int]) -> Turn:
@@ -407,9 +407,9 @@ def read_response(parser: Any, template: Mapping[str, Any], text: str, marks: Ma
         events = parser.feed(text)
         events += parser.finalize()[1]
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        return Turn("", "", (BrokenCall(text, " ".join(str(error).split())[:200]),))
+        return Turn("", "", (MalformedCall(text, " ".join(str(error).split())[:200]),))
     values: dict[str, list[Any]] = {}
-    calls: list[Call | BrokenCall] = []
+    calls: list[ToolCall | MalformedCall] = []
     body = ""
     for event in events:
         name = event["field"]
@@ -423,12 +423,12 @@ def read_response(parser: Any, template: Mapping[str, Any], text: str, marks: Ma
     shown = text
     for thought in thoughts:
         shown = shown.replace(thought, "", 1)
-    if all(isinstance(call, Call) for call in calls):
+    if all(isinstance(call, ToolCall) for call in calls):
         calls += _left_over(shown, {mark: count * len(calls) for mark, count in marks.items()})
     return Turn("\n".join(values.get("content", ())), "\n".join(thoughts), tuple(calls))
 
 
-def _call_of(said: Any, body: str, field: Mapping[str, Any], marks: Iterable[str]) -> Call | BrokenCall:
+def _call_of(said: Any, body: str, field: Mapping[str, Any], marks: Iterable[str]) -> ToolCall | MalformedCall:
     """Return a call that a response template has found in a text; a broken one if more is written there."""
     function = said.get("function", said) if isinstance(said, Mapping) else {}
     name, arguments = function.get("name"), function.get("arguments")
@@ -442,10 +442,10 @@ def _call_of(said: Any, body: str, field: Mapping[str, Any], marks: Iterable[str
         if content == "xml-inline" and not options.get("merge_duplicates"):
             _check_tags(body, options["tag_pattern"], marks)
     except ValueError as error:
-        return BrokenCall(body, str(error))
+        return MalformedCall(body, str(error))
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        return BrokenCall(body, "it has no name, or arguments that are no object")
-    return Call(name, arguments)
+        return MalformedCall(body, "it has no name, or arguments that are no object")
+    return ToolCall(name, arguments)
 
 
 def _check_names(body: str, delimiters: Sequence[Sequence[str]], arguments: Any) -> None:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lit_grpo.data.chat import Message, UnusableRow, apply_template, render_chat
 from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.rendering import with_added
-from lit_grpo.environments.calls import FORMATS, RESPONSE_TEMPLATES, Call, CallFormat, Turn, read_response, read_turn
+from lit_grpo.environments.calls import (
+    FORMATS,
+    RESPONSE_TEMPLATES,
+    CallFormat,
+    ToolCall,
+    Turn,
+    read_response,
+    read_turn,
+)
 from lit_grpo.environments.tools import Tool
 from lit_grpo.types import Prompt
 
@@ -388,7 +396,7 @@ class Chat:
             turn = self._read(text, before, tools, form)
         except (AttributeError, ValueError):  # of a response template that is none
             return False
-        return not turn.content and list(turn.calls) == [Call(next(iter(tools)), dict(given))]
+        return not turn.content and list(turn.calls) == [ToolCall(next(iter(tools)), dict(given))]
 
     def _marks_of_calls(self, written: str) -> dict[str, int]:
         """Return tokens and tags that stand in each call equally often, and in no other turn, with their number."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lit_grpo.environments.calls import BrokenCall, Call, Turn
+from lit_grpo.environments.calls import MalformedCall, ToolCall, Turn
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
 from lit_grpo.process.calls import BrokenLoop, Calls, CallTimeout, TooManyHang
 from lit_grpo.process.terminal import error_text
@@ -195,11 +195,11 @@ class LiveEnvironment:
             return []
         return [{"role": "user", "content": self._shortened(await self._text(said, "respond"), chat)}]
 
-    async def _call_all(self, calls: Sequence[Call | BrokenCall], chat: Chat) -> list[Message]:
+    async def _call_all(self, calls: Sequence[ToolCall | MalformedCall], chat: Chat) -> list[Message]:
         """Make the calls of a turn in their order; return an answer to each, up to the end of the episode."""
         answers: list[Message] = []
         for call in calls:
-            if isinstance(call, BrokenCall):
+            if isinstance(call, MalformedCall):
                 self._log.counts["broken_calls"] += 1
                 name, result = "unknown", {"error": f"the call cannot be read: {call.why}"}
             else:
@@ -210,7 +210,7 @@ class LiveEnvironment:
                 break
         return answers
 
-    async def _call(self, call: Call) -> Any:
+    async def _call(self, call: ToolCall) -> Any:
         """Call one tool; return its result, or the error that the policy reads."""
         counts, called = self._log.counts, self._log.called
         counts["tool_calls"] += 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lit_grpo.methods.pods import Members
+from lit_grpo.methods.pods import CompletionSelection
 from lit_grpo.plugins import RunFacts
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout
@@ -21,7 +21,7 @@ from lit_grpo.update.plugin import Measure
 
 
 @dataclass
-class MaxEntropy(Members):
+class MaxEntropy(CompletionSelection):
     """The members with the highest mean entropy of their tokens, under the policy that sampled them.
 
     Where the generator tells no entropies, they are measured, which sends every completion through the policy once
@@ -44,7 +44,7 @@ class MaxEntropy(Members):
 
 
 @dataclass
-class RandomMembers(Members):
+class RandomCompletions(CompletionSelection):
     """Random members, the same in every run: those with the lowest hashes of their names."""
 
     def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
@@ -78,4 +78,4 @@ def _hash(rollout: Rollout) -> bytes:
     return hashlib.blake2b(repr(rollout.completion.request.key).encode(), digest_size=8).digest()
 
 
-PLUGINS = {"max_entropy": MaxEntropy(), "random_members": RandomMembers()}
+PLUGINS = {"max_entropy": MaxEntropy(), "random_members": RandomCompletions()}

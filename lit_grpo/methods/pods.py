@@ -70,13 +70,13 @@ class Subset(Plugin):
 
 
 @dataclass
-class Members(Subset):
+class CompletionSelection(Subset):
     """The ``keep`` members of each group with the largest values of some kind, compared within their group.
 
     A choice of your own gives the values. For example, the shortest members of each group::
 
         @dataclass
-        class Shorter(Members):
+        class Shorter(CompletionSelection):
             def values(self, rewards_N, rollouts, measure):
                 return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()
 
@@ -111,7 +111,7 @@ class Members(Subset):
 
 
 @dataclass
-class MaxVariance(Members):
+class MaxVariance(CompletionSelection):
     """The members whose rewards have the largest variance (PODS, arXiv 2504.13818).
 
     A best and a worst one are always among them. The paper's statistics are of those ``kept``.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.faults import BrokenBatches
+from lit_grpo.faults import SkippedUpdates
 from lit_grpo.plugins import overriding
 from lit_grpo.policy.sharding import as_shards, full_tensor
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
@@ -64,7 +64,7 @@ class Learner:
         self.passes = PolicyPasses(policy, optimization, settings)
         self.gap_limits = GapLimits()
         self._told_of_gap = False
-        self._broken = BrokenBatches(folder, settings.max_skipped_updates)
+        self._broken = SkippedUpdates(folder, settings.max_skipped_updates)
 
     def learn(
         self, groups: Sequence[RolloutGroup] | Iterator[Sequence[RolloutGroup]], rewards: GroupRewards | None = None

@@ -17,7 +17,7 @@ import torch
 from lit_grpo.data.chat import Message
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
-from lit_grpo.environments.calls import Call, Turn
+from lit_grpo.environments.calls import ToolCall, Turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
 from lit_grpo.plugins import Answer, Listener, fresh
@@ -154,7 +154,7 @@ class Calling(Chat):
         """Read a turn, and make calls of it."""
         turn = super().read(token_ids, before, tools)
         number = zlib.crc32(repr(list(token_ids)).encode())
-        calls = (Call("tell", {}),) * (1 + number % 2) if number % 3 else ()
+        calls = (ToolCall("tell", {}),) * (1 + number % 2) if number % 3 else ()
         return Turn(turn.content, turn.reasoning, calls)
 
     def opening(self, prompt: Prompt, text: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:

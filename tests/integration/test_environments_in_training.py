@@ -19,7 +19,7 @@ from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
 import lit_grpo
-from lit_grpo.environments.calls import Call, Turn
+from lit_grpo.environments.calls import ToolCall, Turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.plugins import CannotGoOn
 from lit_grpo.ranks import Ranks
@@ -125,7 +125,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         if not tools or number % 4 == 0:
             return Turn("words")
         name = list(tools)[number % len(tools)]
-        return Turn("", "", [Call(name, ARGUMENTS[name][number // 4 % len(ARGUMENTS[name])])])
+        return Turn("", "", [ToolCall(name, ARGUMENTS[name][number // 4 % len(ARGUMENTS[name])])])
 
     monkeypatch.setattr(Chat, "read", read)
     monkeypatch.chdir(tmp_path)

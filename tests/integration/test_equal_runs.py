@@ -15,7 +15,7 @@ from conftest import table_rows
 
 import lit_grpo
 from lit_grpo.checkpoints import read
-from lit_grpo.environments.calls import Call, Turn
+from lit_grpo.environments.calls import ToolCall, Turn
 from lit_grpo.environments.chat import Chat
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
@@ -67,7 +67,7 @@ class Sleeps:
 def read_as_calls(chat: Chat, token_ids: Any, before: Any, tools: Any) -> Turn:
     """Make a call of most turns of a random policy, which writes none."""
     number = zlib.crc32(repr(list(token_ids)).encode())
-    return Turn("words") if number % 4 == 0 else Turn("", "", [Call("count", {"by": number % 7})])
+    return Turn("words") if number % 4 == 0 else Turn("", "", [ToolCall("count", {"by": number % 7})])
 
 
 def train(plugins: list[Any], name: str) -> tuple[str, dict[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lit_grpo.methods.pods import Members
+from lit_grpo.methods.pods import CompletionSelection
 from lit_grpo.plugins import Plugin
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks.drawn import DrawnRows
@@ -55,7 +55,7 @@ class Longest(Plugin):  # a metric
 
 
 @dataclass
-class Shortest(Members):  # a choice of what is learnt from
+class Shortest(CompletionSelection):  # a choice of what is learnt from
     def values(self, rewards_N, rollouts, entropies):
         return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()
 

@@ -11,7 +11,7 @@ from test_environment_adapters import adding_server, sums_of_verifiers
 from test_environments_in_training import logged, train
 
 from lit_grpo.environments.adapters import SkyRL, Taskset, TextArena
-from lit_grpo.environments.calls import Call, Turn
+from lit_grpo.environments.calls import ToolCall, Turn
 from lit_grpo.environments.chat import Chat
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
@@ -77,7 +77,7 @@ def test_openenv(folder: str) -> None:
 
 def test_verifiers_and_a_tool(folder: str) -> None:
     tasks = Taskset(sums_of_verifiers(), most=4)
-    SAYS[:] = [*(Turn(str(number)) for number in range(1, 5)), Turn("", "", [Call("double", {"n": 1})])]
+    SAYS[:] = [*(Turn(str(number)) for number in range(1, 5)), Turn("", "", [ToolCall("double", {"n": 1})])]
     check(train(folder, list(tasks.rows()), [tasks.reward], tools=["test_environment_adapters.double"]), "reward")
 
 
@@ -91,7 +91,7 @@ def five(completions: Any, **_: Any) -> list[float]:
 
 def test_the_python_tool(folder: str) -> None:
     pytest.importorskip("pydantic_monty")
-    SAYS[:] = [Turn("words"), *(Turn("", "", [Call("python", {"code": code})]) for code in CODES)]
+    SAYS[:] = [Turn("words"), *(Turn("", "", [ToolCall("python", {"code": code})]) for code in CODES)]
     rows = train(folder, PROMPTS, [five], tools=["lit_grpo.environments.sandbox.python"])
     check(rows, "five")
     assert min(logged(rows, "environments/tool_calls")) > 0 and logged(rows, "environments/tool_failures") == [0, 0]

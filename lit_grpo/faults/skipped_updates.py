@@ -18,7 +18,7 @@ MOST_FILES = 3
 """Files that one process writes."""
 
 
-class BrokenBatches:
+class SkippedUpdates:
     """Counts skipped updates, and writes the batches of the first few.
 
     Args:
