@@ -221,7 +221,6 @@ class Plugin(Listener):
             groups leave in parts``.
         common: Whether all ranks remember the same, which checkpoints then keep once.
         evaluates: Whether it hears of rollouts of validation, test and predict too.
-        whitens: Whether credited tokens are given mean 0 and variance 1 over all tokens of a batch.
     """
 
     role: ClassVar[str] = ""
@@ -229,7 +228,6 @@ class Plugin(Listener):
     changes: ClassVar[Mapping[str, str]] = {}
     common: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
-    whitens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the fields against their annotations; a plug-in that checks more calls it first."""
@@ -458,28 +456,27 @@ class Plugin(Listener):
         """
         return ~advantages_R.isnan()
 
-    def credit(
-        self, group: RolloutGroup, advantages: Sequence[float]
-    ) -> Sequence[Sequence[float] | torch.Tensor] | None:
-        """Return for each rollout of a group an advantage for each of its turns, or for each token trained on.
+    def credit(self, batch: LearningBatch) -> Sequence[Sequence[float] | torch.Tensor | None] | None:
+        """Return for each rollout of the batch an advantage for each of its turns, or for each token trained on.
 
-        For example, half of an advantage for what each turn earned by itself (``rollout.turn_rewards``, which an
-        environment gives) beside that of the whole::
+        For example, the advantage of the whole rollout plus half of what each turn earned by itself
+        (``rollout.turn_rewards``, which an environment gives) above the mean of all turns::
 
-            def credit(self, group, advantages):
-                mean = fmean(reward for rollout in group.rollouts for reward in rollout.turn_rewards)
+            def credit(self, batch):
+                mean = fmean(reward for rollout in batch.rollouts for reward in rollout.turn_rewards)
                 return [
-                    [advantage + 0.5 * (reward - mean) for reward in rollout.turn_rewards]
-                    for rollout, advantage in zip(group.rollouts, advantages)
+                    [rollout.advantage + 0.5 * (reward - mean) for reward in rollout.turn_rewards]
+                    for rollout in batch.rollouts
                 ]
 
         Args:
-            group: Of any number of rollouts.
-            advantages: One per rollout; NaN for one that is not trained on, whose values are ignored.
+            batch: The part of the batch on this rank. Each rollout has its advantage; that of a rollout that is not
+                trained on is NaN, and the values returned for it are ignored. ``batch.whitened`` gives tensors mean 0
+                and variance 1 over all tokens of the batch.
 
         Returns:
             For each rollout a sequence of numbers, one per turn, or a tensor of shape ``(completion.num_trained,)``,
-            one per token; None if all have their rollout's.
+            one per token, or None if all its tokens have the rollout's advantage; None if that holds for all rollouts.
         """
         return None
 

@@ -287,6 +287,13 @@ def learning_batch(
     return LearningBatch(groups, 0, PassRule(), lambda own: [own], rewards, progress, measure, optimizer)
 
 
+def credited(plugin: Plugin, group: RolloutGroup, advantages: Sequence[float]) -> Any:
+    """What a plug-in credits the turns or tokens of a group with, whose rollouts have these advantages."""
+    for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+        rollout.advantage = advantage
+    return plugin.credit(learning_batch([group]))
+
+
 def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     """A quiet Trainer on one CPU that goes through its data once."""
     defaults: dict[str, Any] = {

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompts_of, text_of
 from conversations import play as play_with
+from hand_made import credited
 
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments.agent.plugin import Agent
@@ -733,7 +734,7 @@ def test_what_turns_earned_by_themselves_is_learnt_from_by_turn(agent: Any) -> N
     group.rollouts[1].turn_rewards = (0.75, 0.0)
     for rollout in group.rollouts:
         rollout.reward = 0.5
-    compares = MTGRPO(weight=2.0, scale=False).credit(group, [0.0, 0.0])
+    compares = credited(MTGRPO(weight=2.0, scale=False), group, [0.0, 0.0])
     assert compares == [[-0.5, 1.0], [0.5, -1.0]]
 
 

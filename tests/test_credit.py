@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from hand_made import learning_batch
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 
-from lit_grpo.plugins import GroupBatch, Plugin
-from lit_grpo.types import OBSERVED, PassRule, Rollout, RolloutGroup
+from lit_grpo.plugins import Plugin
+from lit_grpo.types import OBSERVED, Rollout, RolloutGroup
 from lit_grpo.update.assigning import give_credit
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import LearningBatch
 
 
 @dataclass
@@ -24,10 +26,10 @@ class Alternating(Plugin):
 
     other: float = -0.5
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+    def credit(self, batch: LearningBatch) -> list[list[float]]:
         return [
-            [self.other if turn % 2 else 2 * advantage for turn in range(len(rollout.completion.turns))]
-            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+            [self.other if turn % 2 else 2 * rollout.advantage for turn in range(len(rollout.completion.turns))]
+            for rollout in batch.rollouts
         ]
 
     def of_token(self, rollout: Rollout, advantage: float, token: int) -> float:
@@ -65,11 +67,8 @@ def test_each_turn_is_learnt_from_with_its_own(name: str, shares_prefix: bool) -
 class Falling(Plugin):
     """Each token has ``1 / (1 + its place)`` of its rollout's advantage."""
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
-        return [
-            torch.tensor([advantage / (1 + place) for place in _places(rollout)])
-            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-        ]
+    def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None]:
+        return [torch.tensor([each.advantage / (1 + place) for place in _places(each)]) for each in batch.rollouts]
 
     def of_token(self, rollout: Rollout, advantage: float, token: int) -> float:
         return advantage / (1 + token)
@@ -95,22 +94,27 @@ def test_each_token_is_learnt_from_with_its_own(shares_prefix: bool) -> None:
 
 
 def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
+    """A rollout without an advantage, and one whose tokens keep that of their rollout, take no part."""
+
     class Whitened(Falling):
-        whitens = True
+        def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None]:
+            return batch.whitened([None, *super().credit(batch)[1:]])
 
     here, there = several_turns(), several_turns()
     for group in (*here, *there):
         for number, rollout in enumerate(group.rollouts):
             rollout.advantage = number - 1.5 if group in here else 4.0 * number
-    here[0].rollouts[0].advantage = math.nan
-    plain = [rollout for group in (*here, *there) for rollout in group.rollouts if not math.isnan(rollout.advantage)]
+    here[0].rollouts[1].advantage = math.nan
+    without = (here[0].rollouts[0], there[0].rollouts[0], here[0].rollouts[1])
+    plain = [each for group in (*here, *there) for each in group.rollouts if all(each is not one for one in without)]
     values = [each.advantage / (1 + place) for each in plain for place in _places(each)]
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
     seen: list[Any] = []
-    give_credit(Whitened(), GroupBatch(there, 0, PassRule(), lambda own: seen.append(own) or [own]))
-    give_credit(Whitened(), GroupBatch(here, 0, PassRule(), lambda own: [own, *seen]))
+    give_credit(Whitened(), replace(learning_batch(there), all_gather=lambda own: seen.append(own) or [own]))
+    give_credit(Whitened(), replace(learning_batch(here), all_gather=lambda own: [own, *seen]))
+    assert len(seen) == 1
     for rollout in (each for group in here for each in group.rollouts):
-        if math.isnan(rollout.advantage):
+        if any(rollout is one for one in without):
             assert rollout.token_advantages is None
             continue
         expected = [(rollout.advantage / (1 + place) - mean) / (deviation + 1e-4) for place in _places(rollout)]
@@ -135,31 +139,31 @@ def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
     ("credited", "message"),
     [
         (
-            lambda group: [],
-            "credits 0 rollouts of prompt 'a', which has 5.*; give each a list with one number a turn",
+            lambda batch: [],
+            r"Wrong credits 0 rollouts of a batch that has \d+; give each a list with one number a turn",
         ),
         (
-            lambda group: [torch.full((each.completion.num_trained,), math.nan) for each in group.rollouts],
+            lambda batch: [torch.full((each.completion.num_trained,), math.nan) for each in batch.rollouts],
             r"sample \(0,\) of prompt 'a' the advantages \[nan.*; give one finite number for each of its tokens",
         ),
         (
-            lambda group: [torch.ones(each.completion.num_tokens) for each in group.rollouts],
+            lambda batch: [torch.ones(each.completion.num_tokens) for each in batch.rollouts],
             r"sample \(1,\) .* its tokens that are learnt from, of which there are",
         ),
         (
-            lambda group: [[1.0]] * len(group.rollouts),
+            lambda batch: [[1.0]] * len(batch.rollouts),
             r"sample \(1,\) of prompt 'a' the advantages \[1.0\]; .* of which there are 2",
         ),
         (
-            lambda group: [[math.inf] * len(each.completion.turns) for each in group.rollouts],
+            lambda batch: [[math.inf] * len(each.completion.turns) for each in batch.rollouts],
             r"sample \(0,\) of prompt 'a' the advantages \[inf\]; give one finite number",
         ),
     ],
 )
 def test_credit_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
     class Wrong(Plugin):
-        def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
-            return credited(group)
+        def credit(self, batch: LearningBatch) -> Any:
+            return credited(batch)
 
     with pytest.raises(ValueError, match=message):
         make_learner(plugins=[Wrong()])[0].learn(several_turns())

@@ -10,7 +10,7 @@ import pytest
 import test_copo
 import test_turn_credit
 import torch
-from hand_made import as_groups, make_micro_batch, make_rollout, plugin
+from hand_made import as_groups, credited, make_micro_batch, make_rollout, plugin
 from test_allocation import at
 from test_chunked_backward import Drawn
 from test_learner import make_learner
@@ -290,7 +290,7 @@ def test_advantages_of_gigpo(scale: bool, tolerance: float, expected: list[list[
     ]
     rewards_R = torch.tensor([member.reward for member in members], dtype=torch.float64)
     advantages = group_advantages(rewards_R, torch.zeros(4).long(), "group" if scale else "none").tolist()
-    found = GiGPO(weight=0.7, gamma=0.95, scale=scale).credit(test_turn_credit.group(*members), advantages)
+    found = credited(GiGPO(weight=0.7, gamma=0.95, scale=scale), test_turn_credit.group(*members), advantages)
     for its_turns, its_expected in zip(found, expected, strict=True):
         assert its_turns == pytest.approx(its_expected, abs=tolerance)
 

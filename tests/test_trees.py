@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_policy, table_rows
-from hand_made import Environment, make_rollout, relative_error
+from hand_made import Environment, credited, make_rollout, relative_error
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods.arpo import AEPO, ARPO
@@ -26,6 +26,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.plugin import LearningBatch
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), ""), Prompt("c", tuple(range(2, 30)), "")]
 SAMPLING = SamplingParams(max_tokens=24, max_observed=12)
@@ -136,8 +137,8 @@ def test_only_sampled_tokens_are_credited() -> None:
     completion = Completion(Request(PROMPTS[0], (0,), SAMPLING), [5, 6, 7], [0.0] * 3, [0, OBSERVED, 0], "stop")
     rollout, other = make_rollout([5], [9], 1.0), make_rollout([5], [8], 0.0, sample_id=1)
     rollout.completion = completion
-    credited = EPTree().credit(RolloutGroup(PROMPTS[0], [rollout, other]), [0.0, 0.0])
-    assert [each.tolist() for each in credited] == [[2.0, 2.0], [-2.0]]
+    found = credited(EPTree(), RolloutGroup(PROMPTS[0], [rollout, other]), [0.0, 0.0])
+    assert [each.tolist() for each in found] == [[2.0, 2.0], [-2.0]]
 
 
 # ---- TreePO -------------------------------------------------------------------------------------------
@@ -202,9 +203,8 @@ def test_segments_that_nothing_fills_are_whitened_dr_grpo() -> None:
 class ByHand(TreePO):
     """The run's own advantages, whitened over tokens."""
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
-        pairs = zip(group.rollouts, advantages, strict=True)
-        return [torch.full((rollout.completion.num_trained,), advantage) for rollout, advantage in pairs]
+    def credit(self, batch: LearningBatch) -> list[torch.Tensor | None]:
+        return batch.whitened([torch.full((each.completion.num_trained,), each.advantage) for each in batch.rollouts])
 
 
 # ---- ARPO and AEPO ------------------------------------------------------------------------------------

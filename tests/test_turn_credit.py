@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
+from hand_made import credited
 
 from lit_grpo.compatibility import ONE_TURN, check_together
 from lit_grpo.methods import make_plugins
@@ -57,9 +57,9 @@ def episodes(*rewards: Sequence[float], outcomes: Sequence[float] | None = None)
 
 def test_without_weight_or_rewards_by_turn_it_is_plain_grpo() -> None:
     members = episodes([1.0, 4.0], [3.0, 2.0])
-    assert MTGRPO(weight=0.0).credit(members, [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
+    assert credited(MTGRPO(weight=0.0), members, [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
     silent = [episode(0, 1.0, [START, KEY], ()), episode(1, 0.0, [START, KEY], ())]
-    assert MTGRPO().credit(group(*silent), [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
+    assert credited(MTGRPO(), group(*silent), [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
 
 
 # ---- returns to go ------------------------------------------------------------------------------------
@@ -84,20 +84,19 @@ def test_they_are_their_formulas(seed: int) -> None:
         [advantage + normal(reward, [other[t] for other in rewards if t < len(other)]) for t, reward in enumerate(its)]
         for its, advantage in zip(rewards, advantages, strict=True)
     ]
-    found = MTGRPO().credit(members, advantages)
+    found = credited(MTGRPO(), members, advantages)
     for turns, wanted in zip(found, expected, strict=True):
         assert turns == pytest.approx(wanted, rel=1e-12)
     returns = [[sum(0.4**k * reward for k, reward in enumerate(its[t:])) for t in range(len(its))] for its in rewards]
     expected = [[normal(value, sum(returns, [])) for value in its] for its in returns]  # noqa: RUF017
-    for turns, wanted in zip(ReturnToGo().credit(members, advantages), expected, strict=True):
+    for turns, wanted in zip(credited(ReturnToGo(), members, advantages), expected, strict=True):
         assert turns == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("credit", [MTGRPO(scale=False), ReturnToGo(scale=False, gamma=0.0), GiGPO()])
 def test_an_episode_without_a_reward_takes_no_part(credit: Plugin) -> None:
     members = episodes([4.0], [9.0], [2.0], outcomes=[1.0, math.nan, 0.0])
-    credited: Any = credit.credit(members, [0.0, math.nan, 0.0])
-    first, _, third = credited
+    first, _, third = credited(credit, members, [0.0, math.nan, 0.0])
     weight = getattr(credit, "weight", 1.0)
     assert (first, third) == ([weight], [-weight])
 
@@ -105,7 +104,7 @@ def test_an_episode_without_a_reward_takes_no_part(credit: Plugin) -> None:
 @pytest.mark.parametrize("credit", [GiGPO(), MTGRPO(), ReturnToGo()])
 def test_rewards_that_are_not_one_a_turn_are_refused(credit: Plugin) -> None:
     with pytest.raises(ValueError, match=r"Sample \(3,\) of prompt 'a' has 2 turns and 1 rewards of turns; the envir"):
-        credit.credit(group(episode(3, 1.0, [START, KEY], [1.0])), [0.0])
+        credited(credit, group(episode(3, 1.0, [START, KEY], [1.0])), [0.0])
 
 
 FACTS = RunFacts(num_prompts=4, num_generations=4, max_tokens=64, updates_per_batch=1, max_observed=64)

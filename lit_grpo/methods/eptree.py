@@ -31,6 +31,7 @@ from lit_grpo.plugins import Answer
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Completion, Key, Request, RolloutGroup
+from lit_grpo.update.plugin import LearningBatch
 
 
 @dataclass
@@ -55,17 +56,15 @@ class EPTree(Branching):
     rounds: Number = 1
     branches: Count = 2
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
+    def credit(self, batch: LearningBatch) -> list[torch.Tensor]:
         """Return the step signal of each token; 0 for those of a leaf without a reward."""
-        completions = [rollout.completion for rollout in group.rollouts]
-        signals = step_signals(
-            [completion.token_ids_T.numpy() for completion in completions],
-            [rollout.reward for rollout in group.rollouts],
-        )
-        return [
-            torch.from_numpy(signal)[completion.trained_T]
-            for signal, completion in zip(signals, completions, strict=True)
-        ]
+        credited: list[torch.Tensor] = []
+        for group in batch.groups:
+            sequences = [rollout.completion.token_ids_T.numpy() for rollout in group.rollouts]
+            signals = step_signals(sequences, [rollout.reward for rollout in group.rollouts])
+            for rollout, signal in zip(group.rollouts, signals, strict=True):
+                credited.append(torch.from_numpy(signal)[rollout.completion.trained_T])
+        return credited
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no tree."""

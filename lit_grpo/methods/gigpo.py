@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.methods.turns import compared, discounted_returns, rewards_of_turns
 from lit_grpo.plugins import Plugin
-from lit_grpo.types import Completion, RolloutGroup
+from lit_grpo.types import Completion
+from lit_grpo.update.plugin import LearningBatch
 
 
 @dataclass
@@ -44,25 +45,27 @@ class GiGPO(Plugin):
     gamma: Annotated[float, Limit(ge=0, le=1)] = 0.95
     scale: bool = False
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+    def credit(self, batch: LearningBatch) -> list[list[float]]:
         """Return an advantage for each turn.
 
         Raises:
             ValueError: An environment has given another number of rewards than there are turns.
         """
-        turns = [
-            list(zip(states(each.completion), discounted_returns(rewards_of_turns(each), self.gamma), strict=True))
-            for each in group.rollouts
-        ]
-        by_state: dict[Hashable, list[float]] = defaultdict(list)
-        for rollout, its_turns in zip(group.rollouts, turns, strict=True):
-            for state, value in its_turns:
-                if not math.isnan(rollout.reward):
-                    by_state[state].append(value)
-        return [
-            [advantage + self.weight * compared(value, by_state[state], self.scale) for state, value in its_turns]
-            for advantage, its_turns in zip(advantages, turns, strict=True)
-        ]
+        credited: list[list[float]] = []
+        for group in batch.groups:
+            turns = [
+                list(zip(states(each.completion), discounted_returns(rewards_of_turns(each), self.gamma), strict=True))
+                for each in group.rollouts
+            ]
+            by_state: dict[Hashable, list[float]] = defaultdict(list)
+            for rollout, its_turns in zip(group.rollouts, turns, strict=True):
+                for state, value in its_turns:
+                    if not math.isnan(rollout.reward):
+                        by_state[state].append(value)
+            for rollout, its_turns in zip(group.rollouts, turns, strict=True):
+                own = [self.weight * compared(value, by_state[state], self.scale) for state, value in its_turns]
+                credited.append([rollout.advantage + each for each in own])
+        return credited
 
 
 def states(completion: Completion) -> list[tuple[int, ...]]:

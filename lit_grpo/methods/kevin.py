@@ -16,14 +16,13 @@ catch_credit``). It has not been shown to help.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit
 from lit_grpo.methods.turns import compared, discounted_returns, rewards_of_turns
 from lit_grpo.plugins import Plugin
-from lit_grpo.types import RolloutGroup
+from lit_grpo.update.plugin import LearningBatch
 
 
 @dataclass
@@ -40,16 +39,19 @@ class ReturnToGo(Plugin):
     gamma: Annotated[float, Limit(ge=0, le=1)] = 0.4
     scale: bool = True
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+    def credit(self, batch: LearningBatch) -> list[list[float]]:
         """Return an advantage for each turn.
 
         Raises:
             ValueError: An environment has given another number of rewards than there are turns.
         """
-        returns = [discounted_returns(rewards_of_turns(rollout), self.gamma) for rollout in group.rollouts]
-        counted = zip(group.rollouts, returns, strict=True)
-        values = [value for rollout, its in counted if not math.isnan(rollout.reward) for value in its]
-        return [[compared(value, values, self.scale) for value in its] for its in returns]
+        credited: list[list[float]] = []
+        for group in batch.groups:
+            returns = [discounted_returns(rewards_of_turns(rollout), self.gamma) for rollout in group.rollouts]
+            counted = zip(group.rollouts, returns, strict=True)
+            values = [value for rollout, its in counted if not math.isnan(rollout.reward) for value in its]
+            credited += [[compared(value, values, self.scale) for value in its] for its in returns]
+        return credited
 
 
 PLUGINS = {"return_to_go": ReturnToGo()}

@@ -26,7 +26,8 @@ from typing import ClassVar
 from lit_grpo.limits import NotNegative
 from lit_grpo.methods.turns import compared, rewards_of_turns
 from lit_grpo.plugins import Plugin
-from lit_grpo.types import Rollout, RolloutGroup
+from lit_grpo.types import Rollout
+from lit_grpo.update.plugin import LearningBatch
 
 
 @dataclass
@@ -43,21 +44,24 @@ class MTGRPO(Plugin):
     weight: NotNegative = 1.0
     scale: bool = True
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+    def credit(self, batch: LearningBatch) -> list[list[float]]:
         """Return an advantage for each turn.
 
         Raises:
             ValueError: An environment has given another number of rewards than there are turns.
         """
-        by_number: dict[int, list[float]] = defaultdict(list)
-        for rollout in group.rollouts:
-            if rollout.turn_rewards and not math.isnan(rollout.reward):
-                for number, reward in enumerate(rewards_of_turns(rollout)):
-                    by_number[number].append(reward)
-        return [
-            [advantage + self.weight * own for own in self._own(rollout, by_number)]
-            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-        ]
+        credited: list[list[float]] = []
+        for group in batch.groups:
+            by_number: dict[int, list[float]] = defaultdict(list)
+            for rollout in group.rollouts:
+                if rollout.turn_rewards and not math.isnan(rollout.reward):
+                    for number, reward in enumerate(rewards_of_turns(rollout)):
+                        by_number[number].append(reward)
+            credited += [
+                [rollout.advantage + self.weight * own for own in self._own(rollout, by_number)]
+                for rollout in group.rollouts
+            ]
+        return credited
 
     def _own(self, rollout: Rollout, by_number: Mapping[int, Sequence[float]]) -> list[float]:
         """Return each turn's own advantage; 0 where the environment has said nothing of the completion."""

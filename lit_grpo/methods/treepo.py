@@ -34,7 +34,8 @@ from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED
-from lit_grpo.types import Completion, GroupKey, Key, Request, RolloutGroup, SamplePath
+from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath
+from lit_grpo.update.plugin import LearningBatch
 
 
 @dataclass
@@ -55,7 +56,6 @@ class TreePO(Branching):
     """
 
     needs: ClassVar[frozenset[str]] = Branching.needs | {"all_ranks"}
-    whitens: ClassVar[bool] = True
 
     width: Count = 16
     segment: Count = 512
@@ -73,15 +73,15 @@ class TreePO(Branching):
                 "divide; give less, such as a sixteenth of it."
             )
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
-        """Return the advantage of each leaf for all of its tokens."""
-        credited = relative_advantages(
-            [rollout.completion for rollout in group.rollouts],
-            [rollout.reward for rollout in group.rollouts],
-            self.segment,
-        )
-        pairs = zip(group.rollouts, credited, strict=True)
-        return [torch.full((rollout.completion.num_trained,), advantage) for rollout, advantage in pairs]
+    def credit(self, batch: LearningBatch) -> list[torch.Tensor | None]:
+        """Return the advantage of each leaf for all of its tokens, whitened over the batch."""
+        credited: list[torch.Tensor | None] = []
+        for group in batch.groups:
+            completions = [rollout.completion for rollout in group.rollouts]
+            rewards = [rollout.reward for rollout in group.rollouts]
+            pairs = zip(completions, relative_advantages(completions, rewards, self.segment), strict=True)
+            credited += [torch.full((completion.num_trained,), advantage) for completion, advantage in pairs]
+        return batch.whitened(credited)
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no path."""

@@ -20,7 +20,7 @@ from lit_grpo.budgets.allocation import AtLeastTwo
 from lit_grpo.budgets.history import Record, Tally, moments
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.plugins import Plugin
-from lit_grpo.types import RolloutGroup
+from lit_grpo.update.plugin import LearningBatch
 
 
 @dataclass
@@ -150,22 +150,21 @@ class Novelty(Plugin):
     weight: NotNegative = 2.5
     most: NotNegative = 0.5
 
-    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+    def credit(self, batch: LearningBatch) -> list[list[float]]:
         """Return the same advantage for all turns of a rollout."""
-        completions = [rollout.completion for rollout in group.rollouts]
-        trained = [completion.logprobs_T[completion.trained_T].double() for completion in completions]
-        scores = [float(logprobs_N.mean()) if len(logprobs_N) else math.nan for logprobs_N in trained]
-        known = [score for score in scores if not math.isnan(score)]
-        mean = fmean(known) if known else math.nan
-        sharpened = [
-            self._sharpened(advantage, score - mean) for advantage, score in zip(advantages, scores, strict=True)
-        ]
-        return [[value] * len(completion.turns) for value, completion in zip(sharpened, completions, strict=True)]
-
-    def _sharpened(self, advantage: float, likelier: float) -> float:
-        if math.isnan(likelier) or not advantage > 0:
-            return advantage
-        return advantage + min(max(self.weight * (1 - math.exp(likelier)), 0.0), self.most * advantage)
+        credited: list[list[float]] = []
+        for group in batch.groups:
+            completions = [rollout.completion for rollout in group.rollouts]
+            trained = [completion.logprobs_T[completion.trained_T].double() for completion in completions]
+            scores = [float(logprobs_N.mean()) if len(logprobs_N) else math.nan for logprobs_N in trained]
+            known = [score for score in scores if not math.isnan(score)]
+            mean = fmean(known) if known else math.nan
+            for rollout, score in zip(group.rollouts, scores, strict=True):
+                value, likelier = rollout.advantage, score - mean
+                if value > 0 and not math.isnan(likelier):
+                    value += min(max(self.weight * (1 - math.exp(likelier)), 0.0), self.most * value)
+                credited.append([value] * len(rollout.completion.turns))
+        return credited
 
 
 PLUGINS = {"xrpo": UncertainMore(), "novelty": Novelty()}

@@ -11,7 +11,6 @@ import torch
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.advantages.functions import EPSILON
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import LearningBatch
 from lit_grpo.update.step import log_baseline_weights
@@ -124,45 +123,31 @@ def shaped(plugin: Plugin, batch: GroupBatch, advantages_R: torch.Tensor) -> tor
     return torch.tensor(flat, dtype=advantages_R.dtype).masked_fill(advantages_R.isnan(), math.nan)
 
 
-def give_credit(plugin: Plugin, batch: GroupBatch) -> None:
+def give_credit(plugin: Plugin, batch: LearningBatch) -> None:
     """Give the tokens of all rollouts their advantages, once the rollouts have theirs.
-
-    A plug-in that ``whitens`` has all tokens of the batch, on all ranks, get ``(A - mean) / (standard deviation +
-    1e-4)`` (TRL's epsilon).
 
     Raises:
         ValueError: The plug-in does not return one finite number for each turn, or for each token.
     """
-    for group in batch.groups:
-        advantages = [rollout.advantage for rollout in group.rollouts]
-        credited = plugin.credit(group, advantages)
-        if credited is None:
+    name, rollouts, credited = type(plugin).__name__, batch.rollouts, plugin.credit(batch)
+    if credited is None:
+        return
+    if len(credited) != len(rollouts):
+        raise ValueError(
+            f"{name} credits {len(credited)} rollouts of a batch that has {len(rollouts)}; give each a list with one "
+            "number a turn, or a tensor with one a token."
+        )
+    for rollout, values in zip(rollouts, credited, strict=True):
+        if values is None or math.isnan(rollout.advantage):
             continue
-        if len(credited) != len(group.rollouts):
+        completion, by_token = rollout.completion, isinstance(values, torch.Tensor)
+        numbers: list[float] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+        wanted = completion.num_trained if by_token else len(completion.turns)
+        if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
+            of_each = "tokens that are learnt from" if by_token else "turns"
             raise ValueError(
-                f"{type(plugin).__name__} credits {len(credited)} rollouts of prompt {group.prompt.prompt_id!r}, which "
-                f"has {len(group.rollouts)}; give each a list with one number a turn, or a tensor with one a token."
+                f"{name} gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r} the advantages "
+                f"{numbers}; give one finite number for each of its {of_each}, of which there are {wanted}."
             )
-        for rollout, values in zip(group.rollouts, credited, strict=True):
-            if math.isnan(rollout.advantage):
-                continue
-            completion, by_token = rollout.completion, isinstance(values, torch.Tensor)
-            numbers: list[float] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
-            wanted = completion.num_trained if by_token else len(completion.turns)
-            if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
-                of_each = "tokens that are learnt from" if by_token else "turns"
-                raise ValueError(
-                    f"{type(plugin).__name__} gives sample {completion.request.path} of prompt "
-                    f"{rollout.prompt.prompt_id!r} the advantages {numbers}; give one finite number for each of its "
-                    f"{of_each}, of which there are {wanted}."
-                )
-            its_tokens = values if by_token else completion.of_turns(numbers)
-            rollout.token_advantages = torch.as_tensor(its_tokens, dtype=torch.float32)
-    if plugin.whitens:
-        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-        having = [(each, each.token_advantages) for each in rollouts if each.token_advantages is not None]
-        own = [advantages_T.double() for _, advantages_T in having]
-        all_T = torch.cat(batch.all_gather(torch.cat([torch.empty(0, dtype=torch.float64), *own])))
-        mean, deviation = (all_T.mean(), all_T.std()) if len(all_T) > 1 else (0.0, 1.0)
-        for (rollout, _), values_T in zip(having, own, strict=True):
-            rollout.token_advantages = ((values_T - mean) / (deviation + EPSILON)).float()
+        its_tokens = values if by_token else completion.of_turns(numbers)
+        rollout.token_advantages = torch.as_tensor(its_tokens, dtype=torch.float32)

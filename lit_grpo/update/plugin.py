@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import torch
+
 from lit_grpo.types import GroupBatch
+from lit_grpo.update.advantages.functions import EPSILON
 from lit_grpo.update.objective.tokens import highest
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from lit_grpo.ranks import Ranks
@@ -62,6 +65,26 @@ class LearningBatch(GroupBatch):
     def highest(self, scores: Mapping[Key, torch.Tensor], share: float) -> dict[Key, torch.Tensor]:
         """Return by completion which tokens are among that share of all ranks' tokens whose scores are highest."""
         return dict(zip(scores, highest([*scores.values()], share, self.all_gather), strict=True))
+
+    def whitened(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return tokens' advantages with mean 0 and variance 1 over all tokens of all ranks, for ``Plugin.credit``.
+
+        They are ``(A - mean) / (standard deviation + 1e-4)``, float32 (TRL's epsilon). Rollouts that are not trained
+        on and those without a tensor take no part and get None. All ranks call it together.
+
+        Args:
+            values: For each rollout of the batch on this rank an advantage for each token, or None.
+        """
+        found: list[torch.Tensor | None] = [None] * len(values)
+        own: dict[int, torch.Tensor] = {}
+        for row, (rollout, values_T) in enumerate(zip(self.rollouts, values, strict=True)):
+            if values_T is not None and not math.isnan(rollout.advantage):
+                own[row] = values_T.float().double()
+        all_T = torch.cat(self.all_gather(torch.cat([torch.empty(0, dtype=torch.float64), *own.values()])))
+        mean, deviation = (all_T.mean(), all_T.std()) if len(all_T) > 1 else (0.0, 1.0)
+        for row, values_T in own.items():
+            found[row] = ((values_T - mean) / (deviation + EPSILON)).float()
+        return found
 
 
 class Chunk(NamedTuple):
