@@ -126,8 +126,6 @@ class RolloutScheduler(pl.Callback):
     def _other_parts(self, data: object, module: GRPOModule) -> list[Requirement]:
         """Return what plug-ins have to go with: the data and what is learnt."""
         parts = module.settings.parts()
-        bare = "takes the policy without its adapters, which needs no memory and cannot move"
-        parts.append(Requirement("model.lora", changes={"own_reference": bare}, chosen=module.lora is not None))
         if not isinstance(data, PromptDataModule):
             changes = {"prompt_stream": "is asked for its batches alone"}
             parts.append(Requirement("a dataloader of your own", changes=changes))

@@ -31,15 +31,15 @@ REQUIREMENTS: dict[str, str] = {
     "one_row": "each completion in one row of the update",
     "whole_completions": "all tokens of a completion in the same forward pass",
     "own_rows": "complete packed rows, and separate prompts, on each rank",
-    "denominator": "the denominator of the probability ratio for itself",
-    "entropy_coefficient": "the coefficient of the entropy bonus for itself",
-    "own_reference": "a reference policy with weights of its own",
     "all_tokens": "all tokens of a step to choose from",
     "all_ranks": "the whole batch, of all ranks, before its first gradient",
     "unsharded_weights": "the full weights on each rank",
     "fixed_token_budget": "a fixed number of tokens per micro-batch",
 }
 """Requirements of parts of a run, by word; the text continues a sentence after ``needs``."""
+DENOMINATOR = "the denominator of the probability ratio"
+ENTROPY_COEFFICIENT = "the coefficient of the entropy bonus"
+"""What a setting of the objective decides, or a plug-in in its place: two parts of a run never decide the same."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Requirement:
         remedy: Another remedy than removing the part, such as ``add unit=group to it``.
         chosen: Whether the run has the part; a part that it does not have is ignored.
         fixed: Whether it cannot be left out, such as that a run has one turn per completion.
+        decides: What the part decides and no other part may, such as ``DENOMINATOR``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Requirement:
     remedy: str = ""
     chosen: bool = True
     fixed: bool = False
+    decides: frozenset[str] = frozenset()
 
 
 SHARDS = Requirement(
@@ -84,25 +86,31 @@ def check_together(parts: Iterable[Requirement]) -> None:
     """Refuse parts of a run that are incompatible.
 
     Raises:
-        ValueError: One part needs what another changes.
+        ValueError: One part needs what another changes, or two decide the same.
     """
     for sentence in clashing(parts):
         raise ValueError(sentence)
 
 
 def clashing(parts: Iterable[Requirement]) -> Iterator[str]:
-    """Yield a sentence for each two parts of a run of which one needs what the other changes."""
+    """Yield a sentence for each two parts of a run of which one needs what the other changes, or that decide the same.
+
+    Of two that decide the same, the sentence begins with the first.
+    """
     parts = [part for part in parts if part.chosen]
-    for part in parts:
-        for word in sorted(part.needs):
-            for other in parts:
-                if other is not part and word in other.changes:
-                    remedies = [remedy for remedy in (part.remedy, other.remedy) if remedy]
-                    left_out = f"remove {part.name}" if other.fixed else "remove one of the two settings"
-                    yield (
-                        f"{part.name} needs {REQUIREMENTS[word]}, but {other.name} {other.changes[word]}; "
-                        f"{', or '.join([*remedies, left_out])}."
-                    )
+    for number, part in enumerate(parts):
+        found = [
+            (REQUIREMENTS[word], other, other.changes[word])
+            for word in sorted(part.needs)
+            for other in parts
+            if other is not part and word in other.changes
+        ]
+        for other in parts[number + 1 :]:
+            found += [(f"{what} for itself", other, "sets it") for what in sorted(part.decides & other.decides)]
+        for needed, other, changed in found:
+            remedies = [remedy for remedy in (part.remedy, other.remedy) if remedy]
+            left_out = f"remove {part.name}" if other.fixed else "remove one of the two settings"
+            yield f"{part.name} needs {needed}, but {other.name} {changed}; {', or '.join([*remedies, left_out])}."
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,8 @@ class GRPOModule(EvaluationModule):
             divided_advantages=self.settings.advantages.divides_groups,
             normalization=self.settings.objective.normalized_by,
             corrected=self.settings.objective.correction.mode != "none",
+            kl_beta=self.settings.objective.kl.beta,
+            adapters="" if self.lora is None else "model.lora",
             generator=type(self.generator).__name__,
             abilities=self.generator.abilities,
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from lit_grpo.budgets.history import NUM_RECENT
-from lit_grpo.compatibility import Requirement
+from lit_grpo.compatibility import DENOMINATOR, ENTROPY_COEFFICIENT, Requirement
 from lit_grpo.limits import check_fields
 from lit_grpo.types import AllGather, GroupBatch
 
@@ -238,10 +239,12 @@ class Plugin(Listener):
     def requirement(self, name: str) -> Requirement:
         """Return what it needs of a run and takes away from others; overridden where that depends on a field's value.
 
+        What its hooks of :data:`DECISIONS` need is added to that (:func:`requirement_of`).
+
         Args:
             name: What messages call it, such as ``rollout.plugins april``.
         """
-        return Requirement(name, self.needs.union(*(each.needs for each in decided_by(self))), self.changes)
+        return Requirement(name, self.needs, self.changes)
 
     def check(self, run: RunFacts) -> None:
         """Check its fields against a run's numbers, and note what they settle.
@@ -666,11 +669,13 @@ class Decision(NamedTuple):
         what: For messages, as in ``which both decide ...``.
         hooks: The hooks of :class:`Plugin` that decide it.
         needs: What deciding it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`.
+        replaces: What a setting of the run decides otherwise, such as :data:`lit_grpo.compatibility.DENOMINATOR`.
     """
 
     what: str
     hooks: tuple[str, ...]
     needs: frozenset[str] = frozenset()
+    replaces: str = ""
 
 
 ROUNDS = ("next_round", "shared_round")
@@ -689,8 +694,8 @@ DECISIONS = (
     Decision("which tokens have a cross-entropy loss", ("ce_weights",)),
     Decision("which completions go through the policy in chunks", ("chunks",)),
     Decision("what is added to the objective's loss", ("loss_term",)),
-    Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs")),
-    Decision("how much the entropy bonus counts", ("entropy_coefficient",)),
+    Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs"), replaces=DENOMINATOR),
+    Decision("how much the entropy bonus counts", ("entropy_coefficient",), replaces=ENTROPY_COEFFICIENT),
     Decision("how many prompts a batch has", ("measured", "batch_size")),
 )
 UPDATE_HOOKS = (
@@ -720,6 +725,31 @@ def decided_by(plugin: Plugin) -> list[Decision]:
     return [decision for decision in DECISIONS if overriding([plugin], *decision.hooks)]
 
 
+def requirement_of(plugin: Plugin, name: str) -> Requirement:
+    """Return what a plug-in needs of a run and takes away from others, and what follows from the hooks it overrides."""
+    declared, decided = plugin.requirement(name), decided_by(plugin)
+    replaced = frozenset(decision.replaces for decision in decided if decision.replaces)
+    return replace(declared, needs=declared.needs.union(*(each.needs for each in decided)), decides=replaced)
+
+
+def check_decisions(plugins: Sequence[tuple[str, Plugin]]) -> None:
+    """Refuse plug-ins of which two decide the same, by their roles or by hooks of :data:`DECISIONS`.
+
+    Args:
+        plugins: Each with its name.
+
+    Raises:
+        ValueError: Two decide the same.
+    """
+    roles = [(name, [plugin.role, *(each.what for each in decided_by(plugin))]) for name, plugin in plugins]
+    counts = Counter(role for _, of_plugin in roles for role in of_plugin if role)
+    for role, number in counts.items():
+        if number > 1:
+            named = " and ".join(name for name, of_plugin in roles if role in of_plugin)
+            raise ValueError(f"rollout.plugins has {named}, which both decide {role}; take one of them.")
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """The numbers of a run that a plug-in may depend on.
 
@@ -732,28 +762,24 @@ class RunFacts:
         divided_advantages: Whether the advantage estimator divides by a deviation of each group.
         normalization: How the loss weighs tokens, a :data:`lit_grpo.update.objective.tokens.Normalization`.
         corrected: Whether an importance-sampling correction weighs the loss.
+        kl_beta: Weight of the KL term, ``model.objective.kl.beta``.
+        adapters: The setting that has adapters trained, such as ``model.lora``; empty if all weights are trained.
         generator: The name of its class.
         abilities: Of the generator; None where it is not known.
     """
 
-    def __init__(
-        self,
-        num_prompts: int | None,
-        num_generations: int,
-        max_tokens: int,
-        updates_per_batch: int,
-        max_observed: int = 0,
-        divided_advantages: bool = True,
-        normalization: str = "token",
-        corrected: bool = True,
-        generator: str = "",
-        abilities: Collection[str] | None = None,
-    ) -> None:
-        self.num_prompts, self.num_generations = num_prompts, num_generations
-        self.max_tokens, self.updates_per_batch = max_tokens, updates_per_batch
-        self.max_observed, self.divided_advantages = max_observed, divided_advantages
-        self.normalization, self.corrected = normalization, corrected
-        self.generator, self.abilities = generator, abilities
+    num_prompts: int | None
+    num_generations: int
+    max_tokens: int
+    updates_per_batch: int
+    max_observed: int = 0
+    divided_advantages: bool = True
+    normalization: str = "token"
+    corrected: bool = True
+    kl_beta: float = 0.0
+    adapters: str = ""
+    generator: str = ""
+    abilities: Collection[str] | None = None
 
     def check_one_step(self) -> None:
         """Refuse several optimizer steps on a batch.

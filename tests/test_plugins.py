@@ -20,6 +20,7 @@ from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods import make_plugins, shipped
+from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.policy.adapters import LoraSettings
@@ -158,6 +159,55 @@ def test_one_setting_alone_chooses_the_denominator_of_ratios(name: str) -> None:
         make_plugins(["a3po", "snapshots"])
 
 
+class OwnBonus(Plugin):
+    """A plug-in of a user's own that decides the weight of the entropy bonus, and declares nothing."""
+
+    @property
+    def entropy_coefficient(self) -> float:
+        return 0.01
+
+
+class OwnDenominator(Plugin):
+    """Another one, of the denominator of ratios."""
+
+    def old_logprobs(self, batch: Any, several_steps: bool) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective", "message"),
+    [
+        (
+            OwnBonus,
+            Objective(entropy=EntropyBonus(0.1)),
+            "the coefficient of the entropy bonus for itself, but model",
+        ),
+        (
+            OwnDenominator,
+            Objective(proximal="sampled"),
+            "the denominator of the probability ratio for itself, but model",
+        ),
+    ],
+)
+def test_a_setting_that_a_plug_in_of_your_own_would_replace_is_not_passed_over(
+    kind: type[Plugin], objective: Objective, message: str
+) -> None:
+    name = f"{__name__}.{kind.__name__}"
+    assert f"rollout.plugins {name} needs {message}" in refusal(name, objective=objective)
+    assert refusal(name) == ""
+    module = make_module("tiny", objective=objective)
+    with pytest.raises(ValueError, match=rf"rollout\.plugins {kind.__name__} needs {message}"):
+        module.set_plugins(kind())
+
+
+def test_two_plug_ins_that_decide_the_same_are_refused_where_no_names_are_given_too() -> None:
+    module = make_module("tiny")
+    with pytest.raises(
+        ValueError, match=r"rollout\.plugins has OwnBonus and EntropyTarget, which both decide how much"
+    ):
+        module.set_plugins(OwnBonus(), EntropyTarget())
+
+
 def test_snapshots_need_whole_weights() -> None:
     session = RolloutScheduler(plugins=["snapshots"]).session
     with pytest.raises(ValueError, match=r"snapshots needs the full weights on each rank, but trainer\.strategy fsdp2"):
@@ -165,10 +215,11 @@ def test_snapshots_need_whole_weights() -> None:
 
 
 def test_a_reference_that_moves_needs_weights_of_its_own() -> None:
-    needs = "tr_dpo needs a reference policy with weights of its own"
+    needs = "rollout.plugins tr_dpo: it needs a reference policy with weights of its own"
     assert f"{needs}, but model.objective.kl.beta 0.0 leaves the KL term out; set model" in refusal("tr_dpo")
     with_term = Objective(kl=KLTerm(0.1))
-    assert f"{needs}, but model.lora takes" in refusal("tr_dpo", objective=with_term, lora=LoraSettings())
+    bare = "takes the policy without its adapters, which needs no memory and cannot move; remove one of the two setti"
+    assert f"{needs}, but model.lora {bare}" in refusal("tr_dpo", objective=with_term, lora=LoraSettings())
     assert refusal("tr_dpo", objective=with_term) == ""
     with pytest.raises(ValueError, match="tr_dpo needs a reference policy with weights of its own, which a run has"):
         MovingReference().on_train_start(TrainingRun(cast(Any, None), None, 0, 1, Ranks()))

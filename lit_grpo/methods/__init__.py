@@ -7,14 +7,13 @@ A file has a ``PLUGINS`` table of its plug-ins by name. Deleting the file remove
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from lit_grpo.plugins import Plugin, decided_by
+from lit_grpo.plugins import Plugin, check_decisions
 from lit_grpo.settings import by_name
 
 SETTING = "rollout.plugins"
@@ -49,9 +48,5 @@ def make_plugins(specs: Sequence[str | Mapping[str, Any]]) -> dict[str, Plugin]:
         if name in plugins:
             raise ValueError(f"{SETTING} has {name} twice; leave one out.")
         plugins[name] = by_name(SETTING, spec, shipped(), Plugin)
-    roles = {name: [plugin.role, *(each.what for each in decided_by(plugin))] for name, plugin in plugins.items()}
-    counts = Counter(role for of_plugin in roles.values() for role in of_plugin if role)
-    for role in (role for role, number in counts.items() if number > 1):
-        named = [name for name, of_plugin in roles.items() if role in of_plugin]
-        raise ValueError(f"{SETTING} has {' and '.join(named)}, which both decide {role}; take one of them.")
+    check_decisions([*plugins.items()])
     return plugins

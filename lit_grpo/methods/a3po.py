@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -23,8 +22,6 @@ class InterpolatedPolicy(Plugin):
           plugins: [april, a3po]
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"denominator"})
-
     _corrected = True  # until a run says otherwise
 
     def check(self, run: RunFacts) -> None:
@@ -33,10 +30,8 @@ class InterpolatedPolicy(Plugin):
 
     def requirement(self, name: str) -> Requirement:
         """Without a correction the ratios are to another policy than the one that sampled."""
-        if self._corrected:
-            return Requirement(name, self.needs)
         said = "takes probability ratios to another policy, which model.objective.correction.mode none does not correct"
-        return Requirement(name, self.needs, {"ratios_to_sampler": said})
+        return Requirement(name, changes={} if self._corrected else {"ratios_to_sampler": said})
 
     @torch.no_grad()
     def proximal_logprobs(

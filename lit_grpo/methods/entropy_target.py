@@ -32,7 +32,6 @@ class EntropyTarget(Plugin):
         last_entropy: Mean entropy of a token in the last step; infinite before the first.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"entropy_coefficient"})
     common: ClassVar[bool] = True
 
     target: Positive = 0.2
@@ -54,7 +53,7 @@ class EntropyTarget(Plugin):
 
     def requirement(self, name: str) -> Requirement:
         """The bonus is a mean over tokens: if the loss is none, its denominator has to be counted beforehand."""
-        return Requirement(name, self.needs if self._by_token else self.needs | {"all_ranks"})
+        return Requirement(name, frozenset() if self._by_token else frozenset({"all_ranks"}))
 
     def setup(self) -> None:
         """Begin with the coefficient that is set."""

@@ -56,7 +56,7 @@ class Snapshots(Plugin):
             that is free when training starts.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"denominator", "one_row", "unsharded_weights"})
+    needs: ClassVar[frozenset[str]] = frozenset({"one_row", "unsharded_weights"})
     changes: ClassVar[Mapping[str, str]] = {"ratios_to_sampler": "takes them to policies whose weights it has to keep"}
     common: ClassVar[bool] = True
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
+from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, Limit
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.update.plugin import TrainingRun
 
 
@@ -27,11 +28,19 @@ class MovingReference(Plugin):
         sync_steps: Optimizer steps between two updates of the reference.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"own_reference", "unsharded_weights"})
+    needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights"})
     common: ClassVar[bool] = True
 
     mixup_alpha: Annotated[float, Limit(gt=0, le=1, remedy="leave the plug-in out for a fixed reference")] = 0.6
     sync_steps: Count = 512
+
+    def check(self, run: RunFacts) -> None:
+        """Check that the KL term has a reference with weights of its own."""
+        needs = "it needs a reference policy with weights of its own"
+        no_term = f"model.objective.kl.beta {run.kl_beta} leaves the KL term out"
+        bare = f"{run.adapters} takes the policy without its adapters, which needs no memory and cannot move"
+        remedy = "set model.objective.kl.beta above 0"
+        check_clashes([Clash(needs, no_term, run.kl_beta == 0, remedy), Clash(needs, bare, bool(run.adapters))])
 
     def setup(self) -> None:
         """Begin with a reference that has not moved."""

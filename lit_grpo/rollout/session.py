@@ -12,7 +12,17 @@ from lit_grpo.budgets.allocation import Replacement
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.compatibility import Requirement, check_together
-from lit_grpo.plugins import ROLLOUT_HOOKS, ROUNDS, GroupBatch, Listener, Plugin, RunFacts, fresh, overriding
+from lit_grpo.plugins import (
+    ROLLOUT_HOOKS,
+    ROUNDS,
+    GroupBatch,
+    Listener,
+    Plugin,
+    RunFacts,
+    fresh,
+    overriding,
+    requirement_of,
+)
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.loop import RolloutLoop, RolloutStats
 from lit_grpo.rollout.pump import RolloutPump
@@ -208,7 +218,7 @@ class RolloutSession:
 
     def parts(self) -> list[Requirement]:
         """Return what each plug-in needs of a run, and what it takes away from others."""
-        return [plugin.requirement(f"rollout.plugins {name}") for name, plugin in self.plugins.items()]
+        return [requirement_of(plugin, f"rollout.plugins {name}") for name, plugin in self.plugins.items()]
 
     # ---- a batch ------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
-from lit_grpo.plugins import UPDATE_HOOKS, Plugin, overriding
+from lit_grpo.plugins import UPDATE_HOOKS, Plugin, check_decisions, overriding, requirement_of
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
@@ -57,8 +57,10 @@ class LearnerSettings:
             ValueError: They and the objective do not go together, as where both choose tokens.
         """
         learning = overriding(plugins, *UPDATE_HOOKS)
-        needed = [plugin.requirement(f"rollout.plugins {type(plugin).__name__}") for plugin in learning]
-        check_together([*self.parts(), *needed])
+        named = [(type(plugin).__name__, plugin) for plugin in learning]
+        check_decisions(named)
+        needed = [requirement_of(plugin, f"rollout.plugins {name}") for name, plugin in named]
+        check_together([*needed, *self.parts()])
         self.plugins = learning
 
     def plugin(self, *hooks: str) -> Plugin | None:

@@ -100,12 +100,6 @@ class KLTerm:
         """What the term takes away from others."""
         return [
             Requirement(
-                f"model.objective.kl.beta {self.beta}",
-                changes={"own_reference": "leaves the KL term out"},
-                remedy="set model.objective.kl.beta above 0",
-                chosen=self.beta == 0,
-            ),
-            Requirement(
                 "model.objective.kl.place reward",
                 changes={"plain_rewards": "takes a KL term from them"},
                 remedy="set model.objective.kl.place to loss",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from lit_grpo.compatibility import Clash, Requirement, check_clashes
+from lit_grpo.compatibility import DENOMINATOR, ENTROPY_COEFFICIENT, Clash, Requirement, check_clashes
 from lit_grpo.limits import Limit, NotNegative, check_fields, check_value
 from lit_grpo.settings import find_row
 from lit_grpo.update.objective.corrections import Correction
@@ -181,7 +181,7 @@ class Objective:
             self._proximal_part,
             Requirement(
                 f"model.objective.proximal {self.proximal}",
-                changes={"denominator": "sets it"},
+                decides=frozenset({DENOMINATOR}),
                 chosen=self.proximal is not None,
             ),
             *self._together_parts,
@@ -192,7 +192,7 @@ class Objective:
             parts.append(Requirement(name, needs=frozenset({"all_ranks", "all_tokens"})))
         if self.entropy.coefficient:
             name = f"model.objective.entropy.coefficient {self.entropy.coefficient}"
-            parts.append(Requirement(name, changes={"entropy_coefficient": "sets it"}))
+            parts.append(Requirement(name, decides=frozenset({ENTROPY_COEFFICIENT})))
             if self.normalized_by != "token":  # the bonus is an average over tokens
                 name = f"model.objective.entropy with normalization {self.normalized_by}"
                 parts.append(Requirement(name, needs=frozenset({"all_ranks"})))
