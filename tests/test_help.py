@@ -1,30 +1,48 @@
 """The help of a field: its type in short, and its first sentence."""
 
-from collections.abc import Callable
+import ast
+from argparse import SUPPRESS
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import pytest
 from test_docs import parsers
 
+from lit_grpo.cli.parsing.declared import declared, type_name, written
 from lit_grpo.cli.parsing.errors import InputParser
-from lit_grpo.cli.parsing.help import shortened, type_name, whole
+from lit_grpo.cli.parsing.help import OPTIONS, shortened, whole
+from lit_grpo.cli.parsing.names import FIELDS
 
 
 @pytest.mark.parametrize(
     ("hint", "name"),
     [
-        (int, "int"),
-        (bool | None, "true|false|null"),
-        (int | Literal["auto"], "int|auto"),
-        (list[int] | None, "[int,...]|null"),
-        (tuple[str, ...], "[str,...]"),
-        (dict[str, Any], "{NAME: VALUE}"),
-        (Callable[[Any], Any], "CLASS"),
+        ("int", "int"),
+        ("bool | None", "true|false|null"),
+        ("int | Literal['auto']", "int|auto"),
+        ("Optional[Union[int, bool]]", "int|true|false|null"),
+        ("list[int] | None", "[int,...]|null"),
+        ("tuple[str, ...]", "[str,...]"),
+        ("dict[str, Any]", "{NAME: VALUE}"),
+        ("Callable[[Any], Any]", "CLASS"),
+        ("Annotated[float, Limit(ge=2)]", "float"),
+        ("Count | float", "int|float"),  # an alias of the module
+        ("Path", "Path"),
     ],
 )
-def test_a_type_is_written_in_short(hint: Any, name: str) -> None:
-    assert type_name(hint) == name
+def test_a_type_is_written_in_short(hint: str, name: str) -> None:
+    assert type_name("lit_grpo.limits", ast.parse(hint, mode="eval").body) == name
+
+
+def test_settings_in_the_help_are_those_of_the_parser_with_their_defaults() -> None:
+    actions = {action.dest: action for action in parsers()["fit"]._actions if action.option_strings}
+    hidden = {name for name in actions if name.endswith(".help")}
+    hidden |= {name for name, action in actions.items() if type(action).__name__ in ("_ActionConfigLoad", "ActionLink")}
+    shown = {setting.name: setting for group in declared() for setting in group.settings}
+    shown |= {option.name: option for option in OPTIONS if option.name != "help-all"}
+    assert actions.keys() - hidden - {SUPPRESS, "weights_only"} == shown.keys()
+    for name, setting in shown.items():
+        if setting.default and name not in FIELDS:
+            assert setting.default == written(actions[name].default), name
 
 
 LONG = (

@@ -1,6 +1,5 @@
 """Mistakes that can be found before torch and Lightning are imported, which takes seconds.
 
-``options.txt`` in this folder has the names of all fields; ``python -m lit_grpo.cli.parsing.write_options`` writes it.
 Only names are checked. Values, fields of classes and those of the Trainer are left to the real parser.
 """
 
@@ -14,13 +13,13 @@ from pathlib import Path
 
 import yaml
 
+from lit_grpo.cli.parsing.declared import declared
+from lit_grpo.cli.parsing.help import OPTIONS, short_help, whole_help
 from lit_grpo.cli.parsing.sentences import CONFIG, did_you_mean, exit_with, near, nearest, with_paths
 from lit_grpo.tools.commands import TOOLS
 
 COMMANDS = ("fit", "validate", "test", "predict", *(name for name, tool in TOOLS.items() if tool.has_settings_of_a_run))
 """The commands that take the settings of a run."""
-TABLE = Path(__file__).with_name("options.txt")
-HELP = Path(__file__).with_name("fit_help.txt")
 OVERVIEW = """\
 usage: python -m lit_grpo COMMAND [--config CONFIG] [--FIELD VALUE ...]
 
@@ -50,11 +49,11 @@ def check_early(arguments: Sequence[str]) -> None:
     if list(arguments) in ([], ["--help"], ["-h"]):
         print(OVERVIEW.format(of_a_run=_tools(True), around=_tools(False)), end="")
         sys.exit()
-    if list(arguments) in (["fit", "--help"], ["fit", "-h"]):
-        print(HELP.read_text(), end="")
+    if arguments[:1] and arguments[0] in COMMANDS and arguments[1:] in (["--help"], ["-h"]):
+        print(TOOLS[arguments[0]].help if arguments[0] in TOOLS else short_help(arguments[0]), end="")
         sys.exit()
-    if arguments[1:] in (["--help"], ["-h"]) and (tool := TOOLS.get(arguments[0])) and tool.has_settings_of_a_run:
-        print(tool.help, end="")
+    if arguments[:1] and arguments[0] in COMMANDS and arguments[1:2] == ["--help-all"] and len(arguments) == 3:
+        print(whole_help(arguments[2]), end="")
         sys.exit()
     if arguments[:1] and arguments[0] in COMMANDS:
         if ignored := sorted(name for name in os.environ if name.startswith("PL_FIT__")):
@@ -80,15 +79,15 @@ def _tools(has_settings_of_a_run: bool) -> str:
 
 
 @cache
-def _table() -> tuple[frozenset[str], frozenset[str]]:
+def _table() -> tuple[frozenset[str], list[str]]:
     """Return the names of groups, and those of fields; names within a field belong to its class."""
-    lines = TABLE.read_text().splitlines()
-    groups = frozenset(line[:-1] for line in lines if line.endswith("."))
-    return groups, frozenset(line for line in lines if not line.endswith("."))
+    groups = declared()
+    fields = [field.name for group in groups for field in group.settings] + [option.name for option in OPTIONS]
+    return frozenset(group.name for group in groups), fields
 
 
 def _options() -> list[str]:
-    return [f"--{name}" for name in TABLE.read_text().splitlines() if not name.endswith(".")]
+    return [f"--{name}" for name in _table()[1]]
 
 
 def _exists(name: str) -> bool:

@@ -74,7 +74,7 @@ class InputParser(LightningArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the short help of our own fields; with ``--help-all`` everything."""
-        return short_help(self) if SHORT in self.__dict__ else super().format_help(*args, **kwargs)
+        return short_help(self.prog.split()[-1]) if SHORT in self.__dict__ else super().format_help(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the mistake, for an unknown option with the nearest known ones, and exit with code 2.

@@ -1,4 +1,4 @@
-"""The help of a subcommand: the fields that runs set, each in a sentence, and with ``--help-all`` everything."""
+"""The help of a command that takes the settings of a run: each setting in a sentence, or all sentences on some."""
 
 from __future__ import annotations
 
@@ -6,38 +6,33 @@ import argparse
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from lit_grpo.cli.parsing.names import DEFAULTS, FIELDS
+from lit_grpo.cli.parsing.declared import MAIN_OF_TRAINER, Setting, SettingGroup, declared
 
 SHORT = "has_short_help"
-FIRST = ("run", "trainer", "model", "data")
-LAST = ("checkpoint", "ckpt_path", "print_config")
 WIDTH, GAP = 80, "   "
-OUR_TEXTS = {
-    "help": "Show this help and exit.",
-    "config": "A YAML file, or a config of the package such as arithmetic.",
-    "print_config": "Show all settings and exit.",
-    "seed_everything": "The seed of sampling and of the order of the prompts.",
-    "ckpt_path": "The checkpoint to resume from: a path, or last for that of run.name.",
-    "trainer.max_steps": "Optimizer steps of the whole run, including those before its checkpoint.",
-    "trainer.val_check_interval": "Training iterations from one validation to the next.",
-    "trainer.devices": "Number of devices; each one is a rank, with a process of its own.",
-    "trainer.accelerator": "Type of device to train on.",
-    "trainer.strategy": "Strategy for training on several devices; fsdp2 shards the policy.",
-    "trainer.precision": "Compute precision: float32 by default; bf16-mixed is for GPUs with bfloat16.",
+OPTIONS = [
+    Setting("seed_everything", "Seed of sampling and of the order of the prompts.", "0", hint="true|false|int"),
+    Setting("validate_first", "Validate the policy before fit changes it.", "true", hint="true|false"),
+    Setting(
+        "ckpt_path",
+        "The checkpoint to resume from: a path, or last for that of run.name.",
+        "null",
+        hint="str|Path|null",
+    ),
+    Setting("config", "A YAML file, or a config of the package such as arithmetic."),
+    Setting("print_config", "Show all settings and exit."),
+    Setting("help", "Show this help and exit."),
+    Setting("help-all", "Show the whole help of all fields, or of NAME, and exit."),
+]
+"""The options of a command that are in no group."""
+MORE_OPTIONS = {
+    "validate": [Setting("verbose", "Print the results.", "true", hint="true|false")],
+    "test": [Setting("verbose", "Print the results.", "true", hint="true|false")],
+    "predict": [Setting("return_predictions", "Keep all predictions in memory.", "null", hint="true|false|null")],
 }
-"""Help for fields whose own help, by Lightning or jsonargparse, names what does not apply here."""
-OUR_TYPES = {
-    "trainer.accelerator": "auto|cpu|gpu|...",
-    "trainer.strategy": "auto|ddp|fsdp2|...",
-    "trainer.devices": "auto|int|[int,...]",
-    "trainer.precision": "32-true|bf16-mixed|...",
-    "trainer.val_check_interval": "int",
-}
-"""Types of fields whose own type names what does not apply here."""
-TRAINER = "Lightning's Trainer, its main fields"
+SPELLINGS = {"config": "-c, --config CONFIG", "help": "-h, --help", "help-all": "--help-all [NAME]"}
 MORE = """\
 A help that ends in ... has further sentences; --help-all NAME shows them, for
 a field or a group, and so does --NAME.help (--model.objective.help,
@@ -63,108 +58,50 @@ class _HelpAll(argparse.Action):
             delattr(parser, SHORT)
             parser.print_help()
         else:
-            print(whole_help(parser, value.removeprefix("--")), end="")
+            print(whole_help(value), end="")
         parser.exit()
 
 
-def short_help(parser: Any) -> str:
-    """Return the help of fields: the run's, the trainer's, the model's and the data's first, then the callbacks'.
+def short_help(command: str) -> str:
+    """Return the help of a command: the settings of a run, of the Trainer's only the main ones, and its options.
 
-    A field has its name, its type, its default and the first sentence of its help, in one line where they fit::
+    A setting has its name, its type, its default and the first sentence of its help, in one line where they fit::
 
         --model.num_generations int = 16   G, the completions per prompt.
     """
-    lines = [f"usage: {parser.prog.replace(' [options]', '')} --config CONFIG [--FIELD VALUE ...]"]
-    for group in sorted(parser._action_groups, key=_place):
-        fields = [line for action in group._group_actions if _is_shown(action) for line in _field(action, shortened)]
-        if fields:
-            title = TRAINER if fields[0].startswith("  --trainer.") else _sentences(group.title)[0].rstrip(".:")
-            lines += ["", *textwrap.wrap(f"{title}:", WIDTH), *fields]
+    *ours, (name, _, settings) = declared()
+    main = [setting for setting in settings if setting.name in MAIN_OF_TRAINER]
+    options = SettingGroup("", "Other options", [*OPTIONS, *MORE_OPTIONS.get(command, [])])
+    lines = [f"usage: python -m lit_grpo {command} --config CONFIG [--FIELD VALUE ...]"]
+    for group in [*ours, SettingGroup(name, "Lightning's Trainer, its main fields", main), options]:
+        lines += ["", *textwrap.wrap(f"{_sentences(group.title)[0].rstrip('.:')}:", WIDTH)]
+        lines += [line for setting in group.settings for line in _lines(setting, shortened)]
     return "\n".join([*lines, "", MORE, ""])
 
 
-def whole_help(parser: Any, name: str) -> str:
-    """Return the whole help of a field, or of all fields of a group such as ``model.objective``."""
-    actions = [action for action in parser._actions if _is_field(action) and f"{action.dest}.".startswith(f"{name}.")]
-    lines = [line for action in actions for line in _field(action, whole)]
+def whole_help(name: str) -> str:
+    """Return all sentences about a setting, or about those of a group such as ``model.objective`` and within it.
+
+    Args:
+        name: The name, with or without ``--``.
+    """
+    name = name.removeprefix("--")
+    settings = [*OPTIONS, *(setting for group in declared() for setting in group.settings)]
+    chosen = [setting for setting in settings if f"{setting.name}.".startswith(f"{name}.")]
+    lines = [line for setting in chosen for line in _lines(setting, whole)]
     return "\n".join([*lines, ""]) if lines else f"There is no field {name}; --help lists all fields.\n"
 
 
-def _is_field(action: argparse.Action) -> bool:
-    """Whether an argument is a field: it neither describes a class, nor reads a group, nor is linked to another."""
-    if action.help == argparse.SUPPRESS or not action.option_strings:
-        return False
-    return type(action).__name__ not in ("_ActionConfigLoad", "ActionLink") and not action.dest.endswith(".help")
-
-
-def _is_shown(action: argparse.Action) -> bool:
-    """Whether the short help has a field: of the Trainer's only those that have a text here."""
-    name = action.dest
-    return _is_field(action) and (name in OUR_TEXTS or not name.startswith(("trainer", "weights_only")))
-
-
-def _place(group: Any) -> int:
-    names = {one.dest.split(".")[0] for one in group._group_actions}
-    for place, name in enumerate(FIRST):
-        if name in names:
-            return place
-    return len(FIRST) + 1 + any(name in names for name in LAST)
-
-
-def _field(action: argparse.Action, text_of: Callable[[str], str]) -> Iterator[str]:
-    options = [option for option in action.option_strings if not option.endswith("+")]
-    head = " ".join([f"  {', '.join(options)}", *_kind_and_default(action)])
-    text = text_of(OUR_TEXTS.get(action.dest, action.help or ""))
+def _lines(setting: Setting, text_of: Callable[[str], str]) -> Iterator[str]:
+    option = SPELLINGS.get(setting.name, f"--{setting.name}")
+    head = f"  {option} {setting.kind} = {setting.default}" if setting.kind else f"  {option}"
+    text = text_of(setting.text)
     if len(head) + len(GAP) + len(text) <= WIDTH:
         yield f"{head}{GAP}{text}"
         return
     yield from textwrap.wrap(head, WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     margin = " " * 6
     yield from textwrap.wrap(text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
-
-
-def _kind_and_default(action: argparse.Action) -> list[str]:
-    """Return the type of a field and its default, such as ``int`` and ``= 16``."""
-    if isinstance(action, _HelpAll):
-        return ["[NAME]"]
-    if action.nargs == 0 or action.dest in ("config", "print_config"):
-        return []
-    if action.dest in FIELDS:
-        default = DEFAULTS.get(action.dest, {}).get("class_path", "")
-        names = {path: name for name, path in FIELDS[action.dest].items()}
-        return ["|".join([*FIELDS[action.dest], "CLASS"]), f"= {names.get(str(default), 'null')}"]
-    kind = OUR_TYPES.get(action.dest) or type_name(getattr(action, "_typehint", action.type))
-    return [kind, f"= {_value(action.default)}"]
-
-
-def type_name(hint: Any) -> str:
-    """Write a type in short: ``int|auto``, ``[int,...]``, ``true|false``.
-
-    Args:
-        hint: The type of a field.
-    """
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return "|".join(dict.fromkeys(type_name(part) for part in parts))
-    if origin is Literal:
-        return "|".join(map(str, parts))
-    if origin in (list, tuple):
-        return f"[{type_name(parts[0])},...]"
-    if origin is dict:
-        return "{NAME: VALUE}"
-    if origin is Callable:
-        return "CLASS"
-    if hint in (bool, NoneType):
-        return {bool: "true|false", NoneType: "null"}[hint]
-    return getattr(hint, "__name__", "VALUE")
-
-
-def _value(default: Any) -> str:
-    if isinstance(default, list | tuple):
-        return f"[{', '.join(map(_value, default))}]"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return "null" if default is None else str(default)
 
 
 def shortened(text: str) -> str:
