@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -212,12 +212,18 @@ class GRPOModule(EvaluationModule):
         Raises:
             ValueError: One does not fit the run's numbers, or does not go with the objective.
         """
-        facts = self.facts()
         learning = overriding(plugins, *UPDATE_HOOKS)
-        for plugin in learning:
-            plugin.check(facts)
+        self._check_plugins(learning, self.facts())
         self.settings.set_plugins(*learning)
         self._plugins_started = False
+
+    @staticmethod
+    def _check_plugins(plugins: Sequence[Plugin], facts: RunFacts) -> None:
+        for plugin in plugins:
+            try:
+                plugin.check(facts)
+            except ValueError as error:
+                raise ValueError(f"rollout.plugins {type(plugin).__name__}: {error}") from None
 
     def facts(self, num_prompts: int | None = None) -> RunFacts:
         """Return the numbers of the run that plug-ins may depend on.
@@ -225,6 +231,12 @@ class GRPOModule(EvaluationModule):
         Args:
             num_prompts: Prompts of a batch on each rank; None if that is not known.
         """
+        adapters, policy, total = "" if self.lora is None else "model.lora", getattr(self, "policy", None), None
+        if self._continues:
+            adapters = "model.policy"
+        if self._trainer is not None:
+            total = total_updates(self.trainer, self.settings.updates_per_batch)
+            total = math.inf if total is None and self.trainer.max_epochs == -1 else total
         return RunFacts(
             num_prompts=num_prompts,
             num_generations=self.num_generations,
@@ -235,9 +247,11 @@ class GRPOModule(EvaluationModule):
             normalization=self.settings.objective.normalized_by,
             corrected=self.settings.objective.correction.mode != "none",
             kl_beta=self.settings.objective.kl.beta,
-            adapters="" if self.lora is None else "model.lora",
+            adapters=adapters,
             generator=type(self.generator).__name__,
             abilities=self.generator.abilities,
+            total_updates=total,
+            policy=policy,
         )
 
     def start_plugins(
@@ -287,9 +301,7 @@ class GRPOModule(EvaluationModule):
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
-            self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
-            if self.trainer.max_epochs == -1:  # else it is known once training starts
-                self.settings.progress(self.policy_version)
+            self._check_plugins(self.settings.plugins, self.facts())
             prompts = getattr(data, "prompts", None)
             self._check_monitors(validates=prompts is None or "validation" in prompts)
             check_ranks(self.trainer, self.policy_name, self.lora, self.settings)
@@ -386,8 +398,7 @@ class GRPOModule(EvaluationModule):
         scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
         total = total_updates(self.trainer, self.settings.updates_per_batch)
         check_stepping(optimizer, scheduler, total)
-        for plugin in self.settings.plugins:
-            plugin.check_policy(self.policy, optimizer)
+        self._check_plugins(self.settings.plugins, replace(self.facts(), optimizer=optimizer))
         self._told = recorded_settings(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
         if self._told_before:
             check_optimizer(self._told_before, self._told)
@@ -397,8 +408,10 @@ class GRPOModule(EvaluationModule):
         """On resuming let the optimizer's settings hold, and name all that differ from the checkpoint's."""
         if not self._plugins_started:  # rollouts come from elsewhere
             self.start_plugins()
-        self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
-        self.settings.progress(self.policy_version)
+        total = self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
+        self._check_plugins(
+            self.settings.plugins, replace(self.facts(), total_updates=math.inf if total is None else total)
+        )
         differing = differences(self._told_before, self._told) if self._told_before else {}
         if differing:
             apply_to(cast("LightningOptimizer", self.optimizers()).optimizer, self._told_before, self._told)

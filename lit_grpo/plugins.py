@@ -247,17 +247,13 @@ class Plugin(Listener):
         return Requirement(name, self.needs, self.changes)
 
     def check(self, run: RunFacts) -> None:
-        """Check its fields against a run's numbers, and note what they settle.
+        """Check its fields against what is known of a run, and note what they settle.
+
+        Called before anything is loaded, for a plug-in with hooks of the update again once policy and optimizer are
+        there, before anything is written, and at last when training starts: each time more of ``run`` is known.
 
         Raises:
-            ValueError: They do not fit.
-        """
-
-    def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Check the policy that a run trains, and what takes its steps, before the first rollout.
-
-        Raises:
-            ValueError: It cannot act on them.
+            ValueError: They do not fit; the message goes on after the plug-in's name, as in ``it needs groups of 3``.
         """
 
     def setup(self) -> None:
@@ -426,11 +422,6 @@ class Plugin(Listener):
         """
 
     # ---- what the policy learns from a batch ----------------------------------------------------------
-
-    @property
-    def begins_with(self) -> Mapping[str, float]:
-        """Fields whose values move over the run, with the values that they begin with: ``{"first_keep": 4}``."""
-        return {}
 
     def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor | GroupRewards:
         """Return which rollouts are trained on, by comparison within their groups: booleans, shape R.
@@ -766,6 +757,9 @@ class RunFacts:
         adapters: The setting that has adapters trained, such as ``model.lora``; empty if all weights are trained.
         generator: The name of its class.
         abilities: Of the generator; None where it is not known.
+        total_updates: Optimizer steps of the whole run; infinite if nothing limits them, None if not yet known.
+        policy: The policy to train; None before it is loaded.
+        optimizer: What takes its steps; None before it is made.
     """
 
     num_prompts: int | None
@@ -780,6 +774,9 @@ class RunFacts:
     adapters: str = ""
     generator: str = ""
     abilities: Collection[str] | None = None
+    total_updates: float | None = None
+    policy: PreTrainedModel | None = None
+    optimizer: torch.optim.Optimizer | None = None
 
     def check_one_step(self) -> None:
         """Refuse several optimizer steps on a batch.

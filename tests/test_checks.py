@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from conftest import random_policy
@@ -36,7 +37,11 @@ from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, RunCheckpoint, T
 from lit_grpo.checks import check_monitors
 from lit_grpo.methods.capo import Capo
 from lit_grpo.methods.router_loss import RouterLoss
+from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.plugins import Plugin
+from lit_grpo.policy.loading import load_policy
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
 
 
 class Sharded(DDPStrategy):
@@ -133,21 +138,45 @@ def test_what_cannot_be_stepped_once_per_update_is_refused_before_the_run(
         make_trainer(max_steps=4).fit(module, train_dataloaders=Batches([[]]))
 
 
+class Begun(Callback):
+    """Notes that the run has begun, whose first hook comes before checkpoints, validation and rollouts."""
+
+    has_begun = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.has_begun = True
+
+
+def adapter_of(policy_folder: Path, folder: Path) -> Path:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(load_policy(str(policy_folder)), config).save_pretrained(str(folder))  # pyright: ignore
+    return folder
+
+
 @pytest.mark.parametrize(
     ("plugin", "options", "message"),
     [
-        (Capo(), {"optimizer": torch.optim.RMSprop}, "capo simulates steps of Adam, AdamW and SGD, and .* is RMSprop"),
-        (Capo(), {"lora": {"r": 2}}, "capo needs a plain linear head that is trained"),
-        (RouterLoss(), {}, "router_loss needs the logits of routers, which Qwen3ForCausalLM does not tell"),
+        (Capo(), {"optimizer": torch.optim.RMSprop}, "Capo: it simulates steps of Adam, AdamW and SGD, and .* is RMSp"),
+        (Capo(), {"lora": {"r": 2}}, "Capo: it needs a plain linear head that is trained"),
+        (RouterLoss(), {}, "RouterLoss: it needs the logits of routers, which Qwen3ForCausalLM does not tell"),
+        (
+            MovingReference(),
+            {"policy": adapter_of, "objective": Objective(kl=KLTerm(0.1))},
+            "MovingReference: it needs a reference policy with weights of its own, but model.policy takes the policy",
+        ),
     ],
 )
-def test_a_plug_in_refuses_a_policy_or_an_optimizer_before_the_first_rollout(
-    plugin: Plugin, options: dict[str, Any], message: str, policy_folder: Path
+def test_a_plug_in_refuses_a_policy_or_an_optimizer_before_the_run_begins(
+    plugin: Plugin, options: dict[str, Any], message: str, policy_folder: Path, tmp_path: Path
 ) -> None:
-    module = make_module(policy_folder, **({"optimizer": sgd(1e-3)} | options))
+    settings = {"optimizer": sgd(1e-3)} | options
+    make = settings.pop("policy", None)
+    module = make_module(policy_folder if make is None else make(policy_folder, tmp_path / "adapter"), **settings)
     module.set_plugins(plugin)
+    begun = Begun()
     with pytest.raises(ValueError, match=message):
-        make_trainer(max_steps=1).fit(module, train_dataloaders=Batches([[]]))
+        make_trainer(begun, max_steps=1).fit(module, train_dataloaders=Batches([[]]))
+    assert not begun.has_begun
 
 
 def test_callbacks_that_monitor_a_validation_are_refused_without_one() -> None:

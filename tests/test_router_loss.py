@@ -91,7 +91,7 @@ def test_checkpointing_changes_nothing() -> None:
 
 def test_a_policy_without_experts_is_refused() -> None:
     learner, steps = make_learner(policy=random_policy(), plugins=[RouterLoss()])
-    with pytest.raises(ValueError, match="router_loss needs the logits of routers, which Qwen3ForCausalLM does not"):
+    with pytest.raises(ValueError, match="it needs the logits of routers, which Qwen3ForCausalLM does not"):
         learner.learn(ragged_groups())
     assert steps.gradients == []
     assert make_plugins(["router_loss:coefficient=0.01"])["router_loss"] == RouterLoss(0.01)

@@ -252,7 +252,7 @@ def test_a_schedule_of_a_run_without_end_is_refused(policy_folder: Path, loader:
     recorder = StepRecorder()
     with pytest.raises(
         ValueError,
-        match=r"D3S begins with first_keep 2 and first_tokens 0\.2 and moves .* set trainer\.max_steps",
+        match=r"rollout\.plugins D3S: it begins with first_keep 2 and first_tokens 0\.2 and m.* set trainer\.max_steps",
     ):
         make_trainer(recorder, max_epochs=epochs).fit(module, train_dataloaders=loader([groups] * 3))
     assert recorder.gradients == []

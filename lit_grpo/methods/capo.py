@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 
 from lit_grpo.limits import Limit, Positive
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.plugin import LearningBatch
 
@@ -76,9 +76,10 @@ class Capo(Plugin):
     hessian: Positive = 0.01
     top: Annotated[int, Limit(ge=2)] = 50
 
-    def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Check the head, and that the optimizer is Adam or SGD."""
-        HeadStep.of(optimizer, _head_weight(policy))
+    def check(self, run: RunFacts) -> None:
+        """Check the head, and that the optimizer is Adam or SGD, once they are there."""
+        if run.policy is not None and run.optimizer is not None:
+            HeadStep.of(run.optimizer, _head_weight(run.policy))
 
     def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
         """Return which tokens are within both bounds."""
@@ -106,7 +107,7 @@ def _head_weight(model: PreTrainedModel) -> torch.Tensor:
     head: Any = model.get_output_embeddings()
     scaled = [name for name in SCALES if getattr(model.config.get_text_config(), name, None) not in (None, 1)]
     if type(head) is not torch.nn.Linear or head.bias is not None or not head.weight.requires_grad or scaled:
-        raise ValueError("rollout.plugins: capo needs a plain linear head that is trained; leave it out.")
+        raise ValueError("it needs a plain linear head that is trained; leave capo out.")
     return head.weight
 
 
@@ -141,7 +142,7 @@ class HeadStep:
             return cls(lr)
         if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             raise ValueError(
-                "rollout.plugins: capo simulates steps of Adam, AdamW and SGD, and model.optimizer is "
+                "it simulates steps of Adam, AdamW and SGD, and model.optimizer is "
                 f"{type(optimizer).__name__}; take one of these, or leave capo out."
             )
         state, (beta1, beta2) = optimizer.state.get(weight), group["betas"]

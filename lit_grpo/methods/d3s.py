@@ -19,8 +19,8 @@ import torch
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
-from lit_grpo.methods.pods import Subset, between, candidates, max_variance_subset, nearest
-from lit_grpo.plugins import Plugin
+from lit_grpo.methods.pods import Subset, between, candidates, check_end, max_variance_subset, nearest
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.plugin import LearningBatch
 
@@ -53,11 +53,10 @@ class TokenShare(Plugin):
         said = f"chooses a share of them, tokens {self.tokens} and first_tokens {self.first_tokens}"
         return Requirement(name, self.needs | {"all_ranks"}, {"all_tokens": said})
 
-    @property
-    def begins_with(self) -> Mapping[str, float]:
-        """``first_tokens``, where it is set."""
-        first = {} if self.first_tokens is None else {"first_tokens": self.first_tokens}
-        return {**super().begins_with, **first}
+    def check(self, run: RunFacts) -> None:
+        """Refuse a schedule of a run without end."""
+        super().check(run)
+        check_end(self, run)
 
     def token_share(self, progress: float) -> float:
         """Return the share once a share ``progress`` of the updates has been made."""

@@ -10,8 +10,8 @@ Evidence: ``benchmarks/results/budgets-2026-11-23.json`` has learning curves of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -41,15 +41,10 @@ class Subset(Plugin):
         sizes = {"keep": self.keep, "first_keep": self.first_keep}
         return {name: size for name, size in sizes.items() if size is not None}
 
-    @property
-    def begins_with(self) -> Mapping[str, float]:
-        """``first_keep``, where it is set."""
-        first = {} if self.first_keep is None else {"first_keep": self.first_keep}
-        return {**super().begins_with, **first}
-
     def check(self, run: RunFacts) -> None:
-        """Refuse a subset of no size, or one that is larger than its group."""
+        """Refuse a subset of no size, or one that is larger than its group, and a schedule of a run without end."""
         super().check(run)
+        check_end(self, run)
         self.keep_at(0.0)
         for name, size in self._sizes.items():
             if size > run.num_generations:
@@ -135,6 +130,18 @@ def candidates(batch: LearningBatch) -> torch.Tensor:
     """
     kept_R = torch.tensor([rollout.kept for rollout in batch.rollouts], dtype=torch.bool)
     return ~batch.rewards.rewards_R.isnan() & kept_R
+
+
+def check_end(plugin: Plugin, run: RunFacts) -> None:
+    """Refuse fields that move from their ``first_`` values over the updates of a run that has no known end."""
+    values = {field.name: getattr(plugin, field.name) for field in fields(plugin) if field.name.startswith("first_")}
+    first = {name: value for name, value in values.items() if value is not None}
+    if first and run.total_updates == math.inf:
+        raise ValueError(
+            f"it begins with {' and '.join(f'{name} {value}' for name, value in first.items())} and moves from there "
+            "over the updates of the run, and nothing says how many it has; set trainer.max_steps, or leave "
+            f"{' and '.join(first)} out."
+        )
 
 
 def max_variance_subset(values_N: torch.Tensor, size: int) -> torch.Tensor:

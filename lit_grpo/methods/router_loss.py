@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from lit_grpo.limits import NotNegative
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.plugin import Term
 
@@ -51,9 +51,10 @@ class RouterLoss(Plugin):
 
     coefficient: NotNegative = 0.001
 
-    def check_policy(self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the policy tells the logits of its routers."""
-        Routers(policy)
+    def check(self, run: RunFacts) -> None:
+        """Check that the policy returns the logits of its routers, once it is loaded."""
+        if run.policy is not None:
+            Routers(run.policy)
 
     def loss_term(self, policy: PreTrainedModel, visit: Visit, ranks: Ranks) -> Term:
         """Count."""
@@ -120,8 +121,7 @@ class Routers:
         top_k = getattr(policy.config.get_text_config(), "num_experts_per_tok", None)
         if recorder is None or top_k is None:
             raise ValueError(
-                f"rollout.plugins: router_loss needs the logits of routers, which {type(policy).__name__} does not "
-                "tell; leave it out."
+                f"it needs the logits of routers, which {type(policy).__name__} does not tell; leave router_loss out."
             )
         kind, self._index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
         self._modules = [module for module in policy.modules() if isinstance(module, kind)]

@@ -91,22 +91,8 @@ class LearnerSettings:
         return parts
 
     def progress(self, policy_version: int) -> float:
-        """Return the fraction of the run's updates that has been made, by which fields of a plug-in move.
-
-        Raises:
-            ValueError: A plug-in's fields move, and it is not known how many updates there are.
-        """
-        moving = next((plugin for plugin in self.plugins if plugin.begins_with), None)
-        if moving is None:
-            return 0.0
-        if self.total_updates is None:
-            first = " and ".join(f"{name} {value}" for name, value in moving.begins_with.items())
-            raise ValueError(
-                f"rollout.plugins: {type(moving).__name__} begins with {first} and moves from there over the "
-                "updates of the run, and nothing says how many it has; set trainer.max_steps, or leave "
-                f"{' and '.join(moving.begins_with)} out."
-            )
-        return min(policy_version / max(self.total_updates, 1), 1.0)
+        """Return the fraction of the run's updates that has been made; 0 if it is not known how many there are."""
+        return 0.0 if self.total_updates is None else min(policy_version / max(self.total_updates, 1), 1.0)
 
 
 def check_arriving(

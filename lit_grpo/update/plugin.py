@@ -52,7 +52,8 @@ class LearningBatch(GroupBatch):
 
     Args:
         rewards: Of its rollouts, in their order.
-        progress: The fraction of the run's optimizer steps that has been taken, from 0 to 1.
+        progress: The fraction of the run's optimizer steps that has been taken, from 0 to 1; 0 if the run has no known
+            end (``RunFacts.total_updates``).
         measure: Measures tokens under the policy, as in ``measure(rollouts, "entropy")``.
         optimizer: Takes the steps; known to :meth:`lit_grpo.plugins.Plugin.token_mask` only.
     """
