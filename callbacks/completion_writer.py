@@ -20,7 +20,7 @@ class CompletionWriter(pl.Callback):
     written as text. Of several ranks each writes its own file, ``completions-RANK.jsonl``.
 
     Args:
-        file: Write to this path instead.
+        file: Path of the file; by default ``completions.jsonl`` in the run's folder.
     """
 
     def __init__(self, file: str | None = None) -> None:

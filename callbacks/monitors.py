@@ -32,8 +32,8 @@ class ThroughputMonitor(Observer):
     the update.
 
     Args:
-        stall_minutes: If nothing moves for so many minutes (no decoding step, micro-batch or change of phase), each
-            waiting rank prints once its phase and what it is doing; nothing is stopped. 0 never prints.
+        stall_minutes: Number of minutes without progress (no decoding step, micro-batch or change of phase) after which
+            each waiting rank prints once its phase and what it is doing; nothing is stopped. 0 never prints.
     """
 
     @checks_arguments("throughput_monitor.")

@@ -17,7 +17,7 @@ class PolicyExporter(pl.Callback):
     """Save policy and tokenizer at the end of training, for ``from_pretrained``.
 
     Args:
-        folder: The folder, within the run's folder.
+        folder: Folder of the saved policy, within the run's folder.
     """
 
     def __init__(self, folder: str = "policy") -> None:

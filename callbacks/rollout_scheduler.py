@@ -34,11 +34,11 @@ class RolloutScheduler(pl.Callback):
     of every rollout, and may answer. The work is done by :class:`lit_grpo.rollout.session.RolloutSession`.
 
     Args:
-        plan: ``short_last`` decodes in the order of arrival and keeps the short ones for the end, so that slots and
-            memory are in use to the last; ``lpt`` decodes the longest first, ``sjf`` the shortest first, ``fcfs`` in
-            the order of arrival; ``balanced`` and ``infinite_sampling`` deal lists of about equal length onto the
-            slots, as even as an ``epsilon`` asks for (``balanced:epsilon=0.05``; 0.02 by default). A plan of your own,
-            a :class:`lit_grpo.scheduling.plans.Plan`, is its class path.
+        plan: Scheduling policy: ``short_last`` decodes in the order of arrival and keeps the short completions for the
+            end, so that slots and memory are in use to the last; ``lpt`` decodes the longest first, ``sjf`` the
+            shortest first, ``fcfs`` in the order of arrival; ``balanced`` and ``infinite_sampling`` distribute lists of
+            about equal length over the slots, as even as an ``epsilon`` says (``balanced:epsilon=0.05``; 0.02 by
+            default). A plan of your own, a :class:`lit_grpo.scheduling.plans.Plan`, is its class path.
         predict_lengths: Predict the lengths of completions from the policy's hidden states and from earlier completions
             of the same prompts.
         prediction_points: Numbers of sampled tokens after which a length is predicted from the policy's hidden state; 0

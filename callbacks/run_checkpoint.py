@@ -53,7 +53,7 @@ class RunCheckpoint(pl.Callback):
     Args:
         every_n_updates: Save when the policy's version reaches or passes a multiple of this number; 0 saves at the end
             only.
-        folder: The folder, within the run's folder.
+        folder: Folder of the checkpoints, within the run's folder.
         asynchronous: Write checkpoints while the run goes on, from a copy that takes as much host memory as the
             checkpoint. The next checkpoint, the end, a signal and an error wait until it is written. If it cannot be
             written, the run ends before its next rollout.

@@ -38,7 +38,7 @@ class SampleLogger(Observer):
     Args:
         every_n_updates: Show samples of the first batch, and whenever the policy's version reaches or passes a multiple
             of this number; 0 never shows any.
-        num_samples: Completions to show, of as many different prompts as possible.
+        num_samples: Number of completions to show, of as many different prompts as possible.
     """
 
     @checks_arguments("sample_logger.")

@@ -73,27 +73,26 @@ class GRPOModule(EvaluationModule):
     optimizer steps on them.
 
     Args:
-        policy: ``tiny`` (the demo's, which comes with the package), a folder made by ``save_pretrained``, or a
-            Hugging Face id of a causal language model with safetensors, or of a LoRA adapter for one. Also a GGUF file,
-            and ``smollm2`` after ``python -m lit_grpo smollm2``. From Python also a loaded model (or ``PeftModel``), or
-            a pair of it and its tokenizer.
-        generator: The generator that decodes completions.
+        policy: Model to train: ``tiny`` (the demo's, which comes with the package), a folder made by
+            ``save_pretrained``, or a Hugging Face id of a causal language model with safetensors, or of a LoRA adapter
+            for one. Also a GGUF file, and ``smollm2`` after ``python -m lit_grpo smollm2``. From Python also a loaded
+            model (or ``PeftModel``), or a pair of it and its tokenizer.
+        generator: Generator that decodes completions.
         rewards: Reward functions; a rollout's reward is their weighted sum. From Python also functions, and paths.
         keep_special_tokens: Keep the tokenizer's special tokens, such as ``<think>`` if it is one, in the completion
             text that reward functions get. By default they are left out of the text. The tokens that end a completion
             are always left out.
-        on_reward_error: ``raise`` stops the run when a reward function fails; ``none`` counts it as no
-            reward for the rollouts concerned.
+        on_reward_error: Handling of a reward function that fails: ``raise`` stops the run; with ``none`` the rollouts
+            concerned have no reward of this function.
         reward_timeout_s: Seconds after which a call of a reward function counts as failed.
         reward_workers: Number of threads that call reward functions which are not ``async``.
-        num_generations: G, the completions per prompt.
+        num_generations: Number of completions per prompt (G in the GRPO paper).
         sampling: Sampling parameters for training. Truncation (top_p, top_k, min_p) is refused here, because the
             objective needs the log-probs of the distribution sampled from.
-        eval_num_generations: Completions per prompt in validation and test.
+        eval_num_generations: Number of completions per prompt in validation and test.
         eval_sampling: Sampling parameters for validation, test and predict; those of training by default.
         pass_at_k: Values of k for which validation reports pass@k; each at most ``eval_num_generations``.
-        pass_threshold: A completion is correct if the reward function named by ``pass_reward`` returns at least this
-            value.
+        pass_threshold: Min reward of a correct completion, by the reward function that ``pass_reward`` names.
         pass_reward: Name of the reward function that decides whether a completion is correct, for pass@k; it may be an
             environment's own reward. By default the first of ``rewards``.
         advantages: Computing advantages from rewards.
@@ -109,8 +108,8 @@ class GRPOModule(EvaluationModule):
         max_skipped_updates: Number of skipped updates in a row that ends the run. An update whose loss or
             gradient is not finite is skipped: it changes no weight and is counted in ``update/skipped``. The rollouts
             of the first few are written to the run's folder, as ``broken-update-N-rank-R.safetensors``.
-        optimizer: Any torch optimizer; AdamW with a learning rate of 1e-6 by default.
-        lr_scheduler: Any torch LR scheduler, stepped once per optimizer step; constant by default.
+        optimizer: Optimizer, any of torch; AdamW with a learning rate of 1e-6 by default.
+        lr_scheduler: Learning-rate scheduler, any of torch, stepped once per optimizer step; constant by default.
         dtype: Data type of the policy's weights. Keep float32 and choose the compute precision with
             ``trainer.precision``: bfloat16 weights lose updates of a learning rate of 1e-6 to rounding.
         lora: Train LoRA adapters instead of all weights; needs peft. The KL term's reference is then the policy without

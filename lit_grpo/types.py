@@ -115,7 +115,7 @@ class SamplingParams:
     max_tokens: Count = 256
     """Max number of sampled tokens per completion, including the end-of-sequence token."""
     stop: tuple[str, ...] = ()
-    """A completion ends once its text contains one of these strings (which it keeps)."""
+    """Strings that end a completion once its text contains one of them; the text keeps the string."""
     max_observed: Number = 0
     """Max number of environment tokens per completion, such as tool results. They are masked from the loss and do not
     count towards ``max_tokens``.

@@ -30,18 +30,17 @@ class Replacement(Plugin):
 
     A group that is flat after its last round is left out of the update, and another prompt is asked in the same
     rollout, as long as there are any.
-
-    Args:
-        most: The most further prompts of a batch.
-        metric: What has to differ within a group: whether completions ``passed``, by ``model.pass_reward`` and
-            ``model.pass_threshold`` (verl's ``acc``), or their whole ``reward`` (verl's ``seq_reward``).
     """
 
     role: ClassVar[str] = "what is asked in place of groups without signal"
     needs: ClassVar[frozenset[str]] = frozenset({"whole_rollouts", "separate_completions", "prompt_stream"})
 
     most: Count = 32
+    """Max further prompts per batch."""
     metric: Literal["passed", "reward"] = "passed"
+    """Value that has to differ within a group: ``passed``, by ``model.pass_reward`` and ``model.pass_threshold``
+    (verl's ``acc``), or the whole ``reward`` (verl's ``seq_reward``).
+    """
 
     def is_flat(self, rollouts: Iterable[Rollout], pass_rule: PassRule) -> bool:
         """Return whether completions are alike by ``metric``; those without a reward do not count."""

@@ -56,9 +56,9 @@ class PromptDataModule(LightningDataModule):
         validation: Source of the validation prompts; without it ``fit`` does not validate.
         test: Source of the test prompts.
         predict: Source of the prompts to complete with ``predict``.
-        batch_size: Prompts per training iteration and rank; over all ranks no more than there are training prompts.
-        eval_batch_size: Prompts per batch and rank in validation, test and predict.
-        prompt_column: The column that holds the prompt, as text or as a list of chat messages
+        batch_size: Number of prompts per training iteration and rank; over all ranks at most the training prompts.
+        eval_batch_size: Number of prompts per batch and rank in validation, test and predict.
+        prompt_column: Column that holds the prompt, as text or as a list of chat messages
             (``{"role": ..., "content": ...}``). Content may be in parts of text (``{"type": "text", "text": ...}``),
             which are joined; earlier messages may hold tool calls and their answers.
         template: Text that makes the prompt of several columns, for instance
@@ -75,8 +75,8 @@ class PromptDataModule(LightningDataModule):
         columns: New names of columns for reward functions: ``{answer: solution}`` passes the column ``solution`` as
             ``answer``. Prompts use the old names.
         max_prompt_tokens: Max tokens per prompt; a longer prompt is unusable, and prompts are never cut.
-        unusable_rows: Rows without a usable prompt (missing, empty, malformed or too long) are an error (``refuse``) or
-            are left out with a warning (``drop``).
+        unusable_rows: Handling of rows without a usable prompt (missing, empty, malformed or too long): an error
+            (``refuse``), or left out with a warning (``drop``).
         shuffle: Shuffle the training prompts in each epoch.
         seed: Seed of the shuffling.
     """

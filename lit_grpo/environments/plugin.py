@@ -545,29 +545,6 @@ class Trajectories(Plugin):
 class Environments(Trajectories):
     """Let completions take many turns with an environment or with tools.
 
-    Args:
-        factory: A class, or a function that returns an environment (see :mod:`lit_grpo.environments.contract`), by its
-            path as in ``my_env.py:Game``; or several by name, of which each row says one in its column ``environment``.
-        tools: Functions without an environment that the policy may call, by their paths.
-        max_turns: The most turns of the policy; by default as many as its tokens allow.
-        max_answer_tokens: The most tokens of an answer of a tool or the user. From a longer one the middle is left out,
-            and the policy is told so.
-        tool_timeout_s: The most seconds of one call.
-        reset_timeout_s: The most seconds of making an environment, and of its ``reset``.
-        trajectory_timeout_s: The most seconds of all calls of one trajectory together.
-        retries: How often a trajectory begins again with a fresh environment after its environment has failed. After
-            that it is left out of its group: a failure is no reward of 0.
-        num_threads: How many calls run at a time, those of async functions apart.
-        calls: How the policy writes calls (see :mod:`lit_grpo.environments.calls`). By default the tokenizer's
-            ``response_template``, else the form that reads a call as the chat template writes it; if none does, the
-            run does not start.
-        history: What a turn is sampled after. ``appended``: all that was sampled and observed before it, as it was,
-            in one row of the update. ``rerendered``: the conversation as the chat template writes it at that time,
-            perhaps without the reasoning of earlier turns; each turn is then a row of its own in the update, and what
-            serves the policy later may use the template as it is.
-        lock_step: Whether decoding waits after each step until all environments have answered, so that the clock
-            decides nothing, and runs can be repeated bit for bit; a rollout with slow tools takes longer.
-
     Example:
         For a policy that is to forget what it thought in earlier turns, as Qwen3's chat template has it::
 
@@ -582,17 +559,44 @@ class Environments(Trajectories):
     """
 
     factory: Factory | Mapping[str, Factory] | None = None
+    """Class, or function that returns an environment (see :mod:`lit_grpo.environments.contract`), by its path as in
+    ``my_env.py:Game``; or several by name, of which each row names one in its column ``environment``.
+    """
     tools: Sequence[str | Callable[..., Any]] = field(default_factory=tuple)
+    """Functions without an environment that the policy may call, by their paths."""
     max_turns: Count | None = None
+    """Max turns of the policy; by default as many as its tokens allow."""
     max_answer_tokens: Annotated[int, Limit(ge=16)] = 512
+    """Max tokens of an answer of a tool or the user. From a longer answer the middle is left out, and a note in its
+    place tells the policy.
+    """
     tool_timeout_s: Seconds = 60.0
+    """Max seconds of one call."""
     reset_timeout_s: Seconds = 60.0
+    """Max seconds of making an environment, and of its ``reset``."""
     trajectory_timeout_s: Seconds = 600.0
+    """Max seconds of all calls of one trajectory together."""
     retries: Number = 2
+    """Max number of restarts of a trajectory with a fresh environment after its environment has failed. After that it
+    is left out of its group: a failure does not count as a reward of 0.
+    """
     num_threads: Count = 64
+    """Max number of calls that run at a time, except those of async functions."""
     calls: CallFormatName | None = None
+    """Format of the policy's tool calls (see :mod:`lit_grpo.environments.calls`). By default the tokenizer's
+    ``response_template``, else the format that reads a call as the chat template writes it; if none does, the run does
+    not start.
+    """
     history: Literal["appended", "rerendered"] = "appended"
+    """Context of a turn. ``appended``: all tokens that were sampled and observed before it, unchanged, in one row of
+    the update. ``rerendered``: the conversation as the chat template writes it at that time, perhaps without the
+    reasoning of earlier turns; each turn is then a row of its own in the update, and a server of the trained policy may
+    use the template as it is.
+    """
     lock_step: bool = False
+    """Wait after each decode step until all environments have answered, so that runs do not depend on the clock and are
+    repeated bit for bit; a rollout with slow tools takes longer.
+    """
 
     def requirement(self, name: str) -> Requirement:
         """Prompts that show tools are rendered by the data module; a conversation that is rewritten is in one rollout.

@@ -50,20 +50,18 @@ class ARPO(Branching):
           plugins: [{environments: {factory: my_env.py:Game}}, {arpo: {width: 16}}]
 
     The environment has to have ``state`` and ``restore``; tools without an environment need nothing.
-
-    Args:
-        width: Members of a group.
-        tokens: Tokens at the beginning of a turn whose -log p is looked at.
-        alpha: Weight of the rise of entropy, a nat.
-        threshold: Of the random number that it is added to.
     """
 
     needs: ClassVar[frozenset[str]] = Branching.needs | {"turns"}  # else it would only sample larger groups
 
     width: Count = 16
+    """Number of completions of a group."""
     tokens: Count = 20
+    """Number of tokens at the beginning of a turn whose mean -log p is its entropy."""
     alpha: NotNegative = 0.2
+    """Weight of a rise of the entropy, per nat."""
     threshold: Share = 0.5
+    """Bound of the random number plus the weighted rise of the entropy, from which a turn branches."""
 
     def check(self, run: RunFacts) -> None:
         """Check that there is room for branches, or none by intention.

@@ -31,11 +31,6 @@ class Arrol(Plugin):
     are dropped, and are no members. What has ended stays, and so do two members at least. Nobody is dropped before the
     head is proven, nor ever in one group of eight, chosen by its name. Once it is, completions come to the point
     together, so that nobody goes on who could be dropped.
-
-    Args:
-        at: Once all completions of a group have so many tokens or have ended, some are dropped.
-        keep: Share of those that are still decoded then that goes on, rounded up.
-        positive_share: Share of successes that a group is to have then.
     """
 
     role: ClassVar[str] = "which completions are stopped early"
@@ -43,8 +38,11 @@ class Arrol(Plugin):
     changes: ClassVar[Mapping[str, str]] = {"whole_rollouts": "drops completions before they end"}
 
     at: Count = 512
+    """Number of tokens at which completions are dropped, once all of a group have that many or have ended."""
     keep: Annotated[float, Limit(ge=0, le=1)] = 0.5
+    """Fraction of the completions still decoded then that continue, rounded up."""
     positive_share: Annotated[float, Limit(ge=0, le=1)] = 0.5
+    """Target fraction of successes in a group after completions were dropped."""
 
     def check(self, run: RunFacts) -> None:
         """Check that something can be saved, and that groups stay large enough."""

@@ -62,19 +62,17 @@ class Capo(Plugin):
     """Leaves out tokens whose own step would change the head's distribution too much.
 
     Before the first step of Adam, which has no moments yet, none is left out. ``update/kept_share`` is logged.
-
-    Args:
-        fisher: The bound of ``m_F``, in nats.
-        hessian: The bound of ``|m_H|``.
-        top: How many tokens of the vocabulary a distribution is cut to: the likeliest, the sampled one among them.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights", "all_ranks"})  # masks a whole step
     changes: ClassVar[Mapping[str, str]] = {"all_tokens": "leaves tokens out by a model of curvature"}
 
     fisher: Positive = 1e-4
+    """Upper bound of ``m_F``, in nats."""
     hessian: Positive = 0.01
+    """Upper bound of ``|m_H|``."""
     top: Annotated[int, Limit(ge=2)] = 50
+    """Number of tokens of the vocabulary that a distribution is cut to: the likeliest, including the sampled one."""
 
     def check(self, run: RunFacts) -> None:
         """Check the head, and that the optimizer is Adam or SGD, once they are there."""
@@ -116,10 +114,10 @@ class HeadStep:
     """The step that an optimizer would make of the head's weight.
 
     Args:
-        lr: The learning rate.
+        lr: Learning rate of the step.
         moments: Adam's means of gradients and of their squares, each of the weight's shape; None with SGD.
-        betas: Adam's decays.
-        eps: Adam's epsilon.
+        betas: Decay rates of Adam's two means.
+        eps: Epsilon in Adam's denominator.
         number: Steps that Adam has made.
     """
 

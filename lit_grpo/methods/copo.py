@@ -43,21 +43,21 @@ class Blended(Plugin):
     For example, with answers after a word, and a middle for groups of 2, whose H is at most 1::
 
         rollout: {plugins: [{copo: {pattern: 'answer is (\S+)', rho: 0.5}}]}
-
-    Args:
-        pattern: Regular expression; group 1 of its last match is a completion's answer. All without a match have the
-            same. By default the whole completion is its answer.
-        gamma: How fast one kind of advantage gives way to the other.
-        rho: At which H, in bits, both count a half; at most the base-2 logarithm of ``model.num_generations``, the H of
-            a group without two equal answers. With ``-.inf`` it is the estimator's rule, with ``.inf`` groups are
-            compared with others alone.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "whole_groups", "plain_rewards"})
 
     pattern: str | None = None
+    """Regular expression; group 1 of its last match is a completion's answer. All completions without a match have the
+    same answer. By default the whole completion is its answer.
+    """
     gamma: Annotated[float, Limit(gt=0, finite=True)] = 20.0
+    """Slope of the weight's sigmoid; the larger, the sharper the change between the two kinds of advantage."""
     rho: Annotated[float, Limit()] = 1.5
+    """Entropy H, in bits, at which both kinds of advantage have the weight one half; at most the base-2 logarithm of
+    ``model.num_generations``, the H of a group without two equal answers. ``-.inf`` is the estimator's rule, ``.inf``
+    compares groups only with other groups.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,16 +21,14 @@ class Curriculum(Plugin):
     lowest level. After ``batches`` batches that held prompts of that level, the mean of the shares that passed
     decides: if it is at least ``raise_at``, the next level is asked, if it is at most ``lower_at``, the one before it.
     Then the count begins again. The defaults are those of the paper's configs.
-
-    Args:
-        batches: How many batches a level is judged by.
-        raise_at: The share of completions that pass from which on the level rises.
-        lower_at: The share up to which it falls.
     """
 
     batches: Count = 20
+    """Number of batches that a level is judged by."""
     raise_at: Share = 0.7
+    """Fraction of correct completions from which on the level rises."""
     lower_at: NotNegative = 0.1
+    """Fraction of correct completions up to which the level falls."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,15 +31,14 @@ class TokenShare(Plugin):
 
     Any other choice of completions can have it too, by a class that derives from both:
     ``class PodsTokens(TokenShare, MaxVariance)``.
-
-    Args:
-        tokens: The share of a step's tokens, on all ranks: above 0, and at most 1, which is all of them.
-        first_tokens: ``tokens`` at the beginning of the run, from which it moves in a line to ``tokens``, which it
-            reaches with the last update. By default it stays the same.
     """
 
     tokens: Share = 1.0
+    """Fraction of a step's tokens to train on, over all ranks, above 0; 1 is all of them."""
     first_tokens: Share | None = None
+    """Value of ``tokens`` at the beginning of the run, from which it changes linearly to ``tokens`` at the last update.
+    By default it stays the same.
+    """
 
     @property
     def _takes_tokens(self) -> bool:
@@ -79,12 +78,7 @@ class TokenShare(Plugin):
 class D3S(TokenShare, Subset):
     """The completions of the whole batch whose advantages have the largest variance, and a share of their tokens.
 
-    Args:
-        keep: How many of each group on average, so that ``keep`` times the number of groups is how many of the batch.
-        first_keep: ``keep`` at the beginning of the run, from which it moves in a line to ``keep``, which it reaches
-            with the last update. By default it stays the same.
-        tokens: See :class:`TokenShare`.
-        first_tokens: See :class:`TokenShare`.
+    ``keep`` is the mean number of completions per group: the batch keeps ``keep`` times its number of groups.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks"})

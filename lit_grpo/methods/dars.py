@@ -22,16 +22,16 @@ class HardMore(Plugin):
     else ``2 p (1 - p)``. A prompt gets as many more as lift ``(N + more) S`` to that of a prompt that half have passed,
     N or N / 2, (``equal``) or to ``2 (1 - p)`` times as much (``hardness``). These are ``schedule_ET`` and
     ``schedule_HW`` of the paper's code (yangzhch6/DARS at 9b21b71), whose runs do not divide.
-
-    Args:
-        schedule: ``equal`` or ``hardness``, as described above.
-        most: The most completions of a prompt, both rounds together.
-        divided: Whether advantages are divided by a deviation of the group; by default as ``model.advantages`` does.
     """
 
     schedule: Literal["equal", "hardness"] = "equal"
+    """Number of further completions: ``equal`` or ``hardness``, as described above."""
     most: Count = 32
+    """Max completions of a prompt in both rounds together."""
     divided: bool | None = None
+    """Take the expected advantage of advantages that are divided by a deviation of the group. By default as
+    ``model.advantages`` divides them.
+    """
 
     def check(self, run: RunFacts) -> None:
         """Refuse a first round that leaves none for a second, and take the schedule of the run's advantages."""

@@ -25,21 +25,18 @@ class Divided(Plugin):
     A prompt that nothing is known of, on its first visit, gets an equal share of the budget. A completion is expected
     to take as many tokens as its prompt's have taken of late, or, on the first visit, as those of all prompts. As long
     as no length is known, all get ``model.num_generations``.
-
-    Args:
-        budget: Completions of an update, on each rank; by default ``data.batch_size`` x ``model.num_generations``.
-        tokens: Tokens of an update, on each rank, that the completions are expected to take, in place of ``budget``.
-            Where they do not suffice, each prompt gets ``least``.
-        least: The least that a prompt gets.
-        most: The most that a prompt gets; by default what is left.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
 
     budget: Count | None = None
+    """Completions per update and rank; by default ``data.batch_size`` x ``model.num_generations``."""
     tokens: Count | None = None
+    """Expected tokens per update and rank, in place of ``budget``. If they are too few, each prompt gets ``least``."""
     least: AtLeastTwo = 2
+    """Min completions per prompt."""
     most: Count | None = None
+    """Max completions per prompt; by default all that are left of the budget."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,17 +49,16 @@ class DynamicsPredictive(Plugin):
         rollout:
           plugins:
             - dps: {candidates: 4}
-
-    Args:
-        candidates: Among how many prompts that are due each one that is asked is chosen.
-        decay: What counts of transitions keep at each update: 1 forgets nothing; the paper's scripts (maoyixiu/DPS at
-            5654d52) have 0.5, for MATH 0.7.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
 
     candidates: Count = 8
+    """Number of due prompts per prompt that is asked, among which the best is chosen."""
     decay: Share = 0.5
+    """Factor of the counts of transitions at each update: 1 forgets nothing; the paper's scripts (maoyixiu/DPS at
+    5654d52) have 0.5, for MATH 0.7.
+    """
 
     @property
     def prompt_candidates(self) -> int:

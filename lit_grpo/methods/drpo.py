@@ -40,22 +40,24 @@ class DecoupledLength(Plugin):
 
         rollout: {plugins: [{drpo: {length_temperature: 0.1}}]}
         model: {objective: {loss: grpo}}
-
-    Args:
-        length_temperature: The paper's lambda: how little length matters. With ``.inf`` it does not.
-        temperature: The paper's tau: how little it matters how likely a wrong answer is. With ``.inf`` it does not.
-        totals: What right answers get together and wrong ones lose together: ``equal`` amounts in every group with
-            both (the paper); or, for right answers, the sum of what the run's ``estimator`` gives them, while wrong
-            answers keep what it gives. Then ``temperature`` has no meaning, and with ``length_temperature`` ``.inf``
-            and rewards of 0 and 1 it is the estimator's rule. A group whose right answers get 0 or less together stays
-            as it is.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups"})
 
     length_temperature: Temperature = 0.1
+    """Temperature of the weights by length (the paper's lambda); the larger, the less length matters. With ``.inf`` it
+    does not.
+    """
     temperature: Temperature = 10.0
+    """Temperature of the weights of wrong answers by likelihood (the paper's tau); the larger, the less likelihood
+    matters. With ``.inf`` it does not.
+    """
     totals: Literal["equal", "estimator"] = "equal"
+    """Sum of the advantages of right answers and of wrong ones: ``equal`` amounts in every group with both (the paper);
+    or, for right answers, the sum of their advantages by the run's ``estimator``, while wrong answers keep their
+    advantages. Then ``temperature`` has no meaning, and with ``length_temperature`` ``.inf`` and rewards of 0 and 1 it
+    is the estimator's rule. A group whose right answers have a sum of 0 or less stays as it is.
+    """
 
     def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return what each rollout is learnt from with."""

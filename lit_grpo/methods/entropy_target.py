@@ -21,13 +21,6 @@ class EntropyTarget(Plugin):
         rollout:
           plugins: [{entropy_target: {target: 0.2, max_coefficient: 0.05}}]
 
-    Args:
-        target: Mean entropy of a token, in nats, to hold.
-        coefficient: Weight of the entropy bonus at the beginning.
-        delta: Change of the coefficient per step.
-        min_coefficient: The smallest coefficient.
-        max_coefficient: The largest coefficient.
-
     Attributes:
         last_entropy: Mean entropy of a token in the last step; infinite before the first.
     """
@@ -35,10 +28,15 @@ class EntropyTarget(Plugin):
     common: ClassVar[bool] = True
 
     target: Positive = 0.2
+    """Target of the mean entropy per token, in nats."""
     coefficient: Annotated[float, Limit(finite=True)] = 0.0
+    """Initial weight of the entropy bonus."""
     delta: Positive = 0.005
+    """Change of the coefficient per step."""
     min_coefficient: float = 0.0
+    """Lower bound of the coefficient."""
     max_coefficient: float = 1.0
+    """Upper bound of the coefficient."""
 
     _by_token = True  # until a run says otherwise
 

@@ -45,16 +45,14 @@ class EPTree(Branching):
           plugins: [{eptree: {tokens: 2, rounds: 1, branches: 2}}]
 
     An environment has to have ``state`` and ``restore``: a branch begins with the state of its turn's beginning.
-
-    Args:
-        tokens: At how many tokens of a tree it forks each time (the paper's N).
-        rounds: How often (L); 0 for never.
-        branches: How many branches begin at each of these tokens (T).
     """
 
     tokens: Count = 2
+    """Number of tokens of a tree at which it forks in each round (the paper's N)."""
     rounds: Number = 1
+    """Number of rounds of forking (the paper's L); 0 never forks."""
     branches: Count = 2
+    """Number of branches that begin at each of these tokens (the paper's T)."""
 
     def credit(self, batch: LearningBatch) -> list[torch.Tensor]:
         """Return the step signal of each token; 0 for those of a leaf without a reward."""

@@ -47,21 +47,20 @@ class PromptGDRO(Plugin):
         rollout:
           plugins:
             - prompt_gdro: {sharpness: 2.0}
-
-    Args:
-        bins: Groups of difficulty; 10 in the paper's code, and about 6 did best in its trials.
-        sharpness: How much a higher loss raises a weight. Losses are from 0 to 1, so that the weights of two groups are
-            at most ``exp(sharpness)`` apart.
-        smoothing: Weight of a batch in a group's score.
-        exploration: See above.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
 
     bins: Bins = 10
+    """Number of groups of difficulty; 10 in the paper's code, and about 6 did best in its trials."""
     sharpness: Positive = 2.0
+    """Factor of the loss in a group's weight. Losses are from 0 to 1, so the weights of two groups are at most
+    ``exp(sharpness)`` apart.
+    """
     smoothing: Share = 0.1
+    """Weight of a batch in a group's score."""
     exploration: Share = 0.15
+    """Fraction of the chances that all groups share evenly; 1 asks all prompts."""
 
     def prompt_state(self, prompts: Sequence[Prompt]) -> State:
         """No group has a score; below 0 is none."""
@@ -126,12 +125,10 @@ class RolloutGDRO(Divided):
         rollout:
           plugins:
             - rollout_gdro: {budget: 128, most: 32}
-
-    Args:
-        bins: Groups of difficulty.
     """
 
     bins: Count = 10
+    """Number of groups of difficulty."""
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
         """See above."""

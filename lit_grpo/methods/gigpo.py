@@ -31,19 +31,16 @@ from lit_grpo.update.plugin import LearningBatch
 
 @dataclass
 class GiGPO(Plugin):
-    """Compares turns that began in the same state.
-
-    Args:
-        weight: Weight of a turn's own advantage beside that of its rollout.
-        gamma: What a turn's return makes of rewards of later turns, for each turn in between.
-        scale: Divide by the standard deviation of the turns that are compared (the paper's F_norm = std).
-    """
+    """Compares turns that began in the same state."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns"})  # one turn's advantage would count twice
 
     weight: NotNegative = 1.0
+    """Weight of a turn's own advantage beside that of its rollout."""
     gamma: Annotated[float, Limit(ge=0, le=1)] = 0.95
+    """Discount of the rewards of later turns in a turn's return, per turn in between."""
     scale: bool = False
+    """Divide by the standard deviation of the turns that are compared (the paper's F_norm = std)."""
 
     def credit(self, batch: LearningBatch) -> list[list[float]]:
         """Return an advantage for each turn.

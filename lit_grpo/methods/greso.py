@@ -23,22 +23,20 @@ class Greso(Plugin):
     completions (a third of ``target``), or by none (two thirds), and else rises by ``step``. These are the rules of
     ``all_probabilistic`` in the paper's code (Infini-AI-Lab/GRESO at b277843), which has them on mean rewards of 8
     completions that earn 1 or at most 0.1.
-
-    Args:
-        target: Fraction of groups without a difference that is aimed at.
-        begin_at: Initial value of each p.
-        step: Change of each p after a batch.
-        least: Lower bound of each p.
-        most: Upper bound of each p.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
 
     target: Share = 0.25
+    """Target fraction of zero-variance groups."""
     begin_at: Share = 0.5
+    """Initial value of each p."""
     step: Share = 0.01
+    """Change of each p after a batch."""
     least: Share = 0.05
+    """Lower bound of each p."""
     most: Share = 0.95
+    """Upper bound of each p."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

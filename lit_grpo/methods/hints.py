@@ -30,8 +30,8 @@ class HintRecord:
 
     Args:
         num_unsolved: Visits without a hint that nobody passed, one after another, up to the last visit.
-        share: Which share of a hint the last visit had; 0 where it had none.
-        pass_rate: Share of that visit's completions that passed; 0 where it had no hint.
+        share: Fraction of the hint that the last visit had; 0 if it had none.
+        pass_rate: Fraction of that visit's completions that passed; 0 if it had no hint.
     """
 
     num_unsolved: int = 0
@@ -64,12 +64,6 @@ class Hint(Plugin):
         class Tiers(Hint):
             def text(self, prompt, share):
                 return prompt.columns["plan" if share > 0.5 else "idea"]
-
-    Args:
-        after: Visits one after another that nobody passed, before hints begin.
-        begin: The share that is shown first.
-        step: By how much it moves.
-        most: The largest share.
     """
 
     goes_on: ClassVar[bool] = False
@@ -81,9 +75,13 @@ class Hint(Plugin):
     common: ClassVar[bool] = True
 
     after: Count = 1
+    """Number of samplings in a row without a correct completion before hints begin."""
     begin: Share = 0.5
+    """Fraction of the hint that is shown first."""
     step: Share = 0.25
+    """Change of the fraction after a visit with a hint."""
     most: Share = 1.0
+    """Largest fraction of the hint that is shown."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,16 +175,15 @@ class Hint(Plugin):
 
 @dataclass
 class Reference(Hint):
-    """The beginning of a solution that a column holds, in tokens (as in ADHint, arXiv 2512.13095).
-
-    Args:
-        column: Of the data.
-        most: Below 1, so that an answer at the solution's end is left to the policy.
-    """
+    """The beginning of a solution that a column holds, in tokens (as in ADHint, arXiv 2512.13095)."""
 
     goes_on: ClassVar[bool] = True
     most: Share = 0.9
+    """Largest fraction of the solution that is shown, below 1, so that an answer at the solution's end is left to the
+    policy.
+    """
     column: str = "solution"
+    """Column of the data that holds the solution."""
 
     def text(self, prompt: Prompt, share: float) -> str:
         """The whole solution."""
@@ -195,17 +192,14 @@ class Reference(Hint):
 
 @dataclass
 class Strategy(Hint):
-    """A strategy in front of the question, whole (as in NudgeRL, arXiv 2605.15726).
-
-    Args:
-        column: Of the data, whose text it is where ``say`` is empty.
-        say: What every prompt gets.
-        between: What stands between it and the question.
-    """
+    """A strategy in front of the question, whole (as in NudgeRL, arXiv 2605.15726)."""
 
     column: str = "strategy"
+    """Column of the data that holds the strategy, if ``say`` is empty."""
     say: Text = ""
+    """Strategy that every prompt gets."""
     between: Text = "\n\n"
+    """Text between the strategy and the question."""
 
     def text(self, prompt: Prompt, share: float) -> str:
         """The strategy, and what follows it."""

@@ -27,17 +27,14 @@ from lit_grpo.update.plugin import LearningBatch
 
 @dataclass
 class ReturnToGo(Plugin):
-    """Compares discounted returns of all turns of a group.
-
-    Args:
-        gamma: What a turn's return makes of rewards of later turns, for each turn in between; the paper's best is 0.4.
-        scale: Divide by the standard deviation of the returns.
-    """
+    """Compares discounted returns of all turns of a group."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns"})  # with one it would be the estimator
 
     gamma: Annotated[float, Limit(ge=0, le=1)] = 0.4
+    """Discount of the rewards of later turns in a turn's return, per turn in between; the paper's best is 0.4."""
     scale: bool = True
+    """Divide by the standard deviation of the returns."""
 
     def credit(self, batch: LearningBatch) -> list[list[float]]:
         """Return an advantage for each turn.

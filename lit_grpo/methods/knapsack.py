@@ -29,12 +29,10 @@ class Knapsack(Divided):
     those of the paper's code (liziniu/KnapsackRL at ca5d5f5). Two rules differ: where no prompt is unsolved, mixed ones
     get everything, while that code gives what they do not need to solved ones; and that code counts the worth of a
     mixed prompt that stays at ``least`` as 0.
-
-    Args:
-        alpha: See above, in (0, 1).
     """
 
     alpha: Annotated[float, Limit(gt=0, lt=1, remedy="the paper's code takes 0.9")] = 0.9
+    """Chance, between 0 and 1, that the completions which a mixed prompt is taken to need differ in outcome."""
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
         """See above."""

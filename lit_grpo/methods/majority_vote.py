@@ -40,19 +40,18 @@ class MajorityVote(Plugin):
 
         rollout: {plugins: [{majority_vote: {pattern: 'answer is (\S+)'}}]}
         model: {rewards: [{function: exact_match, weight: 0}]}
-
-    Args:
-        pattern: Regular expression; group 1 of its last match is a completion's answer, and one without a match has
-            none. By default the whole completion is the answer.
-        least_share: The share of a group's completions that the majority must have.
-        weight: Of the reward.
-        answer_column: Where the data has true answers, for figures alone.
     """
 
     pattern: str | None = None
+    """Regular expression; group 1 of its last match is a completion's answer, and a completion without a match has
+    none. By default the whole completion is the answer.
+    """
     least_share: Annotated[float, Limit(ge=0, le=1)] = 0.0
+    """Min fraction of a group's completions that the majority must have."""
     weight: Annotated[float, Limit(finite=True)] = 1.0
+    """Weight of the reward."""
     answer_column: str = "answer"
+    """Column of the data with true answers, which only metrics use."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +72,7 @@ class Majority:
     """Scores a group by its majority.
 
     Args:
-        rule: What an answer is, and when there is a majority.
+        rule: Settings that define an answer and a majority.
     """
 
     def __init__(self, rule: MajorityVote) -> None:

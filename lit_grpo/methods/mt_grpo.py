@@ -32,17 +32,14 @@ from lit_grpo.update.plugin import LearningBatch
 
 @dataclass
 class MTGRPO(Plugin):
-    """Compares what turns earned with what turns of the same number earned.
-
-    Args:
-        weight: Weight of a turn's own advantage beside that of its rollout (the paper's lambda).
-        scale: Divide by the standard deviation of the turns that are compared.
-    """
+    """Compares what turns earned with what turns of the same number earned."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns", "turn_rewards"})
 
     weight: NotNegative = 1.0
+    """Weight of a turn's own advantage beside that of its rollout (the paper's lambda)."""
     scale: bool = True
+    """Divide by the standard deviation of the turns that are compared."""
 
     def credit(self, batch: LearningBatch) -> list[list[float]]:
         """Return an advantage for each turn.

@@ -40,14 +40,12 @@ class RandomTokens(Plugin):
     """A random part of the tokens of each completion, drawn for every optimizer step.
 
     Draws depend on ``seed``, the policy's version and the completion's name alone: a resumed run has the same.
-
-    Args:
-        share: The expected share of each completion's tokens; 1 is all, which is plain GRPO bit for bit.
-        seed: Of the draws.
     """
 
     share: Share = 0.5
+    """Expected fraction of each completion's tokens to train on; 1 is all, which is plain GRPO bit for bit."""
     seed: int = 0
+    """Seed of the draws."""
 
     def requirement(self, name: str) -> Requirement:
         """It leaves tokens of completions out, unless it keeps all."""

@@ -20,16 +20,14 @@ class NearHalf(Plugin):
     DOTS draws prompts from ``softmax(-|p - 0.5| / tau)`` over all of them, with tau 0.001 (its code,
     ASTRAL-Group/data-efficient-llm-rl at 59df918), and predicts p by a model of its own. ``temperature`` gives the
     chances of due prompts the same ratios, ``exp(-|p - 0.5| / temperature)``, down to ``least``.
-
-    Args:
-        least: Lower bound of a prompt's chance.
-        temperature: The tau of DOTS; by default the chance is ``4 p (1 - p)``, which is much flatter.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
 
     least: Share = 0.1
+    """Lower bound of a prompt's chance."""
     temperature: Positive | None = None
+    """The tau of DOTS; by default the chance is ``4 p (1 - p)``, which is much flatter."""
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """Return the chance of a prompt; 1 on its first visit."""

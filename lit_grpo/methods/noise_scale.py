@@ -32,10 +32,6 @@ class NoiseScale(Plugin):
         rollout:
           plugins: [noise_scale]
 
-    Args:
-        parts: Into how many parts a step's prompts are cut; micro-batches are of one part each.
-        smoothing: Weight of a step in the means of ``|G|^2`` and ``tr S``.
-
     Attributes:
         num_prompts: Prompts of the next batch on each rank; 0 before a run.
     """
@@ -46,7 +42,9 @@ class NoiseScale(Plugin):
     common: ClassVar[bool] = True
 
     parts: Annotated[int, Limit(ge=2, remedy="of one part nothing can be told")] = 2
+    """Number of parts that a step's prompts are divided into; a micro-batch belongs to one part."""
     smoothing: Share = 0.05
+    """Weight of a step in the means of ``|G|^2`` and ``tr S``."""
 
     def check(self, run: RunFacts) -> None:
         """Check that each batch has one step, whose gradient is measured."""
@@ -127,15 +125,12 @@ class NoiseScale(Plugin):
 
 @dataclass
 class Ruled(NoiseScale):
-    """A rule that sets the size of a batch.
-
-    Args:
-        most: The most prompts of a batch, on all ranks together.
-        warm_up: Updates before the size may change, in which the means become steady.
-    """
+    """A rule that sets the size of a batch."""
 
     most: Count = 64
+    """Max prompts per batch, over all ranks."""
     warm_up: Count = 20
+    """Number of updates before the size may change, in which the means become steady."""
 
     @property
     def first_change(self) -> float:
@@ -154,12 +149,10 @@ class NormTest(Ruled):
         rollout:
           plugins:
             - norm_test: {eta: 0.7, most: 32}
-
-    Args:
-        eta: How much noise a gradient may have, as a share of its norm; the smaller, the larger are batches.
     """
 
     eta: Annotated[float, Limit(gt=0, lt=1)] = 0.5
+    """Largest noise of a gradient, as a fraction of its norm; the smaller, the larger are the batches."""
 
     def size(self, signal: float, noise: float, now: int, began: int) -> float:
         """See above."""
@@ -179,18 +172,16 @@ class Goodput(Ruled):
         rollout:
           plugins:
             - goodput: {overhead: 4, most: 32}
-
-    Args:
-        least: The fewest prompts of a batch, on all ranks together.
-        overhead: The time of a step that does not depend on its prompts, in prompts that would take as long.
-        calibration: What the noise scale is multiplied by; 2 in the paper.
-        gain: By which share the goodput has to be better; 0.1 in the paper.
     """
 
     least: Count = 1
+    """Min prompts per batch, over all ranks."""
     overhead: NotNegative = 0.0
+    """Time of a step that does not depend on its prompts, in prompts that would take as long."""
     calibration: Positive = 2.0
+    """Factor of the noise scale; 2 in the paper."""
     gain: NotNegative = 0.1
+    """Min relative increase of the goodput for another size; 0.1 in the paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,16 +25,14 @@ from lit_grpo.update.plugin import LearningBatch, Measure
 
 @dataclass
 class Subset(Plugin):
-    """So many members of each group.
-
-    Args:
-        keep: How many.
-        first_keep: ``keep`` at the beginning of the run, from which it moves in a line to ``keep``, which it reaches
-            with the last update. By default it stays the same.
-    """
+    """A fixed number of completions of each group."""
 
     keep: AtLeastTwo | None = None
+    """Number of completions of each group to train on."""
     first_keep: AtLeastTwo | None = None
+    """Value of ``keep`` at the beginning of the run, from which it changes linearly to ``keep`` at the last update. By
+    default it stays the same.
+    """
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -74,12 +72,10 @@ class CompletionSelection(Subset):
         class Shorter(CompletionSelection):
             def values(self, rewards_N, rollouts, measure):
                 return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()
-
-    Args:
-        statistics: What an advantage's mean and deviation are of: all members of the ``group``, or those ``kept``.
     """
 
     statistics: Literal["group", "kept"] = "group"
+    """Completions for the mean and deviation of an advantage: all of the ``group``, or those ``kept``."""
 
     def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor | GroupRewards:
         """Return the members of each group that :meth:`of_group` chooses, shape R."""

@@ -58,15 +58,13 @@ class CrossRolloutBaseline(Plugin):
         model: {num_generations: 2}
         data: {batch_size: 32}
         rollout: {plugins: [{poise: {at: 16}}]}
-
-    Args:
-        at: After how many tokens a completion is looked at; about half of the usual length.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "whole_rollouts", "fresh_members", "plain_rewards"})
     common: ClassVar[bool] = True
 
     at: Count = 64
+    """Number of tokens after which a completion's features are taken; about half of the usual length."""
 
     def check(self, run: RunFacts) -> None:
         """Check that there is another rollout, and that completions can come to be looked at."""

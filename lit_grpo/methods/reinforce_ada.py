@@ -15,16 +15,14 @@ class Balanced(Plugin):
 
     With plug-in ``pods`` and ``statistics: group`` a balanced few of them are learnt from, and their baseline is over
     all. Stopping at what one waits for biases the group's mean: docs/budgets.md says how far.
-
-    Args:
-        rounds: The most rounds of a prompt.
-        passed: How many of a prompt's completions are to pass; Reinforce-Ada's *positive* form is 1, with 0 failed.
-        failed: How many are not to.
     """
 
     rounds: Annotated[int, Limit(ge=2, remedy="with one there is nothing to wait for")] = 4
+    """Max rounds per prompt."""
     passed: Number = 2
+    """Number of correct completions per prompt to wait for; Reinforce-Ada's *positive* form is 1, with 0 failed."""
     failed: Number = 2
+    """Number of wrong completions per prompt to wait for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,17 +29,6 @@ class Replay(Plugin):
     ends the same; the memory is the same on every rank. Of completions with the same tokens the last is remembered
     alone. What has been replayed is not remembered again. A rule of your own is a dataclass that derives from it, with
     a ``choose`` of its own.
-
-    Args:
-        members: The most of them in a group.
-        share: The most of a group that they may be, of the members that have a reward.
-        max_age: Policy updates that may lie between the version that sampled the oldest token of a completion and the
-            one that learns from it again.
-        choice: Which ones, where there are more: ``random`` ones, by a hash; the most ``recent``; or those of the
-            highest ``reward``, of equals the most recent.
-        kept: How many of a prompt are remembered; the oldest is forgotten first.
-        logprobs: What ratios of replayed tokens are taken to: the policy before the update, whose log-probs are
-            ``recomputed`` by a forward pass over the replayed completions, or the policy that ``sampled`` them.
     """
 
     role: ClassVar[str] = "which earlier completions join a group"
@@ -48,11 +37,23 @@ class Replay(Plugin):
     common: ClassVar[bool] = True
 
     members: Count = 2
+    """Max replayed completions in a group."""
     share: Annotated[float, Limit(ge=0, lt=1, remedy="some of a group has to be newly sampled")] = 0.5
+    """Max fraction of replayed completions among those of a group that have a reward."""
     max_age: Count = 256
+    """Max policy updates between the version that sampled the oldest token of a completion and the version that trains
+    on it again.
+    """
     choice: Literal["random", "recent", "reward"] = "random"
+    """Choice among too many remembered completions: ``random`` ones, by a hash; the most ``recent``; or those of the
+    highest ``reward``, of equals the most recent.
+    """
     kept: Count = 8
+    """Number of completions per prompt that are remembered; the oldest is forgotten first."""
     logprobs: Literal["recomputed", "sampled"] = "recomputed"
+    """Log-probs in the denominator of the ratios of replayed tokens: ``recomputed`` by a forward pass of the policy
+    before the update over the replayed completions, or those of the policy that ``sampled`` them.
+    """
 
     def requirement(self, name: str) -> Requirement:
         """An older policy may have ``sampled`` what is replayed; recomputed log-probs go with every proximal policy."""

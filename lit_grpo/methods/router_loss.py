@@ -41,15 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class RouterLoss(Plugin):
-    """Keeps experts equally busy, over the tokens of each optimizer step on all ranks.
-
-    Args:
-        coefficient: What it counts beside the objective's loss; 0 only logs it. Qwen3-MoE's pre-training has 0.001.
-    """
+    """Keeps experts equally busy, over the tokens of each optimizer step on all ranks."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "own_rows", "fixed_token_budget"})
 
     coefficient: NotNegative = 0.001
+    """Weight of the term in the loss; 0 only logs it. Qwen3-MoE's pre-training has 0.001."""
 
     def check(self, run: RunFacts) -> None:
         """Check that the policy returns the logits of its routers, once it is loaded."""

@@ -37,15 +37,12 @@ from lit_grpo.update.plugin import Chunk
 
 @dataclass
 class SeCO(Plugin):
-    """Completions of more than ``chunk`` tokens are cut into chunks of about equal size.
-
-    Args:
-        chunk: The most tokens of one; not above ``model.max_tokens_per_micro_batch``.
-    """
+    """Completions of more than ``chunk`` tokens are cut into chunks of about equal size."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"fixed_token_budget", "own_rows"})
 
     chunk: Count = 2048
+    """Max tokens per chunk; at most ``model.max_tokens_per_micro_batch``."""
 
     def requirement(self, name: str) -> Requirement:
         """The loss sees a chunk at a time."""
@@ -74,16 +71,12 @@ class SeCO(Plugin):
 
 @dataclass
 class SpaCO(SeCO):
-    """A random part of the chunks has a backward pass.
-
-    Args:
-        chunk: See :class:`SeCO`.
-        share: The chance of each chunk; 1 is ``seco``.
-        seed: Of the draws, which depend on it, on the policy's version and on the completion's name alone.
-    """
+    """A random part of the chunks has a backward pass."""
 
     share: Share = 0.5
+    """Chance of each chunk to have a backward pass; 1 is ``seco``."""
     seed: int = 0
+    """Seed of the draws, which depend on it, on the policy's version and on the completion's name alone."""
 
     def check(self, run: RunFacts) -> None:
         """Check that a completion can have several chunks: of a single one nothing is left out.

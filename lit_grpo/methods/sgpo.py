@@ -29,7 +29,9 @@ class Buckets(Plugin):
     needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
 
     least: AtLeastTwo = 2
+    """Min completions per prompt."""
     most: Count = 8
+    """Max completions per prompt."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,18 +59,16 @@ class PhasedPrompts(Plugin):
 
     No prompt's chance is less than 0.01: in a phase without prompts a batch is filled with what is left, and is the
     phase's only one; no run stops.
-
-    Args:
-        batches: How many batches a phase lasts at most.
-        easy: The largest share that may have passed of a prompt that is asked.
-        unsolved: The chance of a prompt that nobody has passed.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"revisits"})
 
     batches: Count = 50
+    """Max batches per phase."""
     easy: Share = 0.75
+    """Largest fraction of correct completions at which a prompt is asked."""
     unsolved: Share = 0.1
+    """Chance of a prompt without a correct completion."""
 
     def prompt_state(self, prompts: Sequence[Prompt]) -> State:
         """The bucket of the phase, and how many batches that has had."""

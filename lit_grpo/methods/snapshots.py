@@ -50,10 +50,6 @@ class Snapshots(Plugin):
     is taken before the policy moves on from a version that samples, and let go once nothing that may be learnt from has
     a token of it. All ranks keep the same ones. One at a time takes the place of the policy's own weights on the
     device, before the first update on a batch, when there are no gradients yet.
-
-    Args:
-        snapshot_gib: Max host memory, in GiB, for the snapshots of one rank; by default the rank's part of the memory
-            that is free when training starts.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"one_row", "unsharded_weights"})
@@ -61,6 +57,9 @@ class Snapshots(Plugin):
     common: ClassVar[bool] = True
 
     snapshot_gib: Annotated[float | None, Limit(gt=0, finite=True, remedy="leave it out for no limit")] = None
+    """Max host memory, in GiB, for the snapshots of one rank; by default the rank's part of the memory that is free
+    when training starts.
+    """
 
     def setup(self) -> None:
         """Begin without a snapshot."""

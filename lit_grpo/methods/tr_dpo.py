@@ -22,17 +22,15 @@ class MovingReference(Plugin):
 
         rollout:
           plugins: [{tr_dpo: {mixup_alpha: 0.6, sync_steps: 64}}]
-
-    Args:
-        mixup_alpha: Share of the policy in the new reference; 1 takes the policy as it is.
-        sync_steps: Optimizer steps between two updates of the reference.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights"})
     common: ClassVar[bool] = True
 
     mixup_alpha: Annotated[float, Limit(gt=0, le=1, remedy="leave the plug-in out for a fixed reference")] = 0.6
+    """Fraction of the policy in the new reference; 1 takes the policy as it is."""
     sync_steps: Count = 512
+    """Optimizer steps between two updates of the reference."""
 
     def check(self, run: RunFacts) -> None:
         """Check that the KL term has a reference with weights of its own."""

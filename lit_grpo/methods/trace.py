@@ -52,17 +52,15 @@ class ContrastiveTree(Branching):
 
     The environment has to have ``state`` and ``restore``; tools without an environment need nothing. Without turns all
     that is left of the width begins at the prompt. What passes is said by ``model.pass_reward``.
-
-    Args:
-        width: Members of a group.
-        window: The last so many tokens of an anchor are looked at with their neighbours.
     """
 
     needs: ClassVar[frozenset[str]] = Branching.needs | {"turns"}  # else it would only sample larger groups
     common: ClassVar[bool] = True
 
     width: Count = 16
+    """Number of completions of a group."""
     window: Count = 32
+    """Number of last tokens of an anchor that are features together with their neighbours."""
 
     def check(self, run: RunFacts) -> None:
         """Check that there is room for continuations."""

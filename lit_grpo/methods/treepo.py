@@ -49,16 +49,14 @@ class TreePO(Branching):
           plugins: [{treepo: {width: 16, segment: 512}}]
 
     An environment has to have ``state`` and ``restore``: a branch begins with the state of its turn's beginning.
-
-    Args:
-        width: Members of a group.
-        segment: Sampled tokens after which a path divides.
     """
 
     needs: ClassVar[frozenset[str]] = Branching.needs | {"all_ranks"}
 
     width: Count = 16
+    """Number of completions of a group."""
     segment: Count = 512
+    """Number of sampled tokens after which a path divides."""
 
     def check(self, run: RunFacts) -> None:
         """Check that paths can divide.

@@ -25,14 +25,12 @@ class EffectiveSamples(Plugin):
 
         rollout:
           plugins: [april, {vcpo: {full_ess: 0.5}}]
-
-    Args:
-        full_ess: Effective-sample-size fraction from which the full learning rate is used; 1 in VCPO.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"one_row", "whole_completions"})
 
     full_ess: Annotated[float, Limit(gt=0, le=1, remedy="it is a share of the completions")] = 1.0
+    """Effective-sample-size fraction from which the full learning rate is used; 1 in VCPO."""
 
     def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
         """Return the factor of the learning rate."""

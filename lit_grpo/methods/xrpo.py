@@ -41,18 +41,16 @@ class UncertainMore(Plugin):
         rollout:
           plugins:
             - xrpo: {base: 4, phases: 3}
-
-    Args:
-        phases: How many there are; 3 in the paper.
-        base: Completions of each prompt in the first phase; by default its share of ``num_generations``, 2 or more.
-        confidence: Of the interval.
-        exploration: Weight of the second term.
     """
 
     phases: Annotated[int, Limit(ge=2, remedy="with one there is nothing to divide")] = 3
+    """Number of phases; 3 in the paper."""
     base: AtLeastTwo | None = None
+    """Completions of each prompt in the first phase; by default its part of ``num_generations``, 2 or more."""
     confidence: Annotated[float, Limit(gt=0, lt=1)] = 0.95
+    """Level of the confidence interval."""
     exploration: NotNegative = 0.1
+    """Weight of the second term."""
 
     def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
@@ -139,16 +137,14 @@ class Novelty(Plugin):
 
         rollout:
           plugins: [xrpo, {novelty: {weight: 1.0}}]
-
-    Args:
-        weight: See above.
-        most: See above.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups"})
 
     weight: NotNegative = 2.5
+    """Weight of the novelty in the advantage; 0 is GRPO."""
     most: NotNegative = 0.5
+    """Max increase of an advantage, relative to it."""
 
     def credit(self, batch: LearningBatch) -> list[list[float]]:
         """Return the same advantage for all turns of a rollout."""

@@ -21,13 +21,13 @@ class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
           init_args: {total_steps: 1000, warmup_steps: 20, decay_steps: 100}
 
     Args:
-        optimizer: Whose learning rate it sets.
+        optimizer: Optimizer whose learning rate is set.
         total_steps: Optimizer steps of the run.
-        warmup_steps: Of these how many the rise takes; with any, the first step is made with a learning rate of 0.
-        shape: ``linear``, ``cosine`` (half a period) or ``constant``.
+        warmup_steps: Number of these steps in which the rate rises; with any, the first step has a learning rate of 0.
+        shape: Shape of the decay: ``linear``, ``cosine`` (half a period) or ``constant``.
         decay_steps: Number of steps of the decay at the end; by default all steps after the warmup. MiniCPM uses a
             tenth of the run.
-        last_epoch: Steps made, less one.
+        last_epoch: Number of steps made, less one.
 
     Raises:
         ValueError: Rise and fall are longer than the run, or there is no such shape, or none that falls.

@@ -41,10 +41,10 @@ class ExactMatch:
     and differs from 72.0.
 
     Args:
-        answer_column: The column with the expected answer.
+        answer_column: Column with the expected answer.
         pattern: Regular expression; group 1 of its last match is the completion's answer, and a completion without a
             match scores 0.0. By default the whole completion is the answer.
-        ignore_case: Whether upper and lower case count as the same.
+        ignore_case: Count upper and lower case as the same.
     """
 
     def __init__(self, answer_column: str = "answer", pattern: str | None = None, ignore_case: bool = False) -> None:
@@ -76,8 +76,8 @@ class FormatMatch:
     Python cannot interrupt a match, not even for a reward's time limit: avoid nested repeats such as ``(a+)+``.
 
     Args:
-        pattern: The regular expression, for example ``<think>.*</think>\s*<answer>.*</answer>``.
-        full: Whether it must match the whole completion, or only a part of it.
+        pattern: Regular expression, for example ``<think>.*</think>\s*<answer>.*</answer>``.
+        full: Require a match of the whole completion; with false a part of it is enough.
     """
 
     def __init__(self, pattern: str, full: bool = True) -> None:

@@ -15,27 +15,26 @@ Leftovers = Literal["finish", "keep", "discard"]
 
 @dataclass(frozen=True)
 class ReleaseRule:
-    """What a buffer waits for, and what becomes of what is unfinished then.
-
-    Args:
-        num_groups: Whole groups that a release waits for; None for all that are open.
-        num_completions: Completions that a release waits for instead, of whatever groups: a group then leaves in parts.
-        num_steps: Decode steps that a rollout takes instead, whatever has ended then (at least one completion).
-        leftovers: What is done with requests that are unfinished at a release: there are none, because it waits for all
-            (``finish``); they go on from their prefixes next time (``keep``), or begin again (``discard``).
-        max_staleness: Policy updates that may lie between the version that sampled the oldest token of a completion and
-            the one that learns from it, the time before its release included. What is older is sampled again.
-        max_restarts: How often a group may lose tokens; from then on a release waits for it where it would lose more.
-        num_updates: Policy updates from one release to the next.
-    """
+    """What a buffer waits for, and what becomes of what is unfinished then."""
 
     num_groups: int | None = None
+    """Number of complete groups that a release waits for; None for all that are unfinished."""
     num_completions: int | None = None
+    """Number of completions, of any groups, that a release waits for instead: a group then leaves in parts."""
     num_steps: int | None = None
+    """Number of decode steps after which a rollout ends instead, with at least one completion."""
     leftovers: Leftovers = "finish"
+    """Handling of requests that are unfinished at a release: none are, because it waits for all (``finish``); they
+    resume from their prefixes in the next rollout (``keep``), or restart (``discard``).
+    """
     max_staleness: int = 0
+    """Max policy updates between the version that sampled the oldest token of a completion and the version that trains
+    on it, including the time before its release. Older tokens are sampled again.
+    """
     max_restarts: int | None = None
+    """Max number of times that a group loses tokens; from then on a release waits for the group."""
     num_updates: int = 1
+    """Number of policy updates from one release to the next."""
 
     @property
     def releases_parts(self) -> bool:
@@ -66,30 +65,6 @@ class RolloutMode(Plugin):
     A *batch* is ``data.batch_size`` prompts with ``model.num_generations`` completions each. A mode is data: a mode of
     your own sets other values, as in ``{lit_grpo.rollout.rules.RolloutMode: {leftovers: keep, max_staleness: 4}}``.
 
-    Args:
-        batches_in_work: Batches of prompts that are open at a time, 1 or more: those above 1 keep slots busy while the
-            longest completions of a batch are still being decoded. By default ``max_staleness + 1``: as many as can be
-            learnt from before they are too old.
-        refill: Whether new prompts join at every update (``always``), or only once every open one has been learnt from
-            (``when_empty``).
-        unit: What an update waits for: a batch of whole groups (``group``), or as many completions of any groups
-            (``completion``), the first that end. A group then leaves in parts, each part's advantages being over all
-            members that have ended so far: the first parts are of short completions alone.
-        leftovers: What becomes of completions that are unfinished when a batch is ready: there are none, because it
-            waits for all (``finish``); they go on next time with the tokens and log-probs that they have (``keep``); or
-            they begin again (``discard``).
-        max_staleness: Policy updates that may lie between the oldest token of a completion and the update that learns
-            from it, waiting included; what would be older is sampled again. 0 is on-policy.
-        max_restarts: How often a prompt may lose tokens by that; from then on the update waits for its completions
-            before they would lose more. With 0 nothing is lost: updates wait.
-        tokens_per_update: A rollout ends after so many decode steps, whatever has ended then.
-        overlap: What is decoded during an update: nothing (``none``); groups of its own batch, while it learns from
-            those that are whole, with one optimizer step at the end (``within``; on-policy); or the next batches
-            (``across``). Both need a generator with devices of its own.
-        at_sync: What becomes of completions that are being decoded when new weights come: they go on, and their keys
-            and values are computed again (``recompute``) or stay those of the old weights (``keep``, vLLM alone); or
-            the weights wait for them, while nothing else begins (``drain``).
-
     Raises:
         ValueError: The fields contradict each other.
     """
@@ -97,14 +72,44 @@ class RolloutMode(Plugin):
     role: ClassVar[str] = "when groups leave the buffer"
 
     batches_in_work: Annotated[float, Limit(ge=1)] | None = None
+    """Number of unfinished batches of prompts at a time, 1 or more: those above 1 keep slots busy while the longest
+    completions of a batch are still being decoded. By default ``max_staleness + 1``: as many as can be trained on
+    before they are too old.
+    """
     refill: Literal["always", "when_empty"] = "always"
+    """Time at which new prompts join: at every update (``always``), or once all unfinished prompts have been trained on
+    (``when_empty``).
+    """
     unit: Literal["group", "completion"] = "group"
+    """Unit that an update waits for: a batch of complete groups (``group``), or as many completions of any groups
+    (``completion``), the first that end. A group then leaves in parts, and each part's advantages are over all
+    completions of the group that have ended so far: the first parts are only short completions.
+    """
     leftovers: Leftovers = "finish"
+    """Handling of completions that are unfinished when a batch is ready: none are, because it waits for all
+    (``finish``); they resume in the next rollout with the tokens and log-probs that they have (``keep``); or they
+    restart (``discard``).
+    """
     max_staleness: Number = 0
+    """Max policy updates between the oldest token of a completion and the update that trains on it, waiting included;
+    older tokens are sampled again. 0 is on-policy.
+    """
     max_restarts: Number = 3
+    """Max number of times that a prompt loses tokens by that; from then on the update waits for its completions. With 0
+    nothing is lost: updates wait.
+    """
     tokens_per_update: Count | None = None
+    """Number of decode steps after which a rollout ends, with the completions that have ended by then."""
     overlap: Literal["none", "within", "across"] = "none"
+    """Rollouts that are decoded during an update: none (``none``); groups of its own batch, while it trains on those
+    that are complete, with one optimizer step at the end (``within``; on-policy); or the next batches (``across``).
+    Both need a generator with devices of its own.
+    """
     at_sync: Literal["recompute", "keep", "drain"] = "recompute"
+    """Handling of completions that are being decoded when new weights are sent: they continue, and their KV cache is
+    computed again (``recompute``) or stays that of the old weights (``keep``, only vLLM); or the weights wait for them,
+    while nothing else begins (``drain``).
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -123,9 +123,9 @@ class ArithmeticRows(DrawnRows):
     Args:
         num_rows: Number of rows.
         split: Split of the exercises: ``train`` or ``validation``; no exercise is in both.
-        seed: Decides which exercises of the split are drawn, and their order.
-        max_divisor: The largest divisor, from 11 to 49.
-        max_steps: The most subtractions of a working, from 1 to 18.
+        seed: Seed of the draw of exercises from the split, and of their order.
+        max_divisor: Largest divisor, from 11 to 49.
+        max_steps: Max number of subtractions of a working, from 1 to 18.
 
     Raises:
         ValueError: A limit is out of its range, or the split has fewer exercises than ``num_rows``.

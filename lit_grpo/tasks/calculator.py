@@ -99,7 +99,7 @@ class CalculatorRows(DrawnRows):
     Args:
         num_rows: Number of rows.
         split: Split of the expressions: ``train`` or ``validation``.
-        seed: Decides which of the split are drawn, and their order.
+        seed: Seed of the draw of expressions from the split, and of their order.
     """
 
     def __init__(self, num_rows: int = 2048, split: Split = "train", seed: int = 0) -> None:

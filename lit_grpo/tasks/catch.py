@@ -80,7 +80,7 @@ class CatchRows(DrawnRows):
     Args:
         num_rows: Number of rows.
         split: Split of the games: ``train`` or ``validation``.
-        seed: Decides which games are drawn.
+        seed: Seed of the draw of games from the split.
     """
 
     def __init__(self, num_rows: int = 1024, split: Split = "train", seed: int = 0) -> None:

@@ -36,8 +36,8 @@ class DrawnRows(RowSource):
 
     Args:
         num_rows: Number of rows.
-        split: ``train`` or ``validation``; no prompt is in both.
-        seed: Decides which rows of the split are drawn, and their order.
+        split: Split of the rows: ``train`` or ``validation``; no prompt is in both.
+        seed: Seed of the draw of rows from the split, and of their order.
 
     Raises:
         ValueError: There is no such split, or ``num_rows`` is below 1.

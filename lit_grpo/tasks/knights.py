@@ -200,9 +200,9 @@ class KnightsRows(DrawnRows):
     Args:
         num_rows: Number of rows.
         split: Split of the puzzles: ``train`` or ``validation``; no puzzle is in both.
-        seed: Decides which puzzles of the split are drawn, and their order.
-        min_characters: The fewest characters of a puzzle, from 3 to 7.
-        max_characters: The most, from there to 7.
+        seed: Seed of the draw of puzzles from the split, and of their order.
+        min_characters: Min number of characters of a puzzle, from 3 to 7.
+        max_characters: Max number of characters of a puzzle, from ``min_characters`` to 7.
 
     Raises:
         ValueError: A limit is out of its range, or the split has fewer puzzles than ``num_rows``.

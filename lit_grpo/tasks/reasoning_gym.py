@@ -103,7 +103,7 @@ def make_dataset(
     """Return reasoning-gym's data set of a task.
 
     Args:
-        task: The name of the task.
+        task: Name of the task.
         level: The level of all attributes of the task's curriculum, from 0; None for the task's own defaults. An
             attribute with fewer levels is at its last one.
         settings: Fields of the task's config, which go before those of the level.
@@ -152,13 +152,13 @@ class ReasoningGymRows(DrawnRows):
     task), and ``entry``, what the task's grader needs. The reward is :class:`ReasoningGymScore`.
 
     Args:
-        tasks: The name of a task, several names, or names with weights: ``{chain_sum: 3, gcd: 1}`` draws three
+        tasks: Name of a task, several names, or names with weights: ``{chain_sum: 3, gcd: 1}`` draws three
             questions of chain_sum for each of gcd, as long as there are new ones.
             ``lit_grpo.tasks.reasoning_gym.known_tasks()`` lists the names.
         num_rows: Number of rows.
         split: Split of the questions: ``train`` or ``validation``; the hash of a question decides its split.
-        seed: Decides which questions of the split are drawn, and their order.
-        levels: A level of the tasks' curricula, from 0, or several, which are drawn equally often. By default each task
+        seed: Seed of the draw of questions from the split, and of their order.
+        levels: Level of the tasks' curricula, from 0, or several, which are drawn equally often. By default each task
             has its own defaults, which are harder than level 0. Where the plug-in ``curriculum`` chooses, give all
             levels that it may reach.
         settings: Fields of tasks' configs, by task: ``{chain_sum: {max_terms: 3}}``. They go before those of a level.
@@ -245,7 +245,7 @@ class ReasoningGymScore:
 
     Args:
         pattern: Regular expression; group 1 of its last match is the completion's answer.
-        needs_mark: Whether a completion without a match scores 0; by default all of its text is the answer.
+        needs_mark: Score a completion without a match as 0; by default all of its text is the answer.
 
     Raises:
         ValueError: reasoning-gym is not installed, or ``pattern`` is no regular expression with a group.

@@ -53,9 +53,9 @@ class WordProblemRows(DrawnRows):
 
     Args:
         num_rows: Number of rows.
-        split: ``train`` or ``validation``; no pair of numbers is in both.
-        seed: Decides which rows of the split are drawn, and their order.
-        tool: Whether the examples call the calculator, as in ``configs/word_problems_tool.yaml``.
+        split: Split of the rows: ``train`` or ``validation``; no pair of numbers is in both.
+        seed: Seed of the draw of rows from the split, and of their order.
+        tool: Let the examples call the calculator, as in ``configs/word_problems_tool.yaml``.
 
     Raises:
         ValueError: There is no such split, or ``num_rows`` is below 1.

@@ -23,11 +23,11 @@ class RunConfig:
     """Name and place of a run, and whether W&B logs it."""
 
     name: str = "grpo"
-    """The run's folder is ``DIR/NAME``; it holds config, metrics.csv, checkpoints, samples and the policy. A name may
-    have several parts (``exp1/seed0``), but no run may lie in the folder of another.
+    """Name of the run. Its folder ``DIR/NAME`` holds config, metrics.csv, checkpoints, samples and the policy. A name
+    may have several parts (``exp1/seed0``), but no run may lie in the folder of another.
     """
     dir: str = "runs"
-    """The folder of all runs."""
+    """Folder of all runs."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Log to Weights & Biases too: ``online``, ``offline`` (without account or network) or ``disabled``."""
     wandb_project: str = "lit_grpo"

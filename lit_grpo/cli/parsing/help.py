@@ -65,9 +65,10 @@ class _HelpAll(argparse.Action):
 def short_help(command: str) -> str:
     """Return the help of a command: the settings of a run, of the Trainer's only the main ones, and its options.
 
-    A setting has its name, its type, its default and the first sentence of its help, in one line where they fit::
+    A setting has its name, its type, its default and the first sentence of its help, in one or two lines::
 
-        --model.num_generations int = 16   G, the completions per prompt.
+        --model.eval_num_generations int = 1
+            Number of completions per prompt in validation and test.
     """
     *ours, (name, _, settings) = declared()
     main = [setting for setting in settings if setting.name in MAIN_OF_TRAINER]

@@ -38,22 +38,7 @@ GIVEN = ("base_url", "api_key", "session_id")
 
 @dataclass
 class Agent(Trajectories):
-    """Train the policy in your own agent, which calls it through an endpoint with the APIs of OpenAI and vLLM.
-
-    Args:
-        run: A function, async or not, by its path as in ``my_agent.py:solve``, or a class with such a method ``run``
-            and, where the reward comes later, ``get_reward``. It is called with a row's columns, ``base_url`` and
-            ``api_key``, and ``session_id`` where it names it, once for each completion. When it returns, the
-            completion is over, and earns what it returned: a number, or with what each turn earned by itself
-            ``{"reward": 1.0, "turn_rewards": [0.0, 0.5, 0.5]}``, for ``mt_grpo``, ``return_to_go`` or ``gigpo``.
-        timeout_s: The most seconds between two requests of an agent, before the first and after the last.
-        trajectory_timeout_s: The most seconds of an agent in all. Waiting for the policy counts in neither.
-        retries: Max number of restarts of a trajectory after failures of its agent. After that it is left out of its
-            group: a failure does not count as a reward of 0.
-        num_threads: Number of threads for agents that are not async, and so the max number of their completions decoded
-            at a time. Many threads with HTTP clients slow each other down: an async agent scales further.
-        calls: Format of the policy's tool calls, as in the plug-in ``environments``.
-    """
+    """Train the policy in your own agent, which calls it through an endpoint with the APIs of OpenAI and vLLM."""
 
     _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
     needs: ClassVar[frozenset[str]] = frozenset({"prompt_stream"})
@@ -62,11 +47,26 @@ class Agent(Trajectories):
     }
 
     run: str | Callable[..., Any] | None = None
+    """Function, async or not, by its path as in ``my_agent.py:solve``, or a class with such a method ``run`` and, if
+    the reward comes later, ``get_reward``. It is called with a row's columns, ``base_url`` and ``api_key``, and
+    ``session_id`` if it has that parameter, once for each completion. When it returns, the completion is over, and its
+    reward is the returned number, or with rewards of single turns ``{"reward": 1.0, "turn_rewards": [0.0, 0.5, 0.5]}``,
+    for ``mt_grpo``, ``return_to_go`` or ``gigpo``.
+    """
     timeout_s: Seconds = 60.0
+    """Max seconds between two requests of an agent, before the first and after the last."""
     trajectory_timeout_s: Seconds = 600.0
+    """Max seconds of an agent in all. Waiting for the policy does not count in either limit."""
     retries: Number = 2
+    """Max number of restarts of a trajectory after failures of its agent. After that it is left out of its group: a
+    failure does not count as a reward of 0.
+    """
     num_threads: Count = 64
+    """Number of threads for agents that are not async, and so the max number of their completions decoded at a time.
+    Many threads with HTTP clients slow each other down: an async agent scales further.
+    """
     calls: CallFormatName | None = None
+    """Format of the policy's tool calls, as in the plug-in ``environments``."""
 
     def check(self, run: RunFacts) -> None:
         """Check that there is room for what agents say.

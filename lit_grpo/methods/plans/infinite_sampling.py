@@ -35,10 +35,10 @@ class Lanes(Queue):
     what happens with new jobs.
 
     Args:
-        lengths: What is thought of the lengths; where they are not informative, the order is that of arrival.
+        lengths: Predicted lengths; if they are not informative, the order is that of arrival.
         num_slots: Lanes that the jobs are dealt onto.
-        longest_first: Whether a lane begins with its longest job, else with its shortest.
-        epsilon: What the largest lane may exceed the smallest possible by, relative to it, where that can be had.
+        longest_first: Begin each lane with its longest job; if false, with its shortest.
+        epsilon: Largest relative difference of the longest lane from the shortest possible one, if that can be reached.
     """
 
     def __init__(self, lengths: Lengths, num_slots: int, longest_first: bool, epsilon: float) -> None:
@@ -92,13 +92,10 @@ class Lanes(Queue):
 
 @dataclass(frozen=True)
 class Balanced(Plan):
-    """Lists of about equal length, one for each slot, each decoded longest first (:class:`Lanes`).
-
-    Args:
-        epsilon: What the longest list may exceed the shortest possible by, relative to it.
-    """
+    """Lists of about equal length, one for each slot, each decoded longest first (:class:`Lanes`)."""
 
     epsilon: Annotated[float, Limit(gt=0, lt=1)] = 0.02
+    """Largest relative difference of the longest list from the shortest possible one."""
     follows_lengths: ClassVar[bool] = True
     longest_first: ClassVar[bool] = True
 

@@ -205,12 +205,12 @@ class Advantages:
     """Settings of the computation of advantages from rewards."""
 
     estimator: str = "grpo"
-    """``grpo`` (minus the group's mean), ``rloo`` (minus the mean of the others), ``mc_grpo`` (minus the median),
-    ``ngrpo`` (with a virtual completion that has the best reward), ``gdpo`` (each reward function normalised by
-    itself), ``dcpo`` (smoothed over all samplings of a prompt), ``least_variance`` (minus the group's mean weighted by
-    squared importance weights and gradients), ``reinforce_plus_plus`` (minus the batch's mean) or
-    ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalised over the batch). An estimator of your own
-    is the import path of a :class:`lit_grpo.update.advantages.estimator.EstimatorRow`, as in ``my_file.ROW``.
+    """Estimator of the advantages: ``grpo`` (minus the group's mean), ``rloo`` (minus the mean of the others),
+    ``mc_grpo`` (minus the median), ``ngrpo`` (with a virtual completion that has the best reward), ``gdpo`` (each
+    reward function normalised by itself), ``dcpo`` (smoothed over all samplings of a prompt), ``least_variance`` (minus
+    the group's mean weighted by squared importance weights and gradients), ``reinforce_plus_plus`` (minus the batch's
+    mean) or ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalised over the batch). An estimator of
+    your own is the import path of a :class:`lit_grpo.update.advantages.estimator.EstimatorRow`, as in ``my_file.ROW``.
     """
     scale: ScaleBy | None = None
     """Divisor of the advantages: the standard deviation of the ``group`` or of the ``batch``, the median absolute
@@ -220,7 +220,7 @@ class Advantages:
     takes the batch's mean and deviation over tokens.
     """
     max_reward: Annotated[float, Limit(finite=True)] = 1.0
-    """The highest reward that a completion can get, for ``ngrpo``."""
+    """Highest reward that a completion can get, for ``ngrpo``."""
 
     def __post_init__(self) -> None:
         allowed = self._row.scales

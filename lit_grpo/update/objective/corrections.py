@@ -25,11 +25,12 @@ class Correction:
     """Importance-sampling correction for the difference between the rollout's and the trainer's log-probs."""
 
     mode: CorrectionMode = "none"
-    """``none``: the denominator of the probability ratio is the log-probs that the generator sampled with. All other
-    modes use a proximal policy there, by default the trainer's own before the first update on a batch, and weigh the
-    loss by proximal / generator, of each token or of the whole sequence (the product), truncated to [low, high] (TIS)
-    or set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2). ``geometric_mask`` sets the weight of a
-    sequence to 0 if the geometric mean of its tokens' ratios is outside it, else to 1.
+    """Kind of importance weight: ``none`` has none, and the denominator of the probability ratio is the log-probs that
+    the generator sampled with. All other modes use a proximal policy there, by default the trainer's own before the
+    first update on a batch, and weigh the loss by proximal / generator, of each token or of the whole sequence (the
+    product), truncated to [low, high] (TIS) or set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2).
+    ``geometric_mask`` sets the weight of a sequence to 0 if the geometric mean of its tokens' ratios is outside it,
+    else to 1.
     """
     low: float | None = None
     """Lower bound of the correction weight; no bound by default."""

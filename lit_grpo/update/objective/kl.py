@@ -44,12 +44,12 @@ class KLTerm:
     """The KL term of the loss, which keeps the policy near the reference."""
 
     beta: Annotated[float, Limit(ge=0, finite=True)] = 0.0
-    """Weight of the KL term to the first policy; 0 loads no reference model."""
+    """Weight of the KL term; 0 loads no reference model."""
     estimator: KLEstimator = "k3"
     """KL estimator: ``k1``, ``k2`` or ``k3`` (Schulman)."""
     place: Literal["loss", "reward"] = "loss"
-    """``loss`` adds the KL term to every token's loss. ``reward`` subtracts its sum over a completion from the reward,
-    before advantages, with the log-probs that the completion was sampled with.
+    """Place of the KL term: ``loss`` adds it to every token's loss, ``reward`` subtracts its sum over a completion from
+    the reward, before advantages, with the log-probs that the completion was sampled with.
     """
     importance_weighted: bool = False
     """Multiply the KL term by the probability ratio, so that the gradient stays that of the divergence on stale tokens
@@ -58,7 +58,7 @@ class KLTerm:
     target: Annotated[float | None, Limit(gt=0, remedy="leave it out for a fixed beta")] = None
     """Target of the mean KL per token; ``beta`` is adapted after every batch to approach it (arXiv 1909.08593)."""
     horizon: Count = 10_000
-    """Completions over which an adaptive beta moves by at most a fifth."""
+    """Number of completions over which an adaptive beta changes by at most a fifth."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model.objective.kl.")

@@ -68,10 +68,10 @@ class Objective:
     """The loss that an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names."""
 
     loss: str = "dapo"
-    """``dapo`` (every token of the step has the same weight; clips at 0.2 on both sides; for DAPO's higher upper clip
-    set ``epsilon`` 0.2 and ``epsilon_high`` 0.28), ``grpo`` (every completion has the same weight), ``dr_grpo``,
-    ``gspo``, ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md has each one's
-    formula, source and defaults. An objective of your own is the import path of a
+    """Loss function: ``dapo`` (every token of the step has the same weight; clips at 0.2 on both sides; for DAPO's
+    higher upper clip set ``epsilon`` 0.2 and ``epsilon_high`` 0.28), ``grpo`` (every completion has the same weight),
+    ``dr_grpo``, ``gspo``, ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md has each
+    one's formula, source and defaults. An objective of your own is the import path of a
     :class:`lit_grpo.update.objective.recipes.Recipe`, as in ``my_file.ROW``.
     """
     ratio: RatioLevel | None = None
@@ -96,7 +96,7 @@ class Objective:
     lists the parameters of each loss.
     """
     kl: KLTerm = field(default_factory=KLTerm)
-    """The KL term to the first policy."""
+    """The KL term, which keeps the policy near the reference."""
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
     """The entropy bonus."""
     correction: Correction = field(default_factory=Correction)
