@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lit_grpo.findings.rewards import Finding
     from lit_grpo.ranks import Ranks
     from lit_grpo.rewards.function import RewardFunction
-    from lit_grpo.rollout.generator import Observation, StepEvents
+    from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.ledger import RequestLedger
     from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplePath
     from lit_grpo.update.advantages.estimator import GroupRewards
@@ -101,11 +101,12 @@ class Listener:
 
     @property
     def observes(self) -> ObservationPoint | None:
-        """Where it looks at the policy's hidden state of each completion; None where it does not."""
-        return None
+        """Where it looks at the policy's hidden state of each completion; None if it does not.
 
-    def observe(self, observation: Observation) -> None:
-        """The policy shows its hidden states of completions that have come to the point of :attr:`observes`."""
+        :meth:`on_step` then finds in ``events.observations`` those of completions that have come to the point, by their
+        ``num_tokens``, among observations at other points.
+        """
+        return None
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """A rollout begins; ``ledger`` tells what is in work for as long as it lasts.

@@ -360,7 +360,8 @@ class StepEvents:
     ``num_steps`` is above 1 if the generator took several decode steps in which nothing finished. ``preempted`` are
     requests that had to leave because memory was short, with their tokens as prefixes; they can be submitted again.
     ``message`` tells the user what went wrong, if anything. ``prefilled_tokens`` counts the prompt tokens that went
-    through the policy, if the generator knows.
+    through the policy, if the generator knows. ``observations`` are the hidden states at all points that anybody looks
+    at (:attr:`lit_grpo.plugins.Listener.observes`).
     """
 
     num_active: int = 0

@@ -334,8 +334,9 @@ class Looking(Plugin):
     def observes(self) -> ObservationPoint:
         return ObservationPoint(self.at)
 
-    def observe(self, observation: Observation) -> None:
-        self.seen += [(observation.num_tokens, key) for key in observation.keys]
+    def on_step(self, events: StepEvents) -> None:
+        here = [each for each in events.observations if each.num_tokens == self.at]
+        self.seen += [(each.num_tokens, key) for each in here for key in each.keys]
 
 
 class Showing(FakeGenerator):

@@ -17,12 +17,12 @@ from hand_made import make_module
 
 from lit_grpo import methods
 from lit_grpo.callbacks import RolloutScheduler
-from lit_grpo.compatibility import SHARDS, Requirement, check_together
+from lit_grpo.compatibility import REQUIREMENTS, SHARDS, Requirement, check_together
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.methods import make_plugins, shipped
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.tr_dpo import MovingReference
-from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.plugins import GroupBatch, Listener, Plugin
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.rules import RolloutMode
@@ -157,6 +157,11 @@ def test_one_setting_alone_chooses_the_denominator_of_ratios(name: str) -> None:
     assert f"{needs}, but model.objective.proximal sampled sets it; remove" in said
     with pytest.raises(ValueError, match="which both decide which log-probs ratios are taken to"):
         make_plugins(["a3po", "snapshots"])
+
+
+def test_the_seam_is_no_wider_than_it_has_to_be() -> None:
+    members = {name for kind in (Listener, Plugin) for name in [*vars(kind), *kind.__annotations__] if name[0] != "_"}
+    assert len(members) <= 61 and len(REQUIREMENTS) <= 18
 
 
 class OwnBonus(Plugin):

@@ -14,7 +14,7 @@ from test_learner import make_learner, ragged_groups
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline
 from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
-from lit_grpo.rollout.generator import Observation
+from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
 AT = 4
@@ -52,7 +52,8 @@ def show(worker: CrossRolloutBaseline, groups: Sequence[RolloutGroup], shown: np
     worker.on_rollout_start(None)  # pyright: ignore[reportArgumentType]
     here = [not math.isnan(row.sum()) for row in shown]
     chosen = [key for key, is_here in zip(keys, here, strict=True) if is_here]
-    worker.observe(Observation(chosen, AT, shown[here]))
+    elsewhere = Observation(chosen, AT + 1, np.zeros_like(shown[here]))
+    worker.on_step(StepEvents(observations=[elsewhere, Observation(chosen, AT, shown[here])]))
 
 
 def draw(rng: np.random.Generator, prompts: np.ndarray, members: int = 2) -> tuple[list[RolloutGroup], np.ndarray]:

@@ -14,7 +14,7 @@ from lit_grpo.budgets.subsets import nearest_subset
 from lit_grpo.limits import Count, Limit
 from lit_grpo.methods.arrol_head import WINDOW, QualityHead
 from lit_grpo.plugins import AllGather, Answer, GroupBatch, ObservationPoint, Plugin, RunFacts
-from lit_grpo.rollout.generator import Observation, StepEvents
+from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.types import GroupKey, Key, RolloutGroup
 
@@ -73,21 +73,21 @@ class Arrol(Plugin):
         """``at``, where completions wait for each other once the head is proven."""
         return ObservationPoint(self.at, barrier=self.head.proven)
 
-    def observe(self, observation: Observation) -> None:
-        """Note who has come to the point, and what the policy shows of them."""
-        keys = cast("Sequence[Key]", observation.keys)
-        self._arrived += keys
-        for key, row in zip(keys, observation.features, strict=True):
-            self._features.setdefault(key, row)
-
     def on_step(self, events: StepEvents) -> Answer | None:
-        """Note who has ended, and drop members of groups of which now all have ended or come to the point."""
+        """Note who has ended or come to the point; drop members of groups of which all have ended or come to it."""
         if not self._members:  # all requests of the rollout are in flight at its first step
             for request in self._ledger.requests:
                 self._members.setdefault(request.group, []).append(request.key)
             self._awaited = {group: set(keys) for group, keys in self._members.items()}
         self._ended |= {completion.request.key: completion.num_sampled for completion in events.finished}
-        arrived, self._arrived = [*self._arrived, *(each.request.key for each in events.finished)], []
+        arrived: list[Key] = []
+        for each in events.observations:
+            if each.num_tokens == self.at:
+                keys = cast("Sequence[Key]", each.keys)
+                arrived += keys
+                for key, row in zip(keys, each.features, strict=True):
+                    self._features.setdefault(key, row)
+        arrived += [completion.request.key for completion in events.finished]
         dropped: list[Key] = []
         for group in dict.fromkeys(key[:2] for key in arrived):
             awaited = self._awaited.get(group, set())
@@ -175,7 +175,6 @@ class Arrol(Plugin):
         self._members: dict[GroupKey, list[Key]] = {}
         self._features: dict[Key, np.ndarray] = {}  # what the policy showed of each completion at the point, shape (D,)
         self._ended: dict[Key, int] = {}  # with so many tokens
-        self._arrived: list[Key] = []  # at the point, in the step that is being taken
         self._awaited: dict[GroupKey, set[Key]] = {}
         self._dropped: dict[Key, int] = {}  # with so many tokens
         self._would_leave: dict[GroupKey, list[Key]] = {}

@@ -28,7 +28,7 @@ import numpy as np
 
 from lit_grpo.limits import Count
 from lit_grpo.plugins import GroupBatch, ObservationPoint, Plugin, RunFacts
-from lit_grpo.rollout.generator import Observation
+from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths import FORGETTING, Projection, Ridge
 from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
@@ -93,10 +93,12 @@ class CrossRolloutBaseline(Plugin):
         """``at``."""
         return ObservationPoint(self.at)
 
-    def observe(self, observation: Observation) -> None:
-        """Note what the policy shows."""
-        rows = zip(cast("Sequence[Key]", observation.keys), observation.features, strict=True)
-        self._features |= {key: row for key, row in rows if np.isfinite(row).all()}
+    def on_step(self, events: StepEvents) -> None:
+        """Note what the policy shows of completions that have come to the point."""
+        for each in events.observations:
+            if each.num_tokens == self.at:
+                rows = zip(cast("Sequence[Key]", each.keys), each.features, strict=True)
+                self._features |= {key: row for key, row in rows if np.isfinite(row).all()}
 
     def add_members(self, batch: GroupBatch) -> None:
         """Predict from each rollout, once there has been something to learn from; nobody is added."""

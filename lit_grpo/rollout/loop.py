@@ -99,11 +99,9 @@ class RolloutLoop:
         self._ledger = self.buffer.ledger
         self._renewal = self.buffer.renew(self.generator.version)
         self._hearing = {hook: overriding(self.listeners, hook) for hook in ROLLOUT_HOOKS}  # nobody else is called
-        self._observers: dict[int, list[Listener]] = {}  # by the number of tokens at which they look
-        for listener in self._hearing["observes"]:
-            if (point := listener.observes) is not None:
-                self._observers.setdefault(point.num_tokens, []).append(listener)
-        self.generator.feature_points = tuple(sorted({*self.lengths.points, *self.points, *self._observers}))
+        looks = [listener.observes for listener in self._hearing["observes"]]
+        observed = [point.num_tokens for point in looks if point is not None]
+        self.generator.feature_points = tuple(sorted({*self.lengths.points, *self.points, *observed}))
         capacity = self._capacity = self.generator.capacity()
         forks = any(listener.forks for listener in self.listeners)
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
@@ -230,9 +228,6 @@ class RolloutLoop:
         self._capacity = self.generator.capacity()
         finished = ledger.take(events, self._capacity.kv_tokens)
         self.stats.num_preempted += len(events.preempted)
-        for each in events.observations:
-            for listener in self._observers.get(each.num_tokens, ()):
-                listener.observe(each)
         answers = [listener.on_step(events) for listener in self._hearing["on_step"]]
         for completion in finished:
             answers += self._end_turn(completion)
