@@ -22,15 +22,13 @@ from lit_grpo.cli.parsing.fields import Field
 from lit_grpo.cli.parsing.help import SHORT, short_help
 from lit_grpo.cli.parsing.names import with_class_paths
 from lit_grpo.cli.parsing.sentences import did_you_mean, exit_with, near, nearest, shipped, with_paths
+from lit_grpo.tools.commands import TOOLS
 
 _NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
 _CLASS_PATH = re.compile(r"class_path[= ]'([\w.]+)'")
 _NO_CONFIG = re.compile(r'Parser key "config": File does not exist: .*?([^/\']*)\'?$')
 _NO_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
-COMMANDS = (
-    *("fit", "validate", "test", "predict", "doctor", "fit-check", "export", "report", "dashboard", "simulate"),
-    *("serve", "smollm2", "from-trl"),
-)
+COMMANDS = ("fit", "validate", "test", "predict", *TOOLS)
 _KEY = re.compile(r'Parser key "([\w.]+)"')
 
 

@@ -60,24 +60,21 @@ def _check_class(path: str, class_path: str) -> None:
         found = getattr(importlib.import_module(module), name) if module else None
     except (ImportError, AttributeError):  # a value with the name class_path, not a class
         return
-    kinds = KINDS.get(path, (object,))
-    made = found if isinstance(found, type) else _returned(found)
+    made, kinds = found, KINDS.get(path, (object,))
+    if not isinstance(found, type):  # a function makes what its annotation says
+        try:
+            made = get_type_hints(found).get("return")
+        except (TypeError, NameError):
+            made = None
     if not (isinstance(made, type) and issubclass(made, kinds)):
         wanted = f"{' or '.join(kind.__name__ for kind in kinds)} class" if path in KINDS else "class"
         raise ValueError(f"{path} names {class_path!r}, which is no {wanted}; give the path of one.")
 
 
-def _returned(function: Any) -> Any:
-    """Return the annotated return type of a function."""
-    try:
-        return get_type_hints(function).get("return")
-    except (TypeError, NameError):
-        return None
-
-
 def _check_group(path: str, fields: Any) -> None:
     if not isinstance(fields, Mapping | Namespace):
-        raise ValueError(f"{path} is {_shown(fields)}, but it is a group of fields; give these, or leave it out.")
+        shown = "null" if fields is None else f"{fields!r:.80}"
+        raise ValueError(f"{path} is {shown}, but it is a group of fields; give these, or leave it out.")
 
 
 def _check_fields(path: str, fields: Any, kind: Callable[..., Any]) -> None:
@@ -106,10 +103,6 @@ def _check_value(path: str, value: Any, hint: Any) -> None:
             _check_value(f"{path}[{number}]", item, items[0][0])
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else f"{value!r:.80}"
-
-
 def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
     """Refuse settings that Lightning would accept, or would refuse without naming the field.
 
@@ -125,8 +118,21 @@ def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
         check(settings, fits)
 
 
-def _check_places(settings: Mapping[str, Any], fits: bool) -> None:
-    _check_devices(settings["trainer"]["strategy"], settings["trainer"]["accelerator"])
+def _check_devices(settings: Mapping[str, Any], fits: bool) -> None:
+    strategy, accelerator = settings["trainer"]["strategy"], settings["trainer"]["accelerator"]
+    known = ("auto", "ddp", "single_device", "fsdp2", "ray_ddp", "ray_fsdp2")
+    if isinstance(strategy, str) and not strategy.startswith(known):
+        raise ValueError(
+            f"trainer.strategy {strategy!r} is not supported; use auto, or of several devices ddp or fsdp2 (in workers "
+            "of Ray ray_ddp or ray_fsdp2)."
+        )
+    mps = torch.backends.mps.is_available()
+    there = {"gpu": torch.cuda.is_available() or mps, "cuda": torch.cuda.is_available(), "mps": mps}
+    if isinstance(accelerator, str) and not there.get(accelerator, True):
+        built = "" if torch.backends.cuda.is_built() else " (this build of torch is for CPUs alone)"
+        raise ValueError(
+            f"trainer.accelerator is {accelerator!r}, but torch finds no such device here{built}; take cpu, or auto."
+        )
 
 
 def _check_steps(settings: Mapping[str, Any], fits: bool) -> None:
@@ -148,7 +154,13 @@ def _check_wandb(settings: Mapping[str, Any], fits: bool) -> None:
         sentence = f"run.wandb is {wandb}, but wandb is not installed; install lit_grpo[wandb], or leave it out."
         require("wandb", sentence)
     if wandb == "online":
-        _check_login()
+        import wandb as client
+
+        if not client.login(prompt=False):
+            raise ValueError(
+                "run.wandb is online, but W&B knows no API key of yours; run wandb login, or set WANDB_API_KEY, or set "
+                "run.wandb to offline."
+            )
 
 
 def _check_weights_only(settings: Mapping[str, Any], fits: bool) -> None:
@@ -162,7 +174,7 @@ def _check_resuming(settings: Mapping[str, Any], fits: bool) -> None:
 
 
 SETTINGS: tuple[tuple[Callable[[Mapping[str, Any], bool], None], dict[str, Any]], ...] = (
-    (_check_places, {"trainer.strategy": "auto", "trainer.accelerator": "auto"}),
+    (_check_devices, {"trainer.strategy": "auto", "trainer.accelerator": "auto"}),
     (_check_steps, {"trainer.gradient_clip_val": None, "trainer.accumulate_grad_batches": 1}),
     (_check_interval, {"trainer.val_check_interval": None}),
     (_check_wandb, {"run.wandb": "disabled"}),
@@ -170,16 +182,6 @@ SETTINGS: tuple[tuple[Callable[[Mapping[str, Any], bool], None], dict[str, Any]]
     (_check_resuming, {"ckpt_path": None}),
 )
 """The checks of :func:`check_settings`, and values of the same fields with which the rest can be examined."""
-
-
-def _check_login() -> None:
-    import wandb
-
-    if not wandb.login(prompt=False):
-        raise ValueError(
-            "run.wandb is online, but W&B knows no API key of yours; run wandb login, or set WANDB_API_KEY, or set "
-            "run.wandb to offline."
-        )
 
 
 def find_last(settings: Namespace) -> None:
@@ -211,7 +213,11 @@ def check_ckpt_path(path: str, fits: bool) -> None:
             f"There is no checkpoint {path!r}; give the path of one, such as runs/NAME/checkpoints/last.ckpt."
         )
     if is_folder:
-        _check_folder(file)
+        if checkpoints := sorted(str(one) for one in file.glob("*.ckpt")):
+            raise ValueError(
+                f"ckpt_path {str(file)!r} is a folder of checkpoints; give one of them, such as {checkpoints[-1]!r}."
+            )
+        check_folder(file)
     if is_first_rank():  # it checks for all ranks, because the check reads every file
         check_whole(file)
     checkpoint = read_state(file)
@@ -221,28 +227,3 @@ def check_ckpt_path(path: str, fits: bool) -> None:
         )
     if fits:
         check_format(checkpoint)
-
-
-def _check_folder(folder: Path) -> None:
-    there = sorted(str(file) for file in folder.glob("*.ckpt"))
-    if there:
-        raise ValueError(
-            f"ckpt_path {str(folder)!r} is a folder of checkpoints; give one of them, such as {there[-1]!r}."
-        )
-    check_folder(folder)
-
-
-def _check_devices(strategy: Any, accelerator: Any) -> None:
-    known = ("auto", "ddp", "single_device", "fsdp2", "ray_ddp", "ray_fsdp2")
-    if isinstance(strategy, str) and not strategy.startswith(known):
-        raise ValueError(
-            f"trainer.strategy {strategy!r} is not supported; use auto, or of several devices ddp or fsdp2 (in workers "
-            "of Ray ray_ddp or ray_fsdp2)."
-        )
-    mps = torch.backends.mps.is_available()
-    there = {"gpu": torch.cuda.is_available() or mps, "cuda": torch.cuda.is_available(), "mps": mps}
-    if isinstance(accelerator, str) and not there.get(accelerator, True):
-        built = "" if torch.backends.cuda.is_built() else " (this build of torch is for CPUs alone)"
-        raise ValueError(
-            f"trainer.accelerator is {accelerator!r}, but torch finds no such device here{built}; take cpu, or auto."
-        )
