@@ -80,7 +80,7 @@ class RolloutCount:
     Args:
         ledger: The completions in work.
         expected: The mean length of completions in the last rollout; NaN if there was none.
-        began: When the rollout began, in seconds of a clock.
+        began: Time of the rollout's beginning, in seconds of a clock.
         tokens: Tokens that were sampled.
         done: Completions that have ended.
         done_tokens: Sampled tokens of these.

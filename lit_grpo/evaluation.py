@@ -25,9 +25,9 @@ class EvaluationModule(pl.LightningModule):
     """Computes pass@k of held-out prompts, logs the reward functions, and passes rows to a writer.
 
     Args:
-        rewards: The reward functions.
-        pass_at_k: The k of the pass@k reported.
-        pass_threshold: A completion passes when the function of ``pass_reward`` gives at least this.
+        rewards: Reward functions that completions are scored with.
+        pass_at_k: Values of k for which pass@k is logged.
+        pass_threshold: Min reward of a correct completion, by the reward function that ``pass_reward`` names.
         pass_reward: Name of the reward function that decides whether a completion is correct; by default the first. A
             plug-in may provide it.
 

@@ -118,8 +118,8 @@ class GRPOModule(EvaluationModule):
         reference: The reference policy of the KL term: its place in memory.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them; ``selective`` keeps
             the results of matrix products and of attention, and so costs little time.
-        sampling_seed: With the same seed, data and weights a run samples the same completions. The command
-            line takes it from ``seed_everything``.
+        sampling_seed: Seed of sampling: with the same seed, data and weights a run samples the same completions. The
+            command line takes it from ``seed_everything``.
     """
 
     policy: PreTrainedModel

@@ -87,12 +87,12 @@ class Trajectory:
     it, and ``rows`` what it is learnt from in.
 
     Args:
-        token_ids_T: Tensor, array or sequence.
-        logprobs_T: Likewise.
-        versions_T: Likewise.
-        trained_T: Likewise; all that were sampled by default.
-        entropy: See above.
-        contexts: See above; none where every turn was sampled after all that is before it.
+        token_ids_T: Token ids: tensor, array or sequence.
+        logprobs_T: Log-probs of the tokens, in the same form.
+        versions_T: Policy versions that sampled the tokens, in the same form.
+        trained_T: Tokens that are trained on, in the same form; by default all that were sampled.
+        entropy: Mean entropy in nats; NaN if the generator returns none.
+        contexts: Tokens between the prompt and each turn; empty if every turn was sampled after all tokens before it.
     """
 
     __slots__ = (

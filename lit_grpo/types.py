@@ -270,9 +270,9 @@ class Episode(NamedTuple):
         environment: The environment itself; None once a checkpoint has been loaded.
         messages: The conversation after the prompt, each turn and each answer a message.
         kind: The name of the environment's class.
-        reward: What the environment gives to the whole; None where it says nothing.
-        turn_rewards: What each turn earned by itself, where the environment says so.
-        said: What the environment's ``reset`` returned, which stands at the end of the prompt's last user message.
+        reward: Reward that the environment gives to the whole trajectory; None if it gives none.
+        turn_rewards: Reward of each turn by itself, if the environment gives any.
+        said: Text that the environment's ``reset`` returned, which stands at the end of the prompt's last user message.
         asked: The text of the whole prompt with ``said``; empty if ``reset`` returned nothing.
     """
 
@@ -292,15 +292,15 @@ class Completion(Trajectory):
     or ``abort``.
 
     Args:
-        request: What was asked for.
-        token_ids_T: See :class:`Trajectory`.
-        logprobs_T: Likewise.
-        versions_T: Likewise.
-        finish_reason: Why it ended.
+        request: Request that the completion answers.
+        token_ids_T: Token ids, as for :class:`Trajectory`.
+        logprobs_T: Log-probs, as for :class:`Trajectory`.
+        versions_T: Policy versions, as for :class:`Trajectory`.
+        finish_reason: Reason for the end of the completion.
         text: The tokens that were sampled, as text.
-        entropy: See :class:`Trajectory`.
-        trained_T: Likewise.
-        contexts: Likewise.
+        entropy: Mean entropy in nats, as for :class:`Trajectory`.
+        trained_T: Tokens that are trained on, as for :class:`Trajectory`.
+        contexts: Contexts of the turns, as for :class:`Trajectory`.
 
     Attributes:
         episode: What its environment has to say of it, where it has one.
@@ -569,10 +569,10 @@ class GroupBatch:
     """The groups of a batch on this rank, and what a plug-in may go by beside them.
 
     Args:
-        groups: With their rewards.
-        version: Of the policy: how many updates it has had.
-        pass_rule: When a completion passes.
-        all_gather: See :data:`AllGather`.
+        groups: Groups of the batch on this rank, with their rewards.
+        version: Version of the policy: the number of its updates.
+        pass_rule: Rule by which a completion is correct.
+        all_gather: Function that gathers a value of all ranks, :data:`AllGather`.
     """
 
     groups: Sequence[RolloutGroup]

@@ -42,13 +42,13 @@ class Visit:
     """What one visit of a prompt brought: the rewards and lengths of its completions.
 
     Args:
-        prompt_id: Of which prompt.
-        number: Which of its visits.
-        rewards: Of all completions, NaN where none applied.
-        num_passed: How many of them passed.
-        num_tokens: Of all its completions together.
-        version: Of the policy that learns from it.
-        altered: Whether the prompt was asked with something else than its row says.
+        prompt_id: Id of the prompt.
+        number: Number of the visit among those of the prompt.
+        rewards: Rewards of all completions; NaN if no reward function applied.
+        num_passed: Number of correct completions.
+        num_tokens: Number of tokens of all completions together.
+        version: Version of the policy that is trained on the visit.
+        altered: Whether the prompt's text differed from that of its row.
     """
 
     prompt_id: str
@@ -67,19 +67,19 @@ class Record:
     A visit whose prompt was altered shows nothing of the prompt itself, and changes nothing.
 
     Args:
-        num_visits: How many there have been.
-        mean: Of all rewards, each visit counting alike.
-        deviation: Likewise, within visits and between them.
+        num_visits: Number of visits.
+        mean: Mean of all rewards; each visit has the same weight.
+        deviation: Standard deviation of all rewards, within visits and between them.
         num_completions: Completions that were rewarded, the earlier visits' counting half at each new one.
         pass_rate: Share of these that passed.
-        last_pass_rate: Share of the last visit's.
-        mean_tokens: Of these; completions without a reward among them.
+        last_pass_rate: Fraction of the last visit's completions that passed.
+        mean_tokens: Mean number of tokens per completion, including completions without a reward.
         num_easy: Visits in a row, the last one included, with a pass rate of at least ``EASY``.
-        version: Of the policy that learnt from the last one.
-        num_hard: Likewise, with one of at most ``HARD``.
+        version: Version of the policy that was trained on the last visit.
+        num_hard: Visits in a row, the last one included, with a pass rate of at most ``HARD``.
         recent: Outcomes of the last visits, the oldest first: of ``PromptHistory.num_recent``.
-        lengths: Of completions, those that were broken off at what was expected of them; the earlier visits' count
-            half at each new one.
+        lengths: Moments of the logs of completions' lengths. A completion that was cut off counts with its expected
+            length; the earlier visits count half at each new one.
     """
 
     num_visits: int = 0
@@ -136,8 +136,8 @@ class Tally:
     """What a prompt has come to in a rollout.
 
     Args:
-        num_completions: Those that it has had.
-        rewards: Of those that have one.
+        num_completions: Number of completions of the prompt.
+        rewards: Rewards of the completions that have one.
     """
 
     num_completions: int

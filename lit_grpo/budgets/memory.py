@@ -26,15 +26,15 @@ class Remembered:
     """A completion as it is kept.
 
     Args:
-        prompt_id: Of which prompt.
-        visit: At which of its visits it was sampled.
-        path: As which sample of that.
+        prompt_id: Id of the prompt.
+        visit: Number of the visit at which the completion was sampled.
+        path: Place of the completion among the samples of the visit.
         prompt: A checksum of the prompt's tokens, by which other data under the same id are told apart.
-        trajectory: Its tokens, with the log-probs and versions that they were sampled with.
-        finish_reason: Why it ended.
+        trajectory: Tokens of the completion, with the log-probs and versions that they were sampled with.
+        finish_reason: Reason for the end of the completion.
         text: The tokens as text.
-        rewards: What it earned, by reward function.
-        reward: Their weighted sum.
+        rewards: Rewards by reward function.
+        reward: Weighted sum of the rewards.
         oldest: The version of its oldest token.
     """
 
@@ -92,7 +92,7 @@ class CompletionMemory:
     """Completions by prompt, the oldest first; of those with the same tokens the last alone.
 
     Args:
-        kept: How many of a prompt are kept; the oldest is forgotten first.
+        kept: Number of completions per prompt that are kept; the oldest is forgotten first.
         max_age: Policy updates that the oldest token of a completion may lie back.
     """
 

@@ -22,8 +22,8 @@ class PromptChooser:
     """Says of prompts that are due whether they are asked, the same on every rank.
 
     Args:
-        rule: Gives chances (:meth:`lit_grpo.plugins.Plugin.prompt_chance`).
-        seed: Of its draws.
+        rule: Plug-in that gives chances (:meth:`lit_grpo.plugins.Plugin.prompt_chance`).
+        seed: Seed of the draws.
         prompts: All training prompts.
 
     Raises:

@@ -25,7 +25,7 @@ class PromptWriter:
     has no tokens, the very same prompt is returned. The question itself is never cut.
 
     Args:
-        renderer: Renders prompts.
+        renderer: Renderer of the prompts.
         tokenizer: The policy's tokenizer.
         rows: The rows from which prompts are rendered, by the ids of the prompts.
 

@@ -24,7 +24,7 @@ class Card:
     Args:
         title: The first line; an empty title makes no line.
         facts: The facts by name.
-        commands: Each a list of a command and its arguments.
+        commands: Commands to copy, each a list of a command and its arguments.
     """
 
     def __init__(self, title: str, facts: Mapping[str, str], commands: Sequence[Sequence[str]] = ()) -> None:

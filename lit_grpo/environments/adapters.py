@@ -119,7 +119,7 @@ class OpenEnv(_Earning):
     """A session with an OpenEnv server, by its async client (``reset``, ``step``, ``close`` of an ``EnvClient``).
 
     Args:
-        client: Not connected yet; each trajectory has one of its own.
+        client: Client that is not connected yet; each trajectory has one of its own.
         act: Makes the client's action of the text of a turn; a ValueError that it raises is told the policy.
         show: Makes text of an observation.
         columns: The columns of a row that the server's ``reset`` gets, where the row has them.

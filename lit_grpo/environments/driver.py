@@ -30,7 +30,7 @@ class Earlier(NamedTuple):
     Args:
         turns: The tokens of the turns before, as they were sampled, and of what followed each of them.
         text: The text of the sampled tokens.
-        contexts: For each turn and the one that is sampled: the tokens between the prompt and the turn.
+        contexts: Tokens between the prompt and a turn, for each turn and for the one that is sampled.
     """
 
     turns: Trajectory = EMPTY

@@ -18,7 +18,7 @@ class Tool:
     """A function that the policy may call.
 
     Args:
-        name: By which it is called.
+        name: Name by which the policy calls the tool.
         function: The function to call; a method of an environment takes the environment as first argument.
         schema: Schema of the tool for the chat template, ``{"type": "function", "function": {...}}``.
         is_method: Whether the first argument of ``function`` is an environment.

@@ -16,7 +16,7 @@ class Means:
     They are kept in float64 on the host, whatever precision and device a run has. A number that is NaN is left out.
 
     Args:
-        names: All of them; the same on every rank.
+        names: Names of all means; the same on every rank.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

@@ -94,8 +94,8 @@ class RewardRunner(Listener):
 
     Args:
         functions: The reward functions; no two have the same name.
-        on_error: With ``raise``, :meth:`gather` raises a :class:`RewardError`. With ``none``, the function counts as
-            not applying to the rollout that it failed on.
+        on_error: Handling of a function that fails: with ``raise``, :meth:`gather` raises a :class:`RewardError`; with
+            ``none``, the function counts as not applying to the rollout that it failed on.
         timeout_s: The most seconds that one call may take; ``null`` is no limit.
         num_workers: Number of threads that call reward functions which are not ``async``.
     """

@@ -49,7 +49,7 @@ class Renewal:
 
     Args:
         num_discarded: Tokens that were lost.
-        num_continued: Tokens that stay.
+        num_continued: Number of tokens that stay.
         unscored: Groups of a checkpoint that are whole and are to be scored.
     """
 
@@ -67,7 +67,7 @@ class RolloutBuffer:
     releases, what is given out stays in the buffer until it has been :meth:`learnt` from.
 
     Args:
-        rule: When groups are released.
+        rule: Rule by which groups are released.
 
     Attributes:
         ledger: The unfinished requests of all groups.

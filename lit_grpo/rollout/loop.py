@@ -44,12 +44,12 @@ class RolloutLoop:
     Args:
         generator: Decodes; started, and with weights loaded.
         buffer: Owns the groups; a buffer of its own by default.
-        plan: What :func:`lit_grpo.scheduling.plans.plan.find_plan` takes.
-        lengths: What the plan and the memory are told of lengths; it is told what happens, and learns from it once its
+        plan: Scheduling policy, as :func:`lit_grpo.scheduling.plans.plan.find_plan` takes it.
+        lengths: Lengths that the plan and the memory use. They observe what is decoded, and are fitted to it once
             ``end(commit=True)`` is called.
         listeners: Hear what happens, in this order.
-        points: Where there are more completions than slots, all are decoded to so many tokens before any goes on
-            (:func:`lit_grpo.scheduling.plans.plan.make_queues`): numbers of tokens, ascending, or none to do without.
+        points: Numbers of tokens, ascending, to which all completions are decoded before any continues, if there are
+            more completions than slots (:func:`lit_grpo.scheduling.plans.plan.make_queues`); empty for none.
     """
 
     def __init__(

@@ -27,8 +27,9 @@ class RolloutPump(Listener):
     As a listener of its loop it has groups scored when they are complete; :meth:`take` waits for their rewards.
 
     Args:
-        rewards: Scores groups.
-        drains: What is being decoded at a stop ends before it, and nothing else begins; else it is set aside.
+        rewards: Runner of the reward functions, which scores groups.
+        drains: Whether completions that are being decoded at a stop end before it, while nothing else begins; if not,
+            they are preempted.
 
     Attributes:
         waited_s: Seconds that were spent in waiting for it, since the last :meth:`start`.

@@ -107,12 +107,12 @@ class RolloutSession:
         session.close()
 
     Args:
-        plugins: By name, as :func:`lit_grpo.methods.make_plugins` returns them.
-        plan: What :func:`lit_grpo.scheduling.plans.plan.find_plan` takes.
-        predict_lengths: Whether lengths of completions are learnt.
-        prediction_points: After how many tokens the policy's hidden state is looked at.
-        min_correlation: From which rank correlation on predictions are followed.
-        probe_tokens: See :class:`lit_grpo.callbacks.RolloutScheduler`.
+        plugins: Plug-ins by name, as :func:`lit_grpo.methods.make_plugins` returns them.
+        plan: Scheduling policy, as :func:`lit_grpo.scheduling.plans.plan.find_plan` takes it.
+        predict_lengths: Whether lengths of completions are predicted.
+        prediction_points: Numbers of tokens after which a length is predicted from the policy's hidden state.
+        min_correlation: Min rank correlation at which predictions are used.
+        probe_tokens: Number of tokens of a probe, as for :class:`lit_grpo.callbacks.RolloutScheduler`.
 
     Raises:
         ValueError: The plan does not exist, or the points do not fit.

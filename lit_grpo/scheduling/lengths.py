@@ -55,8 +55,8 @@ class LengthPredictor:
     ``min_correlation``, and of twice the standard error that it has by chance with as many groups.
 
     Args:
-        points: After how many tokens features are observed, ascending; 0 is the last position of the prompt.
-        num_scalars: How many columns at the end of the features are no hidden state (mean log-prob, entropy);
+        points: Numbers of tokens after which features are observed, ascending; 0 is the last position of the prompt.
+        num_scalars: Number of columns at the end of the features that are no hidden state (mean log-prob, entropy);
             these are not projected.
         min_correlation: The rank correlation from which on predictions are worth following.
         max_tokens: The limit of completions, where it is known, to check ``points`` against.
@@ -425,7 +425,7 @@ class Ridge:
     learnt (without it, the rank correlation after 8 tokens is 0.02 less).
 
     Args:
-        between: See above.
+        between: Number of rows that the differences between groups count as, per group, at most.
     """
 
     def __init__(self, between: float) -> None:
@@ -484,7 +484,8 @@ class Projection:
     all columns where that is larger. So a few outlying dimensions do not drown the others.
 
     Args:
-        num_columns: How many columns are left at most, the scalars among them. What has no more is not projected.
+        num_columns: Max number of columns after the projection, including the scalars. Features with no more columns
+            are not projected.
         num_scalars: The last so many columns are passed on as they are.
     """
 

@@ -13,8 +13,8 @@ class MemoryAmount:
     """An amount of memory: ``"2.5GiB"``, a share of what is free such as ``"60%"``, or ``"auto"``.
 
     Args:
-        text: What the user says.
-        field: Where the user says it, for messages.
+        text: Amount as the user writes it.
+        field: Name of the setting, for messages.
 
     Raises:
         ValueError: It is none of these, or nothing.

@@ -38,13 +38,13 @@ class Timeline:
     """What one plan did.
 
     Args:
-        title: Stands above it.
-        name: Stands in the legend of the curves.
-        spans: Who decoded when.
+        title: Title above the timeline.
+        name: Name in the legend of the curves.
+        spans: Spans in which slots decode a completion.
         kv: Times and the KV tokens held at each, both of shape (times,), where they are known.
         kv_limit: KV tokens that there is memory for, where there is a limit.
-        phases: What came beside decoding.
-        prefills: When prompts were prefilled.
+        phases: Phases other than decoding.
+        prefills: Times of the prefills of prompts.
     """
 
     title: str

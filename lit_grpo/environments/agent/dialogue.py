@@ -26,9 +26,9 @@ class Refused(Exception):
     """A refused request of an agent, with the reason and the remedy.
 
     Args:
-        sentence: For the agent's author.
+        sentence: Error message for the agent's author.
         code: Error code, one word.
-        status: Of HTTP. Clients of ``openai`` send a 409 again, so that there is none.
+        status: Status of the HTTP answer. Clients of ``openai`` repeat a request after a 409, so 409 is never sent.
     """
 
     def __init__(self, sentence: str, code: str = "invalid_request", status: int = 400) -> None:
@@ -41,7 +41,7 @@ class Reply(NamedTuple):
 
     Args:
         before: The tokens that it was sampled after, those of the prompt among them.
-        token_ids: As they were sampled.
+        token_ids: Token ids of the reply, as they were sampled.
         logprobs: Log-probs of the tokens, in nats.
         message: The tokens as a message; arguments of tool calls are dicts.
         finish_reason: ``stop``, or ``length`` where the trajectory has no room left.

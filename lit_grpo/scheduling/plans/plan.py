@@ -38,9 +38,9 @@ class Queue:
     there are new jobs.
 
     Args:
-        lengths: What is thought of the lengths; where they are not informative, the order is that of arrival.
-        num_slots: Slots that are to be filled.
-        order: How jobs are ordered by length; None for the order of arrival.
+        lengths: Predicted lengths; if they are not informative, the order is that of arrival.
+        num_slots: Number of slots to fill.
+        order: Order of jobs by length; None for the order of arrival.
     """
 
     def __init__(self, lengths: Lengths, num_slots: int, order: Order | None = None) -> None:
