@@ -132,7 +132,7 @@ class RolloutScheduler(pl.Callback):
         return parts
 
     def state_dict(self) -> dict[str, Any]:
-        """What the session keeps; all ranks ask together."""
+        """Return the state of the session; all ranks call together."""
         return self.session.state_dict(Ranks())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -457,7 +457,7 @@ class GRPOModule(EvaluationModule):
         check_base(checkpoint, self._base, recorded_name(self.policy_name, self._continues), self.policy_dtype)
 
     def _kept(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a checkpoint has of the weights: all of them, or with adapters what is trained."""
+        """Return the weights that a checkpoint has: all of them, or with adapters what is trained."""
         kept = without_quant_states(state_dict)
         return kept if self._base is None else without_frozen(self, kept)
 
@@ -532,7 +532,7 @@ class GRPOModule(EvaluationModule):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What takes the optimizer's steps."""
+        """The optimizer that takes the steps."""
         return cast("LightningOptimizer", self.optimizers()).optimizer
 
     def take_step(self, scale: float = 1.0) -> float:

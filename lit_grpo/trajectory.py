@@ -69,7 +69,7 @@ def _tensor(values_T: np.ndarray) -> torch.Tensor:
 
 
 class Trajectory:
-    """What follows a prompt: tokens with their log-probs, in segments that say where they come from.
+    """Tokens after a prompt with their log-probs, in segments that say where they come from.
 
     ``token_ids_T`` (int64), ``logprobs_T`` (float32, of the distribution that was sampled from; 0 where observed),
     ``versions_T`` (int64, the policy version that sampled each token, or ``OBSERVED``) and ``trained_T`` (bool, whether

@@ -1,4 +1,4 @@
-"""What flows through one training iteration, from prompt to rollout group.
+"""Data types of one training iteration, from prompt to rollout group.
 
 Dimension legend, used as a suffix on tensors everywhere (``rewards_PG``, ``logprobs_BT``):
 
@@ -264,7 +264,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Episode(NamedTuple):
-    """What an environment has to say of a completion of several turns.
+    """Answer of an environment to a completion of several turns.
 
     Args:
         environment: The environment itself; None once a checkpoint has been loaded.
@@ -355,7 +355,7 @@ class Observation:
 
 @dataclass
 class StepEvents:
-    """What a step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the completions that finished.
+    """Result of a decode step: ``num_tokens`` new tokens in ``num_active`` slots, and the completions that finished.
 
     ``num_steps`` is above 1 if the generator took several decode steps in which nothing finished. ``preempted`` are
     requests that had to leave because memory was short, with their tokens as prefixes; they can be submitted again.

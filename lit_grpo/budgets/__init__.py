@@ -1,1 +1,1 @@
-"""What is spent on which prompt: who is asked, how many completions each gets, and what earlier visits have shown."""
+"""Budgets of prompts: the choice of prompts, the number of completions of each, and the memory of earlier visits."""

@@ -1,4 +1,4 @@
-"""How many completions each prompt gets: divided beforehand by what is known of it, or in rounds by what has come."""
+"""Number of completions of each prompt: divided beforehand by its history, or in rounds by the rewards so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AtLeastTwo = Annotated[int, Limit(ge=2, remedy="one completion shows no differen
 @final
 @dataclass
 class Replacement(Plugin):
-    """How many further prompts are asked in place of groups without signal.
+    """Number of further prompts that are asked in place of zero-variance groups.
 
     A group that is flat after its last round is left out of the update, and another prompt is asked in the same
     rollout, as long as there are any.

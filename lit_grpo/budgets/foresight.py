@@ -1,4 +1,4 @@
-"""What of a prompt's next round is certain before the last one is whole."""
+"""Lower bound on the completions a prompt's next round needs, before all rewards of the last round are known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_LEFT = 8
 
 
 class Foresight:
-    """What is certain of a prompt's next round while some completions of the last one have no reward yet.
+    """Lower bound on a prompt's next round while some completions of the last round have no reward yet.
 
     Each of those can pass, fail, or get no reward at all; the fewest that a rule then asks for are certain.
 

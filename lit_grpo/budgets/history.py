@@ -1,4 +1,4 @@
-"""What earlier visits of each prompt have shown: one memory for advantages, budgets and the choice of prompts."""
+"""Results of earlier visits of each prompt: one memory for advantages, budgets and the choice of prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LengthMoments(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one visit of a prompt showed: the share that passed, and the version of the policy that learnt from it."""
+    """Result of one visit of a prompt: the fraction that passed, and the version of the policy trained on it."""
 
     version: int
     pass_rate: float
@@ -39,7 +39,7 @@ NO_LENGTHS = LengthMoments()
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What one visit of a prompt brought: the rewards and lengths of its completions.
+    """Rewards and lengths of the completions of one visit of a prompt.
 
     Args:
         prompt_id: Id of the prompt.
@@ -62,7 +62,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the visits of a prompt have shown so far; a visit without a reward does not count.
+    """Results of the visits of a prompt so far; a visit without a reward does not count.
 
     A visit whose prompt was altered shows nothing of the prompt itself, and changes nothing.
 
@@ -133,7 +133,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Tally:
-    """What a prompt has come to in a rollout.
+    """Completions and rewards of a prompt in a rollout so far.
 
     Args:
         num_completions: Number of completions of the prompt.

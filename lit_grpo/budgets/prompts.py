@@ -1,4 +1,4 @@
-"""Who is asked: which of the prompts that are due get a rollout, by what their earlier visits have shown."""
+"""Choice of prompts: the due prompts that get a rollout, by the results of their earlier visits."""
 
 from __future__ import annotations
 

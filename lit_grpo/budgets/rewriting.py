@@ -1,4 +1,4 @@
-"""What prompts are asked with, where that is not what their rows say."""
+"""Prompts whose text differs from that of their rows, such as with a hint."""
 
 from __future__ import annotations
 

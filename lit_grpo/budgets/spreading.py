@@ -1,4 +1,4 @@
-"""Which rank gets which prompts."""
+"""Distribution of prompts over ranks."""
 
 from __future__ import annotations
 

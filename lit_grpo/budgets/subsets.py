@@ -1,4 +1,4 @@
-"""Which members of a group stay in it."""
+"""Choice of the completions that stay in a group."""
 
 from __future__ import annotations
 

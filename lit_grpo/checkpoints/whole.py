@@ -1,4 +1,4 @@
-"""Whether a checkpoint is undamaged: the checksums in its archives are right, and its weights are finite."""
+"""Check that a checkpoint is undamaged: the checksums in its archives are right, and its weights are finite."""
 
 from __future__ import annotations
 

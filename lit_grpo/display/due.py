@@ -1,4 +1,4 @@
-"""Whether something that is shown every few updates is due."""
+"""Decision when something that is shown every few updates is due."""
 
 
 def is_due(every_n_updates: int, before: int, after: int) -> bool:

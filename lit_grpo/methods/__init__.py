@@ -1,4 +1,4 @@
-"""Which methods ship, one file a paper or family, each built on the seam of :mod:`lit_grpo.plugins` alone.
+"""Methods that ship, one file per paper or family, each built only on the extension points of :mod:`lit_grpo.plugins`.
 
 A file has a ``PLUGINS`` table of its plug-ins by name. Deleting the file removes the method, and nothing else changes.
 ``environments`` and ``agent`` have a package of their own, :mod:`lit_grpo.environments`, and plans of papers have

@@ -1,4 +1,4 @@
-"""How likely a completion is to succeed, by what the policy shows of it midway: learnt online."""
+"""Prediction of a completion's success from the policy's hidden states midway, fitted online."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plug-ins have in common whose completions begin within others."""
+"""Base class of plug-ins whose completions branch from others."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Curriculum(Plugin):
         return {name: float(value) for name, value in state.items()}
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """See above: 1 at the level of the prompt's task, and else 0."""
+        """Return 1 at the level of the prompt's task, and else 0."""
         return float(prompt.columns["level"] == state[f"level/{_task(prompt)}"])
 
     def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:

@@ -91,13 +91,13 @@ class Uniform(Divided):
             super().check(run)
 
     def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
-        """See above."""
+        """Return the number of completions of each prompt in the first round."""
         if self.budget or self.tokens:
             return super().first_round(records, num_generations, num_prompts)
         return [num_generations] * len(records)
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
-        """See above."""
+        """Return the number of completions of each prompt within the budget."""
         return proportional(np.ones(len(rates)), costs, budget, self.least, most)
 
 
@@ -106,7 +106,7 @@ class Proportional(Divided):
     """In proportion to the variance of a prompt's rewards, ``p (1 - p)``, within ``least`` and ``most``."""
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
-        """See above."""
+        """Return the number of completions of each prompt within the budget."""
         return proportional(rates * (1 - rates), costs, budget, self.least, most)
 
 

@@ -62,12 +62,12 @@ class DynamicsPredictive(Plugin):
 
     @property
     def prompt_candidates(self) -> int:
-        """See above."""
+        """Return ``candidates``."""
         return self.candidates
 
     @property
     def num_recent(self) -> int | None:
-        """See above."""
+        """Return the number of last visits of which more than half a percent is left; None for all."""
         return None if self.decay == 1 else math.ceil(math.log(NEGLIGIBLE) / math.log(self.decay))
 
     def prompt_state(self, prompts: Sequence[Prompt]) -> State:
@@ -75,7 +75,7 @@ class DynamicsPredictive(Plugin):
         return {"learnt_version": -1.0, "partly_expected": 0.0, "partly_passed": 0.0}
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """See above; 1 of each prompt where there is nothing to choose among."""
+        """Return the belief that a prompt is passed in part; 1 if there is nothing to choose among."""
         return 1.0 if self.candidates == 1 else self._partly(record.recent, state)
 
     def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:

@@ -138,7 +138,7 @@ def step_signals(sequences: Sequence[np.ndarray], rewards: Sequence[float]) -> l
 
 @dataclass
 class _Tree:
-    """What has ended of a tree, each with the number of tokens that it began with, and how many have not."""
+    """Ended completions of a tree, each with the number of tokens that it began with, and the number of others."""
 
     ended: list[tuple[Completion, int]] = field(default_factory=list)
     num_awaited: int = 1

@@ -16,7 +16,7 @@ from lit_grpo.types import PassRule, Prompt, RolloutGroup
 
 
 class HintVisit(NamedTuple):
-    """What one visit of a prompt brought, with which share of a hint; only finite rewards count."""
+    """Result of one visit of a prompt, and the fraction of the hint that it had; only finite rewards count."""
 
     prompt_id: str
     share: float
@@ -26,7 +26,7 @@ class HintVisit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HintRecord:
-    """What the visits of a prompt have shown so far; a visit without a reward does not count.
+    """Results of the visits of a prompt so far; a visit without a reward does not count.
 
     Args:
         num_unsolved: Visits without a hint that nobody passed, one after another, up to the last visit.
@@ -49,7 +49,7 @@ class HintRecord:
 
 @dataclass
 class Hint(Plugin):
-    """Which prompts get a hint, how much of it, and its text: here none.
+    """Base class of rules that give prompts a hint, which choose the prompts, the fraction and the text: here none.
 
     Once nobody has passed a prompt at ``after`` visits one after another, it is asked with a share ``begin`` of its
     hint. After a visit with a hint that somebody passed, the share falls by ``step``, and after one that nobody passed

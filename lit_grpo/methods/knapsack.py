@@ -15,7 +15,7 @@ from lit_grpo.methods.divided import Divided
 
 @dataclass
 class Knapsack(Divided):
-    """What mixed prompts need, divided by worth, and the rest for unsolved ones (Knapsack RL, arXiv 2509.25849).
+    """Completions by worth for mixed prompts, and the rest for unsolved ones (Knapsack RL, arXiv 2509.25849).
 
     N completions of a prompt that passes at rate p are worth ``(1 - p^N - (1 - p)^N) p (1 - p)^2``: the chance that not
     all are alike, times what the policy learns then. It is concave in N, so giving one completion after another to
@@ -35,7 +35,7 @@ class Knapsack(Divided):
     """Chance, between 0 and 1, that the completions which a mixed prompt is taken to need differ in outcome."""
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
-        """See above."""
+        """Return the number of completions of each prompt within the budget."""
         counts = np.full(len(rates), self.least)
         mixed, unsolved = (rates > 0) & (rates < 1), rates == 0
         if unsolved.any():

@@ -1,4 +1,4 @@
-"""What a turn earned by itself counts beside the outcome (MT-GRPO, arXiv 2505.11821).
+"""Rewards of single turns count beside the reward of the outcome (MT-GRPO, arXiv 2505.11821).
 
 The t-th turn of a completion has ``A_t = A_outcome + weight A_turn``. A_outcome is the advantage of its rollout, as the
 run's estimator makes it (the paper's is ``grpo``). A_turn is what the turn earned (``Rollout.turn_rewards``), less the

@@ -155,7 +155,7 @@ class NormTest(Ruled):
     """Largest noise of a gradient, as a fraction of its norm; the smaller, the larger are the batches."""
 
     def size(self, signal: float, noise: float, now: int, began: int) -> float:
-        """See above."""
+        """Return the number of prompts of the next batch, over all ranks."""
         wanted = math.ceil(noise / (self.eta**2 * (signal + noise / now)))
         return max(now, min(wanted, self.most))
 
@@ -188,7 +188,7 @@ class Goodput(Ruled):
         check_order(self, "least", "most")
 
     def size(self, signal: float, noise: float, now: int, began: int) -> float:
-        """See above."""
+        """Return the number of prompts of the next batch, over all ranks."""
         scale = self.calibration * noise / signal
         sizes = [began * 2.0**power for power in range(-20, 21)]
         sizes = [size for size in sizes if self.least <= size <= self.most] or [now]

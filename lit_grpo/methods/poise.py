@@ -40,7 +40,7 @@ BETWEEN = 100.0  # rows as which what lies between groups counts: all of it, for
 
 
 class Row(NamedTuple):
-    """What is learnt from one rollout: its features, None where it was not looked at, and what the others earned."""
+    """Training row of one rollout: its features, None if it was not observed, and the rewards of the others."""
 
     features: np.ndarray | None
     others: float

@@ -23,7 +23,7 @@ from lit_grpo.types import PassRule, Request, Rollout, RolloutGroup
 
 @dataclass
 class Replay(Plugin):
-    """Which successes of earlier visits take part in a prompt's group, and how many.
+    """Correct completions of earlier visits that are replayed in a prompt's group.
 
     What a batch brings is remembered once it has been learnt from, so that a batch that is broken off and sampled again
     ends the same; the memory is the same on every rank. Of completions with the same tokens the last is remembered

@@ -181,7 +181,7 @@ def _hashed(numbers: np.ndarray) -> np.ndarray:
 
 
 class Row(NamedTuple):
-    """What is learnt from an anchor of a member: whether this passed."""
+    """Training row of an anchor of a completion: its features, and whether the completion passed."""
 
     features: np.ndarray
     passed: bool

@@ -1,4 +1,4 @@
-"""What turns earned by themselves, for plug-ins that give turns advantages of their own."""
+"""Rewards of single turns, for plug-ins that give turns advantages of their own."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ class UncertainMore(Plugin):
     """Weight of the second term."""
 
     def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
-        """See above."""
+        """Return the number of completions of each prompt in the first round."""
         return [self._base(num_generations)] * len(records)
 
     def shared_round(self, tallies: Sequence[Tally], num_rounds: int, num_generations: int) -> list[int]:
-        """See above."""
+        """Return the number of further completions of each prompt; all 0 end the rounds."""
         base, number = self._base(num_generations), len(tallies)
         if num_rounds >= self.phases:
             return [0] * number

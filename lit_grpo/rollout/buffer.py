@@ -27,7 +27,7 @@ from lit_grpo.types import (
 
 @dataclass
 class _Open:
-    """What has ended of a group; what is unfinished of it is in the ledger."""
+    """Ended completions of an unfinished group; the others are in the ledger."""
 
     prompt: Prompt
     completions: dict[SamplePath, Completion] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Open:
 
 @dataclass(frozen=True)
 class Renewal:
-    """What a buffer made of its open groups for another policy.
+    """Result of renewing a buffer's unfinished groups for another policy.
 
     Args:
         num_discarded: Tokens that were lost.

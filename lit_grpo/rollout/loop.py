@@ -394,7 +394,7 @@ class RolloutLoop:
 
 @dataclass
 class RolloutStats:
-    """What one rollout cost.
+    """Cost of one rollout.
 
     ``num_preempted`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
     it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts were

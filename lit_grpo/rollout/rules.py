@@ -15,7 +15,7 @@ Leftovers = Literal["finish", "keep", "discard"]
 
 @dataclass(frozen=True)
 class ReleaseRule:
-    """What a buffer waits for, and what becomes of what is unfinished then."""
+    """Condition for a release of the buffer, and the handling of unfinished requests at a release."""
 
     num_groups: int | None = None
     """Number of complete groups that a release waits for; None for all that are unfinished."""
@@ -60,7 +60,7 @@ LACKING = {
 @final
 @dataclass
 class RolloutMode(Plugin):
-    """How rollouts and updates take turns: by default one batch is sampled completely, and then trained on.
+    """Rollout mode, the order of rollouts and updates: by default one batch is sampled completely, and then trained on.
 
     A *batch* is ``data.batch_size`` prompts with ``model.num_generations`` completions each. A mode is data: a mode of
     your own sets other values, as in ``{lit_grpo.rollout.rules.RolloutMode: {leftovers: keep, max_staleness: 4}}``.

@@ -48,7 +48,7 @@ BATCH_HOOKS = ("on_batch_start", "observes", "add_members", "metrics", "on_updat
 
 
 class Run(Protocol):
-    """What a session needs of the run whose batches it fills; :class:`lit_grpo.module.GRPOModule` is one."""
+    """Interface of the run whose batches a session fills; :class:`lit_grpo.module.GRPOModule` is one."""
 
     generator: Generator
     sampling: SamplingParams
@@ -65,7 +65,7 @@ class Run(Protocol):
 
 
 class PromptSource(Protocol):
-    """Where a session takes further prompts from; :class:`lit_grpo.data.loaders.PromptLoader` is one."""
+    """Source of a session's further prompts; :class:`lit_grpo.data.loaders.PromptLoader` is one."""
 
     chooser: PromptChooser | None
     batch_size: int

@@ -1,4 +1,4 @@
-"""What is decoded next. Pure: no torch, no lightning, no transformers."""
+"""Scheduling of completions. Pure: no torch, no lightning, no transformers."""
 
 from lit_grpo.scheduling.jobs import Job, Lengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout, Pieces

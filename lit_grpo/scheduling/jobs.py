@@ -1,4 +1,4 @@
-"""What plans know of a completion before it is there, and what they are told about lengths."""
+"""Jobs, the completions that plans order, and the lengths that plans use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
 @dataclass(frozen=True)
 class PredictedRollout:
-    """What was predicted of a rollout's jobs, and what they came to.
+    """Predicted and actual lengths of a rollout's jobs.
 
     ``said`` has, for each of ``points``, the total tokens predicted when a job had so many, float64, shape (jobs,
     points); NaN where it did not get there or nothing was said. ``totals`` are 0 of jobs that have not ended;
@@ -44,7 +44,7 @@ class PredictedRollout:
 
 
 class Lengths(Protocol):
-    """What is thought of the lengths of completions."""
+    """Predicted lengths of completions."""
 
     @property
     def revision(self) -> int:

@@ -1,4 +1,4 @@
-"""How keys and values lie in memory, counted in tokens: what a prompt takes, and what a completion."""
+"""Layouts of the KV cache, counted in tokens: the memory of a prompt, and that of a completion."""
 
 from __future__ import annotations
 

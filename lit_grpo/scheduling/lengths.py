@@ -1,4 +1,4 @@
-"""How long completions are going to be: the prompt's mean, one ridge, and a probe within groups, learnt online."""
+"""Prediction of lengths: the prompt's mean, one ridge regression, and a probe within groups, fitted online."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory keys and values may take: from what the user says to KV tokens."""
+"""Memory of the KV cache: from the user's setting to a number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a rollout to draw it later: a line of ``timeline.jsonl``."""
+"""Record of a rollout to draw it later: a line of ``timeline.jsonl``."""
 
 from __future__ import annotations
 

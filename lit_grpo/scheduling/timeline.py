@@ -26,7 +26,7 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.2, 1.5, 1.2)))
 
 
 class Phase(NamedTuple):
-    """What a run did from ``start`` to ``end`` when nothing was decoded."""
+    """Phase of a run from ``start`` to ``end`` in which nothing was decoded."""
 
     name: str
     start: float
@@ -35,7 +35,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one plan did.
+    """Timeline of one plan.
 
     Args:
         title: Title above the timeline.

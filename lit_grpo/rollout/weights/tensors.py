@@ -1,4 +1,4 @@
-"""What a generator says of weights that were sent to it, and the proof that they arrived."""
+"""Report of a generator on weights that were sent to it, and the verification that they arrived."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Versioned:
 
 @dataclass
 class SyncReport:
-    """What a generator holds after a sync.
+    """Report of the weights that a generator holds after a sync.
 
     ``digests`` has the digest of each tensor as the receiving side holds it, by the policy's name for the tensor;
     ``num_bytes`` is what travelled, and ``changed_share`` the share of all elements that were sent.

@@ -111,7 +111,7 @@ class ProbeChoice:
 
 @dataclass(frozen=True)
 class RolloutCount:
-    """What a rollout takes: decode steps, how often a job is parked, and how often what it had is computed again."""
+    """Cost of a rollout: decode steps, pauses of jobs at the probe, and recomputations of paused jobs."""
 
     steps: int
     parked: int
