@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplePath
     from lit_grpo.update.advantages.estimator import GroupRewards
     from lit_grpo.update.objective.tokens import Tokens
-    from lit_grpo.update.plugin import Chunk, LearningBatch, SquaredNorm, Term, TrainingRun, Visit
+    from lit_grpo.update.plugin import Chunk, LearningBatch, OptimizerStep, Term, TrainingRun, Visit
 
 Kind = TypeVar("Kind", bound="Listener")
 
@@ -209,7 +209,7 @@ class Plugin(Listener):
     batch (:meth:`choose_from_batch`), and turns or tokens get advantages of their own (:meth:`credit`). At each
     optimizer step tokens are chosen (:meth:`token_mask`, :meth:`token_weights`) and long completions are cut
     (:meth:`chunks`), the loss gets a further term (:meth:`loss_term`), norms of the gradient are measured
-    (:meth:`measured`), by which the size of batches may change (:meth:`batch_size`), and the learning rate of the step
+    (:attr:`num_parts`), by which the size of batches may change (:meth:`batch_size`), and the learning rate of the step
     is scaled (:meth:`step_scale`).
 
     Attributes:
@@ -595,11 +595,11 @@ class Plugin(Listener):
 
     @property
     def num_parts(self) -> int:
-        """In how many parts of its prompts a step's gradient is added up, for :meth:`measured`."""
-        return 1
+        """In how many parts of its prompts a step's gradient is added up, to measure its norm after each of them.
 
-    def measured(self, norms: Sequence[SquaredNorm]) -> None:
-        """A step's gradient has been added up; its norms after each part, and of the whole, on all ranks alike."""
+        :meth:`on_optimizer_step` gets the norms. No norm is measured if no plug-in overrides this.
+        """
+        return 1
 
     def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
         """Return the factor of the learning rate of a step; several plug-ins' factors are multiplied.
@@ -613,14 +613,8 @@ class Plugin(Listener):
         """
         return 1.0
 
-    def on_optimizer_step(self, version: int, entropy: float) -> None:
-        """An optimizer step has been taken; all ranks call it.
-
-        Args:
-            version: Number of optimizer steps that the policy has had, with this one.
-            entropy: Mean entropy of the tokens that the step trained on, over all ranks, in nats; NaN if there are
-                none, or if loss or gradient are not finite, so that the step changed no weight.
-        """
+    def on_optimizer_step(self, step: OptimizerStep) -> None:
+        """An optimizer step has been taken; all ranks call it."""
 
     # ---- checkpoints, and the end ---------------------------------------------------------------------
 
@@ -688,7 +682,7 @@ DECISIONS = (
     Decision("what is added to the objective's loss", ("loss_term",)),
     Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs"), replaces=DENOMINATOR),
     Decision("how much the entropy bonus counts", ("entropy_coefficient",), replaces=ENTROPY_COEFFICIENT),
-    Decision("how many prompts a batch has", ("measured", "batch_size")),
+    Decision("how many prompts a batch has", ("num_parts", "batch_size")),
 )
 UPDATE_HOOKS = (
     "choose_rollouts",
@@ -704,7 +698,7 @@ UPDATE_HOOKS = (
     "proximal_logprobs",
     "token_metrics",
     "entropy_coefficient",
-    "measured",
+    "num_parts",
     "step_scale",
     "on_train_start",
     "on_optimizer_step",

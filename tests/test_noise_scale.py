@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import SquaredNorm
+from lit_grpo.update.plugin import OptimizerStep, SquaredNorm
 
 SETTINGS: dict[str, Any] = {
     "objective": Objective(),
@@ -87,8 +88,8 @@ class Hearing(Plugin):
     def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
         return self.scale
 
-    def measured(self, norms: Sequence[SquaredNorm]) -> None:
-        self.heard.append([*norms])
+    def on_optimizer_step(self, step: OptimizerStep) -> None:
+        self.heard.append([*step.norms])
 
 
 REWARDS = [[1.0, 0.0, 0.0], [1.0, 1.0], [0.0, 1.0, 1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
@@ -137,7 +138,7 @@ def fed(rule: NoiseScale, signal: float, noise: float, prompts: int = 8, steps: 
     sizer.batch_size(prompts)
     for _ in range(steps):
         half, whole = (SquaredNorm(a * signal + c * noise, a, c) for a, c in ((0.25, 1 / 16), (1.0, 1 / 8)))
-        sizer.measured([half, whole])
+        sizer.on_optimizer_step(OptimizerStep(1, 0.5, [half, whole]))
         sizer.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own] * ranks))
     return sizer
 
@@ -218,8 +219,7 @@ def test_what_it_needs_of_a_run_is_told(part: Requirement, sentence: str) -> Non
     RolloutSession(make_plugins(["noise_scale"])).check(facts, [])
     with pytest.raises(ValueError, match=rf"^rollout\.plugins noise_scale needs {sentence}"):
         RolloutSession(make_plugins(["noise_scale"])).check(facts, [part])
-    facts.updates_per_batch = 2
     with pytest.raises(ValueError, match=r"noise_scale: it needs one optimizer step on each batch, and .* takes 2"):
-        RolloutSession(make_plugins(["noise_scale"])).check(facts, [])
+        RolloutSession(make_plugins(["noise_scale"])).check(replace(facts, updates_per_batch=2), [])
     with pytest.raises(ValueError, match="norm_test and goodput, which both decide how many prompts a batch has"):
         make_plugins(["norm_test", "goodput"])

@@ -21,6 +21,7 @@ from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.recipes import RECIPES
 from lit_grpo.update.objective.tokens import StepTotals, Tokens, entropy_threshold, on_policy_completions, spread
+from lit_grpo.update.plugin import OptimizerStep
 
 EVERYTHING: dict[str, Any] = {
     "kl": KLTerm(0.1, "k2", importance_weighted=True),
@@ -270,7 +271,7 @@ def test_the_entropy_coefficient_steps_towards_the_target_and_counts_only_below_
     assert plugin.entropy_coefficient == 0.0  # nothing measured yet
     applied, coefficients = [], []
     for entropy in (0.4, 0.5, 0.6, 0.6, 0.6, 0.6, math.nan, 0.1):
-        plugin.on_optimizer_step(1, entropy)
+        plugin.on_optimizer_step(OptimizerStep(1, entropy))
         applied.append(plugin.entropy_coefficient)
         coefficients.append(plugin.on_update_end(batch)["entropy_coefficient"])
     assert coefficients == pytest.approx([0.14, 0.15, 0.11, 0.07, 0.03, 0.0, 0.0, 0.04])

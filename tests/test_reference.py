@@ -23,7 +23,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.update.logprobs.reference import HostWeights, Reference, ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import TrainingRun
+from lit_grpo.update.plugin import OptimizerStep, TrainingRun
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
@@ -66,7 +66,7 @@ def test_it_moves_as_that_of_trl(alpha: float, offload: bool) -> None:
         walk(policy, step)
         state: Any = SimpleNamespace(global_step=step)
         callback.on_step_end(arguments, state, None, model=policy)  # pyright: ignore[reportArgumentType]
-        plugin.on_optimizer_step(step, 0.0)
+        plugin.on_optimizer_step(OptimizerStep(step, 0.0))
         assert torch.equal(vector(ours.model), vector(trl_reference))
         seen.add(vector(ours.model).sum().item())
     assert len(seen) == 3  # as it began, and after steps 3 and 6

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Limit, Positive, check_order
 from lit_grpo.plugins import GroupBatch, Plugin, RunFacts
+from lit_grpo.update.plugin import OptimizerStep
 
 
 @dataclass
@@ -62,15 +63,15 @@ class EntropyTarget(Plugin):
         """The coefficient of the next step: 0 while the last entropy was above the target."""
         return 0.0 if self.last_entropy > self.target else self._now
 
-    def on_optimizer_step(self, version: int, entropy: float) -> None:
+    def on_optimizer_step(self, step: OptimizerStep) -> None:
         """Follow the entropy of a step; one without tokens changes nothing."""
-        if math.isnan(entropy):
+        if math.isnan(step.entropy):
             return
-        if entropy <= self.target:
+        if step.entropy <= self.target:
             self._now = min(self._now + self.delta, self.max_coefficient)
         else:
             self._now = max(self._now - self.delta, self.min_coefficient)
-        self.last_entropy = entropy
+        self.last_entropy = step.entropy
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
         """Log the coefficient."""

@@ -16,7 +16,7 @@ import torch
 
 from lit_grpo.limits import Count, Limit, NotNegative, Positive, Share, check_order
 from lit_grpo.plugins import AllGather, GroupBatch, Plugin, RunFacts
-from lit_grpo.update.plugin import SquaredNorm
+from lit_grpo.update.plugin import OptimizerStep, SquaredNorm
 
 
 @dataclass
@@ -75,9 +75,9 @@ class NoiseScale(Plugin):
     def _size_scale(self) -> float:
         return math.sqrt(self.num_prompts / self._began) if self._began else 1.0
 
-    def measured(self, norms: Sequence[SquaredNorm]) -> None:
+    def on_optimizer_step(self, step: OptimizerStep) -> None:
         """Count a step; one whose norms are not finite, or do not tell signal from noise, is left out."""
-        found = estimate(norms)
+        found = estimate(step.norms)
         if found is not None:
             keep = 1 - self.smoothing
             self._means_2 = keep * self._means_2 + self.smoothing * np.array(found)

@@ -25,7 +25,7 @@ from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.tokens import StepTotals, highest
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import LearningBatch, OptimizerStep, SquaredNorm
 from lit_grpo.update.step import (
     PROVISIONAL,
     Step,
@@ -90,8 +90,9 @@ class Learner:
                 they are.
         """
         settings, ranks, passes = self.settings, self.passes.ranks, self.passes
-        metrics, measuring = TokenMetrics(self.gap_limits), settings.plugin("measured")
+        metrics, measuring = TokenMetrics(self.gap_limits), settings.plugin("num_parts")
         rollouts, parts = list[Rollout](), list[Step]()  # of the batch; of the next step
+        norms: Sequence[SquaredNorm] = ()
         is_whole = isinstance(groups, Sequence)
         num_minibatches, num_iterations = (settings.num_minibatches, settings.num_iterations) if is_whole else (1, 1)
         for some in [groups] if is_whole else filter(None, groups):
@@ -106,9 +107,8 @@ class Learner:
                     else:
                         prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in minibatch))
                         norms = passes.measured_gradient(parts[0], prompts, measuring.num_parts, metrics)
-                        measuring.measured(norms)
                     if is_whole:
-                        self._take_step(parts.pop(), metrics)
+                        self._take_step(parts.pop(), metrics, norms=norms)
         if parts:
             step, scale = self._together(parts, metrics)
             self._take_step(step, metrics, scale)
@@ -303,13 +303,16 @@ class Learner:
                 parameter.grad.mul_(scale)
         return replace(last, rollouts=[each for part in parts for each in part.rollouts], totals=totals), scale
 
-    def _take_step(self, step: Step, metrics: TokenMetrics, loss_scale: float = 1.0) -> None:
+    def _take_step(
+        self, step: Step, metrics: TokenMetrics, loss_scale: float = 1.0, norms: Sequence[SquaredNorm] = ()
+    ) -> None:
         """Take the optimizer's step with the gradient that there is.
 
         Args:
             step: What the gradient is of.
             metrics: Of the batch.
             loss_scale: Factor of the loss that micro-batches have added to the metrics.
+            norms: Of the gradient as it was added up, if a plug-in has them measured.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
         ranks, grad_norm, loss = self.passes.ranks, metrics.read(full_tensor(norm), loss_scale), metrics.loss
@@ -337,8 +340,9 @@ class Learner:
         if stepping := overriding(self.settings.plugins, "on_optimizer_step"):
             num_tokens = 0 if skipped else step.totals.num_entropy_tokens
             entropy = float(ranks.sum(metrics.entropy)) / num_tokens if num_tokens else math.nan
+            taken = OptimizerStep(step.policy_version + 1, entropy, norms)
             for plugin in stepping:
-                plugin.on_optimizer_step(step.policy_version + 1, entropy)
+                plugin.on_optimizer_step(taken)
 
     def _refuse_gap(self, problem: str) -> None:
         """Refuse a batch that was not sampled with the policy that learns; where a correction is set, warn once.

@@ -149,6 +149,23 @@ class TrainingRun:
 
 
 @dataclass(frozen=True)
+class OptimizerStep:
+    """An optimizer step that has been taken, as all ranks know it.
+
+    Args:
+        version: Number of optimizer steps that the policy has had, with this one.
+        entropy: Mean entropy of the tokens that the step trained on, over all ranks, in nats; NaN if there are none, or
+            if loss or gradient are not finite, so that the step changed no weight.
+        norms: Squared norms of the gradient as it was added up, after each of ``Plugin.num_parts`` parts of the step's
+            prompts, the last of the whole gradient; empty if no plug-in overrides that.
+    """
+
+    version: int
+    entropy: float
+    norms: Sequence[SquaredNorm] = ()
+
+
+@dataclass(frozen=True)
 class SquaredNorm:
     """The squared norm of what some prompts have added to a step's gradient, summed over ranks.
 

@@ -20,6 +20,7 @@ from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
 from lit_grpo.update.objective.tokens import StepTotals, entropy_threshold, spread
+from lit_grpo.update.plugin import OptimizerStep
 
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -303,7 +304,7 @@ def test_an_entropy_bonus_with_a_target_follows_trl_from_step_to_step() -> None:
         )
         assert_same(our_loss(case, objective, plugin.entropy_coefficient), expected)
         applied.append(plugin.entropy_coefficient)
-        plugin.on_optimizer_step(step + 1, float(case.flat(case.entropy_CT).mean()))
+        plugin.on_optimizer_step(OptimizerStep(step + 1, float(case.flat(case.entropy_CT).mean())))
         theirs = {name: getattr(trainer, name) for name in theirs}
         assert plugin.state_dict()["coefficient"] == pytest.approx(theirs["entropy_coef"])
         assert plugin.last_entropy == pytest.approx(theirs["_last_world_entropy"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.plugins import Plugin
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
-from lit_grpo.update.plugin import SquaredNorm
+from lit_grpo.update.plugin import OptimizerStep
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
@@ -50,8 +49,8 @@ class Hearing(Plugin):
     def num_parts(self) -> int:
         return 2
 
-    def measured(self, norms: Sequence[SquaredNorm]) -> None:
-        self.heard += [(norm.square, norm.signal, norm.noise) for norm in norms]
+    def on_optimizer_step(self, step: OptimizerStep) -> None:
+        self.heard += [(norm.square, norm.signal, norm.noise) for norm in step.norms]
 
 
 def mark(completion: str, prompt: str) -> float:
