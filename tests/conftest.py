@@ -7,7 +7,7 @@ import functools
 import shutil
 import subprocess
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,26 @@ def forked_servers() -> Iterator[None]:
         yield
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Save a character tokenizer with <pad> = 0 and <eos> = 1."""
+@pytest.fixture
+def fake_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a shell script in the place of the Python that servers are started with."""
+
+    def replace(script: str) -> None:
+        fake = tmp_path / "python"
+        fake.write_text(f"#!/bin/sh\n{script}\n")
+        fake.chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(fake))
+
+    return replace
+
+
+def save_tokenizer(folder: Path, **changes: str) -> str:
+    """Save a character tokenizer with <pad> = 0 and <eos> = 1, and return the folder.
+
+    Args:
+        folder: The folder to save it into.
+        changes: What it has besides, such as ``chat_template``.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -132,7 +150,9 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"} | changes
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return str(folder)
 
 
 def random_policy(seed: int = 0, **changes: object) -> torch.nn.Module:

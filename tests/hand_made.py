@@ -348,6 +348,32 @@ def observed(completion: Completion) -> list[int] | None:
     return [5 + len(turns)] * (1 + len(turns[-1]) % 3)
 
 
+def decode_alone(generator: Any, request: Request) -> Completion:
+    """Decode one trajectory, turn after turn, without the loop."""
+    while True:
+        generator.submit([request])
+        while not (finished := generator.step().finished):
+            pass
+        (completion,) = finished
+        tokens = observed(completion)
+        if tokens is None:
+            return completion
+        request = completion.request.after(completion.followed_by(tokens))
+
+
+def watch_rows(learner: Any, monkeypatch: pytest.MonkeyPatch) -> list[PackedRow]:
+    """The rows whose loss a learner computes from here on."""
+    seen: list[PackedRow] = []
+    loss = learner.passes._loss
+
+    def watched(micro_batch: PackedRow, **others: Any) -> torch.Tensor:
+        seen.append(micro_batch)
+        return loss(micro_batch, **others)
+
+    monkeypatch.setattr(learner.passes, "_loss", watched)
+    return seen
+
+
 class Environment(Listener):
     """Answers each turn at once, or some steps later, in another order than the turns have ended."""
 

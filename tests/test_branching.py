@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand_made import Environment, full_logprobs, observed
+from hand_made import Environment, decode_alone, full_logprobs
 from test_loop import FakeGenerator, FakeRewards, completion, controller, prompts
 
 from lit_grpo.methods.plans import find_plan, shipped_plans
@@ -244,19 +244,6 @@ def check_forks(found: Mapping[Key, Completion], begun: Mapping[Key, Sequence[in
             assert own.token_ids_T.tolist() == begun[key] == parent.token_ids_T.tolist()
             assert own.segments == parent.segments
             assert torch.equal(own.logprobs_T, parent.logprobs_T)
-            assert _alone(alone, each.request.after(parent)) == each.token_ids_T.tolist()
+            assert decode_alone(alone, each.request.after(parent)).token_ids_T.tolist() == each.token_ids_T.tolist()
             num_observed += own.num_observed
     return num_observed
-
-
-def _alone(generator: Any, request: Request) -> list[int]:
-    """Decode one trajectory, turn after turn, without the loop."""
-    while True:
-        generator.submit([request])
-        while not (finished := generator.step().finished):
-            pass
-        (completion,) = finished
-        tokens = observed(completion)
-        if tokens is None:
-            return completion.token_ids_T.tolist()
-        request = completion.request.after(completion.followed_by(tokens))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, table_rows
-from hand_made import make_rollout
+from hand_made import make_rollout, watch_rows
 from test_learner import make_learner, member, ragged_groups
 from test_shared_prefix import FAMILIES, QUICK, family
 
@@ -139,14 +139,7 @@ def test_the_mean_over_all_draws_of_chunks_is_the_gradient_of_the_whole() -> Non
 def test_rows_and_what_is_kept_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """No row is longer than a chunk or its prompt, and keys and values are given up on the way."""
     learner, _ = make_learner(plugins=[SeCO(4)])
-    seen: list[Any] = []
-    loss = learner.passes._loss
-
-    def watched(micro_batch: Any, **others: Any) -> torch.Tensor:
-        seen.append(micro_batch)
-        return loss(micro_batch, **others)
-
-    monkeypatch.setattr(learner.passes, "_loss", watched)
+    seen = watch_rows(learner, monkeypatch)
     logs = learner.learn(long_groups())
     of_chunks = [micro_batch for micro_batch in seen if micro_batch.chunk is not None]
     assert len(of_chunks) == 6 + 3 + 5 + 3 + 5

@@ -213,7 +213,7 @@ def adding_server() -> Iterator[type]:
             self.total = 0
             return Total(total=0, done=False, reward=None)
 
-        def on_step(self, action: Add, timeout_s: float | None = None, **_: Any) -> Total:
+        def step(self, action: Add, timeout_s: float | None = None, **_: Any) -> Total:
             self.total += action.number
             return Total(total=self.total, done=self.total >= 3, reward=0.5 * action.number)
 

@@ -45,11 +45,15 @@ class Guess:
         Args:
             number: Your guess.
         """
+        self._before(number)
         if self.right:
             raise ValueError("Game over.")
         self.tries += 1
         self.right = number == self.number
         return "right" if self.right else "more" if number < self.number else "less"
+
+    def _before(self, number: int) -> None:
+        """What a kind of this game does before it answers a guess."""
 
     async def peek(self) -> str:
         """Look at the number."""
@@ -88,18 +92,12 @@ def test_an_environment_whose_trajectory_is_dropped_is_closed_after_its_call_and
             happened.append("reset")
             return super().reset(number)
 
-        def guess(self, number: int) -> str:
-            """Guess the number.
-
-            Args:
-                number: Your guess.
-            """
+        def _before(self, number: int) -> None:
             calling.set()
             goes_on.wait(20)
             happened.append("guessed")
             if fails:
                 raise ConnectionError("gone")
-            return ""
 
         def close(self) -> None:
             happened.append("closed")
@@ -123,6 +121,22 @@ def worker_of(factory: Any = None, **options: Any) -> Trajectories:
     worker = fresh(Environments(factory=factory, **options))
     worker.prepare(chat_tokenizer(), {})
     return worker
+
+
+def buffer_of(
+    worker: Trajectories, number: int = 9, num_generations: int = 1, sampling: SamplingParams = SAMPLING, **rule: Any
+) -> RolloutBuffer:
+    """A buffer that keeps its only prompt, whose environment has ``number`` to be guessed, until all have ended."""
+    buffer = RolloutBuffer(ReleaseRule(**{"num_groups": 1, "leftovers": "keep", "max_staleness": 9} | rule))
+    prompts = prompts_of(worker, [{"prompt": "?", "number": number}])
+    buffer.open(group_requests(prompts, num_generations, sampling, 0))
+    return buffer
+
+
+def run_on(worker: Trajectories, buffer: RolloutBuffer, says: Any, until: Any = None, *listeners: Any) -> None:
+    """Play what a buffer has, until there is nothing left, or until ``until`` says so."""
+    loop = RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker, *listeners])
+    loop.run(until or (lambda _: not buffer.asks))
 
 
 def play(
@@ -270,10 +284,6 @@ def test_rewards_are_named_after_classes_and_apply_to_their_own_rows() -> None:
     assert [message["role"] for message in completions[0]][:2] == ["assistant", "tool"]
 
 
-def _rows(*names: str) -> list[dict[str, Any]]:
-    return [{"prompt": "?", "number": 1, "environment": name} for name in names]
-
-
 # ---- what fails ---------------------------------------------------------------------------------------
 
 
@@ -293,16 +303,10 @@ class Fragile(Guess):
             raise ConnectionError("no server")
         return super().reset(number)
 
-    def guess(self, number: int) -> str:
-        """Guess.
-
-        Args:
-            number: Your guess.
-        """
+    def _before(self, number: int) -> None:
         type(self).guesses += 1
         if type(self).guesses in self.failing_guesses:
             raise EnvironmentFailed("the server is gone")
-        return super().guess(number)
 
 
 def fragile(resets: Sequence[int] = (), guesses: Sequence[int] = ()) -> type[Fragile]:
@@ -335,14 +339,8 @@ def test_a_trajectory_that_keeps_failing_leaves_its_group_and_is_no_reward_of_0(
 
 
 class Slow(Guess):
-    def guess(self, number: int) -> str:
-        """Guess.
-
-        Args:
-            number: Your guess.
-        """
+    def _before(self, number: int) -> None:
         time.sleep(30 if number == 1 else 0)
-        return super().guess(number)
 
 
 def test_an_environment_that_hangs_is_left_alone_and_replaced() -> None:
@@ -435,16 +433,10 @@ class ClosesSlowly(Guess):
         type(self).made += 1
         self.number_made = type(self).made
 
-    def guess(self, number: int) -> str:
-        """Guess the number.
-
-        Args:
-            number: Your guess.
-        """
+    def _before(self, number: int) -> None:
         if self.number_made == 1:
             raise ConnectionError("gone")
         time.sleep(0.2)
-        return super().guess(number)
 
     def close(self) -> None:
         if self.number_made == 1:
@@ -524,14 +516,8 @@ def test_in_lock_step_every_answer_is_taken_after_the_same_step(lock_step: bool)
 
     def taken(slow: int) -> list[tuple[int, list[Any]]]:
         class Slow(Guess):
-            def guess(self, number: int) -> str:
-                """Guess the number.
-
-                Args:
-                    number: Your guess.
-                """
+            def _before(self, number: int) -> None:
                 time.sleep(0.05 * (number % 2 == slow))
-                return super().guess(number)
 
         def says(request: Request, turn: int) -> str:
             decoded.append((generator.num_steps, [*request.path, turn]))
@@ -580,7 +566,6 @@ class Kept(Guess):
 @pytest.mark.parametrize("restored", [True, False])
 def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: bool) -> None:
     """What a checkpoint has of a rollout that was cut off in the middle, in a process that knows nothing else."""
-    rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
     kind, sampling = Kept if restored else Guess, SamplingParams(max_tokens=2000, max_observed=2000)
 
     def says(request: Request, turn: int) -> str:
@@ -588,14 +573,14 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
 
     def cut_off() -> tuple[Trajectories, RolloutBuffer] | None:
         """Return what there is when both trajectories have turns and neither is away; None if that did not happen."""
-        worker, buffer = worker_of(kind), RolloutBuffer(rule)
-        buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 2, sampling, 0))
+        worker = worker_of(kind)
+        buffer = buffer_of(worker, num_generations=2, sampling=sampling)
 
         def in_the_middle(_: int) -> bool:
             turns = [session.num_turns for session in worker.drivers.values()]
             return (not buffer.away and len(turns) == 2 and all(turns)) or not buffer.asks
 
-        RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(in_the_middle)
+        run_on(worker, buffer, says, in_the_middle)
         if len(worker.drivers) == 2:
             return worker, buffer
         worker.close()
@@ -607,10 +592,10 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     assert [[state is not None for _, state in places] for _, places in kept["trajectories"]] == [[restored]] * 2
     worker.close()
 
-    worker, buffer = worker_of(kind), RolloutBuffer(rule)
+    worker, buffer = worker_of(kind), RolloutBuffer(buffer.rule)
     worker.load_state_dict(kept)
     buffer.load_state_dict(saved)
-    RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    run_on(worker, buffer, says)
     (group,) = buffer.take()
     assert [each.completion.episode.reward for each in group.rollouts] == [1.0, 1.0]  # pyright: ignore
     assert {len(each.completion.turns) for each in group.rollouts} == {10}
@@ -620,15 +605,6 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
 
 class Counts(Kept):
     """Rewards each guess that it has heard."""
-
-    def guess(self, number: int) -> str:
-        """Guess the number.
-
-        Args:
-            number: Your guess.
-        """
-        self.tries += 1
-        return "no"
 
     def get_reward(self) -> float:
         return float(self.tries)
@@ -641,11 +617,9 @@ class Cut(SystemExit):
 @pytest.mark.parametrize("cut", ["after", "within", "again"])
 def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_its_rollout(cut: str) -> None:
     """As it has their completions: after the rollout, or where that is cut off, or once it was resumed from one."""
-    rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
     says = lambda _, turn: call("guess", number=1) if turn < 9 else "I am done."  # noqa: E731
-    worker, buffer = worker_of(Counts), RolloutBuffer(rule)
-    sampling = SamplingParams(max_tokens=2000, max_observed=2000)
-    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 99}]), 1, sampling, 0))
+    worker = worker_of(Counts)
+    buffer = buffer_of(worker, 99, sampling=SamplingParams(max_tokens=2000, max_observed=2000))
 
     def run(num_turns: int, stops: bool = False) -> None:
         def until(_: int) -> bool:
@@ -654,12 +628,12 @@ def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_i
                 raise Cut
             return there and bool(worker.drivers) and not buffer.away
 
-        RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(until)
+        run_on(worker, buffer, says, until)
 
     def resume() -> tuple[Trajectories, RolloutBuffer]:
         states = worker.state_dict(), buffer.state_dict()
         worker.close()
-        resumed, again = worker_of(Counts), RolloutBuffer(rule)
+        resumed, again = worker_of(Counts), RolloutBuffer(buffer.rule)
         resumed.load_state_dict(states[0])
         again.load_state_dict(states[1])
         return resumed, again
@@ -677,7 +651,7 @@ def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_i
         run(5)
         worker, buffer = resume()
     assert [len(request.prefix.turns) for request in buffer.unfinished] == [2]
-    RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    run_on(worker, buffer, says)
     episode = only(buffer.take()).episode
     assert episode is not None and episode.reward == 9.0 and len(episode.messages) == 19
     assert worker.metrics()["environments/restarted"] == 0
@@ -692,11 +666,10 @@ class Unsaid(Kept):
 
 
 def test_a_state_that_cannot_be_said_does_not_keep_a_checkpoint_from_being_saved() -> None:
-    rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
-    worker, buffer = worker_of(Unsaid), RolloutBuffer(rule)
-    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 1, SAMPLING, 0))
+    worker = worker_of(Unsaid)
+    buffer = buffer_of(worker)
     begun = lambda _: any(each.num_turns and not each.waits for each in worker.drivers.values())  # noqa: E731
-    RolloutLoop(Scripted(chat_tokenizer(), counting), buffer, listeners=[worker]).run(begun)
+    run_on(worker, buffer, counting, begun)
     ((_, places),) = worker.state_dict()["trajectories"]
     assert {state for _, state in places} == {None}
     worker.close()
@@ -736,14 +709,8 @@ def test_environments_are_there_until_their_groups_have_been_scored() -> None:
 class Lazy(Guess):
     """Takes its time for a guess of 2."""
 
-    def guess(self, number: int) -> str:
-        """Guess.
-
-        Args:
-            number: Your guess.
-        """
+    def _before(self, number: int) -> None:
         time.sleep(0.4 if number == 2 else 0)
-        return super().guess(number)
 
 
 def _is_at_work(worker: Trajectories) -> Callable[[int], bool]:
@@ -913,20 +880,26 @@ def test_answers_that_do_not_fit_in_the_context_are_refused_before_anything_is_s
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("factory", "row", "message"),
     [
-        ({"prompt": "?"}, "has no column 'number', which Guess.reset requires .it has 'prompt'.; add the column"),
-        ({"prompt": [{"role": "system", "content": "?"}], "number": 1}, "has no user message to which"),
+        (
+            Guess,
+            {"prompt": "?"},
+            "has no column 'number', which Guess.reset requires .it has 'prompt'.; add the column",
+        ),
+        (Guess, {"prompt": [{"role": "system", "content": "?"}], "number": 1}, "has no user message to which"),
+        (
+            {"a": Guess},
+            {"prompt": "?", "number": 1, "environment": "chess"},
+            "has 'chess' in column 'environment', which names none of the environments",
+        ),
     ],
 )
-def test_rows_that_an_environment_cannot_begin_with_are_refused(row: dict[str, Any], message: str) -> None:
+def test_rows_that_an_environment_cannot_begin_with_are_refused(
+    factory: Any, row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnusableRow, match=message):
-        prompts_of(worker_of(Guess), [row])
-
-
-def test_a_row_that_names_no_environment_is_refused() -> None:
-    with pytest.raises(UnusableRow, match="has 'chess' in column 'environment', which names none of the environments"):
-        prompts_of(worker_of({"a": Guess}), _rows("chess"))
+        prompts_of(worker_of(factory), [row])
 
 
 # ---- an environment that is gone for good ---------------------------------------------------------------

@@ -171,29 +171,16 @@ def test_metrics_tell_rewards_with_and_without_a_hint_apart() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.unk_token = "?"
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), unk_token="?")
 
 
 @pytest.fixture(scope="module")
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("chat")
-    save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}{{ 'ab'[m.role == 'user'] }} {{ m.content }}#{% endfor %}"
         "{% if add_generation_prompt %}a {% endif %}"
     )
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tokenizer(tmp_path_factory.mktemp("chat"), chat_template=template)
 
 
 def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:

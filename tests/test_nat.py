@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import table_rows
+from hand_made import watch_rows
 from test_learner import PlainSteps, make_learner, ragged_groups
 
 from lit_grpo.methods.nat import Prefix, RandomTokens, Uniform
 from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.plugins import Plugin
-from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.corrections import Correction
@@ -109,14 +109,7 @@ def test_the_cut_of_a_prefix_is_the_one_that_its_formula_says() -> None:
 
 def test_what_comes_after_the_cut_does_not_go_through_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     learner, _ = make_learner(plugins=[Prefix(0.25)])
-    seen: list[PackedRow] = []
-    loss = learner.passes._loss
-
-    def watched(micro_batch: PackedRow, **others: Any) -> torch.Tensor:
-        seen.append(micro_batch)
-        return loss(micro_batch, **others)
-
-    monkeypatch.setattr(learner.passes, "_loss", watched)
+    seen = watch_rows(learner, monkeypatch)
     groups = ragged_groups()
     most = sum(len(group.prompt.token_ids) for group in groups if group.rollouts)
     most += sum(r.completion.num_tokens - 1 for group in groups for r in group.rollouts if r.kept)

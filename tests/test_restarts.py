@@ -25,12 +25,9 @@ from lit_grpo.types import Prompt, Request, SamplingParams
 
 
 def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_python: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\necho 'ValueError: too little memory'\nexit 3\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fake))
+    fake_python("echo 'ValueError: too little memory'\nexit 3")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where logs stay
     fleet = Fleet(num_slots=1, timeout_s=0.5, start_timeout_s=20.0, restarts=2)
     process = ServerProcess(tmp_path, {}, {}, "t" * 32)
@@ -125,12 +122,9 @@ def test_a_look_waits_long_for_servers_that_were_up_alone_as_long_as_one_answers
 
 
 @pytest.fixture
-def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+def process(tmp_path: Path, fake_python: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
     """One that goes on, and never answers."""
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\nexec sleep 600\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fake))
+    fake_python("exec sleep 600")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     process = ServerProcess(tmp_path, {}, {}, "t" * 32)
     yield process
@@ -196,13 +190,11 @@ class Asked(Client):
 
 
 def test_a_run_whose_servers_all_hang_goes_on_with_the_first_that_is_up_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_python: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake, script = tmp_path / "python", tmp_path / "server.py"
+    script = tmp_path / "server.py"
     script.write_text(SERVER)
-    fake.write_text(f"#!/bin/sh\nexec {sys.executable} {script} $@\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fake))
+    fake_python(f"exec {sys.executable} {script} $@")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     servers: list[Any] = []
     for starts_s in ("600", "0.3"):  # the first hangs at its start, too

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,15 +43,8 @@ class Unchanged(Plugin):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import AutoTokenizer
-
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.unk_token = "?"
-    tokenizer.chat_template = "{% for m in messages %}{{ 'ab'[m.role == 'user'] }} {{ m.content }}#{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    template = "{% for m in messages %}{{ 'ab'[m.role == 'user'] }} {{ m.content }}#{% endfor %}"
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), unk_token="?", chat_template=template)
 
 
 def data_of(tokenizer: str, *specs: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand_made import Environment, full_logprobs, observed
+from hand_made import Environment, decode_alone, full_logprobs, observed
 
 from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.plugins import Answer, Listener, Resume
@@ -51,19 +51,8 @@ def expected(policy: Any, policy_folder: Path) -> dict[Key, Completion]:
     generator = SlotGenerator(1)
     generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
     generator.load_weights(policy.named_parameters(), 0)
-    trajectories = {}
-    for request in group_requests(PROMPTS, GROUP, SAMPLING, seed=0):
-        while True:
-            generator.submit([request])
-            while not (finished := generator.step().finished):
-                pass
-            (completion,) = finished
-            tokens = observed(completion)
-            if tokens is None:
-                break
-            request = completion.request.after(completion.followed_by(tokens))
-        trajectories[completion.request.key] = completion
-    return trajectories
+    requests = group_requests(PROMPTS, GROUP, SAMPLING, seed=0)
+    return {request.key: decode_alone(generator, request) for request in requests}
 
 
 def check(groups: Sequence[Any], expected: dict[Key, Completion]) -> None:

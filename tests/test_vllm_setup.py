@@ -252,11 +252,8 @@ def test_a_named_server_without_a_guard_is_refused_and_not_told_the_token(
     assert set(Open.tokens) == {"none"}
 
 
-def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\necho loading\necho 'ValueError: too little memory'\necho bye\nexit 3\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fake))
+def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, fake_python: Any) -> None:
+    fake_python("echo loading\necho 'ValueError: too little memory'\necho bye\nexit 3")
     server = ServerProcess(tmp_path, {}, {}, "t" * 32)
     with pytest.raises(
         ValueError, match=r"ended with code 3\. It said: ValueError: too little memory All of that is in"
@@ -268,13 +265,8 @@ def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, monkeyp
     server.log.unlink()
 
 
-def test_the_token_is_in_the_environment_and_not_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = tmp_path / "python"
-    fake.write_text('#!/bin/sh\necho $VLLM_API_KEY\necho "$@"\nsleep 600\n')
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fake))
+def test_the_token_is_in_the_environment_and_not_on_the_command_line(tmp_path: Path, fake_python: Any) -> None:
+    fake_python('echo $VLLM_API_KEY\necho "$@"\nsleep 600')
     arguments = {"middleware": "of.the.User", "enforce_eager": True}
     server = ServerProcess(tmp_path, arguments, {KEY_VARIABLE: "another"}, "t" * 32, flags=["--middleware", "a.B"])
     while len(said := server.log.read_text().splitlines()) < 2:
@@ -286,11 +278,8 @@ def test_the_token_is_in_the_environment_and_not_on_the_command_line(
     assert not server.log.exists() and not server.runs
 
 
-def test_a_server_outlives_the_thread_that_asked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\nexec sleep 600\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fake))
+def test_a_server_outlives_the_thread_that_asked_for_it(tmp_path: Path, fake_python: Any) -> None:
+    fake_python("exec sleep 600")
     servers: list[ServerProcess] = []
     thread = threading.Thread(target=lambda: servers.append(ServerProcess(tmp_path, {}, {}, "t" * 32)))
     thread.start()
@@ -302,12 +291,9 @@ def test_a_server_outlives_the_thread_that_asked_for_it(tmp_path: Path, monkeypa
     assert server.process.returncode == -signal.SIGTERM
 
 
-def test_workers_of_a_server_that_was_killed_end_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_server_that_was_killed_end_after_it(tmp_path: Path, fake_python: Any) -> None:
     """An engine may go on where its server is gone, with all its memory."""
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\nsleep 600 &\necho $!\nwait\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fake))
+    fake_python("sleep 600 &\necho $!\nwait")
     server = ServerProcess(tmp_path, {}, {}, "t" * 32)
     while not (said := server.log.read_text().split()):
         time.sleep(0.01)

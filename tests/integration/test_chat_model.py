@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,17 +12,9 @@ from conftest import read_metrics, table_rows
 from forks import Forked
 from safetensors.torch import load_file
 
+from tests.task_folders import write_task
+
 pytestmark = pytest.mark.integration
-CONFIG = {
-    "trainer": {"accelerator": "cpu", "max_steps": 1, "enable_progress_bar": False},
-    "model": {
-        "rewards": [{"function": "rewards.py:score"}],
-        "num_generations": 4,
-        "sampling": {"max_tokens": 8},
-        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
-    },
-    "data": {"train": "prompts.jsonl", "batch_size": 2},
-}
 
 
 def lit_grpo(folder: Path, *arguments: str) -> str:
@@ -40,10 +31,8 @@ def lit_grpo(folder: Path, *arguments: str) -> str:
 def folder(tmp_path: Path) -> Path:
     """A task with chat messages."""
     rows = [{"prompt": [{"role": "user", "content": f"{n}+1"}]} for n in range(6)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text("def score(completion): return sum(map(str.isdigit, completion)) / 8\n")
-    (tmp_path / "config.yaml").write_text(json.dumps(CONFIG))
-    return tmp_path
+    reward = "def score(completion): return sum(map(str.isdigit, completion)) / 8\n"
+    return write_task(tmp_path, "small.gguf", reward, rows, lr=1e-3, trainer={"max_steps": 1})
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from conftest import random_policy, read_metrics, save_tokenizer
+from conftest import random_policy, save_tokenizer
 
 from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
@@ -18,6 +18,7 @@ from lit_grpo.cli.parsing.names import GENERATORS
 from lit_grpo.tools.commands.export import main as export
 from lit_grpo.tools.commands.simulate import main as simulate
 from lit_grpo.training.run_folder import RunFolder
+from tests.task_folders import computed_metrics, write_task
 
 pytestmark = pytest.mark.integration
 
@@ -31,25 +32,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path)
     """A working directory with a task of its own."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(24)]
-    for name, some in (("prompts.jsonl", rows), ("held_out.jsonl", rows[:6])):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in some))
-    (tmp_path / "rewards.py").write_text(REWARD)
-    config = {
-        "seed_everything": 7,
-        "run": {"name": "task"},
-        "trainer": {"accelerator": "cpu", "max_steps": 4, "enable_progress_bar": False, "val_check_interval": 2},
-        "model": {
-            "policy": str(policy_folder),
-            "rewards": [{"function": "rewards.py:score"}],
-            "num_generations": 4,
-            "sampling": {"max_tokens": 16},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
-        },
-        "data": {"train": "prompts.jsonl", "validation": "held_out.jsonl", "batch_size": 3},
-        "checkpoint": {"every_n_updates": 1},
-        "rollout_timeline": {"every_n_updates": 0},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:6]))
+    write_task(
+        tmp_path,
+        policy_folder,
+        REWARD,
+        rows,
+        lr=1e-3,
+        trainer={"max_steps": 4, "val_check_interval": 2},
+        model={"sampling": {"max_tokens": 16}},
+        data={"validation": "held_out.jsonl", "batch_size": 3},
+        checkpoint={"every_n_updates": 1},
+        rollout_timeline={"every_n_updates": 0},
+    )
     return tmp_path
 
 
@@ -58,10 +53,7 @@ def fit(*arguments: str) -> None:
 
 
 def metrics(name: str) -> list[dict[str, str]]:
-    """Read a run's metrics, without those that measure time or memory."""
-    rows = read_metrics(Path("runs", name, "metrics.csv"))
-    measured = ("time/", "perf/", "memory/")
-    return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in rows]
+    return computed_metrics(Path("runs", name))
 
 
 def weights(name: str) -> dict[str, torch.Tensor]:

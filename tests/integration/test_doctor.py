@@ -23,6 +23,7 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.tools.commands.doctor import main
 from lit_grpo.types import Completion, Request, StepEvents
+from tests.task_folders import write_task
 
 pytestmark = pytest.mark.integration
 
@@ -305,21 +306,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     random_policy().save_pretrained(tmp_path / "policy")  # pyright: ignore[reportCallIssue]
     save_tokenizer(tmp_path / "policy")
     rows = [{"prompt": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(24)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    config = {
-        "trainer": {"accelerator": "cpu", "max_steps": 4},
-        "model": {
-            "policy": "policy",
-            "rewards": [{"function": "rewards.py:digits"}],
-            "num_generations": 4,
-            "sampling": {"max_tokens": 96},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
-        },
-        "data": {"train": "prompts.jsonl", "batch_size": 3},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    return tmp_path
+    model = {"rewards": [{"function": "rewards.py:digits"}], "sampling": {"max_tokens": 96}}
+    return write_task(
+        tmp_path, "policy", REWARDS, rows, lr=1e-3, trainer={"max_steps": 4}, model=model, data={"batch_size": 3}
+    )
 
 
 class Outcome(NamedTuple):

@@ -1,7 +1,6 @@
 """Runs whose file system runs full: one sentence, the last good checkpoint whole, and nothing lost on resuming."""
 
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_metrics, table_rows
+from conftest import table_rows
 
 import lit_grpo
+from tests.task_folders import computed_metrics, write_task
 
 pytestmark = pytest.mark.integration
 
@@ -33,7 +33,6 @@ def score(completion):
             os.truncate("runs/filler", os.path.getsize("runs/filler") - int(os.environ["LEFT"]))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
-MEASURED = ("time/", "perf/", "memory/")
 SMALL_DISK = """
 mount -t tmpfs -o size=8m tmpfs runs && cp -a kept/. runs/ && "$@"
 code=$?; cp -a runs/. kept/; exit $code
@@ -44,24 +43,18 @@ code=$?; cp -a runs/. kept/; exit $code
 def whole(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path:
     """A task, and a run of it on a disk that is large enough, in ``kept``."""
     folder = tmp_path_factory.mktemp("whole")
-    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rewards.py").write_text(REWARD)
-    config = {
-        "trainer": {"accelerator": "cpu", "max_steps": 20, "enable_progress_bar": False},
-        "model": {
-            "policy": str(policy_folder),
-            "rewards": [{"function": "rewards.py:score"}],
-            "num_generations": 4,
-            "sampling": {"max_tokens": 4},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
-        },
-        "data": {"train": "prompts.jsonl", "batch_size": 2},
-        "checkpoint": {"every_n_updates": 2},
-        "sample_logger": {"every_n_updates": 0},
-        "rollout_timeline": {"every_n_updates": 0},  # pictures would not fit where a checkpoint still does
-    }
-    (folder / "config.yaml").write_text(json.dumps(config))
+    write_task(
+        folder,
+        policy_folder,
+        REWARD,
+        rows=7,
+        lr=2e-3,
+        trainer={"max_steps": 20},
+        model={"sampling": {"max_tokens": 4}},
+        checkpoint={"every_n_updates": 2},
+        sample_logger={"every_n_updates": 0},
+        rollout_timeline={"every_n_updates": 0},  # pictures would not fit where a checkpoint still does
+    )
     for name in ("runs", "kept"):
         (folder / name).mkdir()
     if subprocess.run(["unshare", "-rm", "sh", "-c", SMALL_DISK, "sh", "true"], cwd=folder, check=False).returncode:
@@ -90,11 +83,6 @@ def command(folder: Path, *arguments: str, full_at: int = 0, left: int = 0) -> s
 
 def fit(folder: Path, name: str, *arguments: str, full_at: int = 0, left: int = 0) -> subprocess.CompletedProcess[str]:
     return command(folder, "fit", "--config", "config.yaml", "--run.name", name, *arguments, full_at=full_at, left=left)
-
-
-def metrics(folder: Path, name: str) -> list[dict[str, str]]:
-    rows = read_metrics(folder / "kept" / name / "metrics.csv")
-    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
 
 
 def assert_one_sentence(run: subprocess.CompletedProcess[str], *parts: str) -> None:
@@ -129,7 +117,7 @@ def test_a_run_whose_disk_is_full_says_so_and_resumes_exactly(
     assert torch.load(checkpoint, weights_only=True)["policy_version"] == 8
     resumed = fit(folder, "task", *arguments, "--ckpt_path", "runs/task/checkpoints/last.ckpt")
     assert resumed.returncode == 0, resumed.stderr
-    assert metrics(folder, "task") == metrics(whole, "whole")
+    assert computed_metrics(folder / "kept" / "task") == computed_metrics(whole / "kept" / "whole")
     weights, ours = (
         load_file(run / "policy" / "model.safetensors") for run in (whole / "kept" / "whole", kept / "task")
     )

@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lit_grpo.policy.loading import load_policy
 from lit_grpo.policy.sharding import gather, shard
+from tests.task_folders import write_task
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -91,19 +92,13 @@ def test_what_one_rank_finds_wrong_ends_both_with_one_sentence(
     weights = load_file(policy / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] = torch.nan
     save_file(weights, policy / "model.safetensors", {"format": "pt"})
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
-    (tmp_path / "rewards.py").write_text("def score(completion):\n    return float(len(completion))\n")
-    config = {
-        "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "fsdp2", "max_steps": 1, "logger": None},
-        "model": {
-            "policy": str(policy if broken == "weights" else tmp_path / "absent"),
-            "rewards": [{"function": "rewards.py:score"}],
-            "num_generations": 2,
-            "sampling": {"max_tokens": 4},
-        },
-        "data": {"train": "train.jsonl", "batch_size": 1},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    write_task(
+        tmp_path,
+        policy if broken == "weights" else tmp_path / "absent",
+        "def score(completion):\n    return float(len(completion))\n",
+        trainer={"devices": 2, "strategy": "fsdp2", "max_steps": 1, "logger": None},
+        data={"batch_size": 1},
+    )
     command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(

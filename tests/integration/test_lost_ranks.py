@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from forks import Forked
+
+from tests.task_folders import write_task
 
 pytestmark = pytest.mark.integration
 
@@ -50,24 +51,14 @@ time.sleep(600)
 
 @pytest.fixture
 def folder(tmp_path: Path, policy_folder: Path) -> Path:
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(6)))
-    (tmp_path / "rewards.py").write_text(REWARD)
-    config = {
-        "run": {"name": "task"},
-        "trainer": {
-            "accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_steps": 7, "enable_progress_bar": False
-        },
-        "model": {
-            "policy": str(policy_folder),
-            "rewards": [{"function": "rewards.py:score"}],
-            "num_generations": 4,
-            "sampling": {"max_tokens": 8},
-        },
-        "data": {"train": "prompts.jsonl", "batch_size": 1},
-        "checkpoint": {"every_n_updates": 2},
-    }  # fmt: skip
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    return tmp_path
+    return write_task(
+        tmp_path,
+        policy_folder,
+        REWARD,
+        trainer={"devices": 2, "strategy": "ddp", "max_steps": 7},
+        data={"batch_size": 1},
+        checkpoint={"every_n_updates": 2},
+    )
 
 
 def start(folder: Path, *command: str, reward_s: float = 0.0) -> subprocess.Popen[str]:

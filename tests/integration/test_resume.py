@@ -1,6 +1,5 @@
 """Runs that are killed or interrupted, and go on as if they had not been."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_metrics, table_rows
+from conftest import table_rows
 from forks import Forked
+
+from tests.task_folders import computed_metrics, write_task
 
 pytestmark = pytest.mark.integration
 
@@ -30,36 +31,31 @@ def score(completion):
     time.sleep(float(os.environ.get("REWARD_S", 0)))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
-MEASURED = ("time/", "perf/", "memory/")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path:
     """A task that takes two optimizer steps a batch, with a KL term whose reference moves, and a learning-rate
     schedule; and a run of it that nothing came upon, ``whole``."""
-    folder = tmp_path_factory.mktemp("resume")
-    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rewards.py").write_text(REWARD)
     scheduler = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 10}}
-    config = {
-        "trainer": {"accelerator": "cpu", "max_steps": 12, "enable_progress_bar": False, "val_check_interval": 2},
-        "model": {
-            "policy": str(policy_folder),
-            "rewards": [{"function": "rewards.py:score"}],
-            "num_generations": 4,
+    folder = write_task(
+        tmp_path_factory.mktemp("resume"),
+        policy_folder,
+        REWARD,
+        rows=7,
+        lr=2e-3,
+        trainer={"max_steps": 12, "val_check_interval": 2},
+        model={
             "num_minibatches": 2,
             "objective": {"kl": {"beta": 0.02}},
             "reference": {"offload": True},
             "sampling": {"max_tokens": 12},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
             "lr_scheduler": scheduler,
         },
-        "rollout": {"plugins": [{"tr_dpo": {"mixup_alpha": 0.6, "sync_steps": 3}}]},
-        "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
-        "checkpoint": {"every_n_updates": 2},
-    }
-    (folder / "config.yaml").write_text(json.dumps(config))
+        rollout={"plugins": [{"tr_dpo": {"mixup_alpha": 0.6, "sync_steps": 3}}]},
+        data={"validation": "prompts.jsonl"},
+        checkpoint={"every_n_updates": 2},
+    )
     assert "error" not in finish(start(folder, "whole"))
     return folder
 
@@ -85,8 +81,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, str]]:
-    rows = read_metrics(folder / "runs" / name / "metrics.csv")
-    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
+    return computed_metrics(folder / "runs" / name)
 
 
 def num_rows(folder: Path, name: str) -> int:

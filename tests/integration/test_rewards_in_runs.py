@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lit_grpo.cli.command_line import run
+from tests.task_folders import write_task
 
 pytestmark = pytest.mark.integration
 
@@ -15,20 +16,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path)
     """A working directory with a config of two updates."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "id": n} for n in range(4)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "run": {"name": "task"},
-        "trainer": {"accelerator": "cpu", "max_steps": 2, "enable_progress_bar": False},
-        "model": {
-            "policy": str(policy_folder),
-            "rewards": [{"function": "rewards.py:score"}],
-            "num_generations": 4,
-            "sampling": {"max_tokens": 8},
-        },
-        "data": {"train": "prompts.jsonl", "batch_size": 2},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    return tmp_path
+    return write_task(tmp_path, policy_folder, "", rows, trainer={"max_steps": 2})
 
 
 def test_a_reward_function_of_trl_sees_training_and_logs(folder: Path) -> None:

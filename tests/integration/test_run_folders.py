@@ -1,6 +1,5 @@
 """Runs of one name that are begun at once, by the command line and by torchrun: each in a folder of its own."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from conftest import read_metrics
 from forks import Forked
 
 from lit_grpo.training.run_folder import RunFolder
+from tests.task_folders import write_task
 
 pytestmark = pytest.mark.integration
 
@@ -30,21 +30,9 @@ class Tells(pl.Callback):
 
 @pytest.fixture
 def folder(tmp_path: Path, policy_folder: Path) -> Path:
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(6)))
     (tmp_path / "own_files.py").write_text(FILES)
-    config = {
-        "run": {"name": "task"},
-        "trainer": {"accelerator": "cpu", "max_steps": 3, "enable_progress_bar": False},
-        "model": {
-            "policy": str(policy_folder),
-            "rewards": [{"function": "own_files.py:score"}],
-            "num_generations": 2,
-            "sampling": {"max_tokens": 8},
-        },
-        "data": {"train": "prompts.jsonl", "batch_size": 2},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    return tmp_path
+    model = {"num_generations": 2, "rewards": [{"function": "own_files.py:score"}]}
+    return write_task(tmp_path, policy_folder, "", trainer={"max_steps": 3}, model=model)
 
 
 FIT = ("-m", "lit_grpo", "fit", "--config", "config.yaml")

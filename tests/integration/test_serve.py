@@ -26,6 +26,7 @@ from hand_made import SERVER_ARGUMENTS, save_policy_for_vllm
 
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, TOKEN_VARIABLE
 from lit_grpo.tools.commands.doctor import main as doctor
+from tests.task_folders import write_task
 
 pytestmark = pytest.mark.integration
 
@@ -164,25 +165,21 @@ class Runs:
 
     def __init__(self, folder: Path, policy: Path, port: int, token: str) -> None:
         self.folder, self.url, self.token = folder, f"http://127.0.0.1:{port}", token
-        rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
-        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "rewards.py").write_text(REWARD)
-        config = {
-            "trainer": {"accelerator": "cpu", "max_steps": 8, "enable_progress_bar": False},
-            "model": {
-                "policy": str(policy),
-                "rewards": [{"function": "rewards.py:score"}],
+        write_task(
+            folder,
+            policy,
+            REWARD,
+            rows=7,
+            lr=2e-3,
+            trainer={"max_steps": 8},
+            model={
                 "generator": self.generator(urls=[self.url]),
-                "num_generations": 4,
                 "num_minibatches": 2,
                 "sampling": {"max_tokens": 80, "temperature": 0.8},
-                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
             },
-            "data": {"train": "prompts.jsonl", "batch_size": 2},
-            "checkpoint": {"every_n_updates": 2},
-            "rollout_timeline": {"record_trace": True},
-        }
-        (folder / "config.yaml").write_text(json.dumps(config))
+            checkpoint={"every_n_updates": 2},
+            rollout_timeline={"record_trace": True},
+        )
 
     def generator(self, **arguments: Any) -> dict[str, Any]:
         return {"class_path": "lit_grpo.rollout.vllm.VLLMServerGenerator", "init_args": {"num_slots": 2, **arguments}}

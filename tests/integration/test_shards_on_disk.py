@@ -5,9 +5,7 @@ This file is also the script that the ranks run: ``python test_shards_on_disk.py
 
 from __future__ import annotations
 
-import csv
 import errno
-import json
 import os
 import re
 import signal
@@ -24,6 +22,7 @@ from torch import distributed
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lit_grpo.checkpoints import CheckpointError, FolderIO, read
+from tests.task_folders import computed_metrics, write_task
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -43,7 +42,6 @@ folder._Writer.finish = count
 def score(completion):
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
-MEASURED = ("time/", "perf/", "memory/")
 
 
 def save(folder: str, rank: str, how: str) -> None:
@@ -94,34 +92,21 @@ def fit(folder: Path, name: str, *arguments: str, kill_at: int = 0) -> tuple[int
     return run.returncode, run.stdout + run.stderr
 
 
-def rows(folder: Path, name: str) -> list[dict[str, str]]:
-    with (folder / "runs" / name / "metrics.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in found]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path:
     """A task for two ranks, and a run of it that nothing came upon, ``whole``."""
-    tmp_path = tmp_path_factory.mktemp("shards")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(6)))
-    (tmp_path / "rewards.py").write_text(REWARD)
-    config = {
-        "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "fsdp2", "max_steps": 5, "logger": None},
-        "model": {
-            "policy": str(policy_folder),
-            "rewards": [{"function": "rewards.py:score"}],
-            "num_generations": 4,
-            "sampling": {"max_tokens": 8},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
-        },
-        "data": {"train": "prompts.jsonl", "batch_size": 1},
-        "checkpoint": {"every_n_updates": 2},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    code, said = fit(tmp_path, "whole")
+    folder = write_task(
+        tmp_path_factory.mktemp("shards"),
+        policy_folder,
+        REWARD,
+        lr=2e-3,
+        trainer={"devices": 2, "strategy": "fsdp2", "max_steps": 5, "logger": None},
+        data={"batch_size": 1},
+        checkpoint={"every_n_updates": 2},
+    )
+    code, said = fit(folder, "whole")
     assert code == 0, said
-    return tmp_path
+    return folder
 
 
 @pytest.mark.nightly
@@ -133,7 +118,8 @@ def test_two_ranks_that_are_killed_as_they_save_go_on_bit_for_bit(folder: Path, 
     assert read(folder / "runs" / name / "checkpoints" / "last.ckpt")["policy_version"] == 2
     code, said = fit(folder, name, *beside, "--ckpt_path", "last")
     assert code == 0, said
-    assert rows(folder, name)[-3:] == rows(folder, "whole")[-3:]
+    runs = folder / "runs"
+    assert computed_metrics(runs / name)[-3:] == computed_metrics(runs / "whole")[-3:]
     ours, theirs = (load_file(folder / "runs" / run / "policy" / "model.safetensors") for run in (name, "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

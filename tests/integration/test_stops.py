@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_metrics, table_rows
+from conftest import table_rows
 
 from lit_grpo.callbacks import RolloutScheduler, RunCheckpoint
 from lit_grpo.cli.command_line import run
 from lit_grpo.rollout.weights.tensors import WeightSyncError
+from tests.task_folders import computed_metrics, write_task
 
 pytestmark = pytest.mark.integration
 
@@ -33,30 +34,22 @@ def score(completion):
             os.kill(os.getpid(), int(what))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
-MEASURED = ("time/", "perf/", "memory/")
 
 
 def set_up(tmp_path: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Go to a folder with a task of two optimizer steps a batch, three batches an epoch and a validation after every
     second one."""
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(REWARD)
-    config = {
-        "trainer": {"accelerator": "cpu", "max_steps": 12, "enable_progress_bar": False, "val_check_interval": 2},
-        "model": {
-            "policy": str(policy_folder),
-            "rewards": [{"function": "rewards.py:score"}],
-            "num_generations": 4,
-            "num_minibatches": 2,
-            "sampling": {"max_tokens": 8},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
-        },
-        "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    return tmp_path
+    return write_task(
+        tmp_path,
+        policy_folder,
+        REWARD,
+        rows=7,
+        lr=2e-3,
+        trainer={"max_steps": 12, "val_check_interval": 2},
+        model={"num_minibatches": 2},
+        data={"validation": "prompts.jsonl"},
+    )
 
 
 @pytest.fixture
@@ -69,8 +62,7 @@ def fit(name: str, *arguments: str) -> None:
 
 
 def metrics(name: str) -> list[dict[str, str]]:
-    rows = read_metrics(Path("runs", name, "metrics.csv"))
-    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
+    return computed_metrics(Path("runs", name))
 
 
 @pytest.fixture(scope="module")

@@ -50,14 +50,9 @@ class Slow(SlotGenerator):
 @pytest.fixture
 def chat_folder(tmp_path: Path) -> Path:
     """A random policy whose tokenizer has a chat template."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path / "chat"
     random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder, chat_template=TEMPLATE)
     return folder
 
 
