@@ -6,7 +6,7 @@ import pydoc
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import cache
@@ -23,7 +23,13 @@ from lit_grpo.cli.parsing.sentences import shipped_config
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.tools.commands import simulate
 from lit_grpo.tools.dashboard import explain, sections
+from lit_grpo.tools.dashboard.page import metrics_page
+from lit_grpo.tools.migration.page import migration_page
 from lit_grpo.training.run_folder import RunFolder
+from scripts.architectures_page import architectures_page, newest_with_vllm
+from scripts.architectures_page import newest as newest_architectures
+from scripts.methods_page import methods_page
+from scripts.methods_page import newest as newest_methods
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,6 +81,23 @@ def test_the_site_has_every_page_and_no_other() -> None:
 
     named = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert sorted(named) == [page.name for page in PAGES[1:]]
+
+
+@pytest.mark.parametrize(
+    ("page", "make", "module"),
+    [
+        (
+            "architectures",
+            lambda: architectures_page(newest_architectures(), newest_with_vllm()),
+            "scripts.architectures_page",
+        ),
+        ("methods", lambda: methods_page(newest_methods()), "scripts.methods_page"),
+        ("metrics", metrics_page, "lit_grpo.tools.dashboard.page"),
+        ("migration", migration_page, "lit_grpo.tools.migration.page"),
+    ],
+)
+def test_a_generated_page_is_the_one_in_docs(page: str, make: Callable[[], str], module: str) -> None:
+    assert (ROOT / "docs" / f"{page}.md").read_text() == make(), f"run python -m {module} > docs/{page}.md"
 
 
 def test_each_hop_of_the_walk_is_there() -> None:

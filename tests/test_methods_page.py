@@ -1,4 +1,4 @@
-"""Methods beside plain GRPO: the figures of a run, gains with their intervals, what is kept, and the page."""
+"""Methods beside plain GRPO: the figures of a run, gains with their intervals, and what is kept."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ from benchmarks.learning_runs import Curves
 from benchmarks.methods import METHODS, TASKS, learning_run, summary
 from lit_grpo.cli.parsing.sentences import shipped_config
 from lit_grpo.methods import make_plugins, shipped
-from scripts.methods_page import T_975, methods_page, newest, paired_gain
-
-PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+from scripts.methods_page import T_975, paired_gain
 
 
 def curves(tokens: list[float], exact: list[float]) -> Curves:
     """Curves of these tokens and this exact match by update, NaN where nothing was validated."""
     tokens_U, one_U = np.array(tokens), np.ones(len(tokens))
     return Curves(np.array(exact), one_U, one_U, tokens_U, one_U, one_U, one_U, one_U, one_U, one_U)
-
-
-def test_the_page_is_made_of_the_newest_result() -> None:
-    assert PAGE.read_text() == methods_page(newest()), "run python -m scripts.methods_page > docs/methods.md"
 
 
 def test_the_mean_over_a_run_is_that_of_its_straight_lines() -> None:

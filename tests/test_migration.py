@@ -1,4 +1,4 @@
-"""Fields of other trainers: the table is whole, what is made of a config is right, and the page tells the same."""
+"""Fields of other trainers: the table is whole, and what is made of a config is right."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.module import GRPOModule
 from lit_grpo.optim import WarmupDecayLR
 from lit_grpo.tools.migration import TRL, VERL, convert_trl
-from lit_grpo.tools.migration.page import migration_page
 from lit_grpo.update.objective.recipes import RECIPES
 
-PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 LEAST = {
     "model_name_or_path": "tiny",
     "dataset_name": "some/data",
@@ -69,10 +67,6 @@ def test_every_counterpart_is_a_field_of_ours() -> None:
             if field.startswith(("model.", "data.")):
                 groups = (".optimizer.", ".generator.", ".lr_scheduler.", ".lora.", ".eval_sampling.")
                 assert field in ours or any(group in field for group in groups) or is_parameter(field), (name, field)
-
-
-def test_the_page_is_made_of_the_table() -> None:
-    assert PAGE.read_text() == migration_page()
 
 
 def test_batches_keep_their_completions_and_steps() -> None:

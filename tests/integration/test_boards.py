@@ -207,10 +207,3 @@ def test_a_run_from_python_tells_its_settings_too(
     values = HParamsPluginData.FromString(content).session_start_info.hparams
     assert values["model.sampling.max_tokens"].number_value == 4
     assert values["data.train"].string_value.startswith("[{")
-
-
-def test_the_page_on_metrics_is_the_specification() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    from lit_grpo.tools.dashboard.page import metrics_page
-
-    assert page == metrics_page(), "run python -m lit_grpo.tools.dashboard.page > docs/metrics.md"
