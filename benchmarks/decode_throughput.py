@@ -9,6 +9,9 @@ micro groups (Infinite Sampling, arXiv 2506.22950) decode a round of rows to the
 engine. ``generate`` (as TRL calls it: sdpa, dynamic cache, inference mode) does the same in batches. Transformers'
 continuous batching refills, with paged sdpa attention and a cache of as many tokens; its start is not timed.
 
+``hybrid_decode``: the same for a random Qwen3.5 of 31 million parameters, whose slots hold states beside keys and
+values. Continuous batching of transformers has no such layers.
+
 ``decode_efficiency``: the time of bare forward passes of the policy's own (transformers, sdpa, a dynamic cache that
 already holds so many tokens a row), over the time of a rollout. Bare passes have nothing around them: no sampling, no
 refill, no prompt. They are timed at a sample of a rollout's steps; the other steps take what the nearest one takes.
@@ -32,7 +35,7 @@ import numpy as np
 import torch
 
 from benchmarks.decode_systems import LARGE_NOISE, NOISE, Run, Steps, Work, continuous_batching, generate, naive, ours
-from benchmarks.random_policies import QWEN3_31M, random_qwen3
+from benchmarks.random_policies import QWEN3_31M, TO_UPDATE, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, options_parser
 from benchmarks.rollouts import KnownLengths, replayed, roll_out, slots
 from benchmarks.shipped_tasks import ShippedTask
@@ -115,11 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---- what is decoded ----------------------------------------------------------------------------------
 
 
-def _long_tailed(options: Options, cases: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Row, Work]]:
-    """Long-tailed lengths for both policies; ``cases`` are prompts, completions of each and rows."""
+def _long_tailed(
+    options: Options, cases: Sequence[tuple[int, int, int]], hybrid: bool = False
+) -> Iterator[tuple[Row, Work]]:
+    """Long-tailed lengths for both policies, or for the hybrid; ``cases`` are prompts, completions of each and rows."""
     tiny, tokenizer = load("tiny", options.device)
     policies: dict[str, Any] = {"tiny": tiny}
-    if not options.quick:
+    if hybrid:
+        sizes = replace(TO_UPDATE["smallest hybrid" if options.quick else "hybrid, 31M"], vocab_size=16)
+        policies = {"random Qwen3.5, 31 M": random_qwen3(sizes, options.device)}
+    elif not options.quick:
         policies["random Qwen3, 31 M"] = random_qwen3(QWEN3_31M, options.device)
     for name, policy in policies.items():
         for num_prompts, group_size, num_rows in ((1, 4, 2),) if options.quick else cases:
@@ -252,6 +260,19 @@ def _throughput_claims(rows: Sequence[Row]) -> list[Claim]:
     return claims
 
 
+def _hybrid_claims(rows: Sequence[Row]) -> list[Claim]:
+    return [
+        Claim(
+            f"G = {row['G']}, {row['rows']} rows: tokens/s over {row['system']}",
+            float(row["default_over_it"]),
+            ">=",
+            1.5,
+        )
+        for row in rows
+        if row["system"] == GENERATE
+    ]
+
+
 def _efficiency_claims(rows: Sequence[Row]) -> list[Claim]:
     text, least = "tokens/s over bare forward passes", {"tiny": 0.85}
     return [
@@ -280,6 +301,11 @@ def _real_claims(rows: Sequence[Row]) -> list[Claim]:
 STUDIES = {
     "decode_throughput": Study(
         partial(_long_tailed, cases=((2, 32, 16), (1, 256, 64))), tuple(SYSTEMS)[:6], _throughput_claims
+    ),
+    "hybrid_decode": Study(
+        partial(_long_tailed, cases=((2, 32, 16), (1, 256, 64)), hybrid=True),
+        (DEFAULT, FIRST_COME, GENERATE),
+        _hybrid_claims,
     ),
     "decode_efficiency": Study(
         partial(_long_tailed, cases=((8, 16, 32), (8, 32, 64))), (DEFAULT,), _efficiency_claims, sample=24

@@ -8,6 +8,9 @@ rewards make every rollout count in the update, and a case without one fails.
 random one: what a completion needs on the host, about 1 KB and 8 bytes a token, would show beside the demo's policy
 (``--policy tiny``), whose 8 slots take no more than 5 MiB.
 
+``hybrid_memory``: the same with a random Qwen3.5, whose slots hold states of gated DeltaNet layers beside keys and
+values.
+
 ``real_model_memory``: SmolLM2-135M-Instruct on one word problem, in float32, beside TRL 1.16, which decodes with
 ``generate``, and whose micro-batches have 4 rows at any G. The update holds gradients and AdamW's moments, which are
 the same on both sides.
@@ -27,7 +30,7 @@ from pathlib import Path
 from benchmarks.lines import distinct
 from benchmarks.memory_case import Case, System
 from benchmarks.processes import LEAN, LEAN_TEXT, Figures, measured
-from benchmarks.random_policies import QWEN3_7M, save_random_policy
+from benchmarks.random_policies import QWEN3_7M, TO_UPDATE, Sizes, save_random_policy
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, options_parser
 from benchmarks.shipped_tasks import ShippedTask
 
@@ -43,12 +46,16 @@ class Study:
     repeats: int
     budget: int
     config: str | None = None
+    random: Sizes = QWEN3_7M
     picture: bool = False
 
 
 STUDIES = {
     "group_size_memory": Study(
         {"lit_grpo": (8, 64, 512), "generate": (8, 32, 128)}, {"lit_grpo": (2, 4), "generate": (4,)}, 3, 160
+    ),
+    "hybrid_memory": Study(
+        {"lit_grpo": (8, 64, 512), "generate": (8, 32, 128)}, {"lit_grpo": (2,)}, 3, 160, random=TO_UPDATE["hybrid, 7M"]
     ),
     "real_model_memory": Study(
         {"lit_grpo": (8, 32, 128, 512), "TRL": (8, 32, 128, 512)}, {"lit_grpo": (2,), "TRL": (4,)}, 1, 512,
@@ -69,11 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit = 128 if study.config is None else ShippedTask(study.config).model["sampling"]["max_tokens"]
     limit = (16 if study.config is None else 4) if options.quick else limit
     with tempfile.TemporaryDirectory() as folder:
-        policy, name = options.policy or folder, options.policy or "random Qwen3, 7 M parameters"
+        policy, name = options.policy or folder, options.policy or ""
         if options.policy is None and study.config is not None:
             policy, name = ShippedTask(study.config).policy, study.config
         elif options.policy is None:
-            save_random_policy(Path(folder), QWEN3_7M)
+            save_random_policy(Path(folder), study.random)
+            name = f"random {'Qwen3.5' if study.random.hybrid else 'Qwen3'}, 7 M parameters"
         cases = [
             Case(system, policy, options.device, 1, size, 8, limit, study.budget, study.config)
             for system, size in plan * repeats

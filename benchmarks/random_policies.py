@@ -1,4 +1,4 @@
-"""Qwen3 models of random parameters and of the sizes that benchmarks need."""
+"""Qwen3 and Qwen3.5 models of random parameters and of the sizes that benchmarks need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Qwen3. The vocabulary is the demo's unless told otherwise; ``tied``: its embedding is also its head."""
+    """Of a Qwen3. The vocabulary is the demo's unless told otherwise; ``tied``: its embedding is also its head.
+
+    A ``hybrid`` is a Qwen3.5: three of four layers are gated DeltaNet, with as many heads, as large, as attention.
+    """
 
     layers: int
     hidden: int
@@ -23,6 +26,7 @@ class Sizes:
     head_dim: int
     vocab_size: int = 16
     tied: bool = False
+    hybrid: bool = False
 
 
 QWEN3_1_7B = Sizes(28, 2048, 6144, 16, 8, 128, vocab_size=151_936, tied=True)
@@ -37,21 +41,26 @@ TO_UPDATE = {
     "7M": Sizes(6, 256, 1024, 8, 4, 32, tied=True),
     "34M": replace(QWEN3_31M, tied=True),
     "Qwen3-1.7B": QWEN3_1_7B,
+    "smallest hybrid": Sizes(4, 64, 128, 4, 2, 16, tied=True, hybrid=True),
+    "hybrid, 7M": replace(QWEN3_7M, tied=True, hybrid=True),
+    "hybrid, 31M": replace(QWEN3_31M, tied=True, hybrid=True),
 }
 """Policies of the update phase, whose vocabulary is that of their work."""
 
 
 def random_qwen3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a Qwen3 of random parameters in evaluation mode, made on ``device``; in float32 unless told otherwise.
+    """Return a model of random parameters in evaluation mode, made on ``device``; in float32 unless told otherwise.
 
     Its ends of sequence and padding are those of the demo's tokenizer.
     """
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
     from scripts.make_tiny import EOS_ID, PAD_ID
 
-    config = Qwen3Config(
+    linear = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), sizes.heads)
+    linear |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), sizes.head_dim)
+    config = (Qwen3_5TextConfig if sizes.hybrid else Qwen3Config)(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -65,6 +74,7 @@ def random_qwen3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype | None = 
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
+        **linear if sizes.hybrid else {},
     )
     torch.manual_seed(0)
     with torch.device(device):

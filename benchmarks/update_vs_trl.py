@@ -12,6 +12,8 @@ what a method can save is told as the peak above these, which both sides must ho
 The floor is the FLOPs that any method must do (see ``floor_flops``); how near we come is told as the share of the rate
 at which the same process multiplies large matrices just before and after the step, for a shared machine's rate drifts.
 The first layer of a policy runs once a micro-batch without checkpointing and twice with it, which ``layer_runs`` shows.
+
+``hybrid_update`` is a work on a Qwen3.5, three of whose four layers are gated DeltaNet, by torch alone on both sides.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from benchmarks.report import Claim, Options, Row, finish, need, parse_options
+from benchmarks.report import Claim, Options, Row, finish, need, options_parser
 from benchmarks.update_case import TIMED_ROWS, Case, Steps
 from benchmarks.update_work import SIGMA, Work
 
@@ -42,26 +44,40 @@ WORKS = {  # the limits on completions are beyond the longest, so that none is c
     "b": Work(64, 256, 16, max_tokens=640),
     "c": Work(512, 128, 64, max_tokens=512),
 }
-SIZES = {"a": Sizes((1024, 4096), (1, 4)), "b": Sizes((640, 2560), (1, 4)), "c": Sizes((576, 2304), (1, 4))}
+HYBRID = Work(512, 128, 16, max_tokens=512)
+SIZES = {
+    "d": Sizes((1024, 4096), (1, 4)),
+    "a": Sizes((1024, 4096), (1, 4)),
+    "b": Sizes((640, 2560), (1, 4)),
+    "c": Sizes((576, 2304), (1, 4)),
+}
 QUICK = Work(48, 12, 8, vocab_size=512)
 TIMES_FASTER, MOST_MEMORY, LEAST_SHARE = 2.0, 0.5, 0.6
 
 
-def main(options: Options) -> int:
-    """Measure all works in all sizes, with checkpointing and without."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all works of a study in all sizes, with checkpointing and without."""
+    parser = options_parser(__doc__ or "")
+    parser.add_argument("study", nargs="?", choices=("update_vs_trl", "hybrid_update"), default="update_vs_trl")
+    asked = parser.parse_args(arguments)
+    options, is_hybrid = Options(asked.quick, asked.device, asked.policy, asked.output), asked.study == "hybrid_update"
     rows: list[Row] = []
     claims: list[Claim] = []
     if options.quick:
-        case = Case("lit_grpo", 0, QUICK, "smallest", options.device, THREADS, checkpointing=True)
+        policy = "smallest hybrid" if is_hybrid else "smallest"
+        case = Case("lit_grpo", 0, QUICK, policy, options.device, THREADS, checkpointing=True)
         rows, claims = compare("quick", case, Sizes((4096,), (4,)), repeats=1)
-        return finish("update_vs_trl", options, settings(case, 1), rows, claims)
-    case = Case("lit_grpo", 0, WORKS["a"], "34M", options.device, THREADS, first=TIMED_ROWS)
-    for name, work in WORKS.items():
+        return finish(asked.study, options, settings(case, 1), rows, claims)
+    works = {"d": HYBRID} if is_hybrid else WORKS
+    policy = "hybrid, 31M" if is_hybrid else "34M"
+    case = Case("lit_grpo", 0, HYBRID, policy, options.device, THREADS, first=TIMED_ROWS)
+    for name, work in works.items():
         for checkpointing in (True, False):
             more = compare(name, replace(case, work=work, checkpointing=checkpointing), SIZES[name], repeats=2)
             rows += more[0]
             claims += more[1]
-    return finish("update_vs_trl", options, settings(case, 2), rows, claims)
+    program = f"update_vs_trl {asked.study}".replace(" update_vs_trl", "")
+    return finish(asked.study, options, settings(case, 2), rows, claims, program)
 
 
 def settings(case: Case, repeats: int) -> Row:
@@ -143,6 +159,5 @@ def _faster(ours: Sequence[Steps], theirs: Sequence[Steps]) -> float:
 
 
 if __name__ == "__main__":
-    assert __doc__ is not None
     need("trl")
-    sys.exit(main(parse_options(__doc__)))
+    sys.exit(main())

@@ -54,22 +54,29 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces that grow, as in the slots: see :func:`piece_sizes` and :func:`prompt_room`."""
+    """Pieces that grow, as in the slots: see :func:`piece_sizes` and :func:`prompt_room`.
+
+    Args:
+        growth: How much longer than all before it a piece may be.
+        state: What a prompt takes whatever its length, and a completion: the KV tokens that the states of recurrent
+            layers come to.
+    """
 
     growth: float = FEW
+    state: int = 0
 
     def prompt(self, num_tokens: int) -> int:
-        """Return the room of a prompt."""
-        return prompt_room(num_tokens)
+        """Return the room of a prompt, and its state."""
+        return prompt_room(num_tokens) + self.state
 
     def completion(self, prompt_tokens: np.ndarray, num_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens of the pieces that are begun."""
+        """Return the tokens of the pieces that are begun, and the state."""
         rooms = np.empty_like(num_tokens)
         for limit in np.unique(max_tokens):
             ends = _piece_ends(int(limit), self.growth)
             column = max_tokens == limit
             rooms[..., column] = ends[np.searchsorted(ends, num_tokens[..., column])]
-        return rooms
+        return rooms + self.state
 
 
 @lru_cache(4096)

@@ -86,6 +86,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "moe_intermediate_size": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
          "qk_nope_head_dim": 8, "v_head_dim": 16},
     ),
+    "qwen3.5, gated DeltaNet": (
+        "Qwen3_5Text",
+        {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_key_head_dim": 8,
+         "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+    "lfm2, short convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "falcon h1, both in a layer": (
+        "FalconH1",
+        {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 4},
+    ),
+    "mamba, no attention": ("Mamba", {"expand": 2, "state_size": 8}),
     "phimoe, all layers slide": ("Phimoe", {"sliding_window": 8, "num_local_experts": 2}),
 }  # fmt: skip
 
@@ -93,6 +104,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def build(name: str, changes: dict[str, Any]) -> Any:
     """A random model of few parameters, in evaluation mode."""
     head = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+    head["Qwen3_5Text"] = "Qwen3_5ForCausalLM"
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -152,6 +164,7 @@ def exact_logprobs(model: Any, completion: Completion) -> torch.Tensor:
 QUICK = (
     *("qwen3", "qwen3, some layers slide", "llama, scaled rope", "gemma2, capped scores", "gpt2"),
     *("llama4, chunks", "gpt oss, sinks", "deepseek v3, latent attention"),
+    *("qwen3.5, gated DeltaNet", "mamba, no attention"),
 )
 
 
@@ -201,7 +214,6 @@ def test_under_autocast_it_decodes_close_to_the_trainers_forward(tokenizer: Any)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Mamba", {"expand": 2}, "MambaForCausalLM"),
     ("Bloom", {}, "does not use transformers' attention interface"),
 ]
 

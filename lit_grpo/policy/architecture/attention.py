@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, hidden_states, raise_device_failure
+from lit_grpo.policy.architecture.decoder import (
+    RUN_FAILURES,
+    attention_name,
+    decoder_of,
+    hidden_states,
+    raise_device_failure,
+)
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
@@ -90,8 +96,6 @@ def attention_calls(model: PreTrainedModel, context: int) -> list[AttentionCall]
     Raises:
         ValueError: The model's attention cannot be replaced, or its masks are of another kind than :class:`Sight`.
     """
-    if not getattr(model, "_supports_attention_backend", False):
-        raise OwnAttention("it does not use transformers' attention interface")
     calls: list[AttentionCall] = []
     input_ids_1T = torch.arange(_NUM_TOKENS, device=model.device)[None]
     try:
@@ -122,6 +126,8 @@ def _probed(model: PreTrainedModel, context: int) -> Iterator[None]:
     before = attention_name(model)
     AttentionInterface.register(_NAME, _probe)
     AttentionMaskInterface.register(_NAME, mask)
+    if not decoder_of(model)._can_set_attn_implementation():
+        raise OwnAttention("it does not use transformers' attention interface")
     model.set_attn_implementation(_NAME)
     try:
         yield

@@ -82,7 +82,7 @@ def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Run the decoder without its head; return the last hidden states, shape (B, T, hidden size)."""
-    return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **kwargs).last_hidden_state
+    return decoder_of(model)(input_ids=input_ids_BT, **{"use_cache": False, **kwargs}).last_hidden_state
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

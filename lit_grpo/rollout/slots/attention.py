@@ -21,6 +21,8 @@ from lit_grpo.scheduling.layouts import FEW, TIGHT, Pieces
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lit_grpo.policy.architecture.states import RowStates, StateShape
+
 ATTENTION_NAME = "lit_grpo_slots"
 _TIGHT_FROM_BYTES = 2**14  # a token
 _SCORES = 2**24  # at a time, where torch's attention cannot be used
@@ -47,12 +49,14 @@ class KVShape:
     layers: tuple[KVLayer, ...]
     dtype: torch.dtype
     device: torch.device
+    states: StateShape | None = None
+    """What layers remember of a row beside keys and values, if any do."""
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Keys and values of all layers; 1 where no layer has any, so that memory is counted in bytes."""
         numbers = sum(layer.num_heads * (layer.key_size + layer.value_size) for layer in self.layers)
-        return numbers * self.dtype.itemsize
+        return max(1, numbers * self.dtype.itemsize)
 
     @cached_property
     def head_counts(self) -> list[int]:
@@ -65,7 +69,8 @@ class KVShape:
 
         Not so on a GPU, where operations are many launches and memory is read fast.
         """
-        return Pieces(TIGHT if self.bytes_per_token >= _TIGHT_FROM_BYTES and self.device.type == "cpu" else FEW)
+        growth = TIGHT if self.bytes_per_token >= _TIGHT_FROM_BYTES and self.device.type == "cpu" else FEW
+        return Pieces(growth, 0 if self.states is None else -(-self.states.num_bytes // self.bytes_per_token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,11 @@ class Attention(Protocol):
     @property
     def shape(self) -> KVShape:
         """What keys and values look like."""
+        ...
+
+    @property
+    def states(self) -> RowStates | None:
+        """What the rows' layers remember beside them, if any do."""
         ...
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:

@@ -18,6 +18,7 @@ from lit_grpo.policy.architecture.decoder import (
     hidden_states,
     raise_device_failure,
 )
+from lit_grpo.policy.architecture.states import StateShape, state_shape
 from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import INSTEAD, KVLayer, KVShape, use_slot_attention
@@ -52,7 +53,7 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
     input_ids_BT = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
     try:
         calls = attention_calls(model.eval(), slot_context(model))
-        shape = shape_of_calls(calls, model.device)
+        shape = shape_of_calls(calls, model.device, state_shape(model))
         with torch.inference_mode():
             expected = hidden_states(model, input_ids_BT)[0, -1].float()
             use_slot_attention(model)
@@ -88,12 +89,12 @@ def row_attention(shape: KVShape) -> RowAttention | None:
     return attend_rows
 
 
-def shape_of_calls(calls: Sequence[AttentionCall], device: torch.device) -> KVShape:
-    """Return what the keys and values of a token look like, of a model whose forward makes these calls."""
-    if not calls:
+def shape_of_calls(calls: Sequence[AttentionCall], device: torch.device, states: StateShape | None = None) -> KVShape:
+    """Return what the slots keep of a model whose forward makes these calls, and has these states."""
+    if not calls and states is None:
         raise OwnAttention("it has no attention")
     layers = [KVLayer(call.num_kv_heads, call.key_size, call.value_size, call.sight) for call in calls]
-    return KVShape(tuple(layers), calls[0].dtype, device)
+    return KVShape(tuple(layers), calls[0].dtype if calls else torch.float32, device, states)
 
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
@@ -161,9 +162,11 @@ def _decode(
 ) -> torch.Tensor:
     """Return the last token's hidden state: the first few are prefilled in two pieces, the others decoded."""
     cache = SlotCache(shape, _NUM_TOKENS, 1, tables)
-    prefill(model, input_ids_BT[:, :_NUM_PREFILLED].tolist(), 2, cache.write_prompts(["prompt"], [_NUM_PREFILLED]))
+    writer = cache.write_prompts(["prompt"], [_NUM_PREFILLED])
+    hidden_BD = prefill(model, input_ids_BT[:, :_NUM_PREFILLED].tolist(), 2, writer)
+    if writer.states is not None:
+        cache.prompts["prompt"].states = writer.states.copy(0)
     cache.admit(["prompt"])
-    hidden_BD = torch.empty(0)
     for position in range(_NUM_PREFILLED, _NUM_TOKENS):
         cache.prepare(np.array([position - _NUM_PREFILLED]))
         positions_B = torch.tensor([position], device=model.device)

@@ -100,9 +100,12 @@ def prefill(
 ) -> torch.Tensor:
     """Run the policy over ``sequences``, in pieces of at most ``max_tokens`` tokens, padding included.
 
+    States are those after a sequence's last token, so where layers have states nothing is padded: a piece ends where a
+    sequence does, which is then through.
+
     Args:
         policy: Switched to slot attention.
-        sequences: Tokens, at least one each.
+        sequences: Tokens, at least one each; where layers have states, the longest first.
         max_tokens: The most that go through the model at once; each sequence has at least one token in a piece.
         writer: Takes the keys and values, padded on the right to the longest sequence, and attends. The first token of
             each sequence stands after those that are written there.
@@ -110,7 +113,7 @@ def prefill(
     Returns:
         The hidden state of each sequence's last token, shape (rows, hidden size).
     """
-    device = policy.device
+    device, states = policy.device, writer.states
     lengths = [len(sequence) for sequence in sequences]
     longest = max(lengths)
     input_ids_BT = torch.zeros((len(sequences), longest), dtype=torch.int64)
@@ -121,15 +124,27 @@ def prefill(
     input_ids_BT, last_B = there["ids"], there["last"]
     rows_B = torch.arange(len(sequences), device=device)
     step = max(1, max_tokens // len(sequences))
-    final_BD = None
-    for begin in range(0, longest, step):
-        piece_BT = input_ids_BT[:, begin : begin + step]
+    begin, rows, own, final_BD = 0, len(sequences), {}, None
+    while begin < longest:
+        end = begin + step
+        if states is not None:
+            rows = sum(length > begin for length in lengths)
+            goes_on = states.shape.goes_on or begin + first_position == 0
+            end = min(end, lengths[rows - 1]) if goes_on else begin + 1
+            own = states.arguments(rows)
+        piece_BT = input_ids_BT[:rows, begin:end]
         positions_BT = torch.arange(begin, begin + piece_BT.shape[1], device=device).expand_as(piece_BT)
         hidden_BTD = hidden_states(
-            policy, piece_BT, position_ids=positions_BT + first_position, slot_cache=Forward(writer)
+            policy, piece_BT, position_ids=positions_BT + first_position, slot_cache=Forward(writer), **own
         )
-        state_BD = hidden_BTD[rows_B, (last_B - begin).clamp(0, piece_BT.shape[1] - 1)]
-        final_BD = state_BD if final_BD is None else torch.where((last_B >= begin)[:, None], state_BD, final_BD)
+        if states is not None:
+            states.take()
+        state_BD = hidden_BTD[rows_B[:rows], (last_B[:rows] - begin).clamp(0, piece_BT.shape[1] - 1)]
+        if final_BD is None:
+            final_BD = state_BD
+        else:
+            final_BD[:rows] = torch.where((last_B[:rows] >= begin)[:, None], state_BD, final_BD[:rows])
+        begin = end
     assert final_BD is not None
     return final_BD
 
@@ -156,8 +171,12 @@ def decode_step(
         The last hidden states, shape (rows, hidden size).
     """
     if fused is None:
-        positions_B1, forward = positions_B[:, None], Forward(cache)
-        return hidden_states(policy, tokens_B[:, None], position_ids=positions_B1, slot_cache=forward)[:, 0]
+        states, positions_B1, forward = cache.states, positions_B[:, None], Forward(cache)
+        own = {} if states is None else states.arguments(len(tokens_B))
+        hidden_B1D = hidden_states(policy, tokens_B[:, None], position_ids=positions_B1, slot_cache=forward, **own)
+        if states is not None:
+            states.take()
+        return hidden_B1D[:, 0]
     return fused(tokens_B, positions_B, longest, cache)
 
 

@@ -196,7 +196,7 @@ class SlotGenerator(Versioned):
         sampling = self._sampling if self._num_in_flight else requests[0].sampling
         assert self.budget is not None and self._mode is not None
         for request in requests:
-            check_request(request, sampling, self._context, self.budget)
+            check_request(request, sampling, self._context, self.budget, self._shape.pieces)
         self._mode.begin()
         self._sampling = sampling
         self._incoming += requests
@@ -254,7 +254,8 @@ class SlotGenerator(Versioned):
         assert self.budget is not None
         free = self.budget.tokens - self._cache.allocated_tokens - entering
         free_slots = self.num_slots - self._num_in_flight
-        return min(free, int((free_slots + KEPT_SHARE * self.num_slots) * self._cache.max_tokens))
+        tokens_per_slot = self._cache.max_tokens + self._shape.pieces.state
+        return min(free, int((free_slots + KEPT_SHARE * self.num_slots) * tokens_per_slot))
 
     def _forget_prompts(self) -> None:
         """Drop the prompts that were released, once nothing in flight needs them."""
@@ -318,12 +319,13 @@ class SlotGenerator(Versioned):
         if self._kept.num_tokens:
             self._kept.fit(self._room_to_keep(entering))
         in_use = self._kept.num_tokens + cache.allocated_tokens
-        if in_use + 2 * self._num_in_flight * cache.max_tokens + AHEAD_TOKENS <= budget.tokens:
+        most_tokens = cache.max_tokens + 2 * shape.pieces.state  # of a row, if its prompt is its own
+        if in_use + 2 * self._num_in_flight * most_tokens + AHEAD_TOKENS <= budget.tokens:
             cache.most_entries = self.num_slots
             return True
         prompts = {request.group: request.prompt for request in self._incoming}
         for group, prompt in prompts.items():
-            entering += 0 if group in cache.prompts else prompt_room(len(prompt.token_ids))
+            entering += 0 if group in cache.prompts else shape.pieces.prompt(len(prompt.token_ids))
         is_tight = in_use + cache.growth(self._rows.counts_B - 1) + entering > budget.tokens
         cache.most_entries = 0 if is_tight else self.num_slots
         if is_tight:
@@ -340,7 +342,7 @@ class SlotGenerator(Versioned):
         Prompts that take the same room go through the policy together. If any is missing, and ``ahead``, some short
         ones that requests will come for go with it.
         """
-        cache, budget = self._cache, self.budget
+        cache, budget, states = self._cache, self.budget, self._shape.states
         assert budget is not None
         needed = {request.group: request.prompt for request in self._incoming}
         missing: dict[GroupKey, Prompt] = {}
@@ -350,7 +352,7 @@ class SlotGenerator(Versioned):
         if missing and ahead:
             num_tokens = 0
             for group, prompt in list(self._expected.items()):
-                num_tokens += prompt_room(len(prompt.token_ids))
+                num_tokens += self._shape.pieces.prompt(len(prompt.token_ids))
                 if num_tokens > AHEAD_TOKENS:
                     break
                 del self._expected[group]
@@ -358,16 +360,22 @@ class SlotGenerator(Versioned):
                     missing[group] = prompt
         by_room: dict[int, list[tuple[GroupKey, Sequence[int]]]] = {}
         for group, prompt in missing.items():
-            by_room.setdefault(prompt_room(len(prompt.token_ids)), []).append((group, prompt.token_ids))
+            length = len(prompt.token_ids)
+            room = prompt_room(length) if states is None or states.goes_on else length
+            by_room.setdefault(room, []).append((group, prompt.token_ids))
         for room, alike in by_room.items():
             most = max(1, budget.prefill_tokens // room)
+            if states is not None:
+                alike.sort(key=lambda each: -len(each[1]))
             for first in range(0, len(alike), most):
                 groups, sequences = zip(*alike[first : first + most], strict=True)
                 lengths = [*map(len, sequences)]
                 writer = cache.write_prompts(groups, lengths)
                 hidden_BD = prefill(self.policy, sequences, budget.prefill_tokens, writer)
-                for group, hidden_D in zip(groups, hidden_BD, strict=True):
+                for row, (group, hidden_D) in enumerate(zip(groups, hidden_BD, strict=True)):
                     cache.prompts[group].hidden_D = hidden_D.clone()
+                    if writer.states is not None:
+                        cache.prompts[group].states = writer.states.copy(row)
                 events.prefilled_tokens += sum(lengths)
                 if 0 in self.feature_points:
                     entropies_B1 = entropy(self._head(hidden_BD), self._sampling.temperature)[:, None]

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from lit_grpo.rollout.slots.forward import prefill
-from lit_grpo.rollout.slots.kv.cache import SlotCache
+from lit_grpo.rollout.slots.kv.cache import CopiedRow, SlotCache
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.trajectory import num_common, prefix_tree
 from lit_grpo.types import GroupKey, Key, Request
@@ -21,11 +20,15 @@ _LEAST_COPIED = 16  # tokens of another completion; fewer are computed with the 
 
 
 class _Kept(NamedTuple):
-    """Tokens of a completion without a row, and their keys and values as ``SlotCache.copy_completion`` returns them."""
+    """Tokens of a completion without a row, and what ``SlotCache.copy_completion`` returns of them.
+
+    ``num_tokens`` is what it takes, in KV tokens.
+    """
 
     group: GroupKey
     token_ids_T: np.ndarray
-    tensors: list[torch.Tensor]
+    copied: CopiedRow
+    num_tokens: int
     ended: bool  # so that it may never come back
 
 
@@ -46,15 +49,15 @@ class KeptCompletions:
         """
         request, token_ids_T = rows.requests[row], rows.token_ids(row)[:-1].copy()
         self._forget(request.key)
-        num_tokens = len(token_ids_T)
-        if not 0 < num_tokens <= most_tokens:
+        num_tokens = len(token_ids_T) + cache.shape.pieces.state
+        if not len(token_ids_T) or num_tokens > most_tokens:
             return
         for key in [key for key, kept in self._kept.items() if kept.ended]:
             if self.num_tokens + num_tokens > most_tokens:
                 self._forget(key)
         if self.num_tokens + num_tokens <= most_tokens:
-            tensors = cache.copy_completion(row, num_tokens)
-            self._kept[request.key] = _Kept(request.group, token_ids_T, tensors, ended)
+            copied = cache.copy_completion(row, len(token_ids_T))
+            self._kept[request.key] = _Kept(request.group, token_ids_T, copied, num_tokens, ended)
             self.num_tokens += num_tokens
 
     def resume(
@@ -74,10 +77,11 @@ class KeptCompletions:
             cache: Takes the rows.
             most_tokens: The most tokens that go through the model at once.
         """
-        for wave in _one_of_each_beginning(requests):
-            alike: dict[tuple[GroupKey, int, int], list[tuple[Request, int | list[torch.Tensor]]]] = {}
+        has_states = cache.states is not None
+        for wave in [requests] if has_states else _one_of_each_beginning(requests):
+            alike: dict[tuple[GroupKey, int, int], list[tuple[Request, int | CopiedRow]]] = {}
             for request in wave:
-                known, source = self._beginning(request, rows)
+                known, source = self._beginning(request, rows, has_states)
                 members = alike.setdefault((request.group, request.prefix.num_tokens - 1, known), [])
                 members.append((request, source))
             for (group, num_tokens, known), members in alike.items():
@@ -86,8 +90,8 @@ class KeptCompletions:
                     if isinstance(source, int):
                         beginnings.append(cache.copy_completion(source, known))
                     else:
-                        beginnings.append([tensor[:, :known] for tensor in source])
-                writer = cache.write_completions(group, len(members), num_tokens, beginnings)
+                        beginnings.append(source.first(known))
+                writer = cache.write_completions(group, len(members), num_tokens, beginnings, known)
                 if known < num_tokens:
                     tails = [request.prefix.token_ids_T[known:-1].tolist() for request, _ in members]
                     prefill(policy, tails, most_tokens, writer)
@@ -95,30 +99,37 @@ class KeptCompletions:
                     self._forget(request.key)
                 yield [request for request, _ in members]
 
-    def _beginning(self, request: Request, rows: TokenRows) -> tuple[int, int | list[torch.Tensor]]:
+    def _beginning(self, request: Request, rows: TokenRows, whole: bool) -> tuple[int, int | CopiedRow]:
         """Find the longest beginning of a request's prefix, without its last token, that is there; its own first.
 
+        Args:
+            request: What goes on.
+            rows: The tokens of those that there are.
+            whole: Take all of what a row or a kept completion has, or nothing, because a state is that of all of it.
+
         Returns:
-            Its number of tokens, and the row or the tensors that begin with it.
+            Its number of tokens, and the row or the copy that begins with it.
         """
         token_ids_T = request.prefix.token_ids_T[:-1].numpy()
         own = self._kept.get(request.key)
         if own is not None and num_common(own.token_ids_T, token_ids_T) == len(own.token_ids_T):
-            return len(own.token_ids_T), own.tensors
-        longest, source = _LEAST_COPIED - 1, list[torch.Tensor]()
-        for kept in self._kept.values():
-            if kept.group == request.group and (common := num_common(kept.token_ids_T, token_ids_T)) > longest:
-                longest, source = common, kept.tensors
+            return len(own.token_ids_T), own.copied
+        there: list[tuple[np.ndarray, int | CopiedRow]] = [
+            (kept.token_ids_T, kept.copied) for kept in self._kept.values() if kept.group == request.group
+        ]
         for row, other in enumerate(rows.requests):
             if other.group == request.group:
-                common = num_common(rows.token_ids(row)[:-1], token_ids_T)
-                if common > longest:
-                    longest, source = common, row
-        return (longest, source) if longest >= _LEAST_COPIED else (0, [])
+                there.append((rows.token_ids(row)[:-1], row))
+        longest, source = 0, CopiedRow((), {})
+        for its_token_ids_T, its in there:
+            common = num_common(its_token_ids_T, token_ids_T)
+            if common > max(longest, _LEAST_COPIED - 1) and (common == len(its_token_ids_T) or not whole):
+                longest, source = common, its
+        return longest, source
 
     def _forget(self, key: Key) -> None:
         if key in self._kept:
-            self.num_tokens -= len(self._kept.pop(key).token_ids_T)
+            self.num_tokens -= self._kept.pop(key).num_tokens
 
     def drop(self, groups: set[GroupKey]) -> None:
         """Keep no more of these groups."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.decoder import attention_name, hidden_states
+from lit_grpo.policy.architecture.states import FOUND, States, state_layers
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels, piecewise_attention
+from lit_grpo.update.prefix.recurrent import Batches, lay_out_batches, recurrent_layers
 from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class SharedPrefix:
         self._carried, self._in_row, self._labels_3K = carried, in_row, labels_3K
         self.calls: list[tuple[Hashable, int | None]] = []
         """The layers that have attended so far, each with its sliding window, ``None`` for full attention."""
+        self._batches: dict[bool, Batches] = {}
         self._pieces: dict[int | None, list[Piece]] = {}
         self._masks: dict[int | None, BlockMask] = {}
 
@@ -105,7 +109,7 @@ class SharedPrefix:
         scaling: float,
     ) -> torch.Tensor:
         """Let each token see what comes before it, however the row is laid out; return the shape of ``query``."""
-        key, value = self._carry((layer, "key"), key), self._carry((layer, "value"), value)
+        key, value = self.carry((layer, "key"), key), self.carry((layer, "value"), value)
         self.calls.append((layer, window))
         if query.device.type != "cpu":
             if window not in self._masks:
@@ -120,7 +124,36 @@ class SharedPrefix:
             self._labels_3K = in_one_copy({"labels": key_labels(self.stretches)}, device)["labels"]
         return self._labels_3K
 
-    def _carry(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+    @property
+    def shares(self) -> bool:
+        """Whether a stretch follows another, or is needed by other rows: else the row is one sequence."""
+        return len(self.stretches) > 1 or bool(self._in_row)
+
+    @property
+    def carried_stretches(self) -> list[tuple[int, CarriedSpan]]:
+        """The numbers of the carried stretches, and the span that each ends with."""
+        numbers = [number for number, own in enumerate(self.stretches) if own.carried]
+        return list(zip(numbers, self._carried, strict=True))
+
+    def batches(self, whole: bool, device: torch.device) -> Batches:
+        """Return how the row goes through layers with states: see :func:`lay_out_batches`."""
+        if whole not in self._batches:
+            needed = {place.start for place, _ in self._in_row}
+            self._batches[whole] = lay_out_batches(self.stretches, needed, whole, device)
+        return self._batches[whole]
+
+    def settle_states(self, number: int, layer: Hashable, states: States) -> States:
+        """Keep the states that a stretch ends with where other rows need them, or take their gradient; return them."""
+        for place, span in self._in_row:
+            if place.start == self.stretches[number].start:
+                for name, state in states.items():
+                    if span.is_known:
+                        states[name] = span.settle((layer, name), state, (slice(None),))
+                    else:
+                        span.keep((layer, name), state)
+        return states
+
+    def carry(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Keep what is computed of spans in the row, and append carried ones to the row."""
         for place, span in self._in_row:
             index = (slice(None), slice(None), place)
@@ -150,22 +183,25 @@ def shared_prefix_attention(
     """Attend within the row of ``shared_prefix``, in the signature of Hugging Face attention functions.
 
     Raises:
-        ValueError: The model caps its attention scores, has attention sinks, or keys unlike its values.
+        ValueError: The model caps its attention scores, or has attention sinks.
     """
     if softcap is not None:
         raise ValueError("it caps its attention scores")
     if s_aux is not None:
         raise ValueError("it has attention sinks")
-    if key.shape != value.shape:
-        raise ValueError("its keys and values differ in size")
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
+    value_size = value.shape[-1]
+    if key.shape[-1] > value_size:  # latent attention: the kernels want both of one size
+        value = functional.pad(value, (0, key.shape[-1] - value_size))
+    elif key.shape[-1] < value_size:
+        query, key = (functional.pad(each, (0, value_size - key.shape[-1])) for each in (query, key))
     # Autocast leaves normed queries and keys in float32; attention runs in the values' dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     ranks = shared_prefix.ranks
     if ranks.size > 1:
         query, key, value = ranks.to_heads(shared_prefix.num_tokens, query, key, value)
     output = shared_prefix.attend(module, query, key, value, sliding_window, scaling)
-    return (output if ranks.size == 1 else ranks.to_tokens(output)).transpose(1, 2), None
+    return (output if ranks.size == 1 else ranks.to_tokens(output))[..., :value_size].transpose(1, 2), None
 
 
 def shares_prefix(model: PreTrainedModel) -> bool:
@@ -186,8 +222,12 @@ def shared_prefixes(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     AttentionInterface.register(ATTENTION_NAME, shared_prefix_attention)
+    layers = vars(model).get(FOUND)
+    if layers is None:
+        layers = state_layers(model)  # with the model's own attention
     model.set_attn_implementation(ATTENTION_NAME)
     try:
-        yield
+        with recurrent_layers(layers) if layers else nullcontext():
+            yield
     finally:
         model.set_attn_implementation(before)

@@ -10,15 +10,16 @@ read, and a decode step is a few batched matrix products over contiguous memory:
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from lit_grpo.memory import free_bytes, in_one_copy, update_bytes
 from lit_grpo.policy.architecture.attention import ALL, Sight
+from lit_grpo.policy.architecture.states import RowStates, States
 from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape, attention_weights
 from lit_grpo.rollout.slots.kv.shelves import Shelf, ShelfStretch, ShelfWriter
 from lit_grpo.rollout.slots.kv.tables import RowTables
@@ -40,13 +41,29 @@ class CachedPrompt:
     """Where a prompt lies: the shelf of its ``room``, and its entry there.
 
     ``hidden_D`` is its last hidden state, which the first tokens of its completions come from; it is empty until it has
-    been computed.
+    been computed. So are ``states``, which its completions begin with.
     """
 
     room: int
     entry: int
     num_tokens: int
     hidden_D: torch.Tensor = _NOT_COMPUTED
+    states: States = field(default_factory=dict)
+
+
+class CopiedRow(NamedTuple):
+    """What a row holds of its first tokens.
+
+    ``tensors`` are their keys by layer, then their values, shape (KV heads, tokens, key or value size) each; ``states``
+    are those after the last of them.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    states: States
+
+    def first(self, num_tokens: int) -> CopiedRow:
+        """Return what it holds of fewer tokens; states are those of all of them."""
+        return CopiedRow([tensor[:, :num_tokens] for tensor in self.tensors], self.states)
 
 
 class SlotCache:
@@ -66,6 +83,8 @@ class SlotCache:
         self.shape, self.max_tokens, self.most_entries, self.tables = shape, max_tokens, max_rows, tables
         self.prompts: dict[Hashable, CachedPrompt] = {}
         self.num_rows = 0
+        self.states = None if shape.states is None else RowStates(shape.states)
+        self._state_room = 0
         self._slack = _SLACK_OF_TIGHT if shape.pieces.growth == TIGHT else _SLACK
         self._pieces = [Shelf(size, shape) for size in piece_sizes(max_tokens, shape.pieces.growth)]
         bounds = np.cumsum([0, *(shelf.num_tokens for shelf in self._pieces)])
@@ -86,7 +105,8 @@ class SlotCache:
         for entry, prompt, num_tokens in zip(entries, prompts, lengths, strict=True):
             self.prompts[prompt] = CachedPrompt(room, entry, num_tokens)
         self._read = None
-        return ShelfWriter([ShelfStretch(shelf, slice(entries.start, entries.stop), room)])
+        states = None if self.shape.states is None else RowStates(self.shape.states)
+        return ShelfWriter([ShelfStretch(shelf, slice(entries.start, entries.stop), room)], states=states)
 
     def drop_prompt(self, prompt: Hashable) -> None:
         """Free a prompt that no row uses."""
@@ -109,10 +129,26 @@ class SlotCache:
         first, self.num_rows = self.num_rows, self.num_rows + len(prompts)
         self._entries[first : self.num_rows, 0] = self._pieces[0].add(len(prompts), self.most_entries)
         self._prompt_of += map(self.prompts.__getitem__, prompts)
+        if self.states is not None and self.num_rows > first:
+            begun_with = [own.states for own in self._prompt_of[first:]]
+            if self.num_rows > self._state_room:
+                ahead = min(self.num_rows + self.num_rows // 8, self.most_entries)
+                self._resize_states(max(self.num_rows, ahead), begun_with[0])
+            self.states.put(first, begun_with)
         self._read = None
 
+    def _resize_states(self, room: int, like: States) -> None:
+        if self.states is not None and room != self._state_room:
+            self.states.resize(room, like)
+            self._state_room = room
+
     def write_completions(
-        self, prompt: Hashable, count: int, num_tokens: int, beginnings: Sequence[Sequence[torch.Tensor]] = ()
+        self,
+        prompt: Hashable,
+        count: int,
+        num_tokens: int,
+        beginnings: Sequence[CopiedRow] = (),
+        num_known: int = 0,
     ) -> ShelfWriter:
         """Open rows for ``count`` completions of a prompt, of ``num_tokens`` each; return what is to fill them.
 
@@ -120,30 +156,35 @@ class SlotCache:
             prompt: Whose completions.
             count: How many.
             num_tokens: Of each.
-            beginnings: What is known of each, equally much, as ``copy_completion`` returns it; none by default.
+            beginnings: What is known of each, as ``copy_completion`` returns it; none by default.
+            num_known: The tokens of each beginning.
         """
         first = self.num_rows
         self.admit([prompt] * count)
         for piece in range(1, int(np.searchsorted(self._starts, num_tokens))):
             self._entries[first : self.num_rows, piece] = self._pieces[piece].add(count, self.most_entries)
-        known = beginnings[0][0].shape[1] if beginnings else 0
-        for row, tensors in enumerate(beginnings, first):
-            for stretch, start in zip(self._stretches(row, 1, known), self._starts.tolist(), strict=False):
+        for row, (tensors, _) in enumerate(beginnings, first):
+            for stretch, start in zip(self._stretches(row, 1, num_known), self._starts.tolist(), strict=False):
                 there = stretch.shelf.tokens_of(stretch.entries.start, stretch.num_tokens)
                 for kept, values in zip(there, tensors, strict=True):
                     kept.copy_(values[:, start : start + stretch.num_tokens])
         shared = self.prompts[prompt]
         where = slice(shared.entry, shared.entry + 1)
         before = ShelfStretch(self._prompt_shelves[shared.room], where, shared.num_tokens)
-        return ShelfWriter([before, *self._stretches(first, count, num_tokens)], shared.num_tokens + known)
+        states = None
+        if self.states is not None:
+            self.states.put(first, [beginning.states for beginning in beginnings])
+            states = self.states.rows(slice(first, self.num_rows))
+        return ShelfWriter([before, *self._stretches(first, count, num_tokens)], shared.num_tokens + num_known, states)
 
-    def copy_completion(self, row: int, num_tokens: int) -> list[torch.Tensor]:
-        """Return a row's first keys by layer, then its values, shape (KV heads, tokens, key or value size) each."""
+    def copy_completion(self, row: int, num_tokens: int) -> CopiedRow:
+        """Return what a row holds of its first tokens, and its states."""
         parts = [
             stretch.shelf.tokens_of(stretch.entries.start, stretch.num_tokens)
             for stretch in self._stretches(row, 1, num_tokens)
         ]
-        return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
+        tensors = [torch.cat(each, 1) for each in zip(*parts, strict=True)]
+        return CopiedRow(tensors, {} if self.states is None else self.states.copy(row))
 
     def _stretches(self, row: int, count: int, num_tokens: int) -> list[ShelfStretch]:
         """Where the first tokens of rows lie whose entries are neighbours on each shelf, piece by piece."""
@@ -162,6 +203,8 @@ class SlotCache:
             if entry >= 0:
                 entry_of[entry_of == shelf.remove(entry)] = entry
         self._entries[row], self._prompt_of[row] = self._entries[last], self._prompt_of[last]
+        if self.states is not None and row != last:
+            self.states.move(last, row)
         self._entries[last] = -1
         del self._prompt_of[last]
         self._read = None
@@ -172,8 +215,9 @@ class SlotCache:
 
     @property
     def allocated_tokens(self) -> int:
-        """KV tokens there is memory for."""
-        return sum(shelf.room * shelf.num_tokens for shelf in (*self._pieces, *self._prompt_shelves.values()))
+        """KV tokens there is memory for, states among them."""
+        num_tokens = sum(shelf.room * shelf.num_tokens for shelf in (*self._pieces, *self._prompt_shelves.values()))
+        return num_tokens + (self._state_room + len(self.prompts)) * self.shape.pieces.state
 
     def growth(self, columns_B: np.ndarray) -> int:
         """KV tokens that a step will allocate for rows that enter their next piece: the arguments are as in prepare."""
@@ -185,14 +229,25 @@ class SlotCache:
         return growth
 
     def tokens_of(self, lengths: Sequence[int]) -> int:
-        """KV tokens that rows of so many tokens take, each at least a piece."""
-        return int(self._ends[np.searchsorted(self._ends, np.maximum(lengths, 1))].sum()) if lengths else 0
+        """KV tokens that rows of so many tokens take, each at least a piece and its state."""
+        if not lengths:
+            return 0
+        pieces = self._ends[np.searchsorted(self._ends, np.maximum(lengths, 1))].sum()
+        return int(pieces) + len(lengths) * self.shape.pieces.state
 
     def tighten(self) -> None:
         """Give back all memory that is not in use."""
         for shelf in (*self._pieces, *self._prompt_shelves.values()):
             shelf.trim()
+        if self.states is not None:
+            self._trim_states(0.0)
         self._read = None
+
+    def _trim_states(self, slack: float) -> None:
+        """Give memory of states back, as shelves do."""
+        if self.states is not None and self._state_room > (1 + slack) * self.num_rows:
+            like = {name: tensor[0] for name, tensor in self.states.tensors.items()}
+            self._resize_states(self.num_rows + int(self.num_rows * slack / 2), like)
 
     # ---- a step -----------------------------------------------------------------------------------
 
@@ -237,6 +292,8 @@ class SlotCache:
             return {}
         for shelf in self._pieces:
             shelf.trim(self._slack)
+        if self.states is not None:
+            self._trim_states(self._slack)
         self._read = []
         return self.tables.laid_out(
             self._pieces,
@@ -260,6 +317,8 @@ class SlotCache:
         """
         for shelf in self._pieces:
             shelf.trim(self._slack)
+        if self.states is not None:
+            self._trim_states(self._slack)
         width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
         self._read = []
         for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
@@ -401,7 +460,7 @@ class KVBudget:
             self.prefill_tokens = min(2 * self.prefill_tokens, self._granted_prefill)
 
 
-def check_request(request: Request, sampling: SamplingParams, context: int, budget: KVBudget) -> None:
+def check_request(request: Request, sampling: SamplingParams, context: int, budget: KVBudget, layout: Pieces) -> None:
     """Check one request.
 
     Args:
@@ -409,6 +468,7 @@ def check_request(request: Request, sampling: SamplingParams, context: int, budg
         sampling: That of the requests in flight.
         context: The most tokens that the model takes, prompt and completion together.
         budget: The KV tokens that were granted.
+        layout: How they are taken.
 
     Raises:
         ValueError: Its sampling is another, its prompt is empty, or it fits the context or the memory at no time.
@@ -429,7 +489,7 @@ def check_request(request: Request, sampling: SamplingParams, context: int, budg
         )
     if request.prefix.num_tokens:
         request.check_prefix()
-    smallest = smallest_budget(Pieces(), num_tokens, sampling.room)
+    smallest = smallest_budget(layout, num_tokens, sampling.room)
     if smallest > budget.granted_tokens:
         raise ValueError(
             f"Prompt {prompt.prompt_id!r} and {sampling.room} tokens of completion take "

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lit_grpo.policy.architecture.states import RowStates
 from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape, causal_attention
 
 _CAST_NUMBERS = 2**18
@@ -202,19 +203,21 @@ class ShelfWriter:
         stretches: Where they are to stand, one after another; what is after a row's own tokens is not read. The first
             one may be the one entry of a prompt that all rows share.
         written: How many tokens are there already: new ones come after these.
+        states: What the layers remember of the rows' tokens so far, where any do.
     """
 
-    def __init__(self, stretches: Sequence[ShelfStretch], written: int = 0) -> None:
-        self.shape = stretches[0].shelf.shape
+    def __init__(self, stretches: Sequence[ShelfStretch], written: int = 0, states: RowStates | None = None) -> None:
+        self.shape, self.states = stretches[0].shelf.shape, states
         self._stretches = stretches
         self._begin = self.written = written
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
-        """Write the new keys and values, and attend over all so far."""
+        """Write the new keys and values, which may be of the first rows alone, and attend over all so far."""
         if layer == 0:
             self._begin, self.written = self.written, self.written + inputs.key.shape[2]
         start, keys, values = 0, [], []
         for shelf, entries, num_tokens in self._stretches:
+            entries = slice(entries.start, min(entries.stop, entries.start + len(inputs.key)))
             key, value = shelf.keys[layer][entries, :, :num_tokens], shelf.values[layer][entries, :, :num_tokens]
             first, last = max(self._begin, start), min(self.written, start + num_tokens)
             if first < last:
