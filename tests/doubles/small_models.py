@@ -81,6 +81,17 @@ WIDTHS = {name for name, value in SIZES.items() if value in (HIDDEN, 48, 24, 16,
      "output_channels", "dim_model_base"}  # fmt: skip
 """The fields that are widths: of hidden states, heads and feed-forward layers."""
 
+QWEN4_EXP: dict[str, Any] = {
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_SIZE,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 200,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_expand": 2, "attn_layer_indices": [1]},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_expand": 2, "layer_types": ["mamba", "attention"]},
@@ -114,16 +125,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 4,
     },
     # smaller random weights, for rounding alone is 1e-5 of a nat with larger ones
-    **{name: {"text_config": {"initializer_range": 0.08}} for name in ("gemma4_unified", "qwen3_5", "qwen3_5_moe")},
+    **{name: {"text_config": {"initializer_range": 0.08}} for name in ("gemma4", "gemma4_unified")},
+    **{
+        name: {"text_config": {"initializer_range": 0.08, "layer_types": ["linear_attention", "full_attention"]}}
+        for name in ("qwen3_5", "qwen3_5_moe")
+    },
     "hyperclovax": {"logits_scaling": 0.5},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "max_position_embeddings": 128},
     "minicpm3": {"dim_model_base": 8},
     "mistral": {"sliding_window": WINDOW},
     "mimo_v2_flash": {"layer_types": ["sliding_attention", "full_attention"]},
-    "qwen4_exp_text": {"ngram_vocab_size_base": 200},
-    "qwen4_exp": {"text_config": {"ngram_vocab_size_base": 200}},
+    "qwen4_exp_text": QWEN4_EXP,
+    "qwen4_exp": {"text_config": QWEN4_EXP},
     "got_ocr2": {
         "text_config": {
             "model_type": "qwen2",
@@ -145,6 +161,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mlp_dim": 48,
         },
     },
+    # the least step of Mamba 2: transformers applies it to several tokens at once, not to one after a state
+    "nemotron_h": {"time_step_min": 1e-9},
     "xlm": {"emb_dim": HIDDEN},
     "reformer": {
         "is_decoder": True,
@@ -164,15 +182,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
-        "layers_block_type": ["mamba", "hybrid"],
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],  # one attention, whose weights all hybrid layers have
         "attention_head_dim": 16,
     },
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"],
         "hybrid_layer_ids": [1],
         "use_shared_attention_adapter": False,
+        "time_step_min": 1e-9,
     },
     "zaya": {"num_experts_per_tok": 1},
 }
