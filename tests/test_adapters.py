@@ -25,6 +25,7 @@ from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from tests.doubles.small_models import small_model
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 
@@ -202,3 +203,12 @@ def test_the_default_layers_of_peft_are_those_of_the_policys_family() -> None:
         ValueError, match="peft has no default for the family unheard_of; name layers, or take all-linear"
     ):
         add_adapters(ours, LoraSettings(target_modules="peft-default"))  # pyright: ignore[reportArgumentType]
+
+
+def test_adapters_of_a_weight_that_several_layers_have_are_refused() -> None:
+    model = small_model("zamba")
+    with pytest.raises(ValueError, match=r"layers\.2\.shared_transf\.self_attn\.q_proj have one weight"):
+        add_adapters(model, LoraSettings(r=2))
+    named = small_model("zamba")
+    add_adapters(named, LoraSettings(r=2, target_modules=["in_proj"]))
+    assert find_adapters(named)

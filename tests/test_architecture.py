@@ -12,6 +12,7 @@ from lit_grpo.policy.architecture.attention import ALL, Sight, attention_calls
 from lit_grpo.policy.architecture.decoder import LogitMap, decoder_of, hidden_states, logit_map, token_logits
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import attend_in_full
+from lit_grpo.rollout.slots.binding import check_slot_support
 from lit_grpo.update.logprobs.linear_head import linear_head
 from lit_grpo.update.prefix.support import prefix_refusal
 from tests.doubles.small_models import small_model
@@ -75,9 +76,10 @@ def test_heads_that_differ_by_layer_caps_and_sinks_are_seen() -> None:
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("mamba2", "it does not use transformers' attention interface"),
+        ("bloom", "it does not use transformers' attention interface"),
         ("nemotron", "it hands its attention no arguments beside its own"),
         ("doge", "it masks its attention in a way of its own"),
+        ("inkling_text", "it hands its attention position_bias, a number for each pair of tokens"),
     ],
 )
 def test_an_attention_that_cannot_be_replaced_is_refused_in_words(family: str, why: str) -> None:
@@ -118,6 +120,13 @@ def test_a_model_that_cannot_be_a_policy_is_refused_in_words(family: str, change
 def test_a_decoder_is_found_where_the_library_gives_the_model_itself() -> None:
     model = small_model("llama4_text")
     assert model.get_decoder() is model and decoder_of(model) is model.model
+
+
+def test_a_forward_that_ignores_positions_is_refused_as_such() -> None:
+    model = small_model("bart")
+    with pytest.raises(ValueError, match=r"% off those of its own forward, which ignores position_ids; let vLLM"):
+        check_slot_support(model)
+    assert str(prefix_refusal(model)).endswith("% off, for its forward ignores position_ids")
 
 
 def test_layers_that_run_several_times_and_chunks_share_no_prefix() -> None:

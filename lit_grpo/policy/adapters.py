@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, Positive, check_fields
-from lit_grpo.policy.weights import active_adapters, is_adapter, lora_layers
+from lit_grpo.policy.weights import active_adapters, adapted_parameter, is_adapter, lora_layers
 from lit_grpo.process.packages import require
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def check_adapters(policy: PreTrainedModel) -> None:
     """Refuse adapters that cannot be merged into the weights; untie embedding and head if one of them has an adapter.
 
     Raises:
-        ValueError: A trained tensor cannot be merged into the weights.
+        ValueError: A trained tensor cannot be merged into the weights, or a weight has several adapters.
     """
     known: set[int] = set()
     for _, layer in lora_layers(policy):
@@ -238,6 +238,14 @@ def check_adapters(policy: PreTrainedModel) -> None:
                 "get; take an adapter of LoRA without DoRA, biases of its own (lora_bias) and trained tokens."
             )
     _untie(policy)
+    adapted: dict[int, str] = {}
+    for name, layer in lora_layers(policy):
+        first = adapted.setdefault(id(adapted_parameter(layer)), name)
+        if first != name:
+            raise ValueError(
+                f"{first} and {name} have one weight, so their two adapters cannot both be merged into it; name other "
+                "layers in lora.target_modules."
+            )
 
 
 def _untie(policy: PreTrainedModel) -> None:

@@ -147,11 +147,14 @@ def _probe(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Record a call and attend to all earlier tokens; the signature is that of transformers' attention functions."""
     if attention_calls is None:
         raise OwnAttention("it hands its attention no arguments beside its own")
+    for name, other in others.items():
+        if isinstance(other, torch.Tensor) and other.shape[-2:] == (query.shape[2], key.shape[2]):
+            raise OwnAttention(f"it hands its attention {name}, a number for each pair of tokens")
     sight = Sight(sliding_window) if attention_mask is None else getattr(attention_mask, _SIGHT, None)
     if sight is None:
         raise OwnAttention("it masks its attention in a way of its own")

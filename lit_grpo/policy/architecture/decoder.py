@@ -31,6 +31,7 @@ RUN_FAILURES = (
     ValueError,
 )
 """Errors of a model's forward that needs other inputs than token ids, or another attention."""
+_NUM_PLACED = 4  # tokens whose positions are moved
 _DEVICE_FAILURES = ("CUDA error", "CUDA driver error", "cuDNN error", "HIP error", "Triton Error [CUDA]")
 
 
@@ -83,6 +84,15 @@ def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
 def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Run the decoder without its head; return the last hidden states, shape (B, T, hidden size)."""
     return decoder_of(model)(input_ids=input_ids_BT, **{"use_cache": False, **kwargs}).last_hidden_state
+
+
+@torch.no_grad()
+def ignores_positions(model: PreTrainedModel) -> bool:
+    """Whether a forward pass ignores ``position_ids``: tokens at other distances have the same hidden states."""
+    input_ids_1T = torch.arange(_NUM_PLACED, device=model.device)[None]
+    with in_evaluation(model):
+        adjacent, apart = (hidden_states(model, input_ids_1T, position_ids=input_ids_1T * step) for step in (1, 2))
+    return torch.equal(adjacent, apart)
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

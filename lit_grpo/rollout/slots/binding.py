@@ -16,6 +16,7 @@ from lit_grpo.policy.architecture.decoder import (
     compute_dtype,
     context_length,
     hidden_states,
+    ignores_positions,
     raise_device_failure,
 )
 from lit_grpo.policy.architecture.states import StateShape, state_shape
@@ -69,11 +70,10 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
         model.set_attn_implementation(before)
         model.train(training)
     if not off < _TOLERANCES.get(compute_dtype(model.device, model.dtype), 0.1):
-        raise _refusal(
-            model,
-            f"its hidden states come out {off:.1%} off those of its own forward, so its layers remember more than "
-            "keys and values",
-        )
+        cause = ", so its layers remember more than keys and values"
+        if ignores_positions(model):
+            cause = ", which ignores position_ids"
+        raise _refusal(model, f"its hidden states come out {off:.1%} off those of its own forward{cause}")
     return shape, fused
 
 

@@ -12,6 +12,7 @@ from lit_grpo.policy.architecture.decoder import (
     compute_dtype,
     context_length,
     hidden_states,
+    ignores_positions,
     raise_device_failure,
 )
 from lit_grpo.policy.sharding import compute
@@ -54,7 +55,8 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
     finally:
         model.train(training)
     if not error < _TOLERANCES.get(compute_dtype(model.device, model.dtype), 0.05):
-        return f"its hidden states come out {error:.1%} off"
+        cause = ", for its forward ignores position_ids" if compute(model, lambda: ignores_positions(model)) else ""
+        return f"its hidden states come out {error:.1%} off{cause}"
     told = [None if window is None or window >= context else window for _, window in layout.calls]
     if told != [call.sight.window for call in calls]:
         return "it does not tell its attention of its sliding window"
