@@ -79,7 +79,7 @@ def test_heads_that_differ_by_layer_caps_and_sinks_are_seen() -> None:
         ("bloom", "it does not use transformers' attention interface"),
         ("nemotron", "it hands its attention no arguments beside its own"),
         ("doge", "it masks its attention in a way of its own"),
-        ("inkling_text", "it hands its attention position_bias, a number for each pair of tokens"),
+        ("inkling_text", "it hands its attention position_bias beside queries, keys and values"),
     ],
 )
 def test_an_attention_that_cannot_be_replaced_is_refused_in_words(family: str, why: str) -> None:
@@ -126,7 +126,7 @@ def test_a_forward_that_ignores_positions_is_refused_as_such() -> None:
     model = small_model("bart")
     with pytest.raises(ValueError, match=r"% off those of its own forward, which ignores position_ids; let vLLM"):
         check_slot_support(model)
-    assert str(prefix_refusal(model)).endswith("% off, for its forward ignores position_ids")
+    assert str(prefix_refusal(model)).endswith("% off, and its forward ignores position_ids")
 
 
 def test_layers_that_run_several_times_and_chunks_share_no_prefix() -> None:

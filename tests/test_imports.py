@@ -4,6 +4,7 @@ import ast
 import importlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -148,6 +149,26 @@ def test_a_public_method_says_what_it_does_or_overrides_one() -> None:
             for name in {each.name for each in methods if not each.name.startswith("_")} - documented:
                 owner = getattr(importlib.import_module(module.replace("callbacks", "lit_grpo.callbacks")), node.name)
                 assert any(hasattr(base, name) for base in owner.__mro__[1:]), f"{module}.{node.name}.{name}"
+
+
+def test_the_core_names_no_model_family() -> None:
+    """A model's properties are measured by running it; only vLLM's defects are listed by family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = "|".join(re.escape(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if len(name) > 3)
+    of_family = re.compile(rf"(?<![a-z0-9])(?:{names})(?=$|[^a-z0-9]|for|model|config|decoder|layer|attention|mixer)")
+    assert of_family.search("llamaforcausallm") and not of_family.search("llama3")
+    rooms = ("lit_grpo.policy.architecture", "lit_grpo.rollout", "lit_grpo.update", "lit_grpo.scheduling")
+    found = []
+    for module, path in MODULES.items():
+        if module.startswith(rooms) and not module.startswith("lit_grpo.rollout.vllm"):
+            tree = ast.parse(path.read_text())
+            told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+            for node in ast.walk(tree):
+                words = [str(value).lower() for _, value in ast.iter_fields(node) if isinstance(value, str)]
+                if id(node) not in told:
+                    found += [f"{module}: {word}" for word in words if of_family.search(word)]
+    assert found == []
 
 
 def test_our_callbacks_exist_once() -> None:

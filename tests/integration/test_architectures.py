@@ -18,7 +18,11 @@ DECODED = (
     *("gemma4_text", "gemma3n_text", "llama4_text"),  # heads that differ by layer, shared keys and values, chunks
     *("qwen2_moe", "hrm_text", "diffllama", "got_ocr2"),  # experts, layers that run or attend twice, pictures
 )
-UPDATED = ("bloom", "falcon_mamba", "lfm2", "nemotron", "qwen3_5_text", "recurrent_gemma", "rwkv")
+HYBRIDS = (
+    *("falcon_mamba", "lfm2", "qwen3_5_text"),  # recurrent states of two kinds, and convolution states alone
+    *("falcon_h1", "jamba", "zamba"),  # attention and a state in one layer, experts, one attention for several layers
+)
+UPDATED = ("bart", "bloom", "inkling_text", "nemotron", "recurrent_gemma", "rwkv")
 SLACK = 5.0
 """The benchmark's limits are for one processor; a test runs on any. What is really wrong is off by 1e-3 or more."""
 IN_VLLM_REFUSED = ("cohere2", "deepseek_v3", "gpt_oss")
@@ -32,7 +36,13 @@ def test_a_family_that_the_slots_decode_is_exact(family: str, tmp_path: Path) ->
     assert (row["outcome"], row["slots"]) == ("exact", "decode"), row
 
 
-@pytest.mark.parametrize("family", table_rows(UPDATED, ("falcon_mamba", "qwen3_5_text")))
+@pytest.mark.parametrize("family", table_rows(HYBRIDS, ("falcon_mamba", "qwen3_5_text")))
+def test_a_family_with_states_is_exact_and_shares_its_prompts(family: str, tmp_path: Path) -> None:
+    row = judge(family, tmp_path, SLACK)
+    assert (row["outcome"], row["slots"], row["prefix"]) == ("exact", "decode", "shared"), row
+
+
+@pytest.mark.parametrize("family", table_rows(UPDATED, ("bloom",)))
 def test_a_family_that_they_do_not_is_learnt_from_exactly(family: str, tmp_path: Path) -> None:
     row = judge(family, tmp_path, SLACK)
     assert row["outcome"] == "exact" and "let vLLM decode it" in str(row["slots"]), row

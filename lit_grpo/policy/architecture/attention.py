@@ -154,7 +154,7 @@ def _probe(
         raise OwnAttention("it hands its attention no arguments beside its own")
     for name, other in others.items():
         if isinstance(other, torch.Tensor) and other.shape[-2:] == (query.shape[2], key.shape[2]):
-            raise OwnAttention(f"it hands its attention {name}, a number for each pair of tokens")
+            raise OwnAttention(f"it hands its attention {name} beside queries, keys and values")
     sight = Sight(sliding_window) if attention_mask is None else getattr(attention_mask, _SIGHT, None)
     if sight is None:
         raise OwnAttention("it masks its attention in a way of its own")
