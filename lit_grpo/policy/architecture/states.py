@@ -61,7 +61,7 @@ class StateShape:
 
 
 class RowStates:
-    """The states of rows, by name: tensors whose first axis is the row. Without any, a forward begins anew.
+    """The states of rows, by name: tensors whose first axis is the row. Without any, a forward begins from zeros.
 
     Args:
         shape: What states are.

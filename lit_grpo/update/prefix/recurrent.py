@@ -8,9 +8,9 @@ it does through attention.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,8 +18,8 @@ from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.states import RowStates, StateLayer, States, StateShape
 
 if TYPE_CHECKING:
+    from lit_grpo.update.prefix.carried import CarriedSpan
     from lit_grpo.update.prefix.layout import Stretch
-    from lit_grpo.update.prefix.sharing import SharedPrefix
 
 _LEAST_FILLED = 0.75
 _LEAST_TOKENS = 2  # layers compute one token after a state in another way, for decoding alone
@@ -105,6 +105,32 @@ def lay_out_batches(
     return Batches(batches, parents, there["back"])
 
 
+class PackedRow(Protocol):
+    """What a layer with states asks of the row that goes through it."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether the row is more than one sequence, or other rows need its states."""
+        ...
+
+    @property
+    def carried_stretches(self) -> Sequence[tuple[int, CarriedSpan]]:
+        """The numbers of the stretches that other rows have computed, and the span that each ends with."""
+        ...
+
+    def batches(self, whole: bool, device: torch.device) -> Batches:
+        """Return how the row goes through the layer: see :func:`lay_out_batches`."""
+        ...
+
+    def carry(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """Append what other rows have computed under this name."""
+        ...
+
+    def settle_states(self, number: int, layer: Hashable, states: States) -> States:
+        """Return the states that a stretch ends with, and keep those that other rows need."""
+        ...
+
+
 class RecurrentLayer:
     """Takes the place of the forward of a layer with states: a packed row goes through it as batches.
 
@@ -115,7 +141,7 @@ class RecurrentLayer:
 
     def __init__(self, layer: StateLayer, shape: StateShape) -> None:
         self.layer, self.shape = layer, shape
-        self.row: SharedPrefix | None = None
+        self.row: PackedRow | None = None
         self._forward: Callable[..., Any] = layer.module.forward
         self._signature = inspect.signature(self._forward)
 

@@ -55,8 +55,9 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
     finally:
         model.train(training)
     if not error < _TOLERANCES.get(compute_dtype(model.device, model.dtype), 0.05):
+        why = f"its hidden states come out {error:.1%} off"
         ignores = bool(calls) and compute(model, lambda: ignores_positions(model))
-        return f"its hidden states come out {error:.1%} off{', and its forward ignores position_ids' if ignores else ''}"
+        return f"{why}, and its forward ignores position_ids" if ignores else why
     told = [None if window is None or window >= context else window for _, window in layout.calls]
     if told != [call.sight.window for call in calls]:
         return "it does not tell its attention of its sliding window"
