@@ -28,7 +28,8 @@ the first token. {other}
 
 `nemotron_h` and `zamba2` are measured with a `time_step_min` near 0. transformers applies this lower bound of the time
 step of Mamba 2 if a forward pass has several tokens, and not if it has one. With the default of 0.001, the log-probs of
-sampling differ by up to 1.2e-04 nats from those of training, with transformers' own cache too.
+sampling differ by up to 1.2e-04 nats from those of training, with transformers' own cache too. They agree if the
+policy's config.json has a `time_step_min` near 0, such as 1e-9.
 
 A family that is not in the table is tested in the same way, on a few tokens, when a run loads it."""
 REASON_WORDS = {

@@ -91,6 +91,7 @@ QWEN4_EXP: dict[str, Any] = {
     "ple_layer_ids": [1],
     "ngram_vocab_size_base": 200,
 }
+"""Gated DeltaNet with embeddings of n-grams, and attention to the tokens that an index has chosen."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_expand": 2, "attn_layer_indices": [1]},
