@@ -1,6 +1,7 @@
 """Makes ``tiny``, the embedded policy that comes with the package: ``python -m scripts.make_tiny [FOLDER]``.
 
-A tiny Qwen3 is warm-started on :func:`lit_grpo.tasks.arithmetic.demonstration`: first on whole workings, then on
+``--policy tiny_hybrid`` makes the one of recurrent layers and attention in its place. A tiny Qwen3, or Qwen3.5, is
+warm-started on :func:`lit_grpo.tasks.arithmetic.demonstration`: first on whole workings, then on
 a crowd most of whom answer hastily. What comes out can do the working, and mostly does not: GRPO is to find
 that the working pays. The same seed gives the same weights, bit for bit, on one kind of CPU; on another they
 round otherwise, and differ, so it is shipped, and not made where it is used.
@@ -19,10 +20,18 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from lit_grpo.data import RowSource
-from lit_grpo.policy.named import NAMED, TINY
+from lit_grpo.policy.named import NAMED, TINY, TINY_HYBRID
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.tasks.arithmetic import ALPHABET, ANSWER_PATTERN, CONTINUE, demonstration, draw_exercise
@@ -62,6 +71,8 @@ class TinyRecipe:
         num_heads: Query heads, of 32 dimensions each.
         num_kv_heads: Key and value heads.
         rope_theta: Base of the rotary embedding; small, for all that matters here is near.
+        linear_layers: Layers with a gated DeltaNet in the place of attention; with any, the policy is a Qwen3.5.
+        linear_head_dim: Dimensions of a head of theirs; they have ``num_heads`` heads.
         max_positions: The most tokens of prompt and completion.
         num_steps: Optimizer steps of the warm start.
         batch_tokens: Tokens of one step.
@@ -83,6 +94,8 @@ class TinyRecipe:
     num_heads: int = 8
     num_kv_heads: int = 4
     rope_theta: float = 100.0
+    linear_layers: tuple[int, ...] = ()
+    linear_head_dim: int = 16
     max_positions: int = 512
     num_steps: int = 660
     batch_tokens: int = 1024
@@ -95,6 +108,20 @@ class TinyRecipe:
     max_working: int = 18
     more: float = 0.85
     sharpness: float = 1.5
+
+
+RECIPES = {
+    TINY: TinyRecipe(),
+    TINY_HYBRID: TinyRecipe(
+        hidden_size=80,
+        num_layers=3,
+        intermediate_size=192,
+        num_heads=4,
+        num_kv_heads=2,
+        linear_layers=(0, 1),
+    ),
+}
+"""Of the policies of arithmetic."""
 
 
 def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -134,7 +161,7 @@ def make(folder: Path, recipe: TinyRecipe | None = None, seed: int = 0, task: Ta
 def exact_match(folder: Path, num_rows: int = 256, task: Task | None = None) -> float:
     """Share of held-out exercises that the policy in ``folder`` answers rightly, decoded greedily as in the demo."""
     task = task or ARITHMETIC
-    model: Any = Qwen3ForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
     rows = list(task.rows(num_rows).rows())
     prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
@@ -148,51 +175,60 @@ def exact_match(folder: Path, num_rows: int = 256, task: Task | None = None) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make it on one thread, and say how good it is."""
-    folder = read_folder("make_tiny", NAMED[TINY].folder, arguments)
-    make(folder)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--policy", choices=RECIPES, default=TINY)
+    options, others = parser.parse_known_args(arguments)
+    folder = read_folder("make_tiny", NAMED[options.policy].folder, others)
+    make(folder, RECIPES[options.policy])
     print(f"{folder}: {exact_match(folder):.1%} of the held-out exercises are right, decoded greedily.")
 
 
 def read_folder(name: str, shipped: Path, arguments: Sequence[str] | None) -> Path:
     """Read the command line of a script that makes a policy, and set it to one thread."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description="Make an embedded policy.")
+    parser = argparse.ArgumentParser(prog=f"python -m scripts.{name}", description="Make an embedded policy.")
     parser.add_argument("folder", type=Path, nargs="?", default=shipped, help="by default that of the package")
     torch.set_num_threads(1)  # sums of several threads round otherwise
     return parser.parse_args(arguments).folder
 
 
-def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Make the model of ``recipe`` with random weights, the global random state left as it was."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.num_heads,
-        num_key_value_heads=recipe.num_kv_heads,
-        head_dim=32,
-        max_position_embeddings=recipe.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "head_dim": 32,
+        "max_position_embeddings": recipe.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
+        if not recipe.linear_layers:
+            return Qwen3ForCausalLM(Qwen3Config(**sizes))
+        linear = [number in recipe.linear_layers for number in range(recipe.num_layers)]
+        sizes["layer_types"] = ["linear_attention" if each else "full_attention" for each in linear]
+        sizes |= {f"linear_num_{kind}_heads": recipe.num_heads for kind in ("key", "value")}
+        sizes |= {f"linear_{kind}_head_dim": recipe.linear_head_dim for kind in ("key", "value")}
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: Any,
     tokenizer: PreTrainedTokenizerFast,
     recipe: TinyRecipe,
     seed: int,
     task: Task | None = None,
 ) -> None:
     """Train ``model`` in place on demonstrations, the loss on their completions only."""
-    matrices = [weight for name, weight in model.named_parameters() if name.endswith("_proj.weight")]
-    others = [weight for name, weight in model.named_parameters() if not name.endswith("_proj.weight")]
+    matrices = [weight for name, weight in model.named_parameters() if weight.dim() == 2 and "embed" not in name]
+    others = [weight for name, weight in model.named_parameters() if weight.dim() != 2 or "embed" in name]
     # Muon (K. Jordan et al., 2024) learns this in far fewer steps than AdamW alone.
     optimizers = {
         torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): recipe.matrix_learning_rate,
@@ -210,7 +246,8 @@ def warm_start(
             optimizer.param_groups[0]["lr"] = peak * share
             optimizer.step()
     with torch.no_grad():
-        model.model.norm.weight.mul_(recipe.sharpness)
+        offset = 1.0 if recipe.linear_layers else 0.0  # the norms of a Qwen3.5 multiply by one more than the weight
+        model.model.norm.weight.add_(offset).mul_(recipe.sharpness).sub_(offset)
 
 
 def _schedule(step: int, num_steps: int) -> float:

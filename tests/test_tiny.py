@@ -16,7 +16,7 @@ from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.plugins import fresh
 from lit_grpo.policy import load_policy, load_tokenizer
-from lit_grpo.policy.named import NAMED, TINY, TINY_CALCULATOR, TINY_CATCH, TINY_KNIGHTS
+from lit_grpo.policy.named import NAMED, TINY, TINY_CALCULATOR, TINY_CATCH, TINY_HYBRID, TINY_KNIGHTS
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.rollout.loop import RolloutLoop
@@ -30,6 +30,7 @@ from scripts.make_calculator import make_tokenizer as calculator_tokenizer
 from scripts.make_catch import CHARACTERS, PIECES, TEMPLATE
 from scripts.make_tiny import (
     EOS,
+    RECIPES,
     TinyRecipe,
     _batches,
     _collate,
@@ -62,7 +63,7 @@ def configs(folder: Path) -> dict[str, dict[str, object]]:
 
 
 SHIPPED = {
-    TINY: (TinyRecipe(), make_tokenizer),
+    **{name: (recipe, make_tokenizer) for name, recipe in RECIPES.items()},
     TINY_KNIGHTS: (make_knights.RECIPE, lambda: make_tokenizer(make_knights.KNIGHTS.alphabet)),
     TINY_CALCULATOR: (make_calculator.RECIPE, calculator_tokenizer),
     TINY_CATCH: (
@@ -146,8 +147,9 @@ def test_tiny_catch_writes_calls_and_mostly_misses_the_ball() -> None:
 
 
 @pytest.mark.nightly
-def test_what_is_shipped_knows_the_working_and_mostly_leaves_it_out() -> None:
-    assert START[0] < exact_match(NAMED[TINY].folder) < START[1]
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_shipped_knows_the_working_and_mostly_leaves_it_out(name: str) -> None:
+    assert START[0] < exact_match(NAMED[name].folder) < START[1]
 
 
 @torch.no_grad()
@@ -175,7 +177,7 @@ def test_the_script_learns_at_the_pace_at_which_it_made_what_is_shipped(
     to 1.05 of the crowd; AdamW in the place of Muon, a quarter of its learning rate, or a crowd that is left out or not
     hasty, are outside of the ranges.
     """
-    monkeypatch.setattr("scripts.make_tiny.TinyRecipe", lambda: FIRST_STEPS)
+    monkeypatch.setitem(RECIPES, TINY, FIRST_STEPS)
     main([str(tmp_path / "made")])
     assert "of the held-out exercises are right" in capsys.readouterr().out
     policy = load_policy(str(tmp_path / "made"))

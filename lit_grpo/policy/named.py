@@ -21,11 +21,12 @@ class NamedPolicy:
     remedy: str
 
 
-TINY, TINY_KNIGHTS, SMOLLM2 = "tiny", "tiny_knights", "smollm2"
+TINY, TINY_HYBRID, TINY_KNIGHTS, SMOLLM2 = "tiny", "tiny_hybrid", "tiny_knights", "smollm2"
 TINY_CALCULATOR, TINY_CATCH = "tiny_calculator", "tiny_catch"
 _WITH_THE_PACKAGE = "install lit_grpo again"
 NAMED = {
     TINY: NamedPolicy(Path(__file__).parent / TINY, _WITH_THE_PACKAGE),
+    TINY_HYBRID: NamedPolicy(Path(__file__).parent / TINY_HYBRID, _WITH_THE_PACKAGE),
     TINY_KNIGHTS: NamedPolicy(Path(__file__).parent / TINY_KNIGHTS, _WITH_THE_PACKAGE),
     TINY_CALCULATOR: NamedPolicy(Path(__file__).parent / TINY_CALCULATOR, _WITH_THE_PACKAGE),
     TINY_CATCH: NamedPolicy(Path(__file__).parent / TINY_CATCH, _WITH_THE_PACKAGE),
