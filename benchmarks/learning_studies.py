@@ -353,6 +353,19 @@ CATCH_CREDIT = Study(
 )
 """Rules of credit for single turns, which are told how much nearer each move has brought the paddle."""
 
+# ---- layers with recurrent states ---------------------------------------------------------------------
+
+HYBRID = Study(
+    tasks={
+        "arithmetic": Task(
+            "arithmetic", {name: System({"model.policy": name}) for name in ("tiny", "tiny_hybrid")}, {HELD_OUT: 256}
+        )
+    },
+    picture=("samples",),
+    bounds=(Bound("held-out exact match, end less start", "gain", ">=", 0.3),),
+)
+"""The demo with its policy, which has attention alone, and with one of recurrent layers and attention."""
+
 # ---- a pretrained chat model, and generators ----------------------------------------------------------
 
 TOOL_CALLS = {
@@ -423,6 +436,7 @@ STUDIES = {
     "budgets": BUDGETS,
     "capo_norms": CAPO_NORMS,
     "catch_credit": CATCH_CREDIT,
+    "hybrid_learning": HYBRID,
     "tool_use": TOOL_USE,
     "vllm_learning": VLLM_LEARNING,
     "real_model_generators": REAL_MODEL_GENERATORS,
