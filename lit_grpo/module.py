@@ -43,6 +43,7 @@ from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, gather_for_sampling
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.process.packages import MISSING_KERNELS
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts
@@ -330,6 +331,9 @@ class GRPOModule(EvaluationModule):
             self._base, attention = self.ranks.gather((self._base, attention_name(self.policy)))[0]
             if attention != attention_name(self.policy):  # an outline's, of which nothing is known
                 self.policy.set_attn_implementation(attention)
+            name, device = class_of(self.policy).__name__, "cpu" if strategy is None else strategy.root_device.type
+            if (sentence := MISSING_KERNELS.sentence(name, device)) is not None:
+                self.ranks.warn(sentence)
         if isinstance(strategy, FSDP2Strategy):
             check_can_be_shards(self.policy)
             strategy.shard(self.policy, whole_at_rest="own_weights" not in self.generator.abilities)

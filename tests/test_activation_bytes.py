@@ -10,6 +10,7 @@ import torch
 from conftest import random_policy
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from lit_grpo.policy import load_policy
 from lit_grpo.update.micro_batch_size import kept_bytes
 
 SIZES = (
@@ -49,3 +50,11 @@ def test_bytes_of_a_token_are_those_of_torchs_tracker(sizes: dict[str, int], pre
     tracked = (tracked_bytes(policy, 256, mixed) - tracked_bytes(policy, 128, mixed)) / 128
     output = sizes["hidden_size"] * dtype.itemsize  # which the tracker counts, and autograd does not keep
     assert said + output == pytest.approx(tracked, rel=0.01)
+
+
+def test_recurrent_layers_which_compute_whole_chunks_of_tokens_are_measured_over_several() -> None:
+    policy: Any = load_policy("tiny_hybrid").train()
+    tracked = (tracked_bytes(policy, 1024, False) - tracked_bytes(policy, 512, False)) / 512
+    for shares_prefix in (False, True):
+        said = kept_bytes(policy, shares_prefix)
+        assert said.of_token == pytest.approx(tracked, rel=0.05) and said.fixed < 100 * said.of_token

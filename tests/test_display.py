@@ -1,5 +1,6 @@
 """Lines that fit the screen, and what they count."""
 
+import logging
 import math
 import time
 import warnings
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.loggers import WandbLogger
 from lit_grpo.callbacks.progress_bar import (  # pyright: ignore[reportMissingImports]
     RolloutCount,
@@ -23,6 +25,8 @@ from rich.cells import cell_len
 from lit_grpo.display.cards import folded
 from lit_grpo.display.lines import as_plain, as_text, count, duration
 from lit_grpo.display.samples import transcript
+from lit_grpo.policy import load_policy
+from lit_grpo.process.packages import MISSING_KERNELS
 from lit_grpo.training.quiet import quiet
 
 METRICS = {"reward": 0.8123, "val/pass@1": 0.941, "tokens/s": 2312.4, "peak_GiB": 0.5123, "mine": 3.0}
@@ -107,6 +111,26 @@ def test_a_warning_is_one_line_without_a_place_in_the_code() -> None:
     with quiet():
         assert warnings.formatwarning("too few", UserWarning, "x.py", 3, "warn(") == "warning: too few\n"
     assert warnings.formatwarning is before
+
+
+def test_kernels_that_are_missing_are_named_once_on_a_gpu_and_are_not_spoken_of_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(MISSING_KERNELS, "packages", {})
+    warning_once: Any = logging.Logger.warning_once  # pyright: ignore[reportAttributeAccessIssue]
+    warning_once.cache_clear()
+    with quiet():
+        policy: Any = load_policy("tiny_hybrid")
+        policy.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False)
+    assert "falling back" not in caplog.text
+    name = type(policy).__name__
+    assert MISSING_KERNELS.sentence(name, "cpu") is None
+    said = MISSING_KERNELS.sentence(name, "cuda")
+    assert said is not None and said.startswith("Some layers of Qwen3_5ForCausalLM are computed in plain PyTorch")
+    assert said.endswith("pip install causal_conv1d flash-linear-attention.")
+    warning_once.cache_clear()
+    policy(torch.tensor([[3, 4]]))
+    assert "falling back" in caplog.text  # not in this project's care any more
 
 
 def test_the_command_of_an_offline_run_names_the_folders_of_all_its_parts_in_order(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.plugins import fresh
 from lit_grpo.policy import load_policy, load_tokenizer
-from lit_grpo.policy.named import NAMED, TINY, TINY_CALCULATOR, TINY_CATCH, TINY_HYBRID, TINY_KNIGHTS
+from lit_grpo.policy.named import NAMED, TINY, TINY_CALCULATOR, TINY_CATCH, TINY_KNIGHTS
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.rollout.loop import RolloutLoop

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from lit_grpo.policy.architecture.decoder import decoder_of
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of
+from lit_grpo.policy.architecture.states import state_bytes
 from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
 from lit_grpo.update.micro_batch_size import kept_bytes
 
@@ -28,7 +31,7 @@ ENGINE_BLOCK = 16  # tokens
 
 @dataclass(frozen=True)
 class Sizes:
-    """The figures of a policy that decide its memory: those of one layer, and those of everything else.
+    """The figures of a policy that decide its memory: those of a layer, in mean, and those of everything else.
 
     Args:
         num_layers: The number of layers.
@@ -39,20 +42,24 @@ class Sizes:
         kv_values: Numbers of a token's keys and values in a layer.
         layer_kept_bytes: Bytes that a token leaves in a layer for the backward pass, in the precision of the run.
         other_kept_bytes: Bytes that it leaves outside the layers.
+        state_bytes: Bytes of a sequence's recurrent and convolution states in all layers.
+        largest_kept_bytes: ``layer_kept_bytes`` of the layer that keeps most, 0 where all are alike.
     """
 
     num_layers: int
-    layer_parameters: int
-    layer_features: int
+    layer_parameters: float
+    layer_features: float
     other_parameters: int
     hidden: int
-    kv_values: int
+    kv_values: float
     layer_kept_bytes: float
     other_kept_bytes: float
+    state_bytes: float = 0.0
+    largest_kept_bytes: float = 0.0
 
     @classmethod
     def of(cls, config: PreTrainedConfig, mixed: bool = False, weight_bytes: int = 4) -> Sizes:
-        """Measure models of one and of two layers of this config, with random weights and next to no vocabulary.
+        """Measure small models, one with a layer of each kind and others with one more, with random weights.
 
         Args:
             config: The policy's config.
@@ -60,58 +67,89 @@ class Sizes:
             weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
         """
         text = config.get_text_config()
-        one, two = (_measure(text, layers, mixed, weight_bytes) for layers in (1, 2))
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        name = text.attribute_map.get("layer_types", "layer_types")
+        computed = isinstance(getattr(type(text), name, None), property)  # from the number of layers
+        types = None if computed else getattr(text, "layer_types", None)
+        kinds = Counter(types or ()) or {"": text.num_hidden_layers}
+        least = _measure(text, [*kinds], mixed, weight_bytes)
+        layers = {kind: _measure(text, [*kinds, kind], mixed, weight_bytes) - least for kind in kinds}
+        total = sum((layer * kinds[kind] for kind, layer in layers.items()), start=_Measured())
+        other = least - sum(layers.values(), start=_Measured())
+        heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None) or 1
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", heads)
         tables = 1 if text.tie_word_embeddings else 2
         added_rows = tables * (text.vocab_size - VOCABULARY) * text.hidden_size
         return cls(
             num_layers=text.num_hidden_layers,
-            layer_parameters=two.parameters - one.parameters,
-            layer_features=one.layer_features,
-            other_parameters=2 * one.parameters - two.parameters + added_rows,
+            layer_parameters=total.parameters / text.num_hidden_layers,
+            layer_features=total.features / text.num_hidden_layers,
+            other_parameters=int(other.parameters) + added_rows,
             hidden=text.hidden_size,
-            kv_values=2 * heads * head_dim,
-            layer_kept_bytes=two.kept_bytes - one.kept_bytes,
-            other_kept_bytes=2 * one.kept_bytes - two.kept_bytes,
+            kv_values=2 * heads * head_dim * _kv_share(text),
+            layer_kept_bytes=total.kept_bytes / text.num_hidden_layers,
+            other_kept_bytes=other.kept_bytes,
+            state_bytes=total.state_bytes,
+            largest_kept_bytes=max(layer.kept_bytes for layer in layers.values()),
         )
 
     @property
     def parameters(self) -> int:
         """The parameters of the whole policy."""
-        return self.num_layers * self.layer_parameters + self.other_parameters
+        return round(self.num_layers * self.layer_parameters) + self.other_parameters
 
 
 VOCABULARY = 16
 
 
-class _Measured(NamedTuple):
-    """The parameters of a small model, the bytes that a token leaves for backward, and ``Sizes.layer_features``."""
+@dataclass(frozen=True)
+class _Measured:
+    """Of layers: their parameters, the bytes that a token leaves for backward, linear features and bytes of states."""
 
-    parameters: int
-    kept_bytes: float
-    layer_features: int
+    parameters: float = 0
+    kept_bytes: float = 0
+    features: float = 0
+    state_bytes: float = 0
+
+    def __add__(self, other: _Measured) -> _Measured:
+        return _Measured(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, count: float) -> _Measured:
+        return _Measured(*(one * count for one in astuple(self)))
+
+    def __sub__(self, other: _Measured) -> _Measured:
+        return self + other * -1
 
 
-def _measure(text: Any, num_layers: int, mixed: bool, weight_bytes: int) -> _Measured:
-    """Make a model of so many layers and a tiny vocabulary, with random weights, and measure it."""
+def _measure(text: Any, kinds: Sequence[str], mixed: bool, weight_bytes: int) -> _Measured:
+    """Make a model with layers of these kinds and a tiny vocabulary, with random weights, and measure it."""
     import torch
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(text)
-    config.num_hidden_layers, config.vocab_size = num_layers, VOCABULARY
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
+    config.num_hidden_layers, config.vocab_size = len(kinds), VOCABULARY
+    if all(kinds):
+        config.layer_types = [*kinds]
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     dtype = torch.bfloat16 if weight_bytes == 2 else torch.float32
     with torch.random.fork_rng(devices=[]):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     layers: Any = decoder_of(model).layers
-    layer = layers[0]
-    features = sum(one.in_features + one.out_features for one in layer.modules() if isinstance(one, torch.nn.Linear))
+    linear = [each for each in layers.modules() if isinstance(each, torch.nn.Linear)]
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
-        kept = kept_bytes(model, shares_prefix=False).of_token
-    return _Measured(model.num_parameters(), kept, features)
+        kept, states = kept_bytes(model, shares_prefix=False).of_token, state_bytes(model)
+    features = sum(each.in_features + each.out_features for each in linear)
+    return _Measured(model.num_parameters(), kept, features, states)
+
+
+def _kv_share(text: Any) -> float:
+    """Return the share of layers that keep keys and values, by the cache that transformers makes for the config."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    try:
+        layers = DynamicCache(config=text).layers
+    except RUN_FAILURES:  # layers of kinds that have no cache
+        return 1.0
+    return sum(isinstance(layer, DynamicLayer) for layer in layers) / len(layers) if layers else 1.0
 
 
 @dataclass(frozen=True)
@@ -202,7 +240,8 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
         resident, rollout = resident | rollout, {}
     kept = sizes.num_layers * sizes.layer_kept_bytes
     if demand.checkpointing:  # what layers begin from is in the weights' precision, under autocast too
-        kept = sizes.num_layers * sizes.hidden * demand.weight_bytes + sizes.layer_kept_bytes
+        kept = sizes.num_layers * sizes.hidden * demand.weight_bytes
+        kept += max(sizes.layer_kept_bytes, sizes.largest_kept_bytes)
     gradients = float(trained * demand.weight_bytes)
     update = {
         "gradients": gradients,
@@ -221,6 +260,7 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
 def _rollout(sizes: Sizes, demand: Demand) -> dict[str, float]:
     """Return the bytes of a rollout in which all slots have come to the longest completions."""
     num_prompts = -(-demand.num_slots // demand.group_size) + 1
+    states = {"states": (demand.num_slots + num_prompts) * sizes.state_bytes} if sizes.state_bytes else {}
     if demand.engine_bytes:
         tokens = demand.num_slots * (demand.max_tokens + ENGINE_BLOCK) + num_prompts * (
             demand.prompt_tokens + ENGINE_BLOCK
@@ -229,10 +269,11 @@ def _rollout(sizes: Sizes, demand: Demand) -> dict[str, float]:
             "engine's weights": float(sizes.parameters * demand.engine_bytes),
             "engine's work": ENGINE_WORK[demand.device],
             "keys and values": float(tokens * sizes.num_layers * sizes.kv_values * demand.engine_bytes),
+            **states,
         }
     tokens = demand.num_slots * sum(piece_sizes(demand.max_tokens)) + num_prompts * prompt_room(demand.prompt_tokens)
     kv_bytes = 2 if demand.mixed else demand.weight_bytes
-    return {"keys and values": float(tokens * sizes.num_layers * sizes.kv_values * kv_bytes)}
+    return {"keys and values": float(tokens * sizes.num_layers * sizes.kv_values * kv_bytes), **states}
 
 
 def largest(sizes: Sizes, demand: Demand, field: str, limit: float, most: int = 2**20) -> int:

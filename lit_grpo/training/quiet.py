@@ -7,12 +7,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lit_grpo.process.packages import MISSING_KERNELS
+
 # Lightning's tips, its list of missing devices, and its "Seed set to".
 LOGGERS = [
     logging.getLogger(f"lightning.{name}")
     for name in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero", "fabric.utilities.seed")
 ]
 LOGGERS.append(logging.getLogger("httpx"))  # with Ray, it logs a line for each request to a server
+OF_KERNELS = logging.getLogger("transformers.integrations.hub_kernels")
 WARNINGS = (
     # Lightning recommends DataLoader workers; there are none, because rollouts are made just in time.
     ".*does not have many workers.*",
@@ -34,6 +37,7 @@ def silence() -> None:
         warnings.filterwarnings("ignore", message=pattern)
     for logger in LOGGERS:
         logger.setLevel(logging.WARNING)
+    OF_KERNELS.addFilter(MISSING_KERNELS)
 
 
 def _one_line(
@@ -53,5 +57,6 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             warnings.formatwarning = formatting
+            OF_KERNELS.removeFilter(MISSING_KERNELS)
             for logger, level in zip(LOGGERS, levels, strict=True):
                 logger.setLevel(level)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_grpo.policy.architecture.decoder import decoder_of
+from lit_grpo.policy.architecture.states import may_have_states
 from lit_grpo.update.logprobs.checkpointing import KeptBytes
 from lit_grpo.update.prefix.layout import Stretch
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 32_768  # more at once makes no matrix product faster
 SHARE = 0.7  # of the free memory; the rest is for what is not kept for the backward pass
 _PROBES = 16, 64  # tokens
+_PROBES_OF_STATES = 256, 512  # recurrent layers compute whole chunks of tokens, of at most 256
 
 
 class MicroBatchSize:
@@ -69,9 +71,10 @@ class ActivationBytes:
         return self.fixed + self.of_token * num_tokens
 
     @classmethod
-    def measured(cls, count: Callable[[int], int]) -> ActivationBytes:
+    def measured(cls, model: PreTrainedModel, count: Callable[[int], int]) -> ActivationBytes:
         """Count the bytes of two numbers of tokens, and tell what grows with them from what does not."""
-        (few, of_few), (many, of_many) = ((num_tokens, count(num_tokens)) for num_tokens in _PROBES)
+        probes = _PROBES_OF_STATES if may_have_states(model) else _PROBES
+        (few, of_few), (many, of_many) = ((num_tokens, count(num_tokens)) for num_tokens in probes)
         of_token = (of_many - of_few) / (many - few)
         return cls(of_token, max(0.0, of_few - few * of_token))
 
@@ -108,14 +111,14 @@ def activation_bytes(model: PreTrainedModel, shares_prefix: bool, selective: boo
     model.eval()  # without checkpointing
     of_layer = kept_bytes(model, shares_prefix) / model.config.get_text_config().num_hidden_layers
     if selective:
-        kept += ActivationBytes.measured(lambda num_tokens: _selected_bytes(model, shares_prefix, num_tokens))
+        kept += ActivationBytes.measured(model, lambda num_tokens: _selected_bytes(model, shares_prefix, num_tokens))
     model.train()
     return kept + of_layer
 
 
 def kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> ActivationBytes:
     """Bytes that autograd keeps of a forward pass, parameters left out."""
-    return ActivationBytes.measured(lambda num_tokens: _kept_bytes(model, shares_prefix, num_tokens))
+    return ActivationBytes.measured(model, lambda num_tokens: _kept_bytes(model, shares_prefix, num_tokens))
 
 
 def _kept_bytes(model: PreTrainedModel, shares_prefix: bool, num_tokens: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks import ArithmeticRows
+from lit_grpo.training.quiet import quiet
 from lit_grpo.types import SamplingParams
 from tests.doubles.pretend_cuda import GPU, pretend_cuda
 
@@ -39,9 +42,9 @@ class Recorder(pl.Callback):
         self.devices |= {weight.device for weight in pl_module.policy.parameters()}
 
 
-def loaded() -> Any:
+def loaded(name: str = "tiny") -> Any:
     """The demo's policy and its tokenizer; transformers does not load whole models under the pretended GPU."""
-    return load_policy("tiny"), load_tokenizer("tiny")
+    return load_policy(name), load_tokenizer(name)
 
 
 def run(
@@ -108,3 +111,19 @@ def test_a_run_resumes_and_learns_as_on_the_cpu(tmp_path: Path, precision: Any, 
     check_alike([*begun.logs, *resumed.logs], whole.logs, exact=precision == "32-true")
     for one, other in zip(there.policy.parameters(), module.policy.parameters(), strict=True):
         assert torch.allclose(one, other, atol=2e-3 if precision == "32-true" else 1e-2)
+
+
+@pytest.mark.nightly
+def test_a_hybrid_without_its_kernels_learns_too_and_the_run_says_what_to_install(tmp_path: Path) -> None:
+    logging.Logger.warning_once.cache_clear()  # pyright: ignore[reportAttributeAccessIssue]
+    with quiet(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        whole, _ = run(loaded("tiny_hybrid"), tmp_path / "cpu", "cpu", "32-true", 1)
+        policy = loaded("tiny_hybrid")
+        assert not any("pip install" in str(each.message) for each in said)
+        with pretend_cuda(free_gib=60, total_gib=80):
+            there, _ = run(policy, tmp_path / "gpu", "cuda", "32-true", 1)
+            assert there.devices == {GPU}
+    check_alike(there.logs, whole.logs, exact=True)
+    (one,) = (str(each.message) for each in said if "pip install" in str(each.message))
+    assert "Some layers of Qwen3_5ForCausalLM are computed in plain PyTorch" in one

@@ -15,6 +15,8 @@ from benchmarks.memory_case import Case
 from benchmarks.processes import LEAN, measured
 from benchmarks.random_policies import Sizes as Qwen3Sizes
 from benchmarks.random_policies import random_qwen3
+from lit_grpo.policy import load_policy
+from lit_grpo.policy.architecture.states import state_shape
 from lit_grpo.tools.commands.fit_check import main as fit_check
 from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
@@ -88,6 +90,24 @@ def test_an_engine_of_vllm_on_a_gpu_has_a_forecast(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert all(part in said for part in ("engine's weights", "keys and values", "device", "temporaries"))
     assert "With model.lora (r: 32) the peak is" not in said  # what the device takes is nearly all of it
+
+
+def test_a_hybrid_is_counted_by_kinds_of_layers_and_with_the_states_of_its_slots(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policy: Any = load_policy("tiny_hybrid").eval()
+    sizes, states = Sizes.of(policy.config), state_shape(policy)
+    assert states is not None and sizes.state_bytes == states.num_bytes
+    assert sizes.parameters == policy.num_parameters()
+    assert sizes.num_layers * sizes.kv_values == 2 * 2 * 32  # one of three layers keeps keys and values
+    taken = forecast(sizes, Demand(64, 16, 8, 128, micro_batch_tokens=1))
+    assert taken.rollout["states"] == (64 + 5) * states.num_bytes  # of slots, and of prompts
+    counted = activation_bytes(policy.train(), shares_prefix=False)
+    assert taken.update["activations"] == pytest.approx(counted.of_token, rel=0.01)
+    with pytest.raises(SystemExit, match="0"):
+        fit_check(["--config", "arithmetic", "--model.policy", "tiny_hybrid", "--memory", "8GiB"])
+    said = capsys.readouterr()
+    assert "states" in said.out and "235,088 parameters" in said.out and "falling back" not in said.err
 
 
 QWEN3 = Sizes(28, 50_345_216, 67_584, 311_166_976, 2048, 2048, 120_000.0, 30_000.0)

@@ -195,12 +195,13 @@ def state_layers(model: PreTrainedModel) -> Sequence[tuple[StateLayer, StateShap
     """
     found = vars(model).get(FOUND)
     if found is None:
-        found = _found_layers(model) if _may_have_states(model) else []
+        found = _found_layers(model) if may_have_states(model) else []
         object.__setattr__(model, FOUND, found)
     return found
 
 
-def _may_have_states(model: PreTrainedModel) -> bool:
+def may_have_states(model: PreTrainedModel) -> bool:
+    """Say whether transformers' cache, made for a model's config, has room for states; nothing is computed."""
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     except RUN_FAILURES:  # layers of kinds that have no cache
@@ -248,23 +249,36 @@ def state_shape(model: PreTrainedModel) -> StateShape | None:
     Args:
         model: In evaluation mode, with an attention of transformers'.
     """
+    argument, num_bytes = _argument_and_bytes(model)
+    if not num_bytes:
+        return None
+    config = model.config.get_text_config(decoder=True)
+    tokens_1T = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
+    return StateShape(config, argument, num_bytes, _goes_on(model, argument, tokens_1T))
+
+
+@torch.no_grad()
+def state_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a row's states in all layers; the model may have weights without numbers (fake tensors)."""
+    with in_evaluation(model):
+        return _argument_and_bytes(model)[1]
+
+
+def _argument_and_bytes(model: PreTrainedModel) -> tuple[str, int]:
+    """Return the name by which the decoder takes its cache, and the bytes of the states that a few tokens leave."""
     decoder, config = decoder_of(model), model.config.get_text_config(decoder=True)
     taken = inspect.signature(decoder.forward).parameters
-    argument = next((name for name in _CACHE_NAMES if name in taken), None)
-    tokens_1T = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
-    if argument is None or not _may_have_states(model):
-        return None
+    argument = next((name for name in _CACHE_NAMES if name in taken), "")
+    if not argument or not may_have_states(model):
+        return argument, 0
+    cache = StateCache(StateShape(config, argument, 0, True), {})
     try:
-        states = RowStates(StateShape(config, argument, 0, True))
-        hidden_states(model, tokens_1T[:, :_NUM_FIRST], **states.arguments(1))
-        states.take()
+        tokens_1T = torch.arange(_NUM_FIRST, device=model.device)[None] % config.vocab_size
+        hidden_states(model, tokens_1T, **{argument: cache, "use_cache": True})
     except RUN_FAILURES as error:
         raise_device_failure(error)
-        return None
-    if not states.tensors:
-        return None
-    num_bytes = sum(state.nbytes for state in states.tensors.values())
-    return StateShape(config, argument, num_bytes, _goes_on(model, argument, tokens_1T))
+        return argument, 0
+    return argument, sum(state.nbytes for _, state in cache.states())
 
 
 def _goes_on(model: PreTrainedModel, argument: str, tokens_1T: torch.Tensor) -> bool:
