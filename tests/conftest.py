@@ -155,10 +155,16 @@ def save_tokenizer(folder: Path, **changes: str) -> str:
     return str(folder)
 
 
-def random_policy(seed: int = 0, **changes: object) -> torch.nn.Module:
-    """Return a Qwen3 of 30 thousand random parameters, in evaluation mode."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def random_policy(seed: int = 0, hybrid: bool = False, **changes: object) -> torch.nn.Module:
+    """Return a Qwen3 of 30 thousand random parameters, in evaluation mode.
 
+    A ``hybrid`` is a Qwen3.5: two gated DeltaNets, which have recurrent states, then attention.
+    """
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+
+    if hybrid:
+        changes = HYBRID | changes
+    config, model = (Qwen3_5TextConfig, Qwen3_5ForCausalLM) if hybrid else (Qwen3Config, Qwen3ForCausalLM)
     sizes = {
         "vocab_size": len(ALPHABET) + 2,
         "hidden_size": 32,
@@ -175,7 +181,15 @@ def random_policy(seed: int = 0, **changes: object) -> torch.nn.Module:
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(Qwen3Config(**(sizes | changes))).eval()  # pyright: ignore[reportArgumentType]
+        return model(config(**(sizes | changes))).eval()  # pyright: ignore[reportArgumentType]
+
+
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    **{f"linear_num_{kind}_heads": 4 for kind in ("key", "value")},
+    **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -196,5 +210,14 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved random policy with its tokenizer."""
     folder = tmp_path_factory.mktemp("policy")
     random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hybrid_folder(policy_folder: Path) -> Path:
+    """A saved random hybrid, in a folder ``hybrid`` of the random policy's."""
+    folder = policy_folder / "hybrid"
+    random_policy(hybrid=True).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
     save_tokenizer(folder)
     return folder

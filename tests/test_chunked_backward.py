@@ -67,14 +67,16 @@ def test_and_with_every_kind_of_attention(name: str) -> None:
     assert error(gradient(policy=family(name), plugins=[SeCO(4)]), whole) < 2e-6
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("checkpointing", [True, "selective"])
-def test_and_with_gradient_checkpointing(checkpointing: Any) -> None:
+def test_and_with_gradient_checkpointing(checkpointing: Any, hybrid: bool) -> None:
     from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 
-    policy: Any = random_policy()
+    policy: Any = random_policy(hybrid=hybrid)
     checkpoint_layers(policy, checkpointing)
     chunked = gradient(policy=policy, plugins=[SeCO(4)], gradient_checkpointing=checkpointing)
-    assert error(chunked, gradient()) < 1e-6
+    whole = gradient(policy=random_policy(hybrid=hybrid))
+    assert error(chunked, whole) < (1e-5 if hybrid else 1e-6)  # a gated DeltaNet computes in single precision
 
 
 def test_and_with_observed_tokens_selections_and_old_log_probs() -> None:

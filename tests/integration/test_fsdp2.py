@@ -132,6 +132,7 @@ def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callabl
             )
             for which, to in ((1, 2), (2, 2), (2, 1))
         },
+        "hybrid": lambda: train(str(Path(policy, "hybrid")), output, f"{own}-hybrid", 2, **trainer_options),
         "half": lambda: train(policy, output, f"{own}-half", 2, **trainer_options),
         "2 -> 2": lambda: train(policy, output, "2-2", checkpoint=last(output, "ranks-half"), **trainer_options),
         "1 -> 2": lambda: train(policy, output, "1-2", checkpoint=last(output, "one-half"), **trainer_options),
@@ -162,8 +163,9 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def single(policy_folder: Path, output: Path) -> Callable[[str], dict[str, Any]]:
+def single(policy_folder: Path, hybrid_folder: Path, output: Path) -> Callable[[str], dict[str, Any]]:
     """What comes of a run in one process over all groups."""
+    assert hybrid_folder.is_relative_to(policy_folder)
     by_name = runs(str(policy_folder), output)
     known: Outcomes = {}
 
@@ -206,6 +208,17 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any(
         torch.testing.assert_close(outcome["weights"], expected["weights"], rtol=0, atol=5e-6)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["hybrid"])
+def test_shards_of_recurrent_layers_roll_out_and_end_where_one_process_does(
+    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    expected = single(name)
+    for outcome in (rank[name] for rank in ranks):
+        assert outcome["version"] == expected["version"] == 2 and outcome["stream"] == expected["stream"]
+        torch.testing.assert_close(outcome["weights"], expected["weights"], rtol=0, atol=5e-6)
+
+
 @pytest.mark.parametrize(
     "name",
     table_rows(
@@ -224,7 +237,7 @@ def test_adapters_go_on_from_a_checkpoint_that_has_nothing_else(
 
 
 @pytest.mark.parametrize(
-    "name", table_rows(["whole", "adapters", "apart", "adapters apart"], ["whole", "adapters apart"])
+    "name", table_rows(["whole", "adapters", "apart", "adapters apart", "hybrid"], ["whole", "adapters apart"])
 )
 def test_what_is_exported_of_shards_is_a_whole_policy(
     name: str, output: Path, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]

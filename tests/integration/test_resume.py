@@ -113,16 +113,21 @@ def assert_same_run(folder: Path, one: str, other: str) -> None:
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
-def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
-    killed = start(folder, "killed", reward_s=0.05)
-    checkpoint = folder / "runs" / "killed" / "checkpoints" / "last.ckpt"
-    wait_until(lambda: checkpoint.exists() and num_rows(folder, "killed") >= 4, killed)
+@pytest.mark.parametrize("hybrid", table_rows([False, True], [False]))
+def test_killed_run_resumes_as_if_it_had_not_been_killed(hybrid: bool, folder: Path, hybrid_folder: Path) -> None:
+    whole, name, other = "whole", "killed", list[str]()
+    if hybrid:
+        whole, name, other = "whole-hybrid", "killed-hybrid", ["--model.policy", str(hybrid_folder)]
+        assert "error" not in finish(start(folder, whole, *other))
+    killed = start(folder, name, *other, reward_s=0.05)
+    checkpoint = folder / "runs" / name / "checkpoints" / "last.ckpt"
+    wait_until(lambda: checkpoint.exists() and num_rows(folder, name) >= 4, killed)
     killed.kill()
     finish(killed)
-    assert num_rows(folder, "killed") < 7
-    said = finish(start(folder, "killed", "--ckpt_path", str(checkpoint)))
+    assert num_rows(folder, name) < 7
+    said = finish(start(folder, name, *other, "--ckpt_path", str(checkpoint)))
     assert "error" not in said, said
-    assert_same_run(folder, "whole", "killed")
+    assert_same_run(folder, whole, name)
 
 
 @pytest.mark.nightly

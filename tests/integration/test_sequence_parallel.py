@@ -44,6 +44,8 @@ def test_heads_and_rows_that_cannot_be_shared_are_refused() -> None:
         SequenceParallel.of(random_policy(), 3, shares_prefix=True)
     with pytest.raises(ValueError, match="needs packed rows, which this policy cannot have"):
         SequenceParallel.of(random_policy(), 2, shares_prefix=False)
+    with pytest.raises(ValueError, match=r"size is 2, but layers of Qwen3_5ForCausalLM have .* states, .* take 1"):
+        SequenceParallel.of(random_policy(hybrid=True), 2, shares_prefix=True)
 
 
 def test_modes_that_learn_as_groups_come_are_refused(policy_folder: Path) -> None:

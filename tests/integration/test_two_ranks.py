@@ -43,6 +43,7 @@ from lit_grpo.methods.copo import Blended
 from lit_grpo.methods.d3s import D3S
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.members import MaxEntropy
+from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import fresh
@@ -70,13 +71,14 @@ class Case:
     """A run on rewards_PG of each batch; of its groups rank r trains on every second one.
 
     ``scarce`` lets the memory of rank 1 run out, where the token budget is open; ``seeded`` draws the same adapters
-    every time.
+    every time; ``hybrid`` trains the policy that has recurrent states.
     """
 
     batches: list[list[list[float]]]
     options: dict[str, Any] = field(default_factory=dict)
     scarce: bool = False
     seeded: bool = False
+    hybrid: bool = False
 
 
 MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0], [3.0, 0.0, 2.0, 0.5]]
@@ -158,7 +160,15 @@ for estimator in (
     CASES[f"advantages_{estimator}"] = Case([MIXED, RANK_0_MISSING, MIXED[::-1]], options)
 
 LORA = {"lora": LoraSettings(r=2), "objective": Objective(kl=KLTerm(0.2))}
-OTHERS = {
+HYBRIDS = {
+    "hybrid": Case([MIXED, RANK_1_UNIFORM], {"num_minibatches": 2}, hybrid=True),
+    "hybrid, split prompts": Case(
+        [MIXED], {"max_tokens_per_micro_batch": 14, "gradient_checkpointing": True}, hybrid=True
+    ),
+    "hybrid, lora, checkpointed": Case([MIXED], LORA | {"gradient_checkpointing": True}, seeded=True, hybrid=True),
+    "hybrid, in chunks": Case([MIXED], {"plugins": [SeCO(4)], "gradient_checkpointing": True}, hybrid=True),
+}
+OTHERS = HYBRIDS | {
     "lora": Case([MIXED, MIXED], LORA, seeded=True),
     "lora, checkpointed": Case([MIXED, MIXED], LORA | {"gradient_checkpointing": True}, seeded=True),
     "checkpointed": Case([MIXED, RANK_1_UNIFORM], {"gradient_checkpointing": True}),
@@ -195,10 +205,10 @@ SHARINGS = {
 MAIN = ("one_rank_missing", "batch_scale_and_clipping", "not_finite_on_one_rank", "loss_gspo_composed")
 THREE = ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "advantages_least_variance")
 RUNS = {
-    "ddp": (*CASES, "pipeline"),
-    "fsdp2": (*MAIN, *THREE, "lora, checkpointed", "selectively", "pipeline"),
+    "ddp": (*CASES, "hybrid", "pipeline"),
+    "fsdp2": (*MAIN, *THREE, *HYBRIDS, "lora, checkpointed", "selectively", "pipeline"),
     "fsdp2, apart": (*THREE, "constant_with_kl", "lora, checkpointed"),
-    "ddp, rows": (*MAIN, *THREE, *OTHERS),
+    "ddp, rows": (*MAIN, *THREE, *(name for name in OTHERS if name not in HYBRIDS)),
     "fsdp2, rows": ("lora, checkpointed", "split prompts"),
 }
 ROWS = [(sharing, name) for sharing, names in RUNS.items() for name in names]
@@ -296,7 +306,8 @@ def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
         pl.seed_everything(1, verbose=False)
     options: dict[str, Any] = {"max_tokens_per_micro_batch": 24} | case.options
     options["plugins"] = [*map(fresh, options.get("plugins", ()))]
-    module = make_module(policy, optimizer=momentum, **options)
+    folder = str(Path(policy, "hybrid")) if case.hybrid else policy
+    module = make_module(folder, optimizer=momentum, **options)
     scarce = ScarceRank()
     trainer = make_trainer(recorder := StepRecorder(), *([scarce] if case.scarce else []), **trainer_options)
     batches = [uneven_groups(rewards) for rewards in case.batches]
@@ -512,9 +523,10 @@ ALWAYS = ("token", "all_uniform_after_an_update", "not_finite_on_one_rank", "pip
 
 @pytest.fixture(scope="module")
 def shared(
-    policy_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    policy_folder: Path, hybrid_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[dict[tuple[str, str], dict[str, Any]]]:
     """What came of the runs that the selected tests look at, on rank 0 and on rank 1."""
+    assert hybrid_folder.is_relative_to(policy_folder)
     output = tmp_path_factory.mktemp("two_ranks")
     items = [item for item in request.session.items if item.path == request.path]
     parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]  # pyright: ignore
@@ -536,8 +548,11 @@ def ranks(shared: list[dict[tuple[str, str], dict[str, Any]]]) -> list[Outcomes]
 
 
 @pytest.fixture(scope="module")
-def single(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+def single(
+    policy_folder: Path, hybrid_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
     """What comes of a run in one process over all groups."""
+    assert hybrid_folder.is_relative_to(policy_folder)
     output = tmp_path_factory.mktemp("one_rank")
     return functools.cache(lambda name: run(name, str(policy_folder), output))
 

@@ -10,6 +10,8 @@ from torch import distributed
 from torch.nn import functional
 
 from lit_grpo.policy.architecture.decoder import hidden_states
+from lit_grpo.policy.architecture.states import state_layers
+from lit_grpo.policy.sharding import class_of
 
 T = TypeVar("T")
 
@@ -37,12 +39,18 @@ class SequenceParallel:
         """Return the ranks that share rows with this one.
 
         Raises:
-            ValueError: The policy's rows cannot be packed, or its heads cannot be spread over so many.
+            ValueError: The policy's rows cannot be packed, its heads cannot be spread over so many, or its layers have
+                recurrent states.
         """
         if size == 1:
             return cls(1)
         if not shares_prefix:
             raise ValueError(f"model.sequence_parallel_size {size} needs packed rows, which this policy cannot have.")
+        if state_layers(policy):
+            raise ValueError(
+                f"model.sequence_parallel_size is {size}, but layers of {class_of(policy).__name__} have recurrent "
+                "states, for which a rank needs all tokens before its own; take 1."
+            )
         config = policy.config.get_text_config()
         counts = {name: value for name, value in config.to_dict().items() if name.endswith("key_value_heads") and value}
         for heads in counts.values() or [config.num_attention_heads]:  # layers of several types have several of them
