@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import pad
 
 
@@ -39,7 +40,13 @@ def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: i
 
 
 def flex_prefix_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    scaling: float,
+    cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend under ``mask``; fewer KV heads than query heads are shared, not repeated.
 
@@ -52,15 +59,32 @@ def flex_prefix_attention(
         value: Of the key's shape.
         mask: Of :func:`prefix_block_mask`.
         scaling: Scores are multiplied by it.
+        cap: The limit of scores, by tanh; ``None`` is no limit.
+        sinks_H: The score of a key without a value that each head has beside the others.
     """
     attend = _compiled() if query.device.type == "cuda" else flex_attention
     num_tokens, (num_queries, num_keys) = query.shape[2], mask.seq_lengths
-    output = attend(
+    more: dict[str, Any] = {} if cap is None else {"score_mod": _cap_of(cap)}
+    more |= {} if sinks_H is None else {"return_aux": AuxRequest(lse=True)}
+    output: Any = attend(
         _filled_up(query, num_queries), _filled_up(key, num_keys), _filled_up(value, num_keys), block_mask=mask,
-        scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        scale=scaling, enable_gqa=query.shape[1] != key.shape[1], **more,
     )  # fmt: skip
-    assert isinstance(output, torch.Tensor)
+    if sinks_H is not None:  # of the sum of exponentials a query's keys have this share, and the sink the rest
+        output, aux = output
+        shares = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
+        output = output * shares[..., None].to(output.dtype)
     return output[:, :, :num_tokens]
+
+
+@cache
+def _cap_of(cap: float) -> Callable[..., torch.Tensor]:
+    """The same function for the same cap, so that it is compiled once."""
+
+    def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
 
 
 def _filled_up(heads: torch.Tensor, num_tokens: int) -> torch.Tensor:

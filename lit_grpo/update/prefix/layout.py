@@ -123,13 +123,20 @@ def _windowed(queries: Stretch, keys: Stretch, window: int, merges: bool) -> Ite
 
 
 def piecewise_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Sequence[Piece], scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pieces: Sequence[Piece],
+    scaling: float,
+    cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend in pieces whose results are merged as if one softmax had run over all keys of a query.
 
     The outputs of two disjoint sets of keys are averaged with weights ``exp(logsumexp - joint logsumexp)``, and the
     backward pass runs each piece with the joint output and log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1
-    and appendix B.2). Keys and values of fewer heads than the queries are shared, not repeated.
+    and appendix B.2). Keys and values of fewer heads than the queries are shared, not repeated. A sink is one more key
+    of all queries of a head, whose score is learnt and whose value is zero.
 
     Args:
         query: Shape (1, heads, T, head size).
@@ -137,17 +144,26 @@ def piecewise_attention(
         value: Of the key's shape.
         pieces: Which queries see which keys; those of a query that ``merges`` come after one that does not.
         scaling: Scores are multiplied by it.
+        cap: The limit of scores, ``cap tanh(score / cap)``, which torch's kernel does not know: it takes longer.
+        sinks_H: The score of each head's sink.
 
     Returns:
         Shape (1, heads, T, head size), laid out in memory as (1, T, heads, head size).
     """
-    return _PiecewiseAttention.apply(query, key, value, pieces, scaling)  # pyright: ignore[reportReturnType]
+    return _PiecewiseAttention.apply(query, key, value, pieces, scaling, cap, sinks_H)  # pyright: ignore[reportReturnType]
 
 
 class _PiecewiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Sequence[Piece], scaling: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pieces: Sequence[Piece],
+        scaling: float,
+        cap: float | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         batch, heads, num_tokens, size = query.shape
         output = query.new_empty((batch, num_tokens, heads, size)).transpose(1, 2)
@@ -155,33 +171,112 @@ class _PiecewiseAttention(torch.autograd.Function):
         logsumexp = query.new_empty((batch, num_tokens, heads), dtype=accumulated).transpose(1, 2)
         for piece in pieces:
             rows, keys = piece.queries, piece.keys
-            some, log_sum = _flash(
-                query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, piece.causal,
-                attn_mask=piece.mask(query), scale=scaling,
-            )  # fmt: skip
+            parts = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+            if cap is None:
+                some, log_sum = _flash(*parts, 0.0, piece.causal, attn_mask=piece.mask(query), scale=scaling)
+            else:
+                some, log_sum = _capped(*parts, piece, scaling, cap)
             if piece.merges:
                 some, log_sum = _merge(output[:, :, rows], logsumexp[:, :, rows], some, log_sum)
             output[:, :, rows] = some
             logsumexp[:, :, rows] = log_sum
-        ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.pieces, ctx.scaling = pieces, scaling
+        if sinks_H is not None:
+            joint = torch.logaddexp(logsumexp, sinks_H.to(accumulated)[:, None])
+            output *= (logsumexp - joint).exp()[..., None].to(output.dtype)
+            logsumexp = joint
+        ctx.save_for_backward(query, key, value, output, logsumexp, sinks_H)
+        ctx.pieces, ctx.scaling, ctx.cap = pieces, scaling, cap
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
+        query, key, value, output, logsumexp, sinks_H = ctx.saved_tensors
         query_grad, key_grad, value_grad = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for piece in ctx.pieces:
             rows, keys = piece.queries, piece.keys
-            query_part, key_part, value_part = _flash_backward(
-                gradients[0][:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys],
-                output[:, :, rows], logsumexp[:, :, rows], 0.0, piece.causal,
-                attn_mask=piece.mask(query), scale=ctx.scaling,
-            )  # fmt: skip
+            parts = (
+                *(gradients[0][:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys]),
+                *(output[:, :, rows], logsumexp[:, :, rows]),
+            )
+            if ctx.cap is None:
+                mask = piece.mask(query)
+                found = _flash_backward(*parts, 0.0, piece.causal, attn_mask=mask, scale=ctx.scaling)
+            else:
+                found = _capped_backward(*parts, piece, ctx.scaling, ctx.cap)
+            query_part, key_part, value_part = found
             query_grad[:, :, rows] += query_part
             key_grad[:, :, keys] += key_part
             value_grad[:, :, keys] += value_part
-        return query_grad, key_grad, value_grad, None, None
+        sinks_grad = None
+        if sinks_H is not None:
+            shares = (sinks_H.to(logsumexp.dtype)[:, None] - logsumexp).exp()
+            sinks_grad = -(shares * (gradients[0] * output).sum(-1)).sum((0, 2)).to(sinks_H.dtype)
+        return query_grad, key_grad, value_grad, None, None, None, sinks_grad
+
+
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scaling: float, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what torch's kernel returns, with scores that are capped, some queries at a time."""
+    outputs, log_sums = [], []
+    for part in _some_queries(query):
+        scores, _ = _capped_scores(query[:, :, part], key, piece, part, scaling, cap)
+        log_sum = scores.logsumexp(-1)
+        weights = (scores - log_sum[..., None]).exp().to(value.dtype)
+        outputs.append((weights @ value[:, :, None]).flatten(1, 2))
+        log_sums.append(log_sum.flatten(1, 2))
+    return torch.cat(outputs, 2), torch.cat(log_sums, 2)
+
+
+def _capped_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    piece: Piece,
+    scaling: float,
+    cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values, as torch's kernel would."""
+    query_parts, key_grad, value_grad = [], torch.zeros_like(key), torch.zeros_like(value)
+    for part in _some_queries(query):
+        its, heads = query[:, :, part], key.shape[1]
+        scores, bent = _capped_scores(its, key, piece, part, scaling, cap)
+        weights = (scores - logsumexp[:, :, part].unflatten(1, (heads, -1))[..., None]).exp()
+        above = gradient[:, :, part].unflatten(1, (heads, -1))
+        delta = (gradient[:, :, part] * output[:, :, part]).sum(-1).unflatten(1, (heads, -1))[..., None]
+        of_scores = weights * (above @ value[:, :, None].transpose(-1, -2) - delta) * (1 - bent.square()) * scaling
+        of_scores = of_scores.to(query.dtype)
+        query_parts.append((of_scores @ key[:, :, None]).flatten(1, 2))
+        key_grad += (of_scores.transpose(-1, -2) @ its.unflatten(1, (heads, -1))).sum(2)
+        value_grad += (weights.to(value.dtype).transpose(-1, -2) @ above).sum(2)
+    return torch.cat(query_parts, 2), key_grad, value_grad
+
+
+def _some_queries(query: torch.Tensor) -> Iterator[slice]:
+    for begin in range(0, query.shape[2], MASKED_ROWS):
+        yield slice(begin, min(begin + MASKED_ROWS, query.shape[2]))
+
+
+def _capped_scores(
+    query: torch.Tensor, key: torch.Tensor, piece: Piece, part: slice, scaling: float, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of some queries of a piece, shape (1, KV heads, queries per KV head, queries, keys).
+
+    And what they are of the cap, with which the gradient is bent.
+    """
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    bent = torch.tanh(grouped @ key[:, :, None].transpose(-1, -2) * (scaling / cap))
+    bent = bent if bent.dtype == torch.float64 else bent.float()
+    scores = bent * cap
+    if piece.causal:
+        places_Q1 = torch.arange(part.start, part.stop, device=query.device)[:, None]
+        scores = scores.masked_fill(torch.arange(key.shape[2], device=query.device) > places_Q1, -torch.inf)
+    elif piece.band is not None:
+        scores = scores + piece.mask(scores)[:, :, None, part]  # pyright: ignore[reportOptionalSubscript]
+    return scores, bent
 
 
 def _merge(

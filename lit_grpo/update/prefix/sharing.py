@@ -107,6 +107,8 @@ class SharedPrefix:
         value: torch.Tensor,
         window: int | None,
         scaling: float,
+        cap: float | None = None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Let each token see what comes before it, however the row is laid out; return the shape of ``query``."""
         key, value = self.carry((layer, "key"), key), self.carry((layer, "value"), value)
@@ -114,10 +116,10 @@ class SharedPrefix:
         if query.device.type != "cpu":
             if window not in self._masks:
                 self._masks[window] = prefix_block_mask(self._labels(query.device), window, query.shape[2])
-            return flex_prefix_attention(query, key, value, self._masks[window], scaling)
+            return flex_prefix_attention(query, key, value, self._masks[window], scaling, cap, sinks_H)
         if window not in self._pieces:
             self._pieces[window] = attention_pieces(self.stretches, window)
-        return piecewise_attention(query, key, value, self._pieces[window], scaling)
+        return piecewise_attention(query, key, value, self._pieces[window], scaling, cap, sinks_H)
 
     def _labels(self, device: torch.device) -> torch.Tensor:
         if self._labels_3K is None:
@@ -180,15 +182,7 @@ def shared_prefix_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within the row of ``shared_prefix``, in the signature of Hugging Face attention functions.
-
-    Raises:
-        ValueError: The model caps its attention scores, or has attention sinks.
-    """
-    if softcap is not None:
-        raise ValueError("it caps its attention scores")
-    if s_aux is not None:
-        raise ValueError("it has attention sinks")
+    """Attend within the row of ``shared_prefix``, in the signature of Hugging Face attention functions."""
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     value_size = value.shape[-1]
     if key.shape[-1] > value_size:  # latent attention: the kernels want both of one size
@@ -200,7 +194,8 @@ def shared_prefix_attention(
     ranks = shared_prefix.ranks
     if ranks.size > 1:
         query, key, value = ranks.to_heads(shared_prefix.num_tokens, query, key, value)
-    output = shared_prefix.attend(module, query, key, value, sliding_window, scaling)
+        s_aux = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
+    output = shared_prefix.attend(module, query, key, value, sliding_window, scaling, softcap, s_aux)
     return (output if ranks.size == 1 else ranks.to_tokens(output))[..., :value_size].transpose(1, 2), None
 
 
