@@ -161,7 +161,7 @@ for estimator in (
 
 LORA = {"lora": LoraSettings(r=2), "objective": Objective(kl=KLTerm(0.2))}
 HYBRIDS = {
-    "hybrid": Case([MIXED, RANK_1_UNIFORM], {"num_minibatches": 2}, hybrid=True),
+    "hybrid": Case([MIXED, RANK_1_UNIFORM], {"num_minibatches": 2, "max_grad_norm": 0.5}, hybrid=True),
     "hybrid, split prompts": Case(
         [MIXED], {"max_tokens_per_micro_batch": 14, "gradient_checkpointing": True}, hybrid=True
     ),
@@ -218,7 +218,7 @@ QUICK_RUNS = {
         *("token", "one_rank_missing", "two_iterations_of_two_minibatches", "not_finite_on_one_rank"),
         *("memory_runs_out_in_a_measurement_of_one_rank", "ragged_over_the_batch", "compared_with_other_groups"),
     ),
-    "fsdp2": ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "selectively"),
+    "fsdp2": ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "selectively", "hybrid, in chunks"),
     "fsdp2, apart": ("constant_with_kl",),
     "ddp, rows": ("one_rank_missing", "split prompts"),
     "fsdp2, rows": ("lora, checkpointed",),
@@ -237,9 +237,9 @@ def rank_and_world_size() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def uneven_groups(rewards_PG: list[list[float]]) -> list[RolloutGroup]:
+def uneven_groups(rewards_PG: list[list[float]], hybrid: bool = False) -> list[RolloutGroup]:
     """Ragged groups; those of rank 1 have at most two tokens a completion."""
-    groups = random_groups(random_policy(), rewards_PG, noise=0.2)
+    groups = random_groups(random_policy(hybrid=hybrid), rewards_PG, noise=0.2)
     if RAGGED[0] in rewards_PG:
         groups = with_gaps(groups, rewards_PG)
     for index, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
@@ -310,7 +310,7 @@ def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
     module = make_module(folder, optimizer=momentum, **options)
     scarce = ScarceRank()
     trainer = make_trainer(recorder := StepRecorder(), *([scarce] if case.scarce else []), **trainer_options)
-    batches = [uneven_groups(rewards) for rewards in case.batches]
+    batches = [uneven_groups(rewards, case.hybrid) for rewards in case.batches]
     trainer.fit(module, train_dataloaders=RankBatches(batches))
     assert scarce.num_raised == int(case.scarce and rank_and_world_size()[0] == 1)
     return outcome(module, recorder)
