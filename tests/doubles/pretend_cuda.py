@@ -369,8 +369,11 @@ def _autocast_init(own: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _dense_attention(query: Any, key: Any, value: Any, mask: Any, scaling: float) -> torch.Tensor:
-    """Attend under a FlexAttention mask with all scores at once."""
+def _dense_attention(
+    query: Any, key: Any, value: Any, mask: Any, scaling: float, cap: float | None = None, sinks_H: Any = None
+) -> torch.Tensor:
+    """Attend under a FlexAttention mask with all scores at once, which are not capped, and have no sinks."""
+    assert cap is None and sinks_H is None
     query_T1 = torch.arange(query.shape[2], device=query.device)[:, None]
     key_1T = torch.arange(key.shape[2], device=query.device)[None]
     sees = mask.mask_mod(0, 0, query_T1, key_1T)
