@@ -42,7 +42,7 @@ def tracked_bytes(policy: Any, num_tokens: int, mixed: bool) -> int:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes['num_hidden_layers']} x {sizes['hidden_size']}")
-def test_bytes_of_a_token_are_those_of_torchs_tracker(sizes: dict[str, int], precision: str) -> None:
+def test_bytes_of_a_token_are_those_of_torchs_tracker(sizes: dict[str, Any], precision: str) -> None:
     dtype, mixed = PRECISIONS[precision]
     policy = random_policy(**sizes).to(dtype).train()
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
