@@ -46,7 +46,7 @@ WORKS = {  # the limits on completions are beyond the longest, so that none is c
 }
 HYBRID = Work(512, 128, 16, max_tokens=512)
 SIZES = {
-    "d": Sizes((1024, 4096), (1, 4)),
+    "d": Sizes((576, 4096), (1, 4)),
     "a": Sizes((1024, 4096), (1, 4)),
     "b": Sizes((640, 2560), (1, 4)),
     "c": Sizes((576, 2304), (1, 4)),

@@ -80,8 +80,8 @@ def test_a_completion_that_is_put_back_is_the_one_that_was_copied(policy: Any) -
     prefill(policy, [COMPLETION, COMPLETION[::-1]], 1000, cache.write_completions("prompt", 2, 90))
     copies = [cache.copy_completion(row, 90) for row in (0, 1)]
     cache.remove(0)
-    cache.write_completions("prompt", 1, 90, copies[:1])  # after the one that has moved
+    cache.write_completions("prompt", 1, 90, copies[:1], 90)  # after the one that has moved
     for row, copy in ((1, copies[0]), (0, copies[1])):
         heads, size = cache.shape.layers[0].num_heads, cache.shape.layers[0].key_size
-        assert [tuple(each.shape) for each in copy] == [(heads, 90, size)] * 2 * len(cache.shape.layers)
-        assert all(map(torch.equal, cache.copy_completion(row, 90), copy))
+        assert [tuple(each.shape) for each in copy.tensors] == [(heads, 90, size)] * 2 * len(cache.shape.layers)
+        assert all(map(torch.equal, cache.copy_completion(row, 90).tensors, copy.tensors))

@@ -128,7 +128,7 @@ def autocast(precision: str) -> torch.autocast:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_estimate_counts_what_a_forward_pass_keeps(sizes: dict[str, int], precision: str) -> None:
+def test_the_estimate_counts_what_a_forward_pass_keeps(sizes: dict[str, Any], precision: str) -> None:
     model: Any = random_policy(max_position_embeddings=1024, **sizes).train()
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     with autocast(precision):
@@ -168,7 +168,7 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_estimate_under_autocast_is_near_the_peak_that_torch_tracks(
-    sizes: dict[str, int], checkpointing: bool
+    sizes: dict[str, Any], checkpointing: bool
 ) -> None:
     model: Any = random_policy(max_position_embeddings=1024, **sizes).train()
     checkpoint_layers(model, checkpointing)

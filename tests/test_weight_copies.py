@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture
 def policy() -> Any:
     """One layer, whose query, output, gate, up and down projections are large enough."""
-    sizes = {"hidden_size": 384, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 48}
+    sizes: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 48}
     return random_policy(num_hidden_layers=1, initializer_range=0.06, **sizes)
 
 
