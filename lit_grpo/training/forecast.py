@@ -77,6 +77,7 @@ class Sizes:
         other = least - sum(layers.values(), start=_Measured())
         heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None) or 1
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", heads)
+        key_size, value_size = (getattr(text, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
         tables = 1 if text.tie_word_embeddings else 2
         added_rows = tables * (text.vocab_size - VOCABULARY) * text.hidden_size
         return cls(
@@ -85,7 +86,7 @@ class Sizes:
             layer_features=total.features / text.num_hidden_layers,
             other_parameters=int(other.parameters) + added_rows,
             hidden=text.hidden_size,
-            kv_values=2 * heads * head_dim * _kv_share(text),
+            kv_values=heads * (key_size + value_size) * _kv_share(text),
             layer_kept_bytes=total.kept_bytes / text.num_hidden_layers,
             other_kept_bytes=other.kept_bytes,
             state_bytes=total.state_bytes,

@@ -16,12 +16,14 @@ from benchmarks.processes import LEAN, measured
 from benchmarks.random_policies import Sizes as Qwen3Sizes
 from benchmarks.random_policies import random_qwen3
 from lit_grpo.policy import load_policy
+from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.states import state_shape
 from lit_grpo.tools.commands.fit_check import main as fit_check
 from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.micro_batch_size import activation_bytes
 from scripts.make_tiny import make_tokenizer
+from tests.doubles.small_models import small_model
 
 pytestmark = pytest.mark.integration
 
@@ -108,6 +110,15 @@ def test_a_hybrid_is_counted_by_kinds_of_layers_and_with_the_states_of_its_slots
         fit_check(["--config", "arithmetic", "--model.policy", "tiny_hybrid", "--memory", "8GiB"])
     said = capsys.readouterr()
     assert "states" in said.out and "235,088 parameters" in said.out and "falling back" not in said.err
+
+
+def test_keys_and_values_of_latent_attention_are_counted_as_slots_keep_them() -> None:
+    policy: Any = small_model("deepseek_v2").eval()
+    calls = attention_calls(policy, 32)
+    assert {(call.key_size, call.value_size) for call in calls} != {(policy.config.head_dim,) * 2}
+    sizes = Sizes.of(policy.config)
+    numbers = sum(call.num_kv_heads * (call.key_size + call.value_size) for call in calls)
+    assert sizes.num_layers * sizes.kv_values == numbers
 
 
 QWEN3 = Sizes(28, 50_345_216, 67_584, 311_166_976, 2048, 2048, 120_000.0, 30_000.0)
