@@ -273,6 +273,29 @@ def test_every_config_parses_with_a_generator_behind_it(
         assert named["init_args"].items() >= expected["model"]["generator"]["init_args"].items()
 
 
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.nightly
+def test_the_config_of_a_hybrid_runs_with_a_small_one_in_its_place(folder: Path) -> None:
+    cast(Any, random_policy(hybrid=True)).save_pretrained("hybrid")
+    save_tokenizer(Path("hybrid"), chat_template=CHAT)
+    rows = "".join(json.dumps({"question": f"{n}+1=", "answer": f"#### {n + 1}"}) + "\n" for n in range(4))
+    Path("questions.jsonl").write_text(rows)
+    shipped = CONFIGS / "gsm8k_qwen3.5_0.8b.yaml"
+    rewards = yaml.safe_load(shipped.read_text())["model"]["rewards"]
+    rewards[1]["args"]["buffer"] = 6
+    tokens = {"sampling": {"max_tokens": 8}, "eval_sampling": {"max_tokens": 8}}
+    model = {"policy": "hybrid", "num_generations": 8, "rewards": rewards, **tokens}
+    data = {"train": "questions.jsonl", "validation": "questions.jsonl", "system_prompt": "2", "batch_size": 2}
+    trainer = {"accelerator": "cpu", "max_steps": 2, "val_check_interval": 2}
+    Path("small.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": model, "data": data}))
+    run(["fit", "--config", str(shipped), "--config", "small.yaml"])
+    (update,) = [row for row in metrics("gsm8k-qwen3.5-0.8b") if row["reward"]]
+    assert float(update["rewards/overlong/mean"]) < 0 < float(update["grad_norm"])
+    assert weights("gsm8k-qwen3.5-0.8b")
+
+
 def test_the_method_of_the_paper_runs_from_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = str(CONFIGS / "infinite_sampling.yaml")

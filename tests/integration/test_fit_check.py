@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.micro_batch_size import activation_bytes
 from scripts.make_tiny import make_tokenizer
+from scripts.what_fits import MODELS
 from tests.doubles.small_models import small_model
 
 pytestmark = pytest.mark.integration
@@ -119,6 +121,24 @@ def test_keys_and_values_of_latent_attention_are_counted_as_slots_keep_them() ->
     sizes = Sizes.of(policy.config)
     numbers = sum(call.num_kv_heads * (call.key_size + call.value_size) for call in calls)
     assert sizes.num_layers * sizes.kv_values == numbers
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_config_of_a_hybrid_fits_on_its_gpu_with_all_weights_and_with_the_adapters_of_its_comment(
+    adapters: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MODELS["Qwen3.5 0.8B"].save_pretrained(tmp_path)
+    text = (Path(__file__).parents[2] / "configs" / "gsm8k_qwen3.5_0.8b.yaml").read_text()
+    (line,) = re.findall(r"# Adapters instead: (.*) \(extra lora\)", text)
+    told = ["--config", "gsm8k_qwen3.5_0.8b", "--model.policy", str(tmp_path), "--memory", "22GiB"]
+    with pytest.raises(SystemExit, match="0"):
+        fit_check([*told, *(line.split() if adapters else [])])
+    said = capsys.readouterr().out
+    assert "752,393,024 parameters; it fits into 22 GiB" in said
+    (peak,) = re.findall(r"peak +│ +([\d.]+)", said)
+    (estimate,) = re.findall(r"fit-check estimates (\d+) GiB", text)
+    assert adapters or round(float(peak)) == int(estimate)
 
 
 QWEN3 = Sizes(28, 50_345_216, 67_584, 311_166_976, 2048, 2048, 120_000.0, 30_000.0)
