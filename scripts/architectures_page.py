@@ -80,7 +80,11 @@ def _parts(result: dict[str, Any], name: str, with_vllm: dict[str, Any], name_wi
     yield "\n## Exact\n\n| slots | prefix | vLLM | families |\n|---|---|---|---|"
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for row in exact:
-        kind = (_yes(row["slots"] == "decode"), _yes(row["prefix"] == "shared"), _in_vllm(in_vllm.get(row["family"])))
+        kind = (
+            _yes(row["slots"] == "decode"),
+            _yes(row["prefix"] == "shared"),
+            vllm_outcome(in_vllm.get(row["family"])),
+        )
         kinds.setdefault(kind, []).append(row["family"])
     for kind in sorted(kinds, reverse=True):
         yield f"| {' | '.join(kind)} | {_names(kinds[kind])} |"
@@ -133,7 +137,8 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
 
 
-def _in_vllm(row: dict[str, Any] | None) -> str:
+def vllm_outcome(row: dict[str, Any] | None) -> str:
+    """The cell of a family's row in the results of vLLM; None is a family that vLLM has no class of."""
     if row is None:
         return "no class"
     return "not here" if row["outcome"] == "not run here" else str(row["outcome"])

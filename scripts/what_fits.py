@@ -168,7 +168,9 @@ MODELS: dict[str, PreTrainedConfig] = {
 }
 """The text part of each, as its config.json has it."""
 MIXTURES = ("GPT-OSS 20B", "DeepSeek-V2-Lite")
-"""Their experts are no linear layers, which four bits and adapters pass over, and in float32 are beyond 80 GB."""
+"""Their experts are no linear layers: four bits pass over them, adapters of them are not counted here, and in float32
+they are beyond 80 GB.
+"""
 DEMAND = Demand(0, 16, 512, 1024, 8192, device="cuda", mixed=True, checkpointing=True)
 """Prompts of 512 and completions of 1,024 tokens, 16 of each prompt, in bf16-mixed, with gradient checkpointing."""
 WAYS: dict[str, tuple[Demand, str]] = {

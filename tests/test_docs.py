@@ -30,6 +30,7 @@ from scripts.architectures_page import architectures_page, newest_with_vllm
 from scripts.architectures_page import newest as newest_architectures
 from scripts.methods_page import methods_page
 from scripts.methods_page import newest as newest_methods
+from scripts.models_page import models_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -91,6 +92,7 @@ def test_the_site_has_every_page_and_no_other() -> None:
             lambda: architectures_page(newest_architectures(), newest_with_vllm()),
             "scripts.architectures_page",
         ),
+        ("models", lambda: models_page(newest_architectures(), newest_with_vllm()), "scripts.models_page"),
         ("methods", lambda: methods_page(newest_methods()), "scripts.methods_page"),
         ("metrics", metrics_page, "lit_grpo.tools.dashboard.page"),
         ("migration", migration_page, "lit_grpo.tools.migration.page"),
