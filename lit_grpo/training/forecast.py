@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class Sizes:
         name = text.attribute_map.get("layer_types", "layer_types")
         computed = isinstance(getattr(type(text), name, None), property)  # from the number of layers
         types = None if computed else getattr(text, "layer_types", None)
-        kinds = Counter[str](types or [""] * text.num_hidden_layers)
+        kinds: Mapping[str, int] = Counter(types or ()) or {"": text.num_hidden_layers}
         least = _measure(text, [*kinds], mixed, weight_bytes)
         layers = {kind: _measure(text, [*kinds, kind], mixed, weight_bytes) - least for kind in kinds}
         total = sum((layer * kinds[kind] for kind, layer in layers.items()), start=_Measured())
