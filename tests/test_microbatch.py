@@ -306,3 +306,13 @@ def test_groups_that_fit_are_packed_best_fit_the_largest_first(seed: int) -> Non
     sizes = [num_budgeted(micro_batch) for micro_batch in make_micro_batches(rollouts, budget)]
     assert sizes == sorted(sizes, reverse=True)
     assert all(smaller + larger > budget for smaller, larger in pairwise(sorted(sizes)))  # no two would fit into one
+
+
+def test_a_short_completion_counts_as_many_tokens_as_layers_fill_it_up_to() -> None:
+    rollouts = [make_rollout([5] * 10, [6, 7, 8 + sample], sample_id=sample) for sample in range(40)]
+    (one,) = make_micro_batches(rollouts, 200)
+    assert len(one.rows) == 40
+    filled = [len(row.rows) for row in make_micro_batches(rollouts, 200, least_counted=64)]
+    assert sum(filled) == 40 and max(filled) == 3
+    longest = make_micro_batches([make_rollout([5], [6] * 30), *rollouts[:1]], 40, least_counted=64)
+    assert sorted(len(row.rows) for row in longest)[-1] == 1  # a budget below what is counted takes them one by one

@@ -12,6 +12,7 @@ import torch
 
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.plugins import overriding
+from lit_grpo.policy.architecture.states import CHUNK, FOUND
 from lit_grpo.policy.sharding import compute, is_scattered
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Completion, GroupKey, Key, Rollout
@@ -325,7 +326,9 @@ class PolicyPasses:
         completions = [rollout.completion for rollout in rollouts]
         key = tuple(map(id, completions)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())
         if key not in self._laid_out:
-            self._laid_out[key] = completions, make_micro_batches(rollouts, max_tokens, shares_prefix, chunks)
+            least = CHUNK if shares_prefix and vars(self.policy).get(FOUND) else 0
+            rows = make_micro_batches(rollouts, max_tokens, shares_prefix, chunks, least_counted=least)
+            self._laid_out[key] = completions, rows
         own = self._laid_out[key][1]
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 

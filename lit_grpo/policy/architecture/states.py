@@ -184,6 +184,8 @@ class StateLayer:
     above: tuple[torch.nn.Module, ...]
 
 
+CHUNK = 64
+"""Tokens that recurrent layers compute at once, in transformers and in their kernels: fewer are filled up to them."""
 FOUND = "_lit_grpo_state_layers"
 """The attribute of a model that :func:`state_layers` stores what it has found in."""
 

@@ -46,6 +46,7 @@ def make_micro_batches(
     shared_prefix: bool = True,
     chunks: Mapping[int, Sequence[Chunk]] | None = None,
     least_shared: int = LEAST_SHARED,
+    least_counted: int = 0,
 ) -> MicroBatches:
     """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first, and lay them out.
 
@@ -60,6 +61,7 @@ def make_micro_batches(
         chunks: Of packed rollouts, by their place, those that are cut. A chunk is a micro-batch of its own, and what it
             sees of the completion before it does not count towards its tokens.
         least_shared: The fewest tokens that completions of a prompt share, where they begin with the same.
+        least_counted: What a completion counts at least, as far as the budget goes: layers with states fill each up.
 
     Raises:
         ValueError: ``max_tokens`` is less than :func:`least_tokens`; the message says the smallest that works.
@@ -71,7 +73,7 @@ def make_micro_batches(
             f"max_tokens_per_micro_batch is {max_tokens}, but {what} has {least} tokens; set it to at least {least}."
         )
     if shared_prefix:
-        cut = _cut_groups(rollouts, max_tokens, chunks or {}, least_shared)
+        cut = _cut_groups(rollouts, max_tokens, chunks or {}, least_shared, least_counted)
         rows = [lay_out(rollouts, parts, least_shared) for parts in cut]
     else:
         padded = pack_padded([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
@@ -80,7 +82,11 @@ def make_micro_batches(
 
 
 def _cut_groups(
-    rollouts: Sequence[Rollout], max_tokens: int, chunks: Mapping[int, Sequence[Chunk]], least_shared: int
+    rollouts: Sequence[Rollout],
+    max_tokens: int,
+    chunks: Mapping[int, Sequence[Chunk]],
+    least_shared: int,
+    least_counted: int,
 ) -> list[list[RowPart]]:
     """Say which completions go through the policy together, the fullest micro-batch first.
 
@@ -98,6 +104,11 @@ def _cut_groups(
         bundles, lengths = _bundles(
             [rollouts[member].completion.arrays[0] for member in whole], max_tokens, least_shared
         )
+        if least_counted:
+            lengths = [
+                min(max(length, least_counted * len(bundle)), max_tokens)
+                for length, bundle in zip(lengths, bundles, strict=True)
+            ]
         first, *more = best_fit(lengths, max_tokens, taken=len(prompt_ids))
         parts = [[whole[number] for bundle in part for number in bundles[bundle]] for part in (first, *more)]
         span = CarriedSpan(prompt_ids) if more or len(whole) < len(members) else None
