@@ -117,7 +117,6 @@ def _granite4_h(
 
 MODELS: dict[str, PreTrainedConfig] = {
     "Qwen3.5 0.8B": _qwen3_5(24, 1024, 3584, 8),
-    "Qwen3.5 2B": _qwen3_5(24, 2048, 6144, 8),
     "Qwen3.5 4B": _qwen3_5(32, 2560, 9216, 16),
     "Qwen3.5 9B": _qwen3_5(32, 4096, 12_288, 16, tied=False),
     "Qwen3 0.6B": _qwen3(28, 1024, 3072, 16),
