@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from lit_grpo.policy.architecture.states import RowStates
 from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class RowTables:
 
     def __init__(self, shape: KVShape, most_rows: int, attention: RowAttention) -> None:
         self.shape, self._attention = shape, attention
+        self.states: RowStates | None = None  # models whose layers have some are decoded by shelves
         self.columns = torch.full((most_rows,), -1, device=shape.device)
         self.segments, self.bounds, self.sizes = (
             torch.zeros(size, dtype=torch.int32, device=shape.device)
