@@ -55,7 +55,7 @@ STUDIES = {
         {"lit_grpo": (8, 64, 512), "generate": (8, 32, 128)}, {"lit_grpo": (2, 4), "generate": (4,)}, 3, 160
     ),
     "hybrid_memory": Study(
-        {"lit_grpo": (8, 64, 512), "generate": (8, 32, 128)}, {"lit_grpo": (2,)}, 3, 160, random=TO_UPDATE["hybrid, 7M"]
+        {"lit_grpo": (8, 64, 512), "generate": (8, 32, 128)}, {"lit_grpo": (2,)}, 1, 160, random=TO_UPDATE["hybrid, 7M"]
     ),
     "real_model_memory": Study(
         {"lit_grpo": (8, 32, 128, 512), "TRL": (8, 32, 128, 512)}, {"lit_grpo": (2,), "TRL": (4,)}, 1, 512,
