@@ -290,7 +290,7 @@ def test_a_tree_of_rollouts_has_the_log_probs_and_gradients_of_the_plain_path(na
     assert in_branches <= num_distinct < num_alone / 1.5
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3-mixed", "qwen3.5-hybrid", "mamba"])
+@pytest.mark.parametrize("name", table_rows(QUICK, QUICK[:-1]))
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 @pytest.mark.parametrize("max_tokens", [40, 70])
 def test_and_with_trees_split_over_micro_batches(name: str, checkpointing: Any, max_tokens: int) -> None:
