@@ -197,7 +197,10 @@ def state_layers(model: PreTrainedModel) -> Sequence[tuple[StateLayer, StateShap
     """
     found = vars(model).get(FOUND)
     if found is None:
-        found = _found_layers(model) if may_have_states(model) else []
+        found = []
+        if may_have_states(model):
+            with torch.no_grad(), in_evaluation(model):  # in training, layers that are checkpointed take no cache
+                found = _found_layers(model)
         object.__setattr__(model, FOUND, found)
     return found
 
@@ -211,14 +214,8 @@ def may_have_states(model: PreTrainedModel) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
-@torch.no_grad()
 def _found_layers(model: PreTrainedModel) -> list[tuple[StateLayer, StateShape]]:
-    with in_evaluation(model):  # in training, layers that are checkpointed take no cache
-        return _layers_of(model, state_shape(model))
-
-
-def _layers_of(model: PreTrainedModel, shape: StateShape | None) -> list[tuple[StateLayer, StateShape]]:
-    if shape is None:
+    if (shape := state_shape(model)) is None:
         return []
     running: list[tuple[torch.nn.Module, str]] = []  # each with its argument that is the cache
     found: dict[torch.nn.Module, StateLayer] = {}

@@ -105,7 +105,7 @@ def lay_out_batches(
     return Batches(batches, parents, there["back"])
 
 
-class PackedRow(Protocol):
+class SharedRow(Protocol):
     """What a layer with states asks of the row that goes through it."""
 
     @property
@@ -141,7 +141,7 @@ class RecurrentLayer:
 
     def __init__(self, layer: StateLayer, shape: StateShape) -> None:
         self.layer, self.shape = layer, shape
-        self.row: PackedRow | None = None
+        self.row: SharedRow | None = None
         self._forward: Callable[..., Any] = layer.module.forward
         self._signature = inspect.signature(self._forward)
 
@@ -158,14 +158,16 @@ class RecurrentLayer:
         batches, key = row.batches(not self.shape.goes_on, hidden_1TD.device), self.layer.module
         if not self.shape.goes_on:
             hidden_1TD = row.carry((key, "input"), hidden_1TD[:, None])[:, 0]
-        states, outputs, settled = dict[int | None, States](), list[Any](), list[torch.Tensor]()
+        states, outputs, settled = dict[int, States](), list[Any](), list[torch.Tensor]()
         for number, span in row.carried_stretches if self.shape.goes_on else ():
             states[number] = {state: span.lend((key, state)) for state in self.layer.names}
         for stretches, index_BT, ends in batches.batches:
-            own, follows = RowStates(self.shape), [states.get(batches.parents[number]) for number in stretches]
-            if follows[0] is not None:
-                for state in self.layer.names:
-                    own.tensors[state] = torch.cat([before[state] for before in follows if before is not None]).clone()
+            own, follows = RowStates(self.shape), list[States]()
+            if self.shape.goes_on:
+                parents = (batches.parents[number] for number in stretches)
+                follows = [states[parent] for parent in parents if parent is not None]  # of all, or of none
+            for state in self.layer.names if follows else ():
+                own.tensors[state] = torch.cat([before[state] for before in follows]).clone()
             bound.arguments[name] = hidden_1TD[0][index_BT]
             bound.arguments[self.layer.argument] = own.cache(len(index_BT)) if own.tensors or ends else None
             outputs.append(self._forward(*bound.args, **bound.kwargs))
