@@ -428,6 +428,60 @@ REAL_MODEL_GENERATORS = _generators(
 )
 """Three seeds of TRL ended 0.51 to 0.78, and ours 0.71 to 0.73, in ``real_model_learning``."""
 
+# ---- adapters -----------------------------------------------------------------------------------------
+
+ALL_WEIGHTS, RATE, TARGETS = "all weights", "model.optimizer.init_args.lr", "model.lora.target_modules"
+ATTENTION = json.dumps(["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+def _trained(rate: float, times: tuple[int, ...] = (1, 10), **kinds: tuple[int, ...]) -> dict[str, System]:
+    """All weights at a learning rate and ten times that, and adapters of each kind and rank at each of ``times``."""
+    targets = {"all_linear": "all-linear", "attention": ATTENTION}
+    return {ALL_WEIGHTS: System({RATE: rate}), f"{ALL_WEIGHTS}, 10 x": System({RATE: 10 * rate})} | {
+        f"{kind.replace('_', '-')}, rank {rank}, {time} x": System(
+            {RATE: time * rate, TARGETS: targets[kind], "model.lora.r": rank, "model.lora.alpha": 32}
+        )
+        for time in times
+        for kind, ranks in kinds.items()
+        for rank in ranks
+    }
+
+
+def _as_all_weights(noise: float, *ranks: int) -> tuple[Bound, ...]:
+    """What "LoRA Without Regret" (Thinking Machines, 2025) finds, and that full training's own rate is too low."""
+    text = "held-out accuracy at the end, less that of all weights"
+    at_ten = tuple(f"all-linear, rank {rank}, 10 x" for rank in ranks)
+    return (
+        Bound(text, "final", ">=", -noise, of=at_ten, less=ALL_WEIGHTS),
+        Bound(text, "final", "<=", -noise, of=tuple(name.replace("10 x", "1 x") for name in at_ten), less=ALL_WEIGHTS),
+    )
+
+
+LORA = Study(
+    tasks={
+        "arithmetic": Task(
+            "arithmetic",
+            _trained(1e-3, all_linear=(1, 8, 32), attention=(1, 8, 32)),
+            _length(32, 8, 16, 16) | {HELD_OUT: 256},
+        )
+    },
+    bounds=_as_all_weights(0.03, 1, 8, 32),
+    quick=(ALL_WEIGHTS, "all-linear, rank 1, 10 x", "attention, rank 1, 10 x"),
+)
+"""Adapters on the demo, of all linear layers or of attention alone, at one and ten times the rate of all weights."""
+WORD_PROBLEMS_LORA = Study(
+    tasks={
+        "word_problems": Task(
+            "word_problems",
+            _trained(2e-5, all_linear=(1, 32), attention=(32,)),
+            {"trainer.max_steps": 10, "trainer.val_check_interval": 10, "model.lr_scheduler.init_args.total_iters": 10},
+        )
+    },
+    seeds=(0,),
+    bounds=_as_all_weights(0.08, 1, 32),
+)
+"""The same on a pretrained chat model, whose seeds differ by 0.02 (``real_model_learning``)."""
+
 STUDIES = {
     "modes_learning": MODES,
     "sorted_learning": SORTED_LEARNING,
@@ -440,4 +494,6 @@ STUDIES = {
     "tool_use": TOOL_USE,
     "vllm_learning": VLLM_LEARNING,
     "real_model_generators": REAL_MODEL_GENERATORS,
+    "lora": LORA,
+    "lora_word_problems": WORD_PROBLEMS_LORA,
 }

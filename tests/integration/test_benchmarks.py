@@ -83,8 +83,17 @@ def test_a_peer_that_is_not_installed_is_named_before_anything_is_measured() -> 
 WITHOUT_VLLM = (
     *("beside_commit", "conversation_tokens", "decode_throughput"),
     *("decode_throughput decode_efficiency", "demo", "group_size_memory", "infinite_sampling"),
-    *("kv_memory", "learning budgets", "learning catch_credit", "learning sorted_learning", "learning stability"),
-    *("learning_per_hour", "methods", "planner_cost", "plans", "same_curves", "sequence_parallel", "shared_prefix"),
+    *("kv_memory", "learning budgets", "learning catch_credit", "learning lora", "learning sorted_learning"),
+    *(
+        "learning stability",
+        "learning_per_hour",
+        "methods",
+        "planner_cost",
+        "plans",
+        "same_curves",
+        "sequence_parallel",
+        "shared_prefix",
+    ),
     *("turns", "update_memory", "update_vs_trl"),
 )
 WITH_VLLM = ("architectures_vllm", "learning vllm_learning", "modes", "sync_proof", "vllm_plan", "weight_sync")
