@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.checks import total_updates
+from lit_grpo.checks import check_rewarded, total_updates
 from lit_grpo.compatibility import ONE_TURN, SHARDS, Requirement, clashing
 from lit_grpo.data.module import PromptDataModule, asked_prompts, loaded_prompts, own_loader
 from lit_grpo.data.rendering import Conversing
@@ -81,6 +81,9 @@ class RolloutScheduler(pl.Callback):
         if not isinstance(pl_module, GRPOModule):
             raise ValueError(f"RolloutScheduler needs a GRPOModule, not a {type(pl_module).__name__}.")
         pl_module.join_rewards([reward for plugin in self.session.plugins.values() for reward in plugin.rewards])
+        if stage != "predict":
+            unrewarded = any(plugin.learns_unrewarded for plugin in self.session.plugins.values())
+            check_rewarded(pl_module.rewards, unrewarded)
         for split, rows in loaded_prompts(trainer).items():
             if split == "predict":
                 continue

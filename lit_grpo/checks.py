@@ -63,6 +63,16 @@ FORMAT = 15
 """Of checkpoints; it changes whenever what they hold does."""
 
 
+def check_rewarded(rewards: Sequence[object], learns_unrewarded: bool) -> None:
+    """Check that completions are rewarded, or that a plug-in learns from those that are not.
+
+    Raises:
+        ValueError: There is no reward function.
+    """
+    if not rewards and not learns_unrewarded:
+        raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
+
+
 def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:
     """Refuse numbers of completions that nothing can be computed from.
 

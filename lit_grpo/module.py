@@ -24,6 +24,7 @@ from lit_grpo.checks import (
     check_monitors,
     check_prompt_lengths,
     check_ranks,
+    check_rewarded,
     check_stepping,
     check_token_ids,
     check_trainer,
@@ -57,6 +58,7 @@ from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings, make_reference
+from lit_grpo.update.logprobs.teacher import Teacher, TeacherSettings, make_teacher
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import TrainingRun
 from lit_grpo.update.prefix.support import prefix_refusal
@@ -117,6 +119,8 @@ class GRPOModule(EvaluationModule):
             them, so it takes no memory. A policy that is an adapter of peft already (of SFT, say) is trained on as it
             is, with no ``lora`` or the same; the reference is then its base with the adapter as it was.
         reference: The reference policy of the KL term: its place in memory.
+        teacher: The teacher of methods that learn from the log-probs of another model, or of the policy with another
+            prompt; by default none.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them; ``selective`` keeps
             the results of matrix products and of attention, and so costs little time.
         sampling_seed: Seed of sampling: with the same seed, data and weights a run samples the same completions. The
@@ -156,6 +160,7 @@ class GRPOModule(EvaluationModule):
         dtype: Literal["float32", "bfloat16"] = "float32",
         lora: LoraSettings | None = None,
         reference: ReferenceSettings = ReferenceSettings(),  # noqa: B008 (frozen)
+        teacher: TeacherSettings | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
         sampling_seed: int = 0,
         keep_special_tokens: bool = False,
@@ -187,6 +192,8 @@ class GRPOModule(EvaluationModule):
         )
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
+        self.teacher_settings = teacher
+        self.teacher: Teacher | None = None
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
         self.strict_loading = self.lora is None  # where adapters are alone in a checkpoint, its loading checks them
         self._continues = False  # an adapter that the policy came with
@@ -270,6 +277,7 @@ class GRPOModule(EvaluationModule):
             self.ranks,
             max_staleness,
             open_versions,
+            self.teacher,
         )
         for plugin in self.settings.plugins:
             plugin.on_train_start(run)
@@ -293,15 +301,15 @@ class GRPOModule(EvaluationModule):
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""
         wait_without_spinning()
-        if not self.rewards and stage != "predict":
-            raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
         self.pass_rule.check([function.name for function in self.rewards])
         if stage == "fit":
+            check_rewarded(self.rewards, self.settings.learns_unrewarded)
             check_training_sampling(self.sampling)
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
             self._check_plugins(self.settings.plugins, self.facts())
+            self._check_teacher()
             prompts = getattr(data, "prompts", None)
             self._check_monitors(validates=prompts is None or "validation" in prompts)
             check_ranks(self.trainer, self.policy_name, self.lora, self.settings)
@@ -314,6 +322,16 @@ class GRPOModule(EvaluationModule):
         may_log = owns or any(function.may_log for function in self.rewards)
         if (warning := check_monitors(self.trainer, validates, self.held_out_metrics, may_log)) is not None:
             self.ranks.warn(warning)
+
+    def _check_teacher(self) -> None:
+        asking = [type(plugin).__name__ for plugin in self.settings.plugins if plugin.asks_teacher]
+        if asking and self.teacher_settings is None:
+            raise ValueError(f"rollout.plugins {asking[0]} learns from a teacher; set model.teacher.policy.")
+        if self.teacher_settings is not None and not asking:
+            raise ValueError(
+                "model.teacher has no effect, because no plug-in of rollout.plugins learns from a teacher; add one that "
+                "does (docs/methods.md), or leave it out."
+            )
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback."""
@@ -364,11 +382,14 @@ class GRPOModule(EvaluationModule):
         if refusal is not None:
             name = class_of(self.policy).__name__
             self.ranks.warn(f"Each completion goes through {name} padded, with a prompt of its own: {refusal}.")
+        source, device = self.policy_name, self.trainer.strategy.root_device
+        began = "full" if self.strict_loading else "adapter" if self._continues else "bare"
         if self.settings.objective.kl.beta > 0:
-            source, device = self.policy_name, self.trainer.strategy.root_device
             self.reference.check(self.settings.objective.kl.without_term, not self.strict_loading)
-            began = "full" if self.strict_loading else "adapter" if self._continues else "bare"
             reference = make_reference(self.policy, source, self.policy_dtype, device, self.reference, began)
+        if (teacher := self.teacher_settings) is not None:
+            tokenizer = self.tokenizer
+            self.teacher = make_teacher(teacher, self.policy, source, self.policy_dtype, tokenizer, device, began)
         return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
@@ -386,6 +407,9 @@ class GRPOModule(EvaluationModule):
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
         context = context_length(self.policy)
         self._longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
+        if self.teacher is not None and "train" in prompts:
+            longest = max(len(prompt.token_ids) for prompt in prompts["train"])
+            self.teacher.check_context(longest + self.sampling.room)
         max_tokens = self.settings.max_tokens_per_micro_batch
         if "train" in prompts and max_tokens != "auto":
             chunking = self.settings.plugin("chunks")

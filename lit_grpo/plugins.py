@@ -222,6 +222,9 @@ class Plugin(Listener):
         changes: What it takes away from others, by the same words: what to say of it after its name, such as ``lets
             groups leave in parts``.
         common: Whether all ranks remember the same, which checkpoints then keep once.
+        learns_unrewarded: Whether completions without a reward are learnt from: their advantage is 0 until their tokens
+            get others (:meth:`credit`), and ``model.rewards`` may be empty.
+        asks_teacher: Whether it needs ``model.teacher``; :meth:`on_train_start` gets the teacher.
         evaluates: Whether it hears of rollouts of validation, test and predict too.
     """
 
@@ -229,6 +232,8 @@ class Plugin(Listener):
     needs: ClassVar[frozenset[str]] = frozenset()
     changes: ClassVar[Mapping[str, str]] = {}
     common: ClassVar[bool] = False
+    learns_unrewarded: ClassVar[bool] = False
+    asks_teacher: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

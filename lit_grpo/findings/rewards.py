@@ -357,7 +357,7 @@ class BatchWatch:
         Raises:
             RewardError: No function gave a number to any completion of the first batch, or of three batches in a row.
         """
-        if math.isnan(logs["frac_no_reward"]):  # the batch has no completion
+        if math.isnan(logs["frac_no_reward"]) or not self._functions:  # the batch has no completion, the run no reward
             return None
         silent: list[RewardFunction] = []
         for function in self._functions:

@@ -112,17 +112,19 @@ class Learner:
         if parts:
             step, scale = self._together(parts, metrics)
             self._take_step(step, metrics, scale)
-        advantages_R = torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)
+        advantages_R2 = torch.empty((len(rollouts), 2), dtype=torch.float32)
         passes.forget_rows()
-        for rollout in rollouts:
-            rollout.columns = {}
+        for row, rollout in enumerate(rollouts):
+            of_tokens, rollout.columns = rollout.token_advantages, {}
+            largest = rollout.advantage if of_tokens is None or not len(of_tokens) else float(of_tokens.abs().max())
+            advantages_R2[row, 0], advantages_R2[row, 1] = rollout.advantage, largest
         logs = metrics.compute(ranks.sum, ranks.max)
         if settings.objective.kl.target is not None:
             num_sequences = int(ranks.sum(len(rollouts)))
             self.beta = settings.objective.kl.next_beta(self.beta, logs.get("kl", math.nan), num_sequences)
             logs["kl_beta"] = self.beta
         self.history.commit(ranks.gather)
-        return logs | advantage_metrics(torch.cat(ranks.gather(advantages_R)))
+        return logs | advantage_metrics(torch.cat(ranks.gather(advantages_R2)))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -45,6 +45,7 @@ class LearnerSettings:
     sequence_parallel_size: Count = 1
     shares_prefix: bool = True
     total_updates: int | None = None
+    learns_unrewarded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
@@ -62,6 +63,7 @@ class LearnerSettings:
         needed = [requirement_of(plugin, f"rollout.plugins {name}") for name, plugin in named]
         check_together([*needed, *self.parts()])
         self.plugins = learning
+        self.learns_unrewarded = any(plugin.learns_unrewarded for plugin in learning)
 
     def plugin(self, *hooks: str) -> Plugin | None:
         """Return the plug-in that overrides any of these hooks; None if none does."""

@@ -40,14 +40,18 @@ class GapLimits:
     token: float = math.inf
 
 
-def advantage_metrics(advantages_R: torch.Tensor) -> dict[str, float]:
-    """Describe the advantages of all ranks' rollouts that have one; NaN where none has."""
-    known = advantages_R[advantages_R.isfinite()].double()
-    described = known if len(known) else torch.tensor([math.nan])
+def advantage_metrics(advantages_R2: torch.Tensor) -> dict[str, float]:
+    """Describe the advantages of all ranks' rollouts that have one; NaN where none has.
+
+    Args:
+        advantages_R2: The advantage of each rollout, and the largest absolute one of its tokens.
+    """
+    known_r2 = advantages_R2[advantages_R2[:, 0].isfinite()].double()
+    described_r, largest_r = (known_r2 if len(known_r2) else torch.full((1, 2), math.nan)).unbind(1)
     return {
-        "advantages/mean": float(described.mean()),
-        "advantages/std": float(described.std(correction=0)),
-        "advantages/max_abs": float(described.abs().max()),
+        "advantages/mean": float(described_r.mean()),
+        "advantages/std": float(described_r.std(correction=0)),
+        "advantages/max_abs": float(largest_r.abs().max()),
     }
 
 

@@ -15,7 +15,7 @@ from lit_grpo.plugins import overriding
 from lit_grpo.policy.architecture.states import CHUNK, FOUND
 from lit_grpo.policy.sharding import compute, is_scattered
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import Completion, GroupKey, Key, Rollout
+from lit_grpo.types import Completion, GroupKey, Key, Prompt, Rollout
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
@@ -48,8 +48,8 @@ class PolicyPasses:
     def __init__(self, policy: PreTrainedModel, optimization: Optimization, settings: LearnerSettings) -> None:
         self.policy, self.optimization, self.settings = policy, optimization, settings
         self.budget: MicroBatchSize | None = None
-        # The key has the ids of the completions, which are kept beside their rows so that no others get these ids.
-        self._laid_out: dict[Hashable, tuple[list[Completion], MicroBatches]] = {}
+        # The key has the ids of completions and prompts, which are kept beside their rows so that no others get these.
+        self._laid_out: dict[Hashable, tuple[list[Completion | Prompt], MicroBatches]] = {}
         for plugin in overriding(settings.plugins, "chunks", "loss_term"):
             if "own_rows" in plugin.needs and not settings.shares_prefix:
                 name = f"rollout.plugins: {type(plugin).__name__}"
@@ -323,12 +323,12 @@ class PolicyPasses:
             max_tokens = max(self.budget.tokens, least_tokens(rollouts, shares_prefix))
         if chunks is None and settings.plugin("chunks") is not None:
             max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
-        completions = [rollout.completion for rollout in rollouts]
-        key = tuple(map(id, completions)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())
+        laid_out = [each for rollout in rollouts for each in (rollout.completion, rollout.prompt)]
+        key = tuple(map(id, laid_out)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())
         if key not in self._laid_out:
             least = CHUNK if shares_prefix and vars(self.policy).get(FOUND) else 0
             rows = make_micro_batches(rollouts, max_tokens, shares_prefix, chunks, least_counted=least)
-            self._laid_out[key] = completions, rows
+            self._laid_out[key] = laid_out, rows
         own = self._laid_out[key][1]
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 

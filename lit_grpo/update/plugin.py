@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lit_grpo.ranks import Ranks
     from lit_grpo.types import Key, Rollout
     from lit_grpo.update.advantages.estimator import GroupRewards
+    from lit_grpo.update.logprobs.teacher import Teacher
 
     Visit = Callable[[Callable[[Callable[[], object], float], None]], None]
 
@@ -137,6 +138,7 @@ class TrainingRun:
             if every token is trained on in the batch that it was sampled for.
         open_versions: Returns the versions that sampled the tokens which may yet be trained on, on this rank, given the
             version that samples next; None if ``max_staleness`` is.
+        teacher: The model of ``model.teacher``, if a plug-in of the run asks it.
     """
 
     policy: PreTrainedModel
@@ -146,6 +148,7 @@ class TrainingRun:
     ranks: Ranks
     max_staleness: int | None = None
     open_versions: Callable[[int], set[int]] | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True)

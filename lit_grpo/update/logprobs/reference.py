@@ -89,6 +89,10 @@ class Reference:
         if self._host is None:
             model.to(device)  # pyright: ignore[reportArgumentType]
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return its parameters by name, wherever they are kept; they may be changed in place."""
+        return dict(self.model.named_parameters())
+
     @contextmanager
     def lend(self) -> Iterator[PreTrainedModel]:
         """Give the model, on its device; where it is offloaded its memory there is free again afterwards."""
@@ -135,6 +139,10 @@ class InitialAdapterReference:
         self._first = {
             name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad
         }
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the adapter's parameters by name; they may be changed in place."""
+        return self._first
 
     @contextmanager
     def lend(self) -> Iterator[PreTrainedModel]:

@@ -1,0 +1,78 @@
+"""What methods have in common that learn from the log-probs of a teacher (``model.teacher``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.types import Key, Rollout
+from lit_grpo.update.logprobs.teacher import Teacher, TeacherScores
+from lit_grpo.update.plugin import LearningBatch, OptimizerStep, TrainingRun
+
+
+@dataclass
+class TeacherPlugin(Plugin):
+    """Base class of methods that score the policy's completions with a teacher; it learns nothing by itself."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"all_ranks"})
+    common: ClassVar[bool] = True
+    asks_teacher: ClassVar[bool] = True
+    learns_unrewarded: ClassVar[bool] = True
+
+    def setup(self) -> None:
+        """Begin without a teacher."""
+        self.teacher: Teacher | None = None
+        self._averaged: dict[str, torch.Tensor] = {}
+        self._sums = (0.0, 0.0, 0)  # of log-ratios and of the teacher's entropies; tokens
+
+    def on_train_start(self, run: TrainingRun) -> None:
+        """Take the run's teacher; a moving average goes on from a checkpoint."""
+        self.teacher = run.teacher
+        if self.teacher is not None and self._averaged:
+            for name, weight in self.teacher.weights().items():
+                weight.data.copy_(self._averaged[name])
+        self._averaged = {}
+        self._policy = run.policy
+
+    def scores(self, batch: LearningBatch, rollouts: Sequence[Rollout], top_k: int = 0) -> Mapping[Key, TeacherScores]:
+        """Return by completion what the teacher says of rollouts, each after its prompt; all ranks call it together."""
+        assert self.teacher is not None
+        scores = self.teacher.score(batch.measure, rollouts, batch.all_gather, top_k)
+        own = {rollout.completion.request.key: rollout.completion for rollout in rollouts}
+        log_ratio = sum(float((its.logprobs_T - sampled(own[key])).sum()) for key, its in scores.items())
+        entropy = sum(float(its.entropy_T.sum()) for its in scores.values())
+        self._sums = log_ratio, entropy, sum(len(its.logprobs_T) for its in scores.values())
+        return scores
+
+    def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:
+        """Return what the teacher said of the batch, as means over the tokens that it scored on all ranks."""
+        log_ratio, entropy, num_tokens = map(sum, zip(*batch.all_gather(self._sums), strict=True))
+        number = num_tokens or math.nan
+        return {
+            "teacher/reverse_kl": -log_ratio / number,
+            "teacher/entropy": entropy / number,
+            "teacher/tokens": float(num_tokens),
+        }
+
+    def on_optimizer_step(self, step: OptimizerStep) -> None:
+        """Let a moving average follow the policy."""
+        if self.teacher is not None:
+            self.teacher.follow(self._policy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights of a moving average, and nothing for other teachers."""
+        return {} if self.teacher is None else dict(self.teacher.weights())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the weights until training starts."""
+        self._averaged = state
+
+
+def sampled(completion: Any) -> torch.Tensor:
+    """Return the log-probs that the tokens of a completion were sampled with, of those that are trained on."""
+    return completion.logprobs_T[completion.trained_T]
