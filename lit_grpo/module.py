@@ -329,8 +329,8 @@ class GRPOModule(EvaluationModule):
             raise ValueError(f"rollout.plugins {asking[0]} learns from a teacher; set model.teacher.policy.")
         if self.teacher_settings is not None and not asking:
             raise ValueError(
-                "model.teacher has no effect, because no plug-in of rollout.plugins learns from a teacher; add one that "
-                "does (docs/methods.md), or leave it out."
+                "model.teacher has no effect, because no plug-in of rollout.plugins learns from a teacher; add one "
+                "that does (docs/methods.md), or leave it out."
             )
 
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -22,8 +22,6 @@ from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lit_grpo.update.plugin import Measure
-
 
 @dataclass(frozen=True)
 class TeacherSettings:
@@ -107,7 +105,11 @@ class Teacher:
                 weight.mul_(1 - rate).add_(its[name].to(weight.device), alpha=rate)
 
     def score(
-        self, measure: Measure, rollouts: Sequence[Rollout], all_gather: AllGather, top_k: int = 0
+        self,
+        measure: Callable[..., Mapping[Key, torch.Tensor]],
+        rollouts: Sequence[Rollout],
+        all_gather: AllGather,
+        top_k: int = 0,
     ) -> Mapping[Key, TeacherScores]:
         """Return by completion what the teacher says of its tokens that are trained on. All ranks call it together.
 
