@@ -183,6 +183,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
         **_files(module),
         **_plugins(trainer),
         **_shared(trainer),
+        **_rate(module),
         "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
     }
 
@@ -197,6 +198,12 @@ def _shared(trainer: pl.Trainer) -> dict[str, str]:
     """Return a warning if validation prompts are trained on."""
     shared = shared_validation(loaded_prompts(trainer))
     return {"held out": f"{shared}, so pass@1 tells nothing of new prompts; {REMEDY}"} if shared else {}
+
+
+def _rate(module: GRPOModule) -> dict[str, str]:
+    """Return a warning if the learning rate does not fit what is trained."""
+    unusual = module.unusual_rate
+    return {} if unusual is None else {"learning rate": f"{unusual.figure}; {unusual.remedy}"}
 
 
 def _prompts(data: Any) -> str:

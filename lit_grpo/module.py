@@ -34,6 +34,7 @@ from lit_grpo.checks import (
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.findings.rewards import BatchWatch
 from lit_grpo.metrics import rollout_metrics, staleness_shares
+from lit_grpo.optim.rates import UnusualRate, unusual_rate
 from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, overriding
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
@@ -115,9 +116,10 @@ class GRPOModule(EvaluationModule):
         lr_scheduler: Learning-rate scheduler, any of torch, stepped once per optimizer step; constant by default.
         dtype: Data type of the policy's weights. Keep float32 and choose the compute precision with
             ``trainer.precision``: bfloat16 weights lose updates of a learning rate of 1e-6 to rounding.
-        lora: Train LoRA adapters instead of all weights; needs peft. The KL term's reference is then the policy without
-            them, so it takes no memory. A policy that is an adapter of peft already (of SFT, say) is trained on as it
-            is, with no ``lora`` or the same; the reference is then its base with the adapter as it was.
+        lora: Train LoRA adapters instead of all weights, at about ten times the learning rate; needs peft. The KL
+            term's reference is then the policy without them, so it takes no memory. A policy that is an adapter of peft
+            already (of SFT, say) is trained on as it is, with no ``lora`` or the same; the reference is then its base
+            with the adapter as it was.
         reference: The reference policy of the KL term: its place in memory.
         teacher: The teacher of methods that learn from the log-probs of another model, or of the policy with another
             prompt; by default none.
@@ -204,6 +206,7 @@ class GRPOModule(EvaluationModule):
         self.policy_version = 0
         self._batch_watch = BatchWatch(self.rewards, on_reward_error)
         self._longest_row: int | None = None
+        self.unusual_rate: UnusualRate | None = None
         self._told, self._told_before = RunSettings(), RunSettings()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
         self.keep_special_tokens, self._plugins_started = keep_special_tokens, False
@@ -426,6 +429,7 @@ class GRPOModule(EvaluationModule):
         total = total_updates(self.trainer, self.settings.updates_per_batch)
         check_stepping(optimizer, scheduler, total)
         self._check_plugins(self.settings.plugins, replace(self.facts(), optimizer=optimizer))
+        self.unusual_rate = unusual_rate(self.policy, optimizer)  # before a checkpoint's rate is restored
         self._told = recorded_settings(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
         if self._told_before:
             check_optimizer(self._told_before, self._told)

@@ -25,7 +25,9 @@ class LoraSettings:
     r: Count = 16
     """Rank of the adapters."""
     alpha: Positive = 32.0
-    """The adapters' output is scaled by ``alpha / r``."""
+    """The adapters' output is scaled by ``alpha / r``. Keep it if you change ``r``: the best learning rate then hardly
+    depends on the rank ("LoRA Without Regret", Thinking Machines Lab, 2025).
+    """
     target_modules: list[str] | str = "all-linear"
     """Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or of a module or
     parameter that holds all experts of a layer (``experts``). ``all-linear`` is all linear layers except the head;

@@ -293,6 +293,12 @@ FAULTS = {
     "learning rate": Fault(
         options("--model.optimizer.lr", "0.1"), "step", "lower model.optimizer.lr, which reaches 0.1"
     ),
+    "rate of all weights": Fault(
+        options("--model.lora.r", "2", "--model.optimizer.lr", "2e-6"),
+        "learning rate",
+        r"2e-06 is low for LoRA adapters, .*: set model.optimizer.lr to between 1e-5 and",
+        "warn",
+    ),
     "disk full": Fault(little_disk, "disk", "0.25 MiB free"),
     "adapters not merged": Fault(not_merged, "export", "is not what was trained: its log-probs differ"),
     "disk broken": Fault(broken_disk, "checkpoint", "differs from what was written"),

@@ -21,7 +21,7 @@ from lit_grpo.tools.doctor.prompts import check_prompts, check_tokenizer
 from lit_grpo.tools.doctor.report import Finding, Report
 from lit_grpo.tools.doctor.rewards import check_rewards
 from lit_grpo.tools.doctor.samples import check_ends, check_generator, check_samples, check_states, check_sync
-from lit_grpo.tools.doctor.step import check_step
+from lit_grpo.tools.doctor.step import check_rate, check_step
 
 FAULTS = (ValueError, RuntimeError, ArithmeticError, OSError, MemoryError)
 """Errors of a run; another error is a defect of the check-up."""
@@ -47,6 +47,7 @@ CHECKS = (
     Check("log-prob gap", check_gap, "samples"),
     Check("dropout", check_dropout, "samples"),
     Check("memory", check_memory, "generator"),
+    Check("learning rate", check_rate),
     Check("step", check_step, "samples"),
     Check("checkpoint", check_checkpoint),
     Check("export", check_export),

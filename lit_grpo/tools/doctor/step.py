@@ -1,4 +1,4 @@
-"""Checks that a step changes the policy, and not too much."""
+"""Checks that a step changes the policy, and not too much, and that the learning rate fits what is trained."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ by -0.6 and -3, a hundred times by -16.
 """
 MOST_CHANGE = 0.1
 """The share of the weights' norm that one step may change; with more, little of what the policy had learnt is left."""
+
+
+def check_rate(patient: Patient) -> Iterator[Finding]:
+    """Compare the learning rate with those that are usual for adapters or for all weights."""
+    if (unusual := patient.module.unusual_rate) is not None:
+        yield Finding("warn", "learning rate", *unusual)
 
 
 def check_step(patient: Patient) -> Iterator[Finding]:

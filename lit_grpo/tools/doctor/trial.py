@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from lit_grpo.module import GRPOModule
+from lit_grpo.optim.rates import highest_rate
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.types import Rollout, RolloutGroup
 from lit_grpo.update.learner import Learner
@@ -45,8 +46,7 @@ class TrialOptimization:
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
         for group in groups:
-            highest = group.get("max_lr", group.get("initial_lr", group["lr"]))
-            group["lr"] = highest if self._lr is None else self._lr
+            group["lr"] = highest_rate(group) if self._lr is None else self._lr
         taken = float(groups[0]["lr"])
         self._optimizer.step()
         for group, lr in zip(groups, before, strict=True):

@@ -1,0 +1,147 @@
+"""A learning rate of all weights with adapters, or of adapters with all weights, is told."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from conftest import random_policy
+from hand_made import Batches, make_module, make_trainer, random_groups
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lit_grpo.callbacks import RunSummary
+from lit_grpo.optim.rates import highest_rate, judge, unusual_rate
+from lit_grpo.optim.schedule import WarmupDecayLR
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.policy.loading import load_tokenizer
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+TRAINED = {
+    "tiny": 600_000,
+    "tiny_calculator": 200_000,
+    "tiny_catch": 100_000,
+    "tiny_knights": 600_000,
+    "smollm2": 135_000_000,
+    "Qwen/Qwen3.5-0.8B": 800_000_000,
+    "Qwen/Qwen3-1.7B": 1_700_000_000,
+}
+LOW = ("is low for LoRA adapters", "set model.optimizer.lr to between 1e-5 and 1e-4")
+HIGH = ("is high for training all weights", "set model.optimizer.lr to between 1e-6 and 1e-5, or train adapters")
+
+
+@pytest.mark.parametrize(
+    "rate, trained, alpha, expected",
+    [
+        (1e-6, 3_000_000, 32.0, LOW),  # the default of model.optimizer
+        (5e-7, 3_000_000, 16.0, LOW),  # TRL's issue 2872
+        (5e-6, 3_000_000, 32.0, None),  # Unsloth's guide
+        (1e-5, 3_000_000, 32.0, None),  # TRL's page
+        (2e-4, 3_000_000, 32.0, None),
+        (1e-6, 3_000_000, 320.0, None),  # as far as 1e-5 with the usual alpha
+        (1e-6, 8_000_000_000, None, None),
+        (1e-4, 135_000_000, None, None),
+        (2e-4, 135_000_000, None, HIGH),
+        (1e-3, 600_000, None, None),  # the demo
+    ],
+)
+def test_rates_are_judged_by_what_is_trained(
+    rate: float, trained: int, alpha: float | None, expected: tuple[str, str] | None
+) -> None:
+    said = judge(rate, trained, alpha)
+    if said is None or expected is None:
+        assert said is expected
+    else:
+        assert said.figure.startswith(f"{rate:.3g} {expected[0]}") and said.remedy.startswith(expected[1])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_config_of_the_package_has_an_unusual_rate(path: Path) -> None:
+    model = yaml.safe_load(path.read_text())["model"]
+    alpha = model["lora"]["alpha"] if "lora" in model else None
+    assert judge(model["optimizer"]["init_args"]["lr"], TRAINED[model["policy"]], alpha) is None
+
+
+@pytest.mark.parametrize(
+    "optimizer, low",
+    [
+        (lambda weights: torch.optim.AdamW(weights, lr=1e-6), True),
+        (lambda weights: torch.optim.NAdam(weights, lr=1e-6), True),
+        (lambda weights: torch.optim.AdamW(weights, lr=1e-4), False),
+        (lambda weights: torch.optim.SGD(weights, lr=1e-6), False),
+        (lambda weights: torch.optim.Adafactor(weights, lr=1e-6), False),
+    ],
+)
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ["embed_tokens"]])
+def test_adapters_at_the_default_rate_are_told_for_optimizers_like_adam(
+    optimizer: Any, low: bool, targets: list[str] | str
+) -> None:
+    policy: Any = random_policy()
+    assert unusual_rate(policy, optimizer(policy.parameters())) is None
+    add_adapters(policy, LoraSettings(r=2, target_modules=targets))
+    said = unusual_rate(policy, optimizer([weight for weight in policy.parameters() if weight.requires_grad]))
+    assert (said is not None) == low
+
+
+def test_the_scale_of_adapters_counts_whatever_the_rank() -> None:
+    for settings, low in (
+        (LoraSettings(r=64, alpha=32), True),
+        (LoraSettings(r=64, alpha=32, rslora=True), False),  # alpha / sqrt(r) is that of an alpha of 256
+        (LoraSettings(r=1, alpha=256), False),
+    ):
+        policy: Any = random_policy()
+        add_adapters(policy, settings)
+        trained = [weight for weight in policy.parameters() if weight.requires_grad]
+        assert (unusual_rate(policy, torch.optim.AdamW(trained, lr=2e-6)) is not None) == low
+
+
+def test_all_weights_of_a_pretrained_size_at_the_rate_of_adapters_are_told() -> None:
+    with torch.device("meta"):
+        policy: Any = AutoModelForCausalLM.from_config(
+            Qwen3Config(num_hidden_layers=2, hidden_size=512, intermediate_size=1024)
+        )
+    assert policy.num_parameters() > 50_000_000
+    said = unusual_rate(policy, torch.optim.AdamW(policy.parameters(), lr=2e-4))
+    assert said is not None and said.figure.startswith("0.0002 is high for training all weights")
+    policy.model.embed_tokens.requires_grad_(False)
+    policy.lm_head.requires_grad_(False)
+    assert unusual_rate(policy, torch.optim.AdamW(policy.model.layers.parameters(), lr=2e-4)) is None  # few are trained
+
+
+@pytest.mark.parametrize("policy", ["bare", "an adapter"])
+def test_the_card_of_a_run_tells_of_the_rate(
+    policy: str, policy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups, folder, settings = random_groups(random_policy(), [[1.0, 0.0, 0.0, 1.0]]), policy_folder, LoraSettings(r=2)
+    if policy == "an adapter":
+        bare: Any = AutoModelForCausalLM.from_pretrained(policy_folder)
+        folder, settings = tmp_path / "adapter", None
+        peft.get_peft_model(bare, peft.LoraConfig(r=2, target_modules="all-linear")).save_pretrained(str(folder))
+        load_tokenizer(str(policy_folder)).save_pretrained(folder)
+
+    def card(rate: float, **resume: Any) -> str:
+        module = make_module(folder, lora=settings, optimizer=partial(torch.optim.AdamW, lr=rate))
+        trainer = make_trainer(RunSummary(), max_steps=2 if resume else 1)
+        trainer.fit(module, train_dataloaders=Batches([groups, groups]), **resume)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return " ".join(capsys.readouterr().out.split())
+
+    assert (
+        "learning rate 1e-06 is low for LoRA adapters, which need about ten times the learning rate of all weights; set"
+        " model.optimizer.lr to between 1e-5 and 1e-4 run"
+    ) in card(1e-6)
+    assert "learning rate" not in card(1e-5, ckpt_path=tmp_path / "last.ckpt", weights_only=True)  # it was raised
+
+
+def test_the_rate_that_a_schedule_reaches_is_the_one_that_counts() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weight], lr=3e-5)
+    WarmupDecayLR(optimizer, total_steps=10, warmup_steps=5)
+    assert optimizer.param_groups[0]["lr"] == 0 and highest_rate(optimizer.param_groups[0]) == 3e-5
+    optimizer = torch.optim.AdamW([weight], lr=3e-5)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-5, total_steps=10)
+    assert highest_rate(optimizer.param_groups[0]) == 5e-5
