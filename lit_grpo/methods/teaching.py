@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from lit_grpo.plugins import GroupBatch, Plugin
-from lit_grpo.types import Key, Rollout
-from lit_grpo.update.logprobs.teacher import Teacher, TeacherScores
-from lit_grpo.update.plugin import LearningBatch, OptimizerStep, TrainingRun
+from lit_grpo.types import Completion, Key, Rollout
+from lit_grpo.update.plugin import LearningBatch, OptimizerStep, Teacher, TeacherScores, TrainingRun
 
 
 @dataclass
@@ -73,6 +72,6 @@ class TeacherPlugin(Plugin):
         self._averaged = state
 
 
-def sampled(completion: Any) -> torch.Tensor:
+def sampled(completion: Completion) -> torch.Tensor:
     """Return the log-probs that the tokens of a completion were sampled with, of those that are trained on."""
     return completion.logprobs_T[completion.trained_T]

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lit_grpo.ranks import Ranks
-    from lit_grpo.types import Key, Rollout
+    from lit_grpo.types import AllGather, Key, Rollout
     from lit_grpo.update.advantages.estimator import GroupRewards
-    from lit_grpo.update.logprobs.teacher import Teacher
 
     Visit = Callable[[Callable[[Callable[[], object], float], None]], None]
 
@@ -44,6 +43,50 @@ class Measure(Protocol):
                 (:data:`lit_grpo.update.logprobs.measurements.OfHidden`).
             lend: Makes a context that gives the model to measure under; by default the policy.
         """
+        ...
+
+
+class TeacherScores(NamedTuple):
+    """What a teacher says of the tokens of a completion that are trained on.
+
+    Attributes:
+        logprobs_T: Log-prob of each of them, float32, shape (num_trained,).
+        entropy_T: Entropy of the teacher's distribution there, in nats.
+        top_ids_TK: Its K likeliest tokens, int64, the likeliest first.
+        top_logprobs_TK: Their log-probs.
+    """
+
+    logprobs_T: torch.Tensor
+    entropy_T: torch.Tensor
+    top_ids_TK: torch.Tensor
+    top_logprobs_TK: torch.Tensor
+
+
+class Teacher(Protocol):
+    """Says how likely the tokens of completions are; a model, or a server that has one."""
+
+    def score(
+        self, measure: Measure, rollouts: Sequence[Rollout], all_gather: AllGather, top_k: int = 0
+    ) -> Mapping[Key, TeacherScores]:
+        """Return by completion what the teacher says of its tokens that are trained on. All ranks call it together.
+
+        Args:
+            measure: Sends rollouts through a model, ``LearningBatch.measure``.
+            rollouts: Of this rank. Each has the prompt that the teacher sees, which need not be the policy's.
+            all_gather: Brings values of all ranks together.
+            top_k: How many of the teacher's likeliest tokens to return at each place.
+
+        Raises:
+            ValueError: The teacher does not know a token, or a log-prob is not finite; on every rank.
+        """
+        ...
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the weights of a moving average of the policy, by name; empty for any other teacher."""
+        ...
+
+    def follow(self, policy: PreTrainedModel) -> None:
+        """Move a moving average towards the policy, after an optimizer step; other teachers stay as they are."""
         ...
 
 

@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Limit, Positive, check_fields
 from lit_grpo.policy.architecture.decoder import context_length, token_logits
-from lit_grpo.policy.loading import LoadedPolicy, load_policy, load_tokenizer
+from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.sharding import is_sharded
 from lit_grpo.types import AllGather, Key, Rollout
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings, make_reference
+from lit_grpo.update.plugin import Measure, TeacherScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,23 +62,7 @@ SELF = ("base", "live", "average")
 """Teachers that are the policy itself."""
 
 
-class TeacherScores(NamedTuple):
-    """What a teacher says of the tokens of a completion that are trained on.
-
-    Attributes:
-        logprobs_T: Log-prob of each of them, float32, shape (num_trained,).
-        entropy_T: Entropy of the teacher's distribution there, in nats.
-        top_ids_TK: Its K likeliest tokens, int64, the likeliest first.
-        top_logprobs_TK: Their log-probs.
-    """
-
-    logprobs_T: torch.Tensor
-    entropy_T: torch.Tensor
-    top_ids_TK: torch.Tensor
-    top_logprobs_TK: torch.Tensor
-
-
-class Teacher:
+class ModelTeacher:
     """Scores the tokens of rollouts, packed as in the update, each prompt once.
 
     Args:
@@ -105,23 +90,9 @@ class Teacher:
                 weight.mul_(1 - rate).add_(its[name].to(weight.device), alpha=rate)
 
     def score(
-        self,
-        measure: Callable[..., Mapping[Key, torch.Tensor]],
-        rollouts: Sequence[Rollout],
-        all_gather: AllGather,
-        top_k: int = 0,
+        self, measure: Measure, rollouts: Sequence[Rollout], all_gather: AllGather, top_k: int = 0
     ) -> Mapping[Key, TeacherScores]:
-        """Return by completion what the teacher says of its tokens that are trained on. All ranks call it together.
-
-        Args:
-            measure: Sends rollouts through the model, ``LearningBatch.measure``.
-            rollouts: Of this rank. Each has the prompt that the teacher sees, which need not be the policy's.
-            all_gather: Brings values of all ranks together.
-            top_k: How many of the teacher's likeliest tokens to return at each place.
-
-        Raises:
-            ValueError: The teacher does not know a token, or a log-prob is not finite; on every rank.
-        """
+        """Return by completion what the model says of its tokens that are trained on."""
         temperature, vocab_size = self.settings.temperature, self.vocab_size
 
         def of_hidden(
@@ -154,7 +125,7 @@ class Teacher:
     def _unknown(self, rollouts: Sequence[Rollout]) -> str:
         """Say which token of rollouts the teacher has no embedding for; empty if it knows all of them."""
         with self.lend() as model:
-            known = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+            known = len(embeddings(model)[0])
         for rollout in rollouts if known < self.vocab_size else ():
             largest = max(*rollout.prompt.token_ids, int(rollout.completion.token_ids_T.max()))
             if largest >= known:
@@ -227,7 +198,7 @@ def make_teacher(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     began: Literal["full", "bare", "adapter"],
-) -> Teacher:
+) -> ModelTeacher:
     """Load a teacher, once its vocabulary has been compared with the policy's.
 
     Args:
@@ -242,15 +213,14 @@ def make_teacher(
     Raises:
         ValueError: There is no such model, it has another vocabulary, or it cannot follow shards.
     """
-    name, embeddings = settings.policy, policy.get_input_embeddings()
-    vocab_size = int(embeddings.weight.shape[0])  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+    name, vocab_size = settings.policy, len(embeddings(policy)[0])
     if name == "live":
-        return Teacher(settings, vocab_size, partial(nullcontext, policy))
+        return ModelTeacher(settings, vocab_size, partial(nullcontext, policy))
     if name not in SELF:
         check_vocabulary(name, tokenizer, load_tokenizer(name))
         is_nf4 = settings.dtype == "nf4"
         model = load_policy(name, "bfloat16" if is_nf4 else settings.dtype, is_nf4)
-        return Teacher(settings, vocab_size, Reference(model, device, ReferenceSettings(settings.offload)).lend)
+        return ModelTeacher(settings, vocab_size, Reference(model, device, ReferenceSettings(settings.offload)).lend)
     moves = name == "average"
     if moves and is_sharded(policy):
         needs = Requirement("model.teacher.policy average", frozenset({"unsharded_weights"}), remedy="take live")
@@ -258,5 +228,5 @@ def make_teacher(
     began = "adapter" if moves and began == "bare" else began
     reference = make_reference(policy, source, dtype, device, ReferenceSettings(settings.offload), began)
     if not moves or isinstance(reference, AdapterFreeReference):
-        return Teacher(settings, vocab_size, reference.lend)
-    return Teacher(settings, vocab_size, reference.lend, reference.weights)
+        return ModelTeacher(settings, vocab_size, reference.lend)
+    return ModelTeacher(settings, vocab_size, reference.lend, reference.weights)
