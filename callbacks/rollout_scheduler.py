@@ -96,7 +96,8 @@ class RolloutScheduler(pl.Callback):
             callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
             answers = bool(overriding([*self.session.plugins.values(), *callbacks], "on_turn"))
             others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answers)]
-            self.session.check(facts, [*self._other_parts(data, pl_module), *others])
+            known = replace(facts, data=data) if isinstance(data, PromptDataModule) else facts
+            self.session.check(known, [*self._other_parts(data, pl_module), *others])
             for sentence in self._unvisited(trainer, pl_module):
                 rank_zero_warn(sentence)
             if self.session.mode.overlap == "within":

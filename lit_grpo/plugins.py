@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from lit_grpo.budgets.history import Record, Tally
     from lit_grpo.budgets.rewriting import TextWriter
+    from lit_grpo.data.examples import AnsweredData
     from lit_grpo.findings.rewards import Finding
     from lit_grpo.ranks import Ranks
     from lit_grpo.rewards.function import RewardFunction
@@ -516,6 +517,21 @@ class Plugin(Listener):
 
     # ---- at each optimizer step -----------------------------------------------------------------------
 
+    def examples(self, version: int, ranks: Ranks) -> Sequence[Rollout]:
+        """Return sequences that the step imitates besides its rollouts, with their ``ce_weights``.
+
+        They belong to no group: no reward, statistic or advantage sees them. They go through the policy in the same
+        micro-batches, and share the prompts of rollouts. Called before each optimizer step, by all ranks together.
+
+        Args:
+            version: Of the policy that takes the step.
+            ranks: Of the run; each rank returns its own part.
+
+        Returns:
+            Rollouts whose completion has no token that is trained on, with unique keys.
+        """
+        return ()
+
     def proximal_logprobs(
         self, logprobs_N: torch.Tensor, sampled_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
     ) -> torch.Tensor:
@@ -683,6 +699,7 @@ DECISIONS = (
     Decision("what each rollout is learnt from with", ("shape_advantages",)),
     Decision("what each turn is learnt from with", ("credit",)),
     Decision("which tokens have a cross-entropy loss", ("ce_weights",)),
+    Decision("which examples are imitated", ("examples",)),
     Decision("which completions go through the policy in chunks", ("chunks",)),
     Decision("what is added to the objective's loss", ("loss_term",)),
     Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs"), replaces=DENOMINATOR),
@@ -697,6 +714,7 @@ UPDATE_HOOKS = (
     "token_mask",
     "token_weights",
     "ce_weights",
+    "examples",
     "chunks",
     "loss_term",
     "old_logprobs",
@@ -758,6 +776,7 @@ class RunFacts:
         generator: The name of its class.
         abilities: Of the generator; None where it is not known.
         total_updates: Optimizer steps of the whole run; infinite if nothing limits them, None if not yet known.
+        data: The data of the run, whose prompts have been read; None where that is not known.
         policy: The policy to train; None before it is loaded.
         optimizer: What takes its steps; None before it is made.
     """
@@ -775,6 +794,7 @@ class RunFacts:
     generator: str = ""
     abilities: Collection[str] | None = None
     total_updates: float | None = None
+    data: AnsweredData | None = None
     policy: PreTrainedModel | None = None
     optimizer: torch.optim.Optimizer | None = None
 

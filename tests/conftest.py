@@ -193,6 +193,17 @@ HYBRID: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3's norms compute in float32, whatever the dtype of the weights; here they compute in it."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    def forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return norm.weight * hidden * (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
+
+
 @pytest.fixture(scope="module")
 def policy() -> Any:
     """What is in ``policy_folder``."""

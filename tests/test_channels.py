@@ -13,7 +13,6 @@ import pytest
 import torch
 from test_learner import make_learner, member, ragged_groups
 from torch import distributed
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lit_grpo.methods.nat import Uniform
 from lit_grpo.methods.seco import SeCO
@@ -22,15 +21,7 @@ from lit_grpo.types import OBSERVED, Prompt, RolloutGroup
 from lit_grpo.update.learner_settings import check_arriving
 from lit_grpo.update.plugin import LearningBatch
 
-
-@pytest.fixture(autouse=True)
-def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3's norms compute in float32, whatever the dtype of the weights; here they compute in it."""
-
-    def forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return norm.weight * hidden * (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-
-    monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
+pytestmark = pytest.mark.usefixtures("exact_norms")
 
 
 @dataclass

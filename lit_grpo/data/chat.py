@@ -81,10 +81,16 @@ def encode_chat(
     return ControlTokens.of(tokenizer).encode(render_chat(messages, tokenizer, options))
 
 
-def render_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+def render_chat(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+    is_closed: bool = False,
+) -> str:
     """Return what the chat template makes of a conversation.
 
-    If the conversation ends in an assistant's message, the policy continues that message; else it answers.
+    If the conversation ends in an assistant's message, the policy continues that message; else it answers. If it
+    ``is_closed``, its last message is complete, and nobody answers.
 
     Raises:
         UnusableRow: The chat template refuses the conversation, or fails.
@@ -96,10 +102,10 @@ def render_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase,
             "The prompts ask for a chat template, and the tokenizer of data.policy has none; "
             "choose a chat model, or give plain text without data.system_prompt and data.chat_template."
         )
-    continues = messages[-1]["role"] == "assistant"
+    continues = messages[-1]["role"] == "assistant" and not is_closed
     if continues and messages[-1]["content"] is None:
         raise UnusableRow("ends in a tool call, which cannot be continued; add the tool's answer, or take the call out")
-    options = {**options, "add_generation_prompt": not continues, "continue_final_message": continues}
+    options = {**options, "add_generation_prompt": not (continues or is_closed), "continue_final_message": continues}
     with _limited(LIMIT_S):
         if any("tool_calls" in message for message in messages):
             messages = _in_accepted_form(messages, tokenizer, options)

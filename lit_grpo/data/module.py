@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,12 +13,13 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
+from lit_grpo.data.examples import Example, Turns, render_example
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
-from lit_grpo.data.rendering import Converses, PromptRenderer
+from lit_grpo.data.rendering import Converses, PromptRenderer, column_of
 from lit_grpo.data.sources import FileRows, Row, RowSource, check_size, make_source
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.limits import Count, Number, checks_arguments
-from lit_grpo.policy.loading import as_loaded, load_tokenizer
+from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
 from lit_grpo.policy.named import TINY
 from lit_grpo.process.terminal import counted, say
 from lit_grpo.types import Prompt, own_copy
@@ -125,7 +126,7 @@ class PromptDataModule(LightningDataModule):
         )
         self.prompts: dict[str, list[Prompt]] = {}
         self.rewritten: list[Prompt] = []  # of training prompts, the longest and the one with the largest token
-        self._train_rows: dict[str, Row] = {}  # what training prompts are made of, by their ids
+        self._rows: dict[str, Row] = {}  # what training and validation prompts are made of, by their ids
         self._train_loader: PromptLoader | None = None
 
     def setup(self, stage: str) -> None:
@@ -180,7 +181,7 @@ class PromptDataModule(LightningDataModule):
             chooser = None if rule is None else PromptChooser(rule, self.seed, self.prompts["train"])
         rewrite = None
         if rewriting is not None:
-            writer = PromptWriter(self.renderer, self._tokenizer, self._train_rows)
+            writer = PromptWriter(self.renderer, self._tokenizer, self._rows)
             source = _source_of("train", self.sources["train"])
             self.rewritten = check_rewriting(rewriting, writer, self.prompts["train"], source.describe())
             rewrite = partial(rewriting.rewrite, writer=writer)
@@ -243,12 +244,7 @@ class PromptDataModule(LightningDataModule):
         prompts: list[Prompt] = []
         reasons: dict[int, str] = {}
         spelled: dict[int, list[str]] = {}
-        for number, row in enumerate(_told(source)):
-            place = f"row {number} of {source.describe()}"
-            check_size(row, place)
-            if not isinstance(row, dict):
-                raise ValueError(f"{place} is of type {type(row).__name__}, not a dict; give one dict a row.")
-            row = {name: own_copy(value, f"column {name!r} of {place}") for name, value in row.items()}
+        for number, (place, row) in enumerate(_checked(source)):
             columns = _rename(row, self.columns, place)
             try:
                 token_ids, text, messages = self.renderer.render(row, self._tokenizer)
@@ -260,8 +256,8 @@ class PromptDataModule(LightningDataModule):
                 if not self.renderer.split_special_tokens and (names := self.renderer.spelled(row, self._tokenizer)):
                     spelled[number] = names
                 prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages))
-                if split == "train":
-                    self._train_rows[prompts[-1].prompt_id] = row
+                if split in SPLITS_OF_STAGE["fit"]:
+                    self._rows[prompts[-1].prompt_id] = row
         self._report(source, len(prompts), reasons)
         if spelled:
             names = list(dict.fromkeys(name for each in spelled.values() for name in each))
@@ -272,6 +268,44 @@ class PromptDataModule(LightningDataModule):
                 "data.split_special_tokens to true, which encodes them as plain characters."
             )
         return prompts
+
+    def answered(self, split: str, column: str, turns: Turns = "all") -> list[Example]:
+        """Return the prompts of a split with their answers, as :class:`lit_grpo.data.examples.AnsweredData` says."""
+        source = _source_of(split, self.sources[split])
+        rows: list[tuple[str, Row, Any]] = []
+        for prompt in self.prompts[split]:
+            number = prompt.prompt_id.rpartition("/")[2]
+            rows.append((f"row {number} of {source.describe()}", self._rows[prompt.prompt_id], prompt.columns))
+        return self._examples(source, rows, self.renderer, column, turns)
+
+    def _examples(
+        self,
+        source: RowSource,
+        rows: Iterable[tuple[str, Row, Row]],
+        renderer: PromptRenderer,
+        column: str,
+        turns: Turns,
+    ) -> list[Example]:
+        """Return the examples of rows, each with its place and its columns by the names that ``column`` is of."""
+        examples: list[Example] = []
+        reasons: dict[int, str] = {}
+        longest = longest_sequence(self.policy)
+        for place, row, columns in rows:
+            try:
+                answer = column_of(columns, column) if column else None
+                example = render_example(renderer, self._tokenizer, row, answer, turns, place)
+                if longest is not None and example.num_tokens > longest:
+                    raise UnusableRow(
+                        f"has {example.num_tokens} tokens with its answer, and the policy's context is {longest}"
+                    )
+            except UnusableRow as reason:
+                reasons[int(place.split()[1])] = str(reason)
+            except EndlessTemplate as error:
+                raise ValueError(f"{place} {error}; mend the template, or the row.") from None
+            else:
+                examples.append(example)
+        self._report(source, len(examples), reasons)
+        return examples
 
     def _report(self, source: RowSource, num_usable: int, reasons: dict[int, str]) -> None:
         if num_usable + len(reasons) == 0:
@@ -293,6 +327,20 @@ class PromptDataModule(LightningDataModule):
         if self.unusable_rows == "refuse":
             raise ValueError(f"{report}; mend them, or set data.unusable_rows to drop to go on without them.")
         rank_zero_warn(f"{report}; they are left out.")
+
+
+def _checked(source: RowSource) -> Iterator[tuple[str, Row]]:
+    """Yield copies of a source's rows, each with its place.
+
+    Raises:
+        ValueError: A row is too large, or is none.
+    """
+    for number, row in enumerate(_told(source)):
+        place = f"row {number} of {source.describe()}"
+        check_size(row, place)
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} is of type {type(row).__name__}, not a dict; give one dict a row.")
+        yield place, {name: own_copy(value, f"column {name!r} of {place}") for name, value in row.items()}
 
 
 def _told(source: RowSource) -> Iterator[Any]:

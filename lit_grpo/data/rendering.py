@@ -167,11 +167,8 @@ class PromptRenderer:
         """
         prompt, messages = _with_text(self._read(row), in_front), None
         if self._renders_as_chat(prompt):
-            conversation = self._conversation(prompt)
-            messages = None if isinstance(prompt, str) and self.conversing is None else conversation
-            options = self._options(row)
-            if self.split_special_tokens:
-                conversation = [*map(ControlTokens.of(tokenizer).cover_message, conversation)]
+            messages = None if isinstance(prompt, str) and self.conversing is None else self._conversation(prompt)
+            conversation, options = self._covered(prompt, tokenizer), self._options(row)
             token_ids = encode_chat(conversation, tokenizer, options)
             text = str(tokenizer.decode(token_ids))
             if self.conversing is not None:
@@ -184,6 +181,26 @@ class PromptRenderer:
             raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
         check_known(token_ids, text, tokenizer)
         return Rendered(tuple(token_ids), text, messages)
+
+    def conversation(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message] | None, dict[str, Any]]:
+        """Return the conversation that a row's prompt is rendered from, and the variables of the chat template.
+
+        Returns:
+            None in place of the conversation if the prompt is a text.
+
+        Raises:
+            UnusableRow: As for :meth:`render`.
+        """
+        prompt = self._read(row)
+        if not self._renders_as_chat(prompt):
+            return None, {}
+        return self._covered(prompt, tokenizer), self._options(row)
+
+    def _covered(self, prompt: str | list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+        """Return the conversation of a prompt, in which control tokens that texts only spell are covered."""
+        conversation = self._conversation(prompt)
+        cover = ControlTokens.of(tokenizer).cover_message
+        return [*map(cover, conversation)] if self.split_special_tokens else conversation
 
     def spelled(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the control tokens that a row's prompt spells, those in the policy's own earlier turns apart.
@@ -227,7 +244,7 @@ class PromptRenderer:
         adds = self.adds(row)
         if adds and self.template is None and self.prompt_column not in row:
             return ""
-        prompt = _column(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)
+        prompt = column_of(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)
         if isinstance(prompt, str):
             texts = [prompt]
         elif not isinstance(prompt, list):
@@ -333,10 +350,15 @@ def _parse_template(template: str) -> list[tuple[str, str | None]]:
 
 def _fill_template(template: str, row: Row) -> str:
     pieces = _parse_template(template)
-    return "".join(text + ("" if column is None else str(_column(row, column))) for text, column in pieces)
+    return "".join(text + ("" if column is None else str(column_of(row, column))) for text, column in pieces)
 
 
-def _column(row: Row, column: str) -> Any:
+def column_of(row: Row, column: str) -> Any:
+    """Return the value of a column.
+
+    Raises:
+        UnusableRow: The row has no such column, or no value in it.
+    """
     if column not in row:
         raise UnusableRow(f"has no column {column!r} (it has {', '.join(map(repr, row)) or 'none'})")
     if row[column] is None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.policy.adapters import check_config
 from lit_grpo.policy.architecture.attention import attention_calls
-from lit_grpo.policy.architecture.decoder import attention_name, context_length, in_evaluation
+from lit_grpo.policy.architecture.decoder import attention_name, configured_length, context_length, in_evaluation
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.named import NAMED, own_folder, resolve_policy
@@ -159,6 +159,14 @@ def load_config(policy: str) -> PreTrainedConfig:
 
     with _reading(policy, "config") as files:
         return AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
+
+
+def longest_sequence(policy: str | LoadedPolicy) -> int | None:
+    """Return the most tokens of a sequence that a policy takes, without loading it; None if its config says nothing."""
+    if not isinstance(policy, str):
+        return configured_length(policy[0].config)
+    adapter = adapter_folder(policy)
+    return configured_length(load_config(policy if adapter is None else adapter.base))
 
 
 @contextmanager

@@ -105,7 +105,8 @@ class Learner:
                     if measuring is None or not is_whole:
                         passes.gradient(parts, metrics, is_whole)
                     else:
-                        prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in minibatch))
+                        members = [*minibatch, *parts[0].rollouts]  # the step may have examples too
+                        prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in members))
                         norms = passes.measured_gradient(parts[0], prompts, measuring.num_parts, metrics)
                     if is_whole:
                         self._take_step(parts.pop(), metrics, norms=norms)
@@ -231,6 +232,8 @@ class Learner:
         """
         settings, ranks, version = self.settings, self.passes.ranks, self.optimization.policy_version
         objective, max_tokens, kept = settings.objective, settings.max_tokens, None
+        if is_whole and (imitating := settings.plugin("examples")) is not None:
+            rollouts = [*rollouts, *imitating.examples(version, ranks)]
         taking_part, learnt = taking_part_and_learnt(rollouts, objective.mask_truncated)
         own = StepTotals(sum(rollout.completion.num_trained for rollout in learnt), len(taking_part), max_tokens)
         totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)

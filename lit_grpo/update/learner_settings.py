@@ -88,7 +88,7 @@ class LearnerSettings:
         if self.max_tokens_per_micro_batch == "auto":
             changes = {"fixed_token_budget": "halves the number wherever the memory of a rank runs out"}
             parts.append(Requirement("model.max_tokens_per_micro_batch auto", changes=changes, remedy="give a number"))
-        if (weighing := self.plugin("ce_weights")) is not None:  # its denominator is its own
+        for weighing in overriding(self.plugins, "ce_weights", "examples"):  # their denominator is their own
             parts.append(Requirement(f"rollout.plugins {type(weighing).__name__}", frozenset({"all_ranks"})))
         return parts
 

@@ -15,7 +15,7 @@ from lit_grpo.memory import is_out_of_memory
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 RUN_FAILURES = (
@@ -110,14 +110,21 @@ def context_length(model: PreTrainedModel) -> int:
     Raises:
         ValueError: The config names no such number, for example that of a state-space or recurrent model.
     """
-    config = model.config.get_text_config(decoder=True)
-    for name in _LENGTHS:
-        if (length := getattr(config, name, None)) and length > 0:  # XLNet says -1 for none
-            return int(length)
+    if (length := configured_length(model.config)) is not None:
+        return length
     raise ValueError(
         f"The config of {type(model).__name__} names no longest sequence; add max_position_embeddings to the policy's "
         "config.json: the most tokens of a prompt and its completion."
     )
+
+
+def configured_length(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens of a sequence; None if a model's config names no such number."""
+    own = config.get_text_config(decoder=True)
+    for name in _LENGTHS:
+        if (length := getattr(own, name, None)) and length > 0:  # XLNet says -1 for none
+            return int(length)
+    return None
 
 
 _KNOWN = "_lit_grpo_logit_map"

@@ -1,0 +1,251 @@
+"""Examples: what is imitated of a row, in which order, and with which gradient."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy, save_tokenizer
+from test_learner import make_learner, ragged_groups
+from torch.nn.functional import cross_entropy
+
+from lit_grpo.data import PromptDataModule
+from lit_grpo.data.examples import Example
+from lit_grpo.methods.seco import SeCO
+from lit_grpo.methods.sft import SFT
+from lit_grpo.plugins import Plugin, RunFacts, fresh
+from lit_grpo.ranks import Ranks
+from lit_grpo.types import OBSERVED, RolloutGroup
+
+pytestmark = pytest.mark.usefixtures("exact_norms")
+CHAT = (
+    "{% for m in messages %}{{ m.role[0] }}#{{ m.content }}{% if not (loop.last and continue_final_message) %}<eos>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}a#{% endif %}"
+)
+NUM_TOKENS = 2 + len("0123456789+-*=# abcdefghijklmnop?")
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose chat template ends each message with <eos> and a line break."""
+    folder = tmp_path_factory.mktemp("chat")
+    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder, chat_template=CHAT)
+    return folder
+
+
+def data_of(policy: Path, *rows: dict[str, Any], **settings: Any) -> PromptDataModule:
+    data = PromptDataModule(policy=str(policy), train=list(rows), batch_size=1, **settings)
+    data.setup("fit")
+    return data
+
+
+def ids_of(data: PromptDataModule, text: str) -> list[int]:
+    return list(data._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_an_answer_follows_its_prompt_and_ends_with_the_end_token(policy_folder: Path) -> None:
+    data = data_of(policy_folder, {"prompt": "1+1=", "solution": "2"}, {"prompt": "2+2=", "solution": "4<eos>"})
+    first, second = data.answered("train", "solution")
+    assert first.prompt_ids == data.prompts["train"][0].token_ids == tuple(ids_of(data, "1+1="))
+    assert first.answer_ids_T.tolist() == [*ids_of(data, "2"), 1] and first.learned_T.tolist() == [True, True]
+    assert second.answer_ids_T.tolist() == [*ids_of(data, "4"), 1]  # its own end token is not doubled
+
+
+def test_a_chat_template_ends_the_answer_and_its_line_break_is_not_imitated(chat_folder: Path) -> None:
+    data = data_of(chat_folder, {"prompt": "1+1=", "solution": "2"}, chat_template=True)
+    (example,) = data.answered("train", "solution")
+    assert example.prompt_ids == data.prompts["train"][0].token_ids
+    assert data._tokenizer.decode(list(example.prompt_ids)).endswith("a#")
+    assert example.answer_ids_T.tolist() == [*ids_of(data, "2"), 1] and example.learned_T.all()
+
+
+TURNS = [
+    {"role": "assistant", "content": "ab"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def test_all_turns_of_an_answer_are_imitated_in_one_row_and_what_stands_between_is_not(chat_folder: Path) -> None:
+    data = data_of(chat_folder, {"prompt": [{"role": "user", "content": "1"}], "turns": TURNS})
+    (example,) = data.answered("train", "turns")
+    between = ids_of(data, "\nu#c<eos>\na#")
+    assert example.answer_ids_T.tolist() == [*ids_of(data, "ab"), 1, *between, *ids_of(data, "d"), 1]
+    assert example.learned_T.tolist() == [True] * 3 + [False] * len(between) + [True] * 2
+    (last,) = data.answered("train", "turns", turns="last")
+    assert list(last.prompt_ids) == [*example.prompt_ids, *example.answer_ids_T[:-2].tolist()]
+    assert last.answer_ids_T.tolist() == [*ids_of(data, "d"), 1] and last.learned_T.all()
+
+
+BAD_ANSWERS: dict[str, tuple[Any, str]] = {
+    "none": (None, "row 1 has no value in column 'solution'"),
+    "empty": (" ", "row 1 has an empty answer"),
+    "a number": (7, "row 1 has an answer of type int"),
+    "messages for a text": (TURNS, "row 1 has an answer of type list, and a prompt that is a text needs a text"),
+    "too long": ("1" * 300, r"row 1 has 302 tokens with its answer, and the policy's context is 256"),
+    "half a character": ("\ud83d", "row 1 has an answer with the lone surrogate"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_a_row_without_a_usable_answer_is_refused_or_left_out(name: str, policy_folder: Path) -> None:
+    answer, sentence = BAD_ANSWERS[name]
+    rows = {"prompt": "1", "solution": "2"}, {"prompt": "3", "solution": answer}
+    with pytest.raises(ValueError, match=sentence):
+        data_of(policy_folder, *rows).answered("train", "solution")
+    data = data_of(policy_folder, *rows, unusable_rows="drop")
+    with pytest.warns(UserWarning, match=sentence):
+        assert len(data.answered("train", "solution")) == 1
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(policy_folder: Path) -> None:
+    data = data_of(policy_folder, {"prompt": "1", "answer": "2"})
+    with pytest.raises(ValueError, match=r"has no column 'solution' \(it has 'prompt', 'answer'\); no row is left"):
+        data.answered("train", "solution")
+
+
+BAD_CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "ends in a user's message": (TURNS[:2], "do not begin and end with one of the assistant"),
+    "an empty turn": ([{"role": "assistant", "content": ""}], "has an empty answer"),
+    "two turns in a row": (TURNS[:1] * 2, "two messages of the assistant one after another"),
+    "no messages": ([], "do not begin and end with one of the assistant"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONVERSATIONS)
+def test_messages_that_are_no_answer_are_refused(name: str, chat_folder: Path) -> None:
+    answer, sentence = BAD_CONVERSATIONS[name]
+    data = data_of(chat_folder, {"prompt": [{"role": "user", "content": "1"}], "turns": answer})
+    with pytest.raises(ValueError, match=sentence):
+        data.answered("train", "turns")
+
+
+def test_a_template_that_rewrites_earlier_turns_needs_the_last_turn_alone(tmp_path: Path) -> None:
+    shortens = "{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}"
+    save_tokenizer(tmp_path, chat_template=CHAT.replace("{{ m.content }}", shortens))
+    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    data = data_of(tmp_path, {"prompt": [{"role": "user", "content": "1"}], "turns": TURNS})
+    with pytest.raises(ValueError, match="set turns to last"):
+        data.answered("train", "turns")
+    (last,) = data.answered("train", "turns", turns="last")
+    assert last.answer_ids_T.tolist() == [*ids_of(data, "d"), 1]
+
+
+def sft(data: PromptDataModule, **settings: Any) -> SFT:
+    """A plug-in that has read its examples."""
+    plugin = fresh(SFT(**({"column": "solution", "weight": 1.0} | settings)))
+    plugin.check(RunFacts(num_prompts=2, num_generations=2, max_tokens=8, updates_per_batch=1, data=data))
+    return plugin
+
+
+def test_each_epoch_imitates_each_example_once_whatever_the_number_of_ranks(policy_folder: Path) -> None:
+    rows = [{"prompt": f"{number}=", "solution": str(number)} for number in range(6)]
+    plugin = sft(data_of(policy_folder, *rows))
+    alone = [one for version in range(12) for one in plugin.examples(version, Ranks())]
+    names = [one.prompt.prompt_id for one in alone]
+    assert sorted(names[:6]) == sorted(names[6:12]) == [f"sft/{number}" for number in range(6)]
+    assert names[:6] != names[6:12] and len({one.completion.request.key for one in alone}) == len(alone)
+    of_two: list[str] = []
+    for version in range(6):
+        for rank in range(2):
+            ranks: Any = SimpleNamespace(rank=rank, size=2)
+            of_two += [one.prompt.prompt_id for one in plugin.examples(version, ranks)]
+    assert of_two == names
+
+
+def own_gradient(examples: Sequence[Example], weight: float) -> tuple[torch.Tensor, float]:
+    """The gradient of the mean cross entropy of the answers' tokens, a row at a time, by the model's own forward."""
+    policy: Any = make_learner()[0].policy
+    total, number = torch.zeros(()), 0
+    for example in examples:
+        ids_T = torch.tensor([*example.prompt_ids, *example.answer_ids_T.tolist()])
+        labels_T = ids_T.clone()
+        labels_T[: len(example.prompt_ids)] = -100
+        labels_T[len(example.prompt_ids) :][~torch.from_numpy(example.learned_T)] = -100
+        logits_TV = policy(input_ids=ids_T[None]).logits[0]
+        total = total + cross_entropy(logits_TV[:-1], labels_T[1:], reduction="sum")
+        number += int(example.learned_T.sum())
+    loss = weight * total / number
+    loss.backward()
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), loss.item()
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "one row": {},
+    "micro-batches": {"max_tokens_per_micro_batch": 30},
+    "padded": {"shares_prefix": False},
+    "chunks": {"plugins": [SeCO(4)]},
+}
+
+
+def mixed_rows(data_folder: Path) -> PromptDataModule:
+    """Answers of several lengths; two rows have the same prompt, whose tokens are those of a group of rollouts."""
+    rows = [("12 3", "0" * 20), ("a=", "b"), ("a=", "c + d"), ("12 3", "7")]
+    return data_of(data_folder, *({"prompt": prompt, "solution": answer} for prompt, answer in rows))
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_loss_and_gradient_are_those_of_the_mean_cross_entropy(name: str, policy_folder: Path) -> None:
+    changes = dict(SPLITS[name])
+    plugin = sft(data := mixed_rows(policy_folder), per_update=4, weight=0.5)
+    learner, steps = make_learner(plugins=[*changes.pop("plugins", []), plugin], **changes)
+    logs = learner.learn(without_rewards())
+    expected, loss = own_gradient(data.answered("train", "solution"), 0.5)
+    assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-10
+    assert logs["ce/loss"] == pytest.approx(loss, rel=1e-9) and logs["loss"] == pytest.approx(loss, rel=1e-9)
+    assert logs["ce/tokens"] == 21 + 2 + 6 + 2
+
+
+def without_rewards() -> list[RolloutGroup]:
+    groups = ragged_groups()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.reward, rollout.rewards = math.nan, {"exact": None}
+    return groups
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_mixed_with_rollouts_the_gradient_is_the_sum_of_both(name: str, policy_folder: Path) -> None:
+    found: list[torch.Tensor] = []
+    for groups, weight in ((ragged_groups(), 0.5), (ragged_groups(), 0.0), (without_rewards(), 0.5)):
+        changes = dict(SPLITS[name])
+        plugin = sft(mixed_rows(policy_folder), per_update=4, weight=weight)
+        learner, steps = make_learner(plugins=[*changes.pop("plugins", []), plugin], **changes)
+        learner.learn(groups)
+        found.append(steps.gradients[0])
+    both, rl, ce = found
+    assert float((both - rl - ce).abs().max()) < 1e-10 and min(float(rl.norm()), float(ce.norm())) > 1e-3
+
+
+def test_examples_take_part_in_no_statistic_of_rollouts(policy_folder: Path) -> None:
+    plugin = sft(mixed_rows(policy_folder), per_update=4, weight=0.5)
+    with_examples = make_learner(plugins=[plugin])[0].learn(ragged_groups())
+    without = make_learner()[0].learn(ragged_groups())
+    differing = {name for name in without if with_examples[name] != pytest.approx(without[name], nan_ok=True)}
+    assert differing == {"loss", "grad_norm"}
+
+
+def test_the_gradient_is_whole_where_its_norm_is_measured_in_parts(policy_folder: Path) -> None:
+    class Measured(Plugin):
+        @property
+        def num_parts(self) -> int:
+            return 2
+
+    gradients: list[torch.Tensor] = []
+    for more in ([], [Measured()]):
+        learner, steps = make_learner(plugins=[sft(mixed_rows(policy_folder), per_update=4, weight=0.5), *more])
+        learner.learn(ragged_groups())
+        gradients.append(steps.gradients[0])
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-10
+
+
+def test_an_example_is_observed_and_has_no_part_in_the_other_channel(policy_folder: Path) -> None:
+    (first, *_) = sft(mixed_rows(policy_folder)).examples(0, Ranks())
+    assert (first.completion.versions_T == OBSERVED).all() and first.completion.num_trained == 0
+    assert math.isnan(first.advantage) and json.dumps(first.rewards) == "{}"
