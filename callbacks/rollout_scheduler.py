@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -159,6 +160,8 @@ class RolloutScheduler(pl.Callback):
         pl_module.generator.start(policy)
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if pl_module.rewards and all(can_score(pl_module.rewards, row) for row in rows):
+            for state in filter(None, (function.state for function in pl_module.rewards)):
+                state.begin(pl_module.device, Path(trainer.default_root_dir))
             self.session.rewards = RewardRunner(
                 pl_module.rewards, pl_module.on_reward_error, pl_module.reward_timeout_s, pl_module.reward_workers
             )

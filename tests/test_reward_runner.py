@@ -177,7 +177,7 @@ def test_error_that_counts_as_no_reward_leaves_the_other_rollouts_alone(
     assert runner.num_errors == 2
     assert [record.message for record in caplog.records] == [
         "reward 'ratio' (ratio) failed on prompt 'train/17', sample 1: ZeroDivisionError: division by zero. "
-        "It counts as no reward, and its further errors are only counted."
+        "It counts as no reward, and further errors of this kind are only counted."
     ]
 
 

@@ -134,7 +134,8 @@ def test_missing_name_lists_near_names(rewards_py: str) -> None:
 def test_path_without_module_or_name_is_refused(path: str) -> None:
     assert error_of(path) == (
         f"reward function {path!r} names no function; write module:name, module.name or file.py:name, or one of "
-        "exact_match, math_equivalence, format_match, soft_overlong_penalty, http_judge."
+        "exact_match, math_equivalence, format_match, soft_overlong_penalty, relative_judge, rubric_judge, http_judge, "
+        "reward_model."
     )
 
 

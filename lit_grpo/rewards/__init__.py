@@ -5,21 +5,28 @@ parameter ``completion``, and the whole group of a prompt, as TRL's do, if it ha
 """
 
 from lit_grpo.rewards.builtin import ExactMatch, FormatMatch, SoftOverlongPenalty, exact_match
-from lit_grpo.rewards.function import RewardError, RewardFunction, RewardSpec, load_rewards
-from lit_grpo.rewards.http_judge import HTTPJudge
+from lit_grpo.rewards.function import RewardError, RewardFunction, RewardSpec, StatefulReward, load_rewards
+from lit_grpo.rewards.judges import HTTPJudge, Judge, JudgeError, RelativeJudge, RubricJudge
 from lit_grpo.rewards.maths import MathEquivalence
+from lit_grpo.rewards.reward_model import RewardModel
 from lit_grpo.rewards.runner import RewardRunner, TrainerState
 
 __all__ = [
     "ExactMatch",
     "FormatMatch",
     "HTTPJudge",
+    "Judge",
+    "JudgeError",
     "MathEquivalence",
+    "RelativeJudge",
     "RewardError",
     "RewardFunction",
+    "RewardModel",
     "RewardRunner",
     "RewardSpec",
+    "RubricJudge",
     "SoftOverlongPenalty",
+    "StatefulReward",
     "TrainerState",
     "exact_match",
     "load_rewards",

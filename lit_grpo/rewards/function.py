@@ -11,8 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from lit_grpo.limits import Limit, check_fields
 from lit_grpo.process.processes import ProcessCall
@@ -21,6 +22,9 @@ from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.inputs import GROUP_INPUTS, OF_EPISODES, ROLLOUT_INPUTS, SHARED
 from lit_grpo.rewards.loading import REWARDS, load_object, near_names, split_path
 from lit_grpo.types import Episode, Prompt, own_copy
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RewardError(RuntimeError):
@@ -34,7 +38,7 @@ class RewardSpec:
     function: str
     """An import path (``my_package.my_module:score``) or a file and a name (``my_rewards.py:score``, relative to the
     working directory) of a function or class; or ``exact_match``, ``math_equivalence``, ``format_match``,
-    ``soft_overlong_penalty`` or ``http_judge``.
+    ``soft_overlong_penalty``, ``relative_judge``, ``rubric_judge``, ``http_judge`` or ``reward_model``.
     """
     weight: Annotated[float, Limit(finite=True)] = 1.0
     """The factor of the function's value in the sum of the rewards. With 0 the value is only logged."""
@@ -42,11 +46,14 @@ class RewardSpec:
     """The name in the logs; by default the function's own."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class's ``__init__``, or keyword arguments of the function."""
-    retries: Annotated[int, Limit(ge=0, le=10)] = 0
+    retries: Annotated[int | None, Limit(ge=0, le=10)] = None
     """Max number of repetitions of a call that raises, at most 10. ``reward_timeout_s`` limits all attempts together.
+    The default is 3 for judges, and 0 for other functions.
     """
     retry_pause_s: Annotated[float, Limit(ge=0, le=60)] = 1.0
-    """Seconds before the first retry, at most 60. The pause doubles before each further retry."""
+    """Seconds before the first retry, at most 60. The pause doubles before each further retry. If the exception has an
+    attribute ``retry_after_s``, the pause is at least that long; with infinity the call is not repeated.
+    """
     process: bool = False
     """Call the function in separate processes, one for each call at a time. A function that exits, crashes or never
     returns then fails its own rollouts only. Arguments and values must be picklable.
@@ -86,6 +93,8 @@ def read_value(value: Any) -> float | None:
 def read_values(values: Any, num_rollouts: int) -> list[float | Exception | None]:
     """Return the values of a group; in place of each value that is no number stands the error.
 
+    A function may return an exception for a completion that it cannot score; the others then keep their values.
+
     Raises:
         ValueError: ``values`` is not a list or array of ``num_rollouts`` values.
     """
@@ -100,9 +109,42 @@ def read_values(values: Any, num_rollouts: int) -> list[float | Exception | None
 
 def _value_or_error(value: Any) -> float | Exception | None:
     try:
-        return read_value(value)
+        return value if isinstance(value, Exception) else read_value(value)
     except ValueError as error:
         return error
+
+
+class StatefulReward:
+    """Base of reward functions that check rows, prepare for a run, or count what they do.
+
+    A subclass has a ``__call__`` with the parameters of a reward function, and overrides what it needs of these.
+
+    Attributes:
+        columns: Names of the columns that it needs among ``**columns``.
+        retries: The default of ``RewardSpec.retries``.
+    """
+
+    columns: tuple[str, ...] = ()
+    retries: int = 0
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Check the columns of a row, before the run.
+
+        Raises:
+            ValueError: It cannot score completions of this row.
+        """
+
+    def begin(self, device: torch.device, folder: Path) -> None:
+        """Prepare for the first rollout.
+
+        Args:
+            device: The policy's device.
+            folder: The run's folder.
+        """
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted since the last call, by name; an update logs it as ``rewards/NAME/...``."""
+        return {}
 
 
 Reward = RewardSpec | str | Mapping[str, Any] | Callable[..., Any]
@@ -149,7 +191,7 @@ class RewardFunction:
     on_group: bool
     bound: frozenset[str]
     retries: int = 0
-    retry_pause_s: float = 0.0
+    retry_pause_s: float = 1.0
 
     @classmethod
     def load(cls, spec: RewardSpec, timeout_s: float | None = None) -> RewardFunction:
@@ -176,6 +218,11 @@ class RewardFunction:
             check_signals(
                 call, f"reward function {spec.function!r}", "leave it out, or set process: true for the reward"
             )
+        elif isinstance(call, StatefulReward):
+            raise ValueError(
+                f"reward function {spec.function!r} has a state, which a process of its own would not share with the "
+                "run; leave process out."
+            )
         else:
             load = functools.partial(_load_call, spec.function, spec.args)
             try:
@@ -186,7 +233,8 @@ class RewardFunction:
                     f"({error_text(error)}); give args that can be pickled, or leave process out."
                 ) from error
             function = replace(function, call=call)
-        return replace(function, retries=spec.retries, retry_pause_s=spec.retry_pause_s)
+        retries = function.retries if spec.retries is None else spec.retries
+        return replace(function, retries=retries, retry_pause_s=spec.retry_pause_s)
 
     @classmethod
     def of(
@@ -237,12 +285,18 @@ class RewardFunction:
             declared=declared,
             on_group=group is not None,
             bound=frozenset(args),
+            retries=call.retries if isinstance(call, StatefulReward) else 0,
         )
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The parameters for which every rollout, or every group, has a value."""
         return GROUP_INPUTS if self.on_group else ROLLOUT_INPUTS
+
+    @property
+    def state(self) -> StatefulReward | None:
+        """The function as a :class:`StatefulReward`; None if it is none."""
+        return self.call if isinstance(self.call, StatefulReward) else None
 
     @property
     def may_log(self) -> bool:
@@ -281,6 +335,27 @@ class RewardFunction:
                     f"(its columns: {listed}); set it in args, rename it or give it a default."
                 )
 
+    def check_row(self, prompt: Prompt) -> None:
+        """Check that a prompt has the columns that the function requires, and content in them that it can use.
+
+        Raises:
+            ValueError: A column is missing or unusable; the message names the row.
+        """
+        if lacking := [name for name in self.needs if name not in prompt.columns]:
+            raise ValueError(
+                f"reward {self.name!r} ({self.path}) needs the column {lacking[0]!r}, which row {prompt.prompt_id} "
+                "(rows count from 0) lacks; add it there, give the parameter a default, or set model.on_reward_error "
+                "to none."
+            )
+        if self.state is not None:
+            try:
+                self.state.check(prompt.columns)
+            except ValueError as error:
+                raise ValueError(
+                    f"reward {self.name!r} ({self.path}) cannot score row {prompt.prompt_id} (rows count from 0): "
+                    f"{error}"
+                ) from error
+
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """Make one call; return a value or an error for each of its rollouts.
 
@@ -293,8 +368,8 @@ class RewardFunction:
         for pause_s in self._pauses_s:
             try:
                 return self._read(self.call(**self._own(arguments)), num_rollouts)
-            except Exception:  # a user's function runs here, and may fail in any way
-                time.sleep(pause_s)
+            except Exception as error:  # a user's function runs here, and may fail in any way
+                time.sleep(_pause_before_retry(error, pause_s))
         return self._read(self.call(**self._own(arguments)), num_rollouts)
 
     async def score_async(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
@@ -302,8 +377,8 @@ class RewardFunction:
         for pause_s in self._pauses_s:
             try:
                 return self._read(await self.call(**self._own(arguments)), num_rollouts)
-            except Exception:  # a user's function runs here, and may fail in any way
-                await asyncio.sleep(pause_s)
+            except Exception as error:  # a user's function runs here, and may fail in any way
+                await asyncio.sleep(_pause_before_retry(error, pause_s))
         return self._read(await self.call(**self._own(arguments)), num_rollouts)
 
     def _own(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -329,6 +404,14 @@ class RewardFunction:
 
     def _read(self, returned: Any, num_rollouts: int) -> list[float | Exception | None]:
         return read_values(returned, num_rollouts) if self.on_group else [read_value(returned)]
+
+
+def _pause_before_retry(error: Exception, pause_s: float) -> float:
+    """Return the seconds to wait after an error; raise it again if it says that a retry cannot help."""
+    wanted = getattr(error, "retry_after_s", 0.0)
+    if wanted == math.inf:
+        raise error
+    return max(pause_s, wanted)
 
 
 def listed(rewards: Reward | Sequence[Reward] | None) -> list[Reward]:
@@ -455,16 +538,11 @@ def _check_bound(
 
 
 def check_prompts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[RewardFunction]) -> None:
-    """Check that every prompt to be scored has the columns that the reward functions require.
+    """Check that reward functions can score every prompt that is to be scored (:meth:`RewardFunction.check_row`).
 
     Raises:
-        ValueError: A prompt lacks a column.
+        ValueError: A prompt lacks a column, or has one that a function cannot use.
     """
     for prompt in (prompt for split, rows in prompts.items() if split != "predict" for prompt in rows):
         for function in functions:
-            if lacking := [name for name in function.needs if name not in prompt.columns]:
-                raise ValueError(
-                    f"reward {function.name!r} ({function.path}) needs the column {lacking[0]!r}, which row "
-                    f"{prompt.prompt_id} (rows count from 0) lacks; add it there, give the parameter a default, or set "
-                    "model.on_reward_error to none."
-                )
+            function.check_row(prompt)

@@ -18,7 +18,10 @@ REWARDS = {
     "math_equivalence": "lit_grpo.rewards.MathEquivalence",
     "format_match": "lit_grpo.rewards.FormatMatch",
     "soft_overlong_penalty": "lit_grpo.rewards.SoftOverlongPenalty",
+    "relative_judge": "lit_grpo.rewards.RelativeJudge",
+    "rubric_judge": "lit_grpo.rewards.RubricJudge",
     "http_judge": "lit_grpo.rewards.HTTPJudge",
+    "reward_model": "lit_grpo.rewards.RewardModel",
 }
 """Short names of the reward functions that come with the project."""
 

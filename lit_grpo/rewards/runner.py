@@ -120,7 +120,7 @@ class RewardRunner(Listener):
         self._timeout_s = timeout_s
         self._num_workers = num_workers
         self._pending: list[_Submission] = []  # in the order of arrival
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, type]] = set()  # functions by name, with the kinds of their errors
         self._calls: Calls | None = None
         self._told_of_streams = False
 
@@ -199,6 +199,14 @@ class RewardRunner(Listener):
             values, self._metrics = self._metrics, defaultdict(list)
         return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
 
+    def take_counts(self) -> dict[str, float]:
+        """Return what each :class:`~lit_grpo.rewards.StatefulReward` counted since the last call, validation too."""
+        counts: dict[str, float] = {}
+        for function in self.functions:
+            if function.state is not None:
+                counts |= {f"rewards/{function.name}/{name}": n for name, n in function.state.take_counts().items()}
+        return counts
+
     def close(self) -> None:
         """Drop submissions that have not been gathered and stop the threads; :meth:`submit` starts them again."""
         for submission in self._pending:
@@ -255,9 +263,10 @@ class RewardRunner(Listener):
         if self._raises:
             raise RewardError(sentence) from cause
         self.num_errors += len(samples)
-        if function.name not in self._warned:
-            self._warned.add(function.name)
-            logger.warning("%s It counts as no reward, and its further errors are only counted.", sentence)
+        kind = function.name, type(cause)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("%s It counts as no reward, and further errors of this kind are only counted.", sentence)
 
 
 def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: Surroundings) -> list[dict[str, Any]]:

@@ -195,7 +195,7 @@ TRL: dict[str, Counterpart] = {
     "shuffle_dataset": _same("data.shuffle", True),
     "reward_funcs": _changed(REWARDS, None, "model.rewards"),
     "reward_weights": _changed("the weight of each reward", None, "model.rewards"),
-    **_refused("write a reward function that calls the model, or take http_judge", reward_model_name_or_path=None),
+    **_refused("add the reward reward_model with its argument model", reward_model_name_or_path=None),
     **_refused("name one dataset_name, or write a RowSource that mixes", datasets=None, test_split_size=None),
     **_none("rows are read as a whole", dataset_streaming=False, streaming=False),
     **_none("every column reaches the rewards", remove_unused_columns=False),
