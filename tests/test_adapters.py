@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -13,9 +14,10 @@ from conftest import random_policy
 from hand_made import check_slots_decode_with, fit, full_logprobs, make_micro_batch, make_module, random_groups, sgd
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
-from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.saving import export
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.policy.weights import find_adapters
+from lit_grpo.policy.weights import find_adapters, lora_layers
 from lit_grpo.rollout.vllm.arguments import adapter_arguments
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -203,6 +205,57 @@ def test_the_default_layers_of_peft_are_those_of_the_policys_family() -> None:
         ValueError, match="peft has no default for the family unheard_of; name layers, or take all-linear"
     ):
         add_adapters(ours, LoraSettings(target_modules="peft-default"))  # pyright: ignore[reportArgumentType]
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+STATES = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "layers"),
+    [
+        ("tiny", "all-linear", {*ATTENTION, *MLP}),
+        ("tiny", "peft-default", {"q_proj", "v_proj"}),
+        ("tiny", r".*\.(q_proj|up_proj)", {"q_proj", "up_proj"}),
+        ("tiny", "down_proj", {"down_proj"}),
+        ("tiny", ["embed_tokens", "lm_head"], {"embed_tokens", "lm_head"}),
+        ("tiny_hybrid", "all-linear", {*ATTENTION, *MLP, *STATES}),
+        ("tiny_hybrid", [*ATTENTION, "in_proj_qkv"], {*ATTENTION, "in_proj_qkv"}),
+        ("tiny_hybrid", r".*linear_attn\.(in_proj_.*|out_proj)", {*STATES}),
+    ],
+)
+def test_each_form_of_targets_trains_adapters_that_are_sampled_with_and_exported(
+    name: str, targets: list[str] | str, layers: set[str], tmp_path: Path
+) -> None:
+    policy: Any = load_policy(name, "float32").eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        add_adapters(policy, LoraSettings(r=2, target_modules=targets))
+        trained = {weight_name: weight for weight_name, weight in policy.named_parameters() if weight.requires_grad}
+        for weight in trained.values():
+            weight.normal_(0, 0.1)
+    assert {path.rpartition(".")[2] for path, _ in lora_layers(policy)} == layers
+    ids = torch.arange(2, 14)[None]
+    policy(input_ids=ids, labels=ids).loss.backward()
+    assert not [weight_name for weight_name, weight in trained.items() if weight.grad is None or not weight.grad.any()]
+    check_slots_decode_with(SimpleNamespace(policy=policy, tokenizer=load_tokenizer(name)), atol=1e-4)
+    compared = export(policy, load_tokenizer(name), tmp_path / "policy")  # raises an error if it is not the policy
+    assert compared is not None
+
+
+@pytest.mark.parametrize("targets", [["conv1d"], ["q_proj", "conv1d"]])
+def test_a_convolution_whose_weight_is_read_without_a_call_gets_no_adapter(targets: list[str]) -> None:
+    """The forward pass of a layer with states would not see the adapter, and an export would have it merged."""
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.linear_attn\.conv1d is a Conv1d, and adapters .*; leave it out of"
+    ):
+        add_adapters(load_policy("tiny_hybrid", "float32"), LoraSettings(r=2, target_modules=targets))
+
+
+def test_no_target_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="target_modules is empty; name layers, or take all-linear"):
+        LoraSettings(target_modules=[])
 
 
 def test_adapters_of_a_weight_that_several_layers_have_are_refused() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
@@ -30,9 +31,9 @@ class LoraSettings:
     """
     target_modules: list[str] | str = "all-linear"
     """Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or of a module or
-    parameter that holds all experts of a layer (``experts``). ``all-linear`` is all linear layers except the head;
-    ``peft-default`` is what peft takes for the policy's family if no names are given, such as q_proj and v_proj. An
-    adapter of the head or the embedding unties the two.
+    parameter that holds all experts of a layer (``experts``); or a regular expression of whole names. ``all-linear`` is
+    all linear layers except the head; ``peft-default`` is what peft takes for the policy's family if no names are
+    given, often q_proj and v_proj alone. An adapter of the head or the embedding unties the two.
     """
     rslora: bool = False
     """Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732)."""
@@ -43,6 +44,8 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.lora.")
+        if not self.target_modules:
+            raise ValueError("model.lora.target_modules is empty; name layers, or take all-linear.")
 
 
 PEFT_DEFAULT = "peft-default"
@@ -82,13 +85,14 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def _wanted(policy: PreTrainedModel, settings: LoraSettings) -> list[str] | str:
-    """Return the target names of the settings, with ``peft-default`` replaced by peft's names for the policy's family.
+    """Return the target names of the settings: one name as a list, ``peft-default`` as peft's names for the family.
 
     Raises:
         ValueError: peft has no names for the family.
     """
     if settings.target_modules != PEFT_DEFAULT:
-        return settings.target_modules
+        targets = settings.target_modules
+        return [targets] if isinstance(targets, str) and targets.isidentifier() else targets
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as NAMES
 
     family = str(policy.config.model_type)
@@ -227,7 +231,12 @@ def check_adapters(policy: PreTrainedModel) -> None:
         ValueError: A trained tensor cannot be merged into the weights, or a weight has several adapters.
     """
     known: set[int] = set()
-    for _, layer in lora_layers(policy):
+    for path, layer in lora_layers(policy):
+        if isinstance(base := layer.get_base_layer(), _ConvNd):  # whose weight layers with states read without a call
+            raise ValueError(
+                f"{path} is a {type(base).__name__}, and adapters are trained on linear layers, embeddings and experts "
+                "alone; leave it out of lora.target_modules."
+            )
         for name in active_adapters(layer):
             for matrices in (layer.lora_A, layer.lora_B):
                 known |= {id(matrices[name].weight)} if name in matrices else set()
