@@ -3,7 +3,7 @@
 The best rate of LoRA is about ten times that of all weights, whatever the rank ("LoRA Without Regret", Thinking
 Machines Lab, 2025, with alpha 32). TRL's page of the same name trains SmolLM3-3B with GRPO at 1e-6, and adapters of it
 at 1e-5. Adapters that keep the rate of all weights hardly learn: huggingface/trl issue 2872 reports a reward that rises
-if all weights are trained at 5e-7, and stays flat with adapters. ``docs/update.md`` has our own figures.
+if all weights are trained at 5e-7, and stays flat with adapters.
 """
 
 from __future__ import annotations
