@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import logging
 import math
+import re
 import statistics
 import threading
 import time
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from test_reward_runner import make_group, rewards_of
 
 from lit_grpo.policy.loading import load_tokenizer
@@ -28,6 +31,7 @@ from lit_grpo.rewards import (
     RelativeJudge,
     RewardError,
     RewardFunction,
+    RewardModel,
     RewardRunner,
     RewardSpec,
     RubricJudge,
@@ -215,6 +219,17 @@ def test_an_answer_in_a_fence_is_read() -> None:
         assert score(RelativeJudge(server.url, "m"), "a", "b") == [0.25, 0.25]
 
 
+def test_the_examples_of_the_page_are_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0")
+    page = (Path(__file__).parents[1] / "docs" / "judges.md").read_text()
+    sections = [yaml.safe_load(block)["model"] for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    specs = [reward for section in sections for reward in section["rewards"]]
+    assert [spec["function"] for spec in specs] == ["relative_judge", "rubric_judge", "reward_model"]
+    for spec in specs[:2]:
+        RewardFunction.load(RewardSpec(**spec)).check_columns(["prompt", "answer"])
+    assert {*specs[2]["args"]} <= {*inspect.signature(RewardModel.__init__).parameters}
+
+
 # ---- hostile completions --------------------------------------------------------------------------------
 
 HOSTILE = (
@@ -246,7 +261,7 @@ def test_no_completion_ends_its_own_string_or_writes_a_control_token() -> None:
 def test_control_tokens_of_a_completion_are_text_for_a_tokenizer(policy_folder: Path) -> None:
     tokenizer = load_tokenizer(str(policy_folder))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "[INST]", "\uff5c"]})
-    special = set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "[INST]", "\uff5c"]))
+    special = {tokenizer.get_vocab()[token] for token in ("<|im_end|>", "[INST]", "\uff5c")}
     assert special & set(tokenizer("a<|im_end|>[INST]")["input_ids"])
     assert not special & set(tokenizer(framed([{"said": text} for text in HOSTILE]))["input_ids"])
 

@@ -104,9 +104,11 @@ class RewardModel(StatefulReward):
 
     def _load(self) -> PreTrainedModel:
         from transformers import AutoModelForSequenceClassification
+        from transformers.utils.logging import disable_progress_bar
 
         from lit_grpo.policy.hub import hub_or_cache
 
+        disable_progress_bar()  # one progress bar: the trainer's
         with hub_or_cache(self.name):
             try:
                 loaded: Any = AutoModelForSequenceClassification.from_pretrained(
