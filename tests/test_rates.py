@@ -30,8 +30,8 @@ TRAINED = {
     "Qwen/Qwen3.5-0.8B": 800_000_000,
     "Qwen/Qwen3-1.7B": 1_700_000_000,
 }
-LOW = ("is low for LoRA adapters", "set model.optimizer.lr to between 1e-5 and 1e-4")
-HIGH = ("is high for training all weights", "set model.optimizer.lr to between 1e-6 and 1e-5, or train adapters")
+LOW = ("is low for LoRA adapters", "set model.optimizer.lr to about ten times the rate")
+HIGH = ("is high for training all weights", "set model.optimizer.lr to about a tenth of the rate")
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_the_card_of_a_run_tells_of_the_rate(
         return " ".join(capsys.readouterr().out.split())
 
     assert (
-        "learning rate 1e-06 is low for LoRA adapters, which need about ten times the learning rate of all weights; set"
-        " model.optimizer.lr to between 1e-5 and 1e-4 run"
+        "learning rate 1e-06 is low for LoRA adapters; set model.optimizer.lr to about ten times the rate that suits "
+        "all weights (1e-5 to 1e-4 for large models) run"
     ) in card(1e-6)
     assert "learning rate" not in card(1e-5, ckpt_path=tmp_path / "last.ckpt", weights_only=True)  # it was raised
 

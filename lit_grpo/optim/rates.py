@@ -62,13 +62,14 @@ def judge(rate: float, trained: int, alpha: float | None) -> UnusualRate | None:
     """
     if alpha is not None and rate * max(1.0, alpha / USUAL_ALPHA) < LOWEST_OF_ADAPTERS:
         return UnusualRate(
-            f"{rate:.3g} is low for LoRA adapters, which need about ten times the learning rate of all weights",
-            "set model.optimizer.lr to between 1e-5 and 1e-4",
+            f"{rate:.3g} is low for LoRA adapters",
+            "set model.optimizer.lr to about ten times the rate that suits all weights (1e-5 to 1e-4 for large models)",
         )
     if alpha is None and rate > HIGHEST_OF_ALL_WEIGHTS and trained >= LEAST_TRAINED:
         return UnusualRate(
-            f"{rate:.3g} is high for training all weights, which takes about a tenth of the learning rate of adapters",
-            "set model.optimizer.lr to between 1e-6 and 1e-5, or train adapters (model.lora.r 16)",
+            f"{rate:.3g} is high for training all weights",
+            "set model.optimizer.lr to about a tenth of the rate that suits LoRA adapters (1e-6 to 1e-5 for large "
+            "models), or train adapters (model.lora.r 16)",
         )
     return None
 

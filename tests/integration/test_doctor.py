@@ -296,7 +296,7 @@ FAULTS = {
     "rate of all weights": Fault(
         options("--model.lora.r", "2", "--model.optimizer.lr", "2e-6"),
         "learning rate",
-        r"2e-06 is low for LoRA adapters, .*: set model.optimizer.lr to between 1e-5 and",
+        "2e-06 is low for LoRA adapters: set model.optimizer.lr to about ten times",
         "warn",
     ),
     "disk full": Fault(little_disk, "disk", "0.25 MiB free"),
