@@ -113,6 +113,15 @@ def test_a_warning_is_one_line_without_a_place_in_the_code() -> None:
     assert warnings.formatwarning is before
 
 
+def test_a_run_without_four_bits_is_not_told_of_a_kernel_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    theirs = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    with quiet():
+        theirs.warning("Failed to load CPU gemm_4bit_forward")
+        theirs.error("broken")
+    theirs.warning("later")
+    assert [record.message for record in caplog.records] == ["broken", "later"]
+
+
 def test_kernels_that_are_missing_are_named_once_on_a_gpu_and_are_not_spoken_of_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,12 +9,17 @@ from contextlib import contextmanager
 
 from lit_grpo.process.packages import MISSING_KERNELS
 
-# Lightning's tips, its list of missing devices, and its "Seed set to".
-LOGGERS = [
-    logging.getLogger(f"lightning.{name}")
-    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero", "fabric.utilities.seed")
-]
-LOGGERS.append(logging.getLogger("httpx"))  # with Ray, it logs a line for each request to a server
+LEVELS = {
+    # Lightning's tips, its list of missing devices, and its "Seed set to".
+    "lightning.pytorch.utilities.rank_zero": logging.WARNING,
+    "lightning.fabric.utilities.rank_zero": logging.WARNING,
+    "lightning.fabric.utilities.seed": logging.WARNING,
+    # With Ray, it logs a line for each request to a server.
+    "httpx": logging.WARNING,
+    # peft imports bitsandbytes, which on a CPU fails to load a kernel for four bits, asked for or not.
+    "bitsandbytes.backends.cpu.ops": logging.ERROR,
+}
+LOGGERS = [logging.getLogger(name) for name in LEVELS]
 OF_KERNELS = logging.getLogger("transformers.integrations.hub_kernels")
 WARNINGS = (
     # Lightning recommends DataLoader workers; there are none, because rollouts are made just in time.
@@ -36,7 +41,7 @@ def silence() -> None:
     for pattern in WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
     for logger in LOGGERS:
-        logger.setLevel(logging.WARNING)
+        logger.setLevel(LEVELS[logger.name])
     OF_KERNELS.addFilter(MISSING_KERNELS)
 
 
