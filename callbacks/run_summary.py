@@ -19,7 +19,7 @@ from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults.observers import Observer
-from lit_grpo.findings.rewards import LESSON, NoSignalCount
+from lit_grpo.findings.rewards import NoSignalCount, lesson_of
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import files_note
 from lit_grpo.process.terminal import counted
@@ -76,8 +76,7 @@ class RunSummary(Observer):
         if trainer.global_step == self._read_at:
             return
         metrics, self._read_at = trainer.callback_metrics, trainer.global_step
-        frac_uniform, max_advantage = (float(metrics.get(name, math.nan)) for name in LESSON)
-        self._lessons.add(frac_uniform, max_advantage)
+        self._lessons.add(*lesson_of({name: float(value) for name, value in metrics.items()}))
         self._peak_gib = max(self._peak_gib, float(metrics.get("peak_GiB", 0.0)))
         self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics.get("reward", math.nan)))]
         module = trainer.lightning_module

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lit_grpo.scheduling.ledger import RequestLedger
     from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplePath
     from lit_grpo.update.advantages.estimator import GroupRewards
+    from lit_grpo.update.objective.policy_loss import LossInputs
     from lit_grpo.update.objective.tokens import Tokens
     from lit_grpo.update.plugin import Chunk, LearningBatch, OptimizerStep, Term, TrainingRun, Visit
 
@@ -207,7 +208,8 @@ class Plugin(Listener):
     Some hooks decide something that only one plug-in of a run may decide; :data:`DECISIONS` lists them. A batch passes
     the hooks of the update in this order: rollouts are chosen (:meth:`choose_rollouts`), the run's estimator compares
     their rewards, their advantages change (:meth:`shape_advantages`), some are left out by comparison with the whole
-    batch (:meth:`choose_from_batch`), and turns or tokens get advantages of their own (:meth:`credit`). At each
+    batch (:meth:`choose_from_batch`), and turns or tokens get advantages of their own (:meth:`credit`), and
+    further tokens to compare the policy's distribution with (:meth:`candidates`, :meth:`token_loss`). At each
     optimizer step tokens are chosen (:meth:`token_mask`, :meth:`token_weights`) and long completions are cut
     (:meth:`chunks`), the loss gets a further term (:meth:`loss_term`), norms of the gradient are measured
     (:attr:`num_parts`), by which the size of batches may change (:meth:`batch_size`), and the learning rate of the step
@@ -515,6 +517,18 @@ class Plugin(Listener):
         """
         return None
 
+    def candidates(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return for tokens that are trained on further tokens of the vocabulary, for :meth:`token_loss`.
+
+        Called once per batch, after :meth:`credit`. All ranks return the same K.
+
+        Returns:
+            By completion the ids of K tokens at each place, int64, shape (num_trained, K), and a value for each of
+            them, such as its log-prob under a teacher; None if no completion has any. A completion that is missing has
+            NaN for all values.
+        """
+        return None
+
     # ---- at each optimizer step -----------------------------------------------------------------------
 
     def examples(self, version: int, ranks: Ranks) -> Sequence[Rollout]:
@@ -531,6 +545,15 @@ class Plugin(Listener):
             Rollouts whose completion has no token that is trained on, with unique keys.
         """
         return ()
+
+    def token_loss(self, tokens: LossInputs) -> torch.Tensor:
+        """Return what is added to the loss of each token of a micro-batch, shape N, with gradient.
+
+        It is weighted as the objective's loss of the token is, and neither clipped nor masked. ``tokens`` has the
+        policy's log-probs of the :meth:`candidates`, with gradient, and their values. A plug-in that overrides it
+        overrides :meth:`candidates` too.
+        """
+        return torch.zeros_like(tokens.logprobs_N)
 
     def proximal_logprobs(
         self, logprobs_N: torch.Tensor, sampled_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
@@ -700,6 +723,7 @@ DECISIONS = (
     Decision("what each turn is learnt from with", ("credit",)),
     Decision("which tokens have a cross-entropy loss", ("ce_weights",)),
     Decision("which examples are imitated", ("examples",)),
+    Decision("which further tokens have a loss", ("candidates", "token_loss")),
     Decision("which completions go through the policy in chunks", ("chunks",)),
     Decision("what is added to the objective's loss", ("loss_term",)),
     Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs"), replaces=DENOMINATOR),
@@ -715,6 +739,8 @@ UPDATE_HOOKS = (
     "token_weights",
     "ce_weights",
     "examples",
+    "candidates",
+    "token_loss",
     "chunks",
     "loss_term",
     "old_logprobs",

@@ -249,6 +249,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 LESSON = ("frac_reward_zero_std", "advantages/max_abs")
+OTHER_LOSSES = ("token_loss", "ce/loss")
+"""Metrics of losses that need no advantage."""
 """Metrics from which a batch without a learning signal is detected."""
 PATIENCE = 3
 """Number of batches in a row without a learning signal after which a warning is logged."""
@@ -257,6 +259,14 @@ MOST_COLLAPSED = 3
 """Number of collapsed batches in a row of which the last one is warned of."""
 LEAST_ADVANTAGE = 1e-6
 """A smaller advantage is rounding."""
+
+
+def lesson_of(metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Return what :func:`has_no_signal` goes by; NaN if tokens have a loss that needs no advantage."""
+    if any(math.isfinite(metrics.get(name, math.nan)) for name in OTHER_LOSSES):
+        return math.nan, math.nan
+    frac_uniform, max_advantage = (float(metrics.get(name, math.nan)) for name in LESSON)
+    return frac_uniform, max_advantage
 
 
 def has_no_signal(frac_uniform: float, max_advantage: float) -> bool:

@@ -1,16 +1,31 @@
-"""On-policy distillation: the policy learns from a teacher's log-prob of each token that it sampled itself.
+"""On-policy distillation: the policy learns from a teacher's distribution of each token that it sampled itself.
 
-The advantage of a token is that of its rollout (0 without a reward) and, with ``weight`` w, how much likelier the
-teacher finds it than the policy did when it sampled it::
+With ``top_k: 0`` the teacher is asked for the log-prob of each sampled token, and the advantage of the token is that of
+its rollout (0 without a reward) and how much likelier the teacher finds it than the policy did when it sampled it::
 
-    A_t = A + w (log p_teacher(y_t) - log p_policy(y_t))
+    A_t = A + weight (log p_teacher(y_t) - log p_policy(y_t))
 
 Its expectation over the policy's tokens is minus the reverse KL, KL(policy || teacher), and the gradient with this
 advantage is minus the gradient of the reverse KL of each next token: later tokens get no credit for earlier ones
 (discount 0). K. Lu, "On-Policy Distillation" (Thinking Machines, 2025); as ``opd`` of prime-rl.
 
-The policy's log-prob is that of sampling, at the temperature of sampling. The teacher's is at its own temperature,
-``model.teacher.temperature``. Tokens that an environment said are neither scored nor learnt from.
+With ``top_k: K`` the loss of each token gets, in place of that, a divergence D between the two distributions over the
+teacher's K likeliest tokens and a tail, which has the rest of each distribution's probability::
+
+    loss_t = surrogate_t + weight D_beta(teacher, policy)
+    D_0 = KL(teacher || policy)    D_1 = KL(policy || teacher)
+    D_beta = beta KL(teacher || m) + (1 - beta) KL(policy || m),  m = beta teacher + (1 - beta) policy
+
+This is GKD (arXiv 2306.13649, eq. 1; TRL's ``beta``), on the policy's own completions alone. Its gradient has less
+variance than that of sampled tokens, and takes the log-probs of K tokens for one. TRL's SDPO adds the same tail.
+
+``entropy_above`` adds KL(teacher || policy) to D where the entropy of the teacher is above it, in nats, over its K
+likeliest tokens and the tail: reverse KL takes one of several good continuations, and forward KL keeps them
+(Entropy-Aware On-Policy Distillation, arXiv 2603.07079).
+
+The log-probs of the policy in the advantage are those of sampling, at the temperature of sampling, which also divides
+the policy's logits in D. The teacher's logits are divided by ``model.teacher.temperature``. Tokens that an environment
+said are neither scored nor learnt from.
 
 Example:
     ``model: {teacher: {policy: path/to/a/larger/model}, rewards: []}`` and ``rollout.plugins: [distill]``
@@ -19,27 +34,60 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 
-from lit_grpo.limits import Positive
-from lit_grpo.methods.teaching import TeacherPlugin, sampled
+from lit_grpo.limits import Limit, Number, Positive
+from lit_grpo.methods.teaching import TeacherPlugin, divergence, sampled, with_tail
+from lit_grpo.types import Key
 from lit_grpo.update.plugin import LearningBatch
+
+if TYPE_CHECKING:
+    from lit_grpo.plugins import RunFacts
+    from lit_grpo.update.objective.policy_loss import LossInputs
 
 
 @dataclass
 class Distill(TeacherPlugin):
-    """Adds to the advantage of each token how much likelier the teacher finds it than the policy."""
+    """Lets the policy come nearer to the teacher's distribution at each token that it sampled."""
 
     weight: Positive = 1.0
-    """Factor of the teacher's part in the advantage of a token."""
+    """Factor of the teacher's part, in the advantage or in the loss of a token."""
+    top_k: Number = 0
+    """Number of the teacher's likeliest tokens at each place that distributions are compared over; 0 takes the sampled
+    token alone, as an advantage.
+    """
+    beta: Annotated[float, Limit(ge=0, le=1)] = 1.0
+    """Divergence with ``top_k``: 1 is the reverse KL, KL(policy || teacher), 0 the forward KL, KL(teacher || policy),
+    and between them is the generalised Jensen-Shannon divergence.
+    """
+    entropy_above: Annotated[float | None, Limit(ge=0)] = None
+    """Entropy of the teacher, in nats, above which the forward KL is added, with ``top_k``; null adds none."""
 
-    def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None]:
-        """Return the advantage of each token."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, differs in (("beta", self.beta != 1), ("entropy_above", self.entropy_above is not None)):
+            if differs and not self.top_k:
+                raise ValueError(
+                    f"{name} is of the divergence over the teacher's likeliest tokens; set top_k above 0, or leave "
+                    f"{name} out."
+                )
+
+    def check(self, run: RunFacts) -> None:
+        """Check that the policy knows as many tokens as are to be compared."""
+        if run.policy is not None and self.top_k > (known := run.policy.config.get_text_config().vocab_size):
+            raise ValueError(f"top_k is {self.top_k}, and the policy knows {known} tokens; lower it.")
+
+    def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None] | None:
+        """Return the advantage of each token, for ``top_k: 0``."""
         taught = [rollout for rollout in batch.rollouts if not math.isnan(rollout.advantage)]
-        scores, credited = self.scores(batch, taught), list[torch.Tensor | None]()
+        scores = self.taught = self.scores(batch, taught, self.top_k)
+        if self.top_k:
+            return None
+        credited = list[torch.Tensor | None]()
         for rollout in batch.rollouts:
             its = scores.get(rollout.completion.request.key)
             if its is None:
@@ -47,6 +95,25 @@ class Distill(TeacherPlugin):
             else:
                 credited.append(rollout.advantage + self.weight * (its.logprobs_T - sampled(rollout.completion)))
         return credited
+
+    def candidates(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return the teacher's likeliest tokens with their log-probs, for ``top_k: K``."""
+        scores, self.taught = self.taught, {}
+        if not self.top_k:
+            return None
+        return {key: (its.top_ids_TK, its.top_logprobs_TK) for key, its in scores.items()}
+
+    def token_loss(self, tokens: LossInputs) -> torch.Tensor:
+        """Return the divergence of each token's distribution from the teacher's, times the weight."""
+        assert tokens.candidate_logprobs_NK is not None and tokens.candidate_values_NK is not None
+        known_N = ~tokens.candidate_values_NK.isnan().any(1)
+        its_NK = tokens.candidate_values_NK.where(known_N[:, None], -math.log(2 * self.top_k))  # counts nothing
+        loss_N = divergence(tokens.candidate_logprobs_NK, its_NK, self.beta)
+        if self.entropy_above is not None:
+            its_NL = with_tail(its_NK)
+            is_open_N = -(its_NL.exp() * its_NL).sum(1) > self.entropy_above
+            loss_N = loss_N + divergence(tokens.candidate_logprobs_NK, its_NK, 0.0) * is_open_N
+        return self.weight * loss_N * known_N
 
 
 PLUGINS = {"distill": Distill()}

@@ -27,6 +27,7 @@ class TeacherPlugin(Plugin):
         """Begin without a teacher."""
         self.teacher: Teacher | None = None
         self._averaged: dict[str, torch.Tensor] = {}
+        self.taught: Mapping[Key, TeacherScores] = {}
         self._sums = (0.0, 0.0, 0)  # of log-ratios and of the teacher's entropies; tokens
 
     def on_train_start(self, run: TrainingRun) -> None:
@@ -75,3 +76,31 @@ class TeacherPlugin(Plugin):
 def sampled(completion: Completion) -> torch.Tensor:
     """Return the log-probs that the tokens of a completion were sampled with, of those that are trained on."""
     return completion.logprobs_T[completion.trained_T]
+
+
+def divergence(own_NK: torch.Tensor, its_NK: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the generalised Jensen-Shannon divergence over K tokens and a tail with the rest, shape N, in nats.
+
+    Args:
+        own_NK: Log-probs of the policy, with gradient; of different tokens, so that their probabilities add up to 1 at
+            most.
+        its_NK: Log-probs of the teacher.
+        beta: 1 for KL(policy || teacher), 0 for KL(teacher || policy); see :mod:`lit_grpo.methods.distill`.
+    """
+    own_NL, its_NL = with_tail(own_NK), with_tail(its_NK)
+    if beta in (0, 1):
+        left_NL, right_NL = (own_NL, its_NL) if beta else (its_NL, own_NL)
+        return (left_NL.exp() * (left_NL - right_NL)).sum(1)
+    mixed_NL = torch.logaddexp(own_NL + math.log1p(-beta), its_NL + math.log(beta))
+    of_teacher_N, of_policy_N = ((each.exp() * (each - mixed_NL)).sum(1) for each in (its_NL, own_NL))
+    return beta * of_teacher_N + (1 - beta) * of_policy_N
+
+
+LEAST_TAIL = 1e-7
+"""Least probability of the tail, as in TRL: where K tokens have all of it, the log of the rest is not finite."""
+
+
+def with_tail(logprobs_NK: torch.Tensor) -> torch.Tensor:
+    """Return log-probs of K tokens with that of all others behind them, shape (N, K + 1)."""
+    total_N1 = logprobs_NK.logsumexp(1, keepdim=True).clamp(max=-LEAST_TAIL)
+    return torch.cat([logprobs_NK, (-torch.expm1(total_N1)).log()], 1)

@@ -102,6 +102,31 @@ def give_ce_weights(plugin: Plugin, batch: LearningBatch) -> None:
         rollout.ce_weights = weights_T
 
 
+def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
+    """Give the tokens of all rollouts their candidates; return the names of the columns, none if there are none.
+
+    Raises:
+        ValueError: The plug-in does not return as many ids and values for each token that is trained on.
+    """
+    named, name = plugin.candidates(batch), type(plugin).__name__
+    if named is None:
+        return ()
+    widths = [ids_TK.shape[1] for ids_TK, _ in named.values() if ids_TK.dim() == 2]
+    width = max((each for of_rank in batch.all_gather(widths) for each in of_rank), default=0)
+    for rollout in batch.rollouts if width else ():
+        completion, shape = rollout.completion, (rollout.completion.num_trained, width)
+        none = torch.zeros(shape, dtype=torch.int64), torch.full(shape, math.nan)
+        ids_TK, values_TK = named.get(completion.request.key, none)
+        if ids_TK.shape != shape or values_TK.shape != shape:
+            raise ValueError(
+                f"{name}.candidates gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r} ids "
+                f"of shape {tuple(ids_TK.shape)} and values of shape {tuple(values_TK.shape)}; give both the shape "
+                f"{shape}, a row for each token that is trained on."
+            )
+        rollout.columns |= {"candidate_ids": ids_TK, "candidate_values": values_TK}
+    return ("candidate_ids", "candidate_values") if width else ()
+
+
 def shaped(plugin: Plugin, batch: GroupBatch, advantages_R: torch.Tensor) -> torch.Tensor:
     """Return the advantages of all rollouts of a batch, shape R, as a plug-in shapes them; NaN stays NaN.
 

@@ -17,7 +17,7 @@ from lit_grpo.plugins import overriding
 from lit_grpo.policy.sharding import as_shards, full_tensor
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.assigning import assign_advantages
+from lit_grpo.update.assigning import assign_advantages, give_candidates
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
 from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
@@ -197,8 +197,11 @@ class Learner:
             for rollout, its in zip(rollouts, values, strict=True):
                 rollout.columns[name] = its
         assign_advantages(batch, passes, self.history)
+        named = tuple(columns)
+        if (plugin := settings.plugin("candidates")) is not None:
+            named += give_candidates(plugin, batch)
         self.history.note(rewards.visits(groups, settings.pass_rule, version))
-        return batch, tuple(columns)
+        return batch, named
 
     def _recompute(self, rollouts: Sequence[Rollout]) -> None:
         """Let rollouts be as if the policy had sampled them now; what is remembered of them stays as it was."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -215,7 +216,10 @@ class PolicyPasses:
             logprobs_N, entropy_N = compute(self.policy, forward)
         if owner != self._rows.rank:
             return logprobs_N.sum() * 0.0
-        sampled_logprobs_N, ce_logprobs_M = micro_batch.sampled_logprobs_N, None
+        sampled_logprobs_N, ce_logprobs_M, candidate_logprobs_NK = micro_batch.sampled_logprobs_N, None, None
+        if micro_batch.candidate_ids_NK is not None:
+            num_tokens = len(micro_batch.candidate_ids_NK)
+            logprobs_N, candidate_logprobs_NK = logprobs_N[:, 0], logprobs_N[:num_tokens, 1:]
         if micro_batch.ce_weights_M is not None:
             counts = [len(sampled_logprobs_N), len(micro_batch.ce_weights_M)]
             logprobs_N, ce_logprobs_M = logprobs_N.split(counts)
@@ -249,7 +253,11 @@ class PolicyPasses:
             whole_lengths_C=micro_batch.whole_lengths_C,
             ce_weights_M=micro_batch.ce_weights_M,
             ce_logprobs_M=ce_logprobs_M,
+            candidate_logprobs_NK=candidate_logprobs_NK,
+            candidate_values_NK=micro_batch.candidate_values_NK,
         )
+        if candidate_logprobs_NK is not None and (plugin := settings.plugin("token_loss")) is not None:
+            tokens = replace(tokens, added_N=plugin.token_loss(tokens))
         outputs = policy_loss(tokens)
         for plugin in overriding(settings.plugins, "token_metrics"):
             outputs.metrics.update(plugin.token_metrics(tokens))

@@ -94,11 +94,12 @@ def taking_part_and_learnt(rollouts: Sequence[Rollout], mask_truncated: bool) ->
 
 
 def with_advantage(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rollouts whose advantage, or that of one of their tokens, is not 0."""
+    """Return the rollouts whose advantage, or that of one of their tokens, is not 0, or that have candidates."""
     found: list[Rollout] = []
     for rollout in rollouts:
-        of_tokens = rollout.token_advantages
-        if rollout.advantage != 0 or (of_tokens is not None and of_tokens.any()):
+        of_tokens, candidates = rollout.token_advantages, rollout.columns.get("candidate_values")
+        has_candidates = candidates is not None and not candidates.isnan().all()
+        if rollout.advantage != 0 or (of_tokens is not None and of_tokens.any()) or has_candidates:
             found.append(rollout)
     return found
 

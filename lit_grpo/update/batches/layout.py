@@ -50,6 +50,9 @@ class PackedRow:
     the row its place among the rollouts of the step, and the begin and end of its tokens that are in the row;
     ``all_source_T`` and ``all_ids_T`` are the sources and ids of all these tokens.
 
+    ``candidate_ids_NK`` are further tokens of the vocabulary at each place of the N axis, whose log-probs the loss
+    gets, and ``candidate_values_NK`` what a method knows of each of them.
+
     Where completions share tokens, ``distinct_U`` are the places, on the N axis with the M axis after it, of one of
     each that are the same, and ``same_N`` says which of them each token is: log-probs are computed of the distinct ones
     alone.
@@ -86,6 +89,8 @@ class PackedRow:
     kept_N: torch.Tensor | None = None
     weights_N: torch.Tensor | None = None
     whole_lengths_C: torch.Tensor | None = None
+    candidate_ids_NK: torch.Tensor | None = None
+    candidate_values_NK: torch.Tensor | None = None
     members: tuple[tuple[int, int, int], ...] = ()
     all_source_T: np.ndarray | None = None
     all_ids_T: np.ndarray | None = None
@@ -108,8 +113,11 @@ class PackedRow:
 
     @property
     def target_ids_U(self) -> torch.Tensor:
-        """Ids of the distinct tokens."""
-        ids_N, ce_ids_M = self.target_ids_N, self.ce_target_ids_M
+        """Ids of the distinct tokens; with candidates each token's, then those of its candidates."""
+        ids_N, ce_ids_M, candidates_NK = self.target_ids_N, self.ce_target_ids_M, self.candidate_ids_NK
+        if candidates_NK is not None:
+            ids_N = torch.cat([ids_N[:, None], candidates_NK], 1)
+            ce_ids_M = None if ce_ids_M is None else ce_ids_M[:, None].expand(-1, ids_N.shape[1])
         ids_N = ids_N if ce_ids_M is None else torch.cat([ids_N, ce_ids_M])
         return ids_N if self.distinct_U is None else ids_N.index_select(0, self.distinct_U)
 
@@ -192,7 +200,7 @@ class MicroBatches(Iterable[PackedRow]):
         Args:
             rollouts: The rollouts that have been laid out.
             columns: Names of :attr:`~lit_grpo.types.Rollout.columns` that each of them has: ``old_logprobs``,
-                ``reference_logprobs``, ``kept`` or ``weights``.
+                ``reference_logprobs``, ``kept``, ``weights``, ``candidate_ids`` or ``candidate_values``.
             lengths: Number of trained tokens of each whole completion; None if the rollouts' own are whole.
             has_ce: Whether a rollout of the step, on any rank, has weights of the channel ``ce``.
         """
@@ -210,15 +218,19 @@ class MicroBatches(Iterable[PackedRow]):
             else:
                 advantages = np.array([rollout.advantage for rollout in own], np.float32)
                 advantages_N = torch.from_numpy(np.repeat(advantages, np.array(counts, np.int64)))
-            values = {"advantages_N": advantages_N}
+            values: dict[str, torch.Tensor | None] = {"advantages_N": advantages_N}
             for name in columns:
                 parts = [rollout.columns[name][place] for rollout, place in zip(own, row.places, strict=True)]
-                values[f"{name}_N"] = torch.cat(parts) if parts else torch.empty(0)
+                if not name.startswith("candidate"):
+                    values[f"{name}_N"] = torch.cat(parts) if parts else torch.empty(0)
+                elif parts:  # equal tokens may have other candidates, so each is computed by itself
+                    values |= {f"{name}_NK": torch.cat(parts), "distinct_U": None, "same_N": None}
             if lengths is not None or row.chunk is not None:
                 whole = row.num_trained if lengths is None else [lengths[place] for place in row.rows]
                 values["whole_lengths_C"] = torch.tensor(whole, dtype=torch.int64)
             if row.chunk is not None:
-                values["weights_N"] = values.get("weights_N", torch.ones(sum(counts))) * row.chunk.weight
+                weights_N = values.get("weights_N")
+                values["weights_N"] = row.chunk.weight * (torch.ones(sum(counts)) if weights_N is None else weights_N)
             filled = replace(row, **values)
             if has_ce:
                 _fill_ce(filled, rollouts)
@@ -342,7 +354,8 @@ def _fill_ce(row: PackedRow, rollouts: Sequence[Rollout]) -> None:
     row.ce_weights_M = weights_T[places_M] * (1.0 if row.chunk is None else row.chunk.weight)
     row.ce_source_M = torch.as_tensor(row.all_source_T)[places_M]
     row.ce_target_ids_M = torch.as_tensor(row.all_ids_T)[places_M]
-    row.find_distinct()
+    if row.candidate_ids_NK is None:
+        row.find_distinct()
 
 
 def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> PackedRow:

@@ -29,6 +29,9 @@ def micro_batch_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob and entropy of the tokens of a micro-batch under ``model``: the N axis, then the M axis.
 
+    If the row has candidates, log-probs have the shape (N + M, 1 + K): the token's own, then those of its candidates,
+    on the M axis its own again.
+
     Args:
         model: A causal language model.
         micro_batch: On the model's device.
@@ -54,8 +57,9 @@ def micro_batch_logprobs(
     target_ids_u = target_ids_U if ranks.size == 1 else ranks.own_part(target_ids_U)
     logprobs_U, entropy_U = head_logprobs(model, hidden_uD, target_ids_u, temperature, entropy_gradient)
     if ranks.size > 1:
-        both_U2 = ranks.join(owner, torch.stack([logprobs_U, entropy_U], 1), len(target_ids_U))
-        logprobs_U, entropy_U = both_U2.unbind(1)
+        columns = logprobs_U.view(len(entropy_U), *target_ids_U.shape[1:] or (1,)), entropy_U[:, None]
+        both_UX = ranks.join(owner, torch.cat(columns, 1), len(target_ids_U))
+        logprobs_U, entropy_U = both_UX[:, :-1].view(target_ids_U.shape), both_UX[:, -1]
     return micro_batch.spread(logprobs_U), micro_batch.spread(entropy_U)
 
 
@@ -114,7 +118,7 @@ def token_logprobs(
 
     Args:
         hidden_ND: Hidden states that predict the targets.
-        target_ids_N: Token ids.
+        target_ids_N: Token ids, or several for each place, shape (N, K); the log-probs have the same shape.
         head: Maps hidden states (n, D) to float32 logits (n, V).
         vocab_size: V.
         temperature: Divides the logits, as it did when the tokens were sampled.
@@ -125,7 +129,8 @@ def token_logprobs(
         logprobs_nV = torch.log_softmax(head(hidden_nD) / temperature, dim=-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy_n = -(logprobs_nV.exp() * logprobs_nV).sum(-1)
-        return logprobs_nV.gather(-1, target_ids_n[:, None]).squeeze(-1), entropy_n
+        ids_nk = target_ids_n[:, None] if target_ids_n.dim() == 1 else target_ids_n
+        return logprobs_nV.gather(-1, ids_nk).view(target_ids_n.shape), entropy_n
 
     size = max(1, LOGITS_PER_CHUNK // vocab_size)
     logprobs, entropies = [], []

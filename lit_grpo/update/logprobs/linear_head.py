@@ -114,7 +114,7 @@ def linear_logprobs(
 
     Args:
         hidden_ND: Hidden states that predict the targets.
-        target_ids_N: Token ids.
+        target_ids_N: Token ids, or several for each place, shape (N, K); the log-probs have the same shape.
         head: The head, of vocabulary V.
         temperature: Divides the logits, as it did when the tokens were sampled.
         entropy_gradient: Whether the entropy carries a gradient.
@@ -141,12 +141,13 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
         ctx.head, ctx.of_blocks = head, (head, temperature, dtype)
         blocks = LogitBlocks(hidden_ND, weight_VD, bias_V, *ctx.of_blocks)
-        kept_4N = hidden_ND.new_empty((4, len(hidden_ND)), dtype=blocks.exact)
+        logprobs_N = hidden_ND.new_empty(target_ids_N.shape, dtype=blocks.exact)
+        kept_3N = hidden_ND.new_empty((3, len(hidden_ND)), dtype=blocks.exact)
         with torch.autocast(device, enabled=False):
             for tokens in blocks.tokens:
-                kept_4N[:, tokens] = _statistics(blocks, tokens, target_ids_N)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, kept_4N[1:])
-        return kept_4N[0].clone(), kept_4N[1].clone()
+                logprobs_N[tokens], kept_3N[:, tokens] = _statistics(blocks, tokens, target_ids_N[tokens])
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, kept_3N)
+        return logprobs_N, kept_3N[0].clone()
 
     @staticmethod
     @once_differentiable
@@ -157,7 +158,8 @@ class _LinearLogprobs(torch.autograd.Function):
         logprob_grad_N, entropy_grad_N = grad_outputs
         blocks = LogitBlocks(hidden_ND, weight_VD, bias_V, *ctx.of_blocks)
         wanted, exact = ctx.needs_input_grad, blocks.exact
-        logprob_grad_N = torch.zeros_like(kept_3N[0]) if logprob_grad_N is None else logprob_grad_N
+        if logprob_grad_N is None:
+            logprob_grad_N = kept_3N.new_zeros(target_ids_N.shape)
         hidden_grad = torch.zeros_like(hidden_ND, dtype=exact)
         weight_grad, bias_grad = None, None
         if wanted[1] and ctx.head.keeps_gradient:  # added up where it stays
@@ -174,7 +176,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 for tokens in blocks.tokens:
                     entropy_grad_n = None if entropy_grad_N is None else entropy_grad_N[tokens, None]
                     slope_nv = _logit_gradient(
-                        blocks, tokens, vocabulary, target_ids_N, kept_3N, logprob_grad_N[tokens, None], entropy_grad_n
+                        blocks, tokens, vocabulary, target_ids_N, kept_3N, logprob_grad_N[tokens], entropy_grad_n
                     )
                     if bias_grad is not None:
                         bias_grad[vocabulary] += slope_nv.sum(0)
@@ -191,19 +193,21 @@ class _LinearLogprobs(torch.autograd.Function):
         return hidden_grad.to(hidden_ND.dtype), weight_grad, bias_grad, None, None, None
 
 
-def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_N: torch.Tensor) -> torch.Tensor:
+def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One pass over the vocabulary for some tokens.
 
     Returns:
-        Shape (4, tokens): log-prob of the target, entropy, highest logit, sum of exp(logit - highest).
+        The log-probs of the targets, in their shape, and of each token entropy, highest logit and sum of
+        exp(logit - highest), shape (3, tokens).
     """
-    targets_n1 = target_ids_N[tokens, None]
-    highest_n1 = torch.full(targets_n1.shape, -torch.inf, dtype=blocks.exact, device=targets_n1.device)
-    total_n1, weighted_n1, target_n1 = torch.zeros((3, *highest_n1.shape), dtype=blocks.exact, device=targets_n1.device)
+    targets_nk = target_ids_n[:, None] if target_ids_n.dim() == 1 else target_ids_n
+    target_nk = torch.zeros(targets_nk.shape, dtype=blocks.exact, device=targets_nk.device)
+    highest_n1 = torch.full((len(targets_nk), 1), -torch.inf, dtype=blocks.exact, device=targets_nk.device)
+    total_n1, weighted_n1 = torch.zeros((2, *highest_n1.shape), dtype=blocks.exact, device=targets_nk.device)
     for vocabulary in blocks.vocabulary:
         logits_nv = blocks.logits(tokens, vocabulary)
-        column_n1, inside_n1 = _columns(targets_n1, vocabulary)
-        target_n1 += logits_nv.gather(1, column_n1) * inside_n1
+        column_nk, inside_nk = _columns(targets_nk, vocabulary)
+        target_nk += logits_nv.gather(1, column_nk) * inside_nk
         raised_n1 = torch.maximum(highest_n1, logits_nv.amax(1, keepdim=True))
         shift_n1 = highest_n1 - raised_n1
         rescale_n1 = shift_n1.exp()
@@ -215,8 +219,8 @@ def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_N: torch.Tensor) 
         weighted_n1 += chances_nv.mul_(logits_nv).sum(1, keepdim=True)
         highest_n1 = raised_n1
     log_total_n1 = total_n1.log()
-    logprobs_n1, entropy_n1 = target_n1 - highest_n1 - log_total_n1, log_total_n1 - weighted_n1 / total_n1
-    return torch.cat([logprobs_n1, entropy_n1, highest_n1, total_n1], 1).T
+    logprobs_nk, entropy_n1 = target_nk - highest_n1 - log_total_n1, log_total_n1 - weighted_n1 / total_n1
+    return logprobs_nk.view(target_ids_n.shape), torch.cat([entropy_n1, highest_n1, total_n1], 1).T
 
 
 def _logit_gradient(
@@ -225,31 +229,32 @@ def _logit_gradient(
     vocabulary: slice,
     target_ids_N: torch.Tensor,
     kept_3N: torch.Tensor,
-    logprob_grad_n1: torch.Tensor,
+    logprob_grad_n: torch.Tensor,
     entropy_grad_n1: torch.Tensor | None,
 ) -> torch.Tensor:
     """The loss's derivative with respect to a block of what the matrix product gives.
 
     Of the log-prob of token t it is ``[v = t] - p_v``; of the entropy ``-p_v (log p_v + entropy)``.
     """
+    logprob_grad_nk = logprob_grad_n[:, None] if logprob_grad_n.dim() == 1 else logprob_grad_n
     entropy_n1, highest_n1, total_n1 = kept_3N[:, tokens, None]
     logits_nv = blocks.logits(tokens, vocabulary)
     slope = blocks.slope(logits_nv)
     logits_nv -= highest_n1
-    weights = -logprob_grad_n1 / total_n1
+    weights = -logprob_grad_nk.sum(1, keepdim=True) / total_n1
     if entropy_grad_n1 is not None:
         weights = weights - (logits_nv + (entropy_n1 - total_n1.log())) * (entropy_grad_n1 / total_n1)
     gradient_nv = logits_nv.exp_().mul_(weights)
-    column_n1, inside_n1 = _columns(target_ids_N[tokens, None], vocabulary)
-    gradient_nv.scatter_add_(1, column_n1, logprob_grad_n1 * inside_n1)
+    column_nk, inside_nk = _columns(target_ids_N[tokens].view(logprob_grad_nk.shape), vocabulary)
+    gradient_nv.scatter_add_(1, column_nk, logprob_grad_nk * inside_nk)
     return gradient_nv if slope is None else gradient_nv.mul_(slope)
 
 
-def _columns(targets_n1: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _columns(targets_nk: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Each target's column in a block, somewhere in it where the target is not, and whether it is."""
-    column_n1 = targets_n1 - vocabulary.start
-    inside_n1 = (targets_n1 >= vocabulary.start) & (targets_n1 < vocabulary.stop)
-    return column_n1.clamp(0, vocabulary.stop - vocabulary.start - 1), inside_n1
+    column_nk = targets_nk - vocabulary.start
+    inside_nk = (targets_nk >= vocabulary.start) & (targets_nk < vocabulary.stop)
+    return column_nk.clamp(0, vocabulary.stop - vocabulary.start - 1), inside_nk
 
 
 def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

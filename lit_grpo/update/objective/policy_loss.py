@@ -37,6 +37,9 @@ class LossInputs(Tokens):
         ce_weights_M: Weights of the channel ``ce``, of all tokens that have one, observed tokens among them; None if
             the step has none.
         ce_logprobs_M: Log-probs of these tokens, with gradient.
+        candidate_logprobs_NK: Log-probs of further tokens at each place, with gradient, if a plug-in names any.
+        candidate_values_NK: What the plug-in knows of each of them; NaN where it names none.
+        added_N: What a plug-in adds to the loss of each token, with gradient.
     """
 
     objective: Objective
@@ -48,6 +51,9 @@ class LossInputs(Tokens):
     whole_lengths_C: torch.Tensor | None = None
     ce_weights_M: torch.Tensor | None = None
     ce_logprobs_M: torch.Tensor | None = None
+    candidate_logprobs_NK: torch.Tensor | None = None
+    candidate_values_NK: torch.Tensor | None = None
+    added_N: torch.Tensor | None = None
 
 
 class LossOutputs(NamedTuple):
@@ -71,7 +77,8 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
 
     Two channels add to it. ``rl``, of the tokens that have an advantage::
 
-        sum_t w_t (mask_t correction_t surrogate_t + beta kl_t) - coefficient sum_t entropy_t / num_entropy_tokens
+        sum_t w_t (mask_t correction_t surrogate_t + beta kl_t + added_t)
+            - coefficient sum_t entropy_t / num_entropy_tokens
 
     and ``ce``, of the tokens that have a weight ``c_t`` of their negative log-likelihood::
 
@@ -109,6 +116,8 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
             term_N = kl_N * log_ratios(tokens, objective.ratio_level).exp()
         loss_N = loss_N + (objective.kl.beta if tokens.beta is None else tokens.beta) * term_N
         metrics["kl"] = kl_N.detach()
+    if tokens.added_N is not None:
+        loss_N, metrics["token_loss"] = loss_N + tokens.added_N, tokens.added_N.detach()
     whole_lengths_C = lengths_C if tokens.whole_lengths_C is None else tokens.whole_lengths_C
     weights_C = token_weights(whole_lengths_C, totals, objective.normalized_by, loss_N.dtype)
     weights_N = spread(weights_C, lengths_C, num_tokens)

@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.findings.rewards import HELD_OUT, LESSON, TRAINING, Finding, NoSignalCount, RewardCurves
+from lit_grpo.findings.rewards import (
+    HELD_OUT,
+    LESSON,
+    OTHER_LOSSES,
+    TRAINING,
+    Finding,
+    NoSignalCount,
+    RewardCurves,
+    lesson_of,
+)
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.process.terminal import visible
 from lit_grpo.tools.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
@@ -118,10 +127,10 @@ def _without_signal(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, s
     """Return the number of batches without a learning signal, if several in a row had none."""
     if not all(name in columns for name in LESSON):
         return []
-    frac_uniform, max_advantage = (columns[name] for name in LESSON)
+    named = {name: columns[name] for name in (*LESSON, *OTHER_LOSSES) if name in columns}
     lessons = NoSignalCount()
-    for row in np.flatnonzero(np.isfinite(frac_uniform)).tolist():
-        lessons.add(float(frac_uniform[row]), float(max_advantage[row]))
+    for row in np.flatnonzero(np.isfinite(columns[LESSON[0]])).tolist():
+        lessons.add(*lesson_of({name: float(values[row]) for name, values in named.items()}))
     number, _, why = str(lessons).partition(", ")
     return [("No signal", number, why)] if lessons.is_worth_a_word else []
 
