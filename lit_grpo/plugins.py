@@ -209,7 +209,7 @@ class Plugin(Listener):
     the hooks of the update in this order: rollouts are chosen (:meth:`choose_rollouts`), the run's estimator compares
     their rewards, their advantages change (:meth:`shape_advantages`), some are left out by comparison with the whole
     batch (:meth:`choose_from_batch`), and turns or tokens get advantages of their own (:meth:`credit`), and
-    further tokens to compare the policy's distribution with (:meth:`candidates`, :meth:`token_loss`). At each
+    further tokens to compare the policy's distribution with (:meth:`candidate_tokens`, :meth:`token_loss`). At each
     optimizer step tokens are chosen (:meth:`token_mask`, :meth:`token_weights`) and long completions are cut
     (:meth:`chunks`), the loss gets a further term (:meth:`loss_term`), norms of the gradient are measured
     (:attr:`num_parts`), by which the size of batches may change (:meth:`batch_size`), and the learning rate of the step
@@ -517,7 +517,7 @@ class Plugin(Listener):
         """
         return None
 
-    def candidates(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:
+    def candidate_tokens(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:
         """Return for tokens that are trained on further tokens of the vocabulary, for :meth:`token_loss`.
 
         Called once per batch, after :meth:`credit`. All ranks return the same K.
@@ -550,8 +550,8 @@ class Plugin(Listener):
         """Return what is added to the loss of each token of a micro-batch, shape N, with gradient.
 
         It is weighted as the objective's loss of the token is, and neither clipped nor masked. ``tokens`` has the
-        policy's log-probs of the :meth:`candidates`, with gradient, and their values. A plug-in that overrides it
-        overrides :meth:`candidates` too.
+        policy's log-probs of the :meth:`candidate_tokens`, with gradient, and their values. A plug-in that overrides it
+        overrides :meth:`candidate_tokens` too.
         """
         return torch.zeros_like(tokens.logprobs_N)
 
@@ -723,7 +723,7 @@ DECISIONS = (
     Decision("what each turn is learnt from with", ("credit",)),
     Decision("which tokens have a cross-entropy loss", ("ce_weights",)),
     Decision("which examples are imitated", ("examples",)),
-    Decision("which further tokens have a loss", ("candidates", "token_loss")),
+    Decision("which further tokens have a loss", ("candidate_tokens", "token_loss")),
     Decision("which completions go through the policy in chunks", ("chunks",)),
     Decision("what is added to the objective's loss", ("loss_term",)),
     Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs"), replaces=DENOMINATOR),
@@ -739,7 +739,7 @@ UPDATE_HOOKS = (
     "token_weights",
     "ce_weights",
     "examples",
-    "candidates",
+    "candidate_tokens",
     "token_loss",
     "chunks",
     "loss_term",

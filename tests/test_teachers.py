@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import random_policy, save_tokenizer
 from hand_made import VOCAB_SIZE, full_logprobs, make_rollout, random_groups
-from test_channels import exact_norms  # noqa: F401 (a fixture)
+from test_channels import Imitated, assert_mixed_is_the_sum
 from test_learner import make_learner, member, ragged_groups
 from torch import distributed
 
@@ -29,6 +29,7 @@ from lit_grpo.types import Prompt, Rollout, RolloutGroup
 from lit_grpo.update.logprobs.teacher import ModelTeacher, TeacherSettings, check_vocabulary, make_teacher
 from lit_grpo.update.plugin import TrainingRun
 
+pytestmark = pytest.mark.usefixtures("exact_norms")
 NAN = math.nan
 REWARDS = [[1.0, 0.0, 0.0, 1.0]] * 2
 CPU = torch.device("cpu")
@@ -192,7 +193,7 @@ def test_the_last_token_is_learnt_from_and_nothing_behind_it() -> None:
     teacher = other_policy()
     learnt([RolloutGroup(rollout.prompt, [rollout])], Distill(weight=2.0), teacher)
     logits = teacher(input_ids=torch.tensor([[5, 6, 7]])).logits[0].log_softmax(-1)
-    expected = [2 * (float(logits[1, 7]) + 1.0), 2 * (float(logits[2, 1]) + 2.0)]
+    expected = [2 * (float(logits[1, 7].detach()) + 1.0), 2 * (float(logits[2, 1].detach()) + 2.0)]
     assert rollout.token_advantages is not None
     assert rollout.token_advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -304,7 +305,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_with_the_first_token_that_di
 def test_a_token_that_the_teacher_does_not_know_is_refused() -> None:
     rollout = make_rollout([5, 6], [7, VOCAB_SIZE - 1], NAN)
     rollout.rewards = {"exact": None}
-    small = random_policy().double()
+    small: Any = random_policy().double()
     small.resize_token_embeddings(VOCAB_SIZE - 1)
     with pytest.raises(ValueError, match=rf"has token {VOCAB_SIZE - 1}, and the teacher 'another' knows"):
         learnt([RolloutGroup(rollout.prompt, [rollout])], Distill(), small)
@@ -360,3 +361,16 @@ def test_more_tokens_than_the_policy_knows_are_refused() -> None:
     facts: Any = SimpleNamespace(policy=random_policy())
     with pytest.raises(ValueError, match=r"top_k is 1000, and the policy knows \d+ tokens; lower it"):
         Distill(top_k=1000).check(facts)
+
+
+def test_the_divergence_and_imitated_tokens_add_up() -> None:
+    """A row whose tokens have candidates and weights of the channel ``ce``, observed ones among them."""
+    parts = []
+    for plugins in ([Distill(top_k=3), Imitated()], [Distill(top_k=3)], [Imitated()]):
+        made = [fresh(plugin) for plugin in plugins]
+        learner, steps = make_learner(plugins=made, max_tokens_per_micro_batch=60)
+        for plugin in made:
+            plugin.on_train_start(TrainingRun(learner.policy, None, 0, 1, Ranks(), teacher=teacher_of(other_policy())))
+        learner.learn(list(unrewarded(ragged_groups())))
+        parts.append(steps.gradients[0])
+    assert_mixed_is_the_sum(parts)

@@ -96,7 +96,7 @@ class Distill(TeacherPlugin):
                 credited.append(rollout.advantage + self.weight * (its.logprobs_T - sampled(rollout.completion)))
         return credited
 
-    def candidates(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:
+    def candidate_tokens(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:
         """Return the teacher's likeliest tokens with their log-probs, for ``top_k: K``."""
         scores, self.taught = self.taught, {}
         if not self.top_k:

@@ -108,7 +108,7 @@ def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
     Raises:
         ValueError: The plug-in does not return as many ids and values for each token that is trained on.
     """
-    named, name = plugin.candidates(batch), type(plugin).__name__
+    named, name = plugin.candidate_tokens(batch), type(plugin).__name__
     if named is None:
         return ()
     widths = [ids_TK.shape[1] for ids_TK, _ in named.values() if ids_TK.dim() == 2]
@@ -119,8 +119,8 @@ def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
         ids_TK, values_TK = named.get(completion.request.key, none)
         if ids_TK.shape != shape or values_TK.shape != shape:
             raise ValueError(
-                f"{name}.candidates gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r} ids "
-                f"of shape {tuple(ids_TK.shape)} and values of shape {tuple(values_TK.shape)}; give both the shape "
+                f"{name}.candidate_tokens gives sample {completion.request.path} of prompt "
+                f"{rollout.prompt.prompt_id!r} ids of shape {tuple(ids_TK.shape)} and values of shape {tuple(values_TK.shape)}; give both the shape "
                 f"{shape}, a row for each token that is trained on."
             )
         rollout.columns |= {"candidate_ids": ids_TK, "candidate_values": values_TK}

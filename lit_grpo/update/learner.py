@@ -198,7 +198,7 @@ class Learner:
                 rollout.columns[name] = its
         assign_advantages(batch, passes, self.history)
         named = tuple(columns)
-        if (plugin := settings.plugin("candidates")) is not None:
+        if (plugin := settings.plugin("candidate_tokens")) is not None:
             named += give_candidates(plugin, batch)
         self.history.note(rewards.visits(groups, settings.pass_rule, version))
         return batch, named
