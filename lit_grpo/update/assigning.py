@@ -120,8 +120,8 @@ def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
         if ids_TK.shape != shape or values_TK.shape != shape:
             raise ValueError(
                 f"{name}.candidate_tokens gives sample {completion.request.path} of prompt "
-                f"{rollout.prompt.prompt_id!r} ids of shape {tuple(ids_TK.shape)} and values of shape {tuple(values_TK.shape)}; give both the shape "
-                f"{shape}, a row for each token that is trained on."
+                f"{rollout.prompt.prompt_id!r} ids of shape {tuple(ids_TK.shape)} and values of shape "
+                f"{tuple(values_TK.shape)}; give both the shape {shape}, a row for each token that is trained on."
             )
         rollout.columns |= {"candidate_ids": ids_TK, "candidate_values": values_TK}
     return ("candidate_ids", "candidate_values") if width else ()
