@@ -521,7 +521,8 @@ def test_after_the_limit_a_run_may_go_on_without_the_reward_and_is_told_once(
     assert len(relative.seen) == 2
     (record,) = caplog.records
     assert "has used the 200 tokens of this run (token_limit)" in record.message
-    assert runner.take_counts() == {
+    assert runner.take_metrics() == {}
+    assert runner.take_metrics(counts=True) == {
         "rewards/judge/calls": 2.0,
         "rewards/judge/prompt_tokens": 200.0,
         "rewards/judge/completion_tokens": 20.0,

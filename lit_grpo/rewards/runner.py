@@ -112,6 +112,7 @@ class RewardRunner(Listener):
             raise ValueError("rewards is empty; name at least one reward function.")
         check_names(functions)
         self.functions = list(functions)
+        self._states = [(each.name, each.state) for each in functions if each.state is not None]
         self.num_errors = 0
         self.state = TrainerState()
         self._metrics: dict[str, list[float]] = defaultdict(list)  # that functions have logged, from any thread
@@ -193,19 +194,18 @@ class RewardRunner(Listener):
         with self._metrics_lock:
             self._metrics[name].append(float(value))
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return the mean of each metric that functions have logged since the last call, and forget the values."""
+    def take_metrics(self, counts: bool = False) -> dict[str, float]:
+        """Return the mean of each metric that functions have logged since the last call, and forget the values.
+
+        Args:
+            counts: Whether to return, and forget, what each :class:`~lit_grpo.rewards.StatefulReward` counted too.
+        """
         with self._metrics_lock:
             values, self._metrics = self._metrics, defaultdict(list)
-        return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
-
-    def take_counts(self) -> dict[str, float]:
-        """Return what each :class:`~lit_grpo.rewards.StatefulReward` counted since the last call, validation too."""
-        counts: dict[str, float] = {}
-        for function in self.functions:
-            if function.state is not None:
-                counts |= {f"rewards/{function.name}/{name}": n for name, n in function.state.take_counts().items()}
-        return counts
+        metrics = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+        for function, state in self._states if counts else ():
+            metrics |= {f"rewards/{function}/{name}": number for name, number in state.take_counts().items()}
+        return metrics
 
     def close(self) -> None:
         """Drop submissions that have not been gathered and stop the threads; :meth:`submit` starts them again."""

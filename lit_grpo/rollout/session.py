@@ -447,7 +447,7 @@ class RolloutSession:
         if len(set(self._sizes)) > 1:
             metrics["budget/smallest_group"] = float(min(self._sizes))
             metrics["budget/largest_group"] = float(max(self._sizes))
-        return metrics if self.rewards is None else metrics | self.rewards.take_metrics() | self.rewards.take_counts()
+        return metrics | ({} if self.rewards is None else self.rewards.take_metrics(counts=True))
 
     # ---- decoding beside an update ------------------------------------------------------------------
 
