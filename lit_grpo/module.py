@@ -59,7 +59,7 @@ from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings, make_reference
-from lit_grpo.update.logprobs.teacher import ModelTeacher, TeacherSettings, make_teacher
+from lit_grpo.update.logprobs.teacher import ModelTeacher, ServerTeacher, TeacherSettings, make_teacher
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import TrainingRun
 from lit_grpo.update.prefix.support import prefix_refusal
@@ -195,7 +195,7 @@ class GRPOModule(EvaluationModule):
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.teacher_settings = teacher
-        self.teacher: ModelTeacher | None = None
+        self.teacher: ModelTeacher | ServerTeacher | None = None
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
         self.strict_loading = self.lora is None  # where adapters are alone in a checkpoint, its loading checks them
         self._continues = False  # an adapter that the policy came with

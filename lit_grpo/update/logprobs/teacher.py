@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
@@ -15,6 +19,7 @@ from lit_grpo.limits import Limit, Positive, check_fields
 from lit_grpo.policy.architecture.decoder import context_length, token_logits
 from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.sharding import is_sharded
+from lit_grpo.rewards.judges import is_on_loopback
 from lit_grpo.types import AllGather, Key, Rollout
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings, make_reference
@@ -31,7 +36,7 @@ class TeacherSettings:
     policy: str
     """Name, folder, GGUF file or Hugging Face id of a model or adapter with the vocabulary of the policy. Or the policy
     itself: ``base`` as it is when the run starts, ``live`` as it is at each batch, ``average`` a moving average of its
-    weights.
+    weights. Or the URL of a vLLM server that has the model, such as ``http://127.0.0.1:8000``.
     """
     dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
     """Data type of the teacher's weights; ``nf4`` keeps its linear layers in four bits and needs bitsandbytes."""
@@ -43,18 +48,35 @@ class TeacherSettings:
     """Temperature that divides the teacher's logits, whatever the temperature of sampling is."""
     average_rate: Annotated[float, Limit(gt=0, le=1)] = 0.05
     """Fraction of the policy in the moving average after each optimizer step, for ``average``."""
+    timeout_s: Positive = 600.0
+    """Max seconds that a server is asked for the log-probs of one completion, with all repeated requests."""
+    api_key_env: str | None = None
+    """The environment variable with the API key of a server."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model.teacher.")
-        foreign = self.policy not in SELF
-        for name, differs, fits in (
-            ("dtype", self.dtype != "float32", foreign),
-            ("offload", self.offload, foreign or self.policy != "live"),
-            ("average_rate", self.average_rate != 0.05, self.policy == "average"),
+        serves, foreign = self.policy.startswith(("http://", "https://")), self.policy not in SELF
+        for name, fits in (
+            ("dtype", foreign and not serves),
+            ("offload", not serves and self.policy != "live"),
+            ("temperature", not serves),
+            ("average_rate", self.policy == "average"),
+            ("timeout_s", serves),
+            ("api_key_env", serves),
         ):
-            if differs and not fits:
+            if getattr(self, name) != getattr(TeacherSettings, name) and not fits:
                 raise ValueError(
                     f"model.teacher.{name} has no effect with model.teacher.policy {self.policy!r}; leave it out."
+                )
+        if self.api_key_env is not None:
+            if not os.environ.get(self.api_key_env):
+                raise ValueError(
+                    f"model.teacher.api_key_env names {self.api_key_env}, which is not set in the environment; export "
+                    "it."
+                )
+            if not self.policy.startswith("https://") and not is_on_loopback(self.policy):
+                raise ValueError(
+                    f"model.teacher.api_key_env would send a key readably to {self.policy!r}; give an https:// URL."
                 )
 
 
@@ -154,6 +176,155 @@ class ModelTeacher:
             )
 
 
+class ServerTeacher:
+    """Asks a vLLM server for the log-probs of tokens, a request for each row (``prompt_logprobs``).
+
+    The server computes a prompt once for each completion. Its log-probs are at temperature 1. It knows no entropy: that
+    of the likeliest tokens and the rest as one token stands for it, and NaN where none are asked for.
+
+    Args:
+        settings: What the user has set.
+        tokenizer: The policy's, which the server's has to agree with.
+        vocab_size: Number of tokens that the policy knows.
+
+    Raises:
+        ValueError: No vLLM server answers there, or it has another vocabulary.
+    """
+
+    def __init__(self, settings: TeacherSettings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        import httpx
+
+        self.vocab_size = vocab_size
+        self.settings, self.url = settings, settings.policy.rstrip("/").removesuffix("/v1")
+        key = None if settings.api_key_env is None else os.environ[settings.api_key_env]
+        headers, near = {} if key is None else {"Authorization": f"Bearer {key}"}, is_on_loopback(self.url)
+        self._client = httpx.Client(headers=headers, timeout=settings.timeout_s, trust_env=not near)
+        self._patience_s = min(settings.timeout_s, 10.0)  # one that is not there is not waited for
+        try:
+            served = self._ask("GET", "/v1/models")["data"][0]
+            self.model, self.context = str(served["id"]), int(served["max_model_len"])
+            ids = list(range(len(tokenizer)))
+            if self._text(ids) != tokenizer.decode(ids):
+                low = 0  # the first so many tokens have the same text; those up to the last have not
+                while len(ids) - low > 1:
+                    middle = (low + len(ids)) // 2
+                    same = self._text(ids[:middle]) == tokenizer.decode(ids[:middle])
+                    low, ids = (middle, ids) if same else (low, ids[:middle])
+                raise ValueError(
+                    f"{self._name} has another vocabulary than the policy: it reads token {low} as "
+                    f"{self._text([low])!r}, and the policy as {tokenizer.decode([low])!r}; serve a model of the same "
+                    "family."
+                )
+        except (LookupError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{self._name} is no vLLM server that can be used: {error}.") from error
+        self._patience_s = settings.timeout_s
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return nothing: a server's weights do not move."""
+        return {}
+
+    def follow(self, policy: PreTrainedModel) -> None:
+        """Leave the server as it is."""
+
+    def check_context(self, longest_row: int) -> None:
+        """Check that a prompt and its completion fit, with the token that the server samples.
+
+        Raises:
+            ValueError: They do not.
+        """
+        if longest_row >= self.context:
+            raise ValueError(
+                f"{self._name} has a context of {self.context} tokens, and a prompt with its completion and one more "
+                f"may take {longest_row + 1}; lower model.sampling.max_tokens, or serve it with a larger max_model_len."
+            )
+
+    def score(
+        self, measure: Measure, rollouts: Sequence[Rollout], all_gather: AllGather, top_k: int = 0
+    ) -> Mapping[Key, TeacherScores]:
+        """Return by completion what the server says of its tokens that are trained on."""
+        problem, scores = "", dict[Key, TeacherScores]()
+        rows = [(place, row) for place, rollout in enumerate(rollouts) for row in rollout.rows]
+        try:
+            with ThreadPoolExecutor(MOST_REQUESTS) as threads:
+                answers = list(threads.map(lambda each: self._scores(each[1], top_k), rows))
+            parts: list[list[TeacherScores]] = [[] for _ in rollouts]
+            for (place, _), answer in zip(rows, answers, strict=True):
+                parts[place].append(answer)
+            for rollout, its in zip(rollouts, parts, strict=True):
+                if rollout.completion.num_trained:
+                    scores[rollout.completion.request.key] = TeacherScores(*map(torch.cat, zip(*its, strict=True)))
+            problem = _not_finite(rollouts, {key: its.logprobs_T[:, None] for key, its in scores.items()})
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            problem = (
+                f"{self._name} gives no log-probs: {error or type(error).__name__}. Nothing was learnt from the batch."
+            )
+        for sentence in filter(None, all_gather(problem)):
+            raise ValueError(sentence)
+        return scores
+
+    def _scores(self, row: Rollout, top_k: int) -> TeacherScores:
+        completion, prompt_ids = row.completion, row.prompt.token_ids
+        token_ids = [*prompt_ids, *completion.token_ids_T.tolist()]
+        asked = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": top_k}
+        told = self._ask("POST", "/v1/completions", asked)["choices"][0]["prompt_logprobs"]
+        logprobs, ids, tops = list[float](), list[list[int]](), list[list[float]]()
+        for place in completion.trained_T.nonzero().flatten().tolist():
+            said = told[len(prompt_ids) + place]
+            logprobs.append(said[str(token_ids[len(prompt_ids) + place])]["logprob"])
+            likeliest = sorted(said.items(), key=lambda item: item[1]["rank"])[:top_k]
+            ids.append([int(token) for token, _ in likeliest])
+            if max(ids[-1], default=0) >= self.vocab_size:
+                raise ValueError(f"it names token {max(ids[-1])}, and the policy knows {self.vocab_size} tokens")
+            tops.append([each["logprob"] for _, each in likeliest])
+        top_TK = torch.tensor(tops, dtype=torch.float32).view(len(logprobs), top_k)
+        rest_T1 = (1 - top_TK.exp().sum(1, keepdim=True)).clamp(min=0)
+        entropy_T = -torch.special.xlogy(
+            torch.cat([top_TK.exp(), rest_T1], 1), torch.cat([top_TK.exp(), rest_T1], 1)
+        ).sum(1)
+        return TeacherScores(
+            torch.tensor(logprobs, dtype=torch.float32),
+            entropy_T if top_k else torch.full_like(entropy_T, math.nan),
+            torch.tensor(ids, dtype=torch.int64).view(len(logprobs), top_k),
+            top_TK,
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"model.teacher.policy {self.settings.policy!r}"
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        asked = {"model": self.model, "tokens": token_ids}
+        return str(self._ask("POST", "/detokenize", asked)["prompt"])
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Ask the server, again and again while it is busy or cannot be reached.
+
+        Raises:
+            RuntimeError: It refuses, or gives no answer in time.
+        """
+        import httpx
+
+        until, pause_s = time.monotonic() + self._patience_s, 0.5
+        while True:
+            try:
+                response = self._client.request(method, self.url + path, json=body)
+                if response.status_code == 200:
+                    return response.json()
+                why = f"it answers {response.status_code} to {path}: {response.text[:120]!r}"
+                if response.status_code != 429 and response.status_code < 500:
+                    raise RuntimeError(why)
+            except httpx.HTTPError as error:
+                why = f"it cannot be reached ({type(error).__name__} {error})"
+            if time.monotonic() + pause_s > until:
+                raise RuntimeError(f"{why}, for {self._patience_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 30.0)
+
+
+MOST_REQUESTS = 64
+"""Max number of requests at a time that a server gets from one rank."""
+
+
 def _not_finite(rollouts: Sequence[Rollout], values: Mapping[Key, torch.Tensor]) -> str:
     for rollout in rollouts:
         values_TX = values.get(rollout.completion.request.key)
@@ -198,8 +369,8 @@ def make_teacher(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     began: Literal["full", "bare", "adapter"],
-) -> ModelTeacher:
-    """Load a teacher, once its vocabulary has been compared with the policy's.
+) -> ModelTeacher | ServerTeacher:
+    """Load a teacher, or find its server, once its vocabulary has been compared with the policy's.
 
     Args:
         settings: What the user has set.
@@ -216,6 +387,8 @@ def make_teacher(
     name, vocab_size = settings.policy, len(embeddings(policy)[0])
     if name == "live":
         return ModelTeacher(settings, vocab_size, partial(nullcontext, policy))
+    if name.startswith(("http://", "https://")):
+        return ServerTeacher(settings, tokenizer, vocab_size)
     if name not in SELF:
         check_vocabulary(name, tokenizer, load_tokenizer(name))
         is_nf4 = settings.dtype == "nf4"
