@@ -26,6 +26,7 @@ from lit_grpo.tools.dashboard import explain, sections
 from lit_grpo.tools.dashboard.page import metrics_page
 from lit_grpo.tools.migration.page import migration_page
 from lit_grpo.training.run_folder import RunFolder
+from lit_grpo.update.logprobs.teacher import TeacherSettings
 from scripts.architectures_page import architectures_page, newest_with_vllm
 from scripts.architectures_page import newest as newest_architectures
 from scripts.methods_page import methods_page
@@ -195,7 +196,8 @@ NO_SETTING = {"csv", "yaml", "json", "jsonl", "ckpt", "safetensors"}
 def unknown_settings(text: str) -> list[str]:
     """The settings in a text's code, whole (``model.objective.loss``) or in part (``kl.beta``), that fit has not."""
     options = {option.removeprefix("--") for action in parsers()["fit"]._actions for option in action.option_strings}
-    options |= {f"model.lora.{field.name}" for field in fields(LoraSettings)}  # by default there is no model.lora
+    for name, kind in (("model.lora", LoraSettings), ("model.teacher", TeacherSettings)):  # by default there is none
+        options |= {f"{name}.{field.name}" for field in fields(kind)}
     parts = [option.split(".") for option in options]
     groups = {part for option in parts for part in option[:-1]}
     known = {".".join(option[start:end]) for option in parts for end in range(len(option) + 1) for start in range(end)}

@@ -101,6 +101,6 @@ LEAST_TAIL = 1e-7
 
 
 def with_tail(logprobs_NK: torch.Tensor) -> torch.Tensor:
-    """Return log-probs of K tokens with that of all others behind them, shape (N, K + 1)."""
+    """Return log-probs of K tokens with that of all others as the last, shape (N, K + 1)."""
     total_N1 = logprobs_NK.logsumexp(1, keepdim=True).clamp(max=-LEAST_TAIL)
     return torch.cat([logprobs_NK, (-torch.expm1(total_N1)).log()], 1)
