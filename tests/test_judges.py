@@ -213,6 +213,23 @@ def test_a_broken_answer_is_asked_again_and_then_the_group_has_no_reward(relativ
     assert len(relative.seen) == 8
 
 
+def test_structured_output_lets_a_server_answer_with_one_value_per_id_and_nothing_else(relative: JudgeServer) -> None:
+    """Held against the grammar that vLLM makes of a schema."""
+    xgrammar = pytest.importorskip("xgrammar")
+    accepts = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
+    RelativeJudge(relative.url, "m")(["p"] * 2, ["a", "b"])
+    asked = relative.seen[0][2]
+    one, two = (each["id"] for each in document(asked)["completions"])
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps(asked["response_format"]["json_schema"]["schema"]))
+    for scores, is_allowed in (
+        ({one: 0.5, two: 1}, True),
+        ({one: 0.5}, False),
+        ({one: 0.5, two: 1, "zzzzz": 1}, False),
+        ({one: 0.5, two: "1"}, False),
+    ):
+        assert accepts(grammar, json.dumps({"explanation": "the first", "scores": scores})) == is_allowed
+
+
 def test_an_answer_in_a_fence_is_read() -> None:
     inner = scores_by(lambda place, completion: 0.25)
     with judge_server(lambda body: f"```json\n{inner(body)}\n```\n") as server:
