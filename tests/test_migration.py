@@ -104,7 +104,7 @@ REFUSED = {
     "half a prompt": ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, "a step is made of whole prompts"),
     "a weight below one": ({"loss_type": "cispo"}, "largest weight is epsilon_high; give it"),
     "turns of tools": ({"max_tool_calling_iterations": 3}, "set max_turns of the plug-in environments"),
-    "a model of rewards": ({"reward_model_name_or_path": "a/b"}, "write a reward function"),
+    "a model of rewards": ({"reward_model_name_or_path": "a/b"}, "add the reward reward_model with its argument model"),
     "a reward by no name": ({"reward_funcs": ["mine"]}, "reward_funcs has 'mine'"),
     "an optimizer": ({"optim": "lomo"}, "optim is 'lomo'"),
     "variables": ({"env": {"A": "1"}}, "set them in the shell"),
