@@ -247,6 +247,7 @@ class GRPOModule(EvaluationModule):
         if self._trainer is not None:
             total = total_updates(self.trainer, self.settings.updates_per_batch)
             total = math.inf if total is None and self.trainer.max_epochs == -1 else total
+        teacher, micro_batch_tokens = self.teacher_settings, self.settings.max_tokens_per_micro_batch
         return RunFacts(
             num_prompts=num_prompts,
             num_generations=self.num_generations,
@@ -262,6 +263,9 @@ class GRPOModule(EvaluationModule):
             abilities=self.generator.abilities,
             total_updates=total,
             policy=policy,
+            teacher="" if teacher is None else teacher.policy,
+            micro_batch_tokens=None if micro_batch_tokens == "auto" else micro_batch_tokens,
+            shares_prefix=self.settings.shares_prefix,
         )
 
     def start_plugins(

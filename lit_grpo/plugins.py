@@ -805,6 +805,9 @@ class RunFacts:
         data: The data of the run, whose prompts have been read; None where that is not known.
         policy: The policy to train; None before it is loaded.
         optimizer: What takes its steps; None before it is made.
+        teacher: ``model.teacher.policy``; empty without a teacher.
+        micro_batch_tokens: The most tokens of a micro-batch; None if ``model.max_tokens_per_micro_batch`` is ``auto``.
+        shares_prefix: Whether a prompt and its completion may be in different micro-batches, once the policy is loaded.
     """
 
     num_prompts: int | None
@@ -823,6 +826,9 @@ class RunFacts:
     data: AnsweredData | None = None
     policy: PreTrainedModel | None = None
     optimizer: torch.optim.Optimizer | None = None
+    teacher: str = ""
+    micro_batch_tokens: int | None = None
+    shares_prefix: bool = True
 
     def check_one_step(self) -> None:
         """Refuse several optimizer steps on a batch.

@@ -374,6 +374,10 @@ class StepEvents:
     message: str = ""
 
 
+FEEDBACK = "feedback/"
+"""Begins the names in ``Rollout.extra`` of what reward functions said of a completion; the function's name follows."""
+
+
 @dataclass(slots=True)
 class Rollout:
     """A completion and what it earned.
@@ -409,6 +413,12 @@ class Rollout:
     token_advantages: torch.Tensor | None = field(default=None, compare=False)
     columns: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
     ce_weights: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def feedback(self) -> str:
+        """What reward functions said of the completion by ``log_feedback``, in their order; empty if nothing."""
+        texts = (self.extra.get(f"{FEEDBACK}{name}") for name in self.rewards)
+        return "\n".join(text for text in texts if text)
 
     @property
     def said(self) -> str:

@@ -430,6 +430,38 @@ def test_logged_metrics_are_means_and_extras_go_to_their_rollouts(make_runner: M
     ]
 
 
+def test_feedback_goes_to_its_completion_in_the_order_of_the_functions(make_runner: MakeRunner) -> None:
+    def by_group(completions: list[str], log_feedback: Any) -> list[float]:
+        log_feedback([None, "  ", "too short"])
+        return [0.0] * len(completions)
+
+    def by_rollout(completion: str, log_feedback: Any) -> float:
+        log_feedback(f"ends in {completion[-1]}")
+        return 0.0
+
+    group = make_group("ab", "abc", "d")
+    make_runner(by_group, by_rollout).score(group)
+    assert [rollout.feedback for rollout in group.rollouts] == ["ends in b", "ends in c", "too short\nends in d"]
+    assert group.rollouts[0].extra == {"feedback/by_rollout": "ends in b"}
+
+
+def test_feedback_that_is_no_text_for_each_completion_is_an_error(make_runner: MakeRunner) -> None:
+    cases: list[tuple[Any, str]] = [
+        ("wrong", "log_feedback was given one text for 2 completions; give a list with one each"),
+        (["wrong"], "log_feedback was given 1 texts for 2 completions"),
+        (["wrong", 7], "log_feedback was given 7 of type int; give a text, or None"),
+        ([None, "\ud83d"], "log_feedback was given the lone surrogate"),
+    ]
+    for texts, sentence in cases:
+
+        def score(completions: list[str], log_feedback: Any, texts: Any = texts) -> list[float]:
+            log_feedback(texts)
+            return [0.0] * len(completions)
+
+        with pytest.raises(RewardError, match=sentence):
+            make_runner(score).score(make_group("a", "b"))
+
+
 def test_an_extra_column_of_another_length_is_an_error(make_runner: MakeRunner) -> None:
     def score(completions: list[str], log_extra: Any) -> list[float]:
         log_extra("judge", ["good"])
@@ -499,8 +531,9 @@ def test_retries_are_bounded_and_the_last_error_is_raised() -> None:
 
 WILD = """
 import os, signal, time
-def score(completion, answer, log_metric, log_extra):
+def score(completion, answer, log_metric, log_extra, log_feedback):
     log_metric("length", len(completion))
+    log_feedback("said " + completion)
     log_extra("pid", os.getpid())
     print("not a reply")
     if completion == "exit":
@@ -543,6 +576,7 @@ def test_a_function_in_a_process_scores_logs_and_is_not_this_process(score_in_pr
     assert (rewards_of(group), runner.num_errors) == ([0.0, 0.0, 1.0], 0)
     assert runner.take_metrics() == {"length": 2.0}
     assert os.getpid() not in {rollout.extra["pid"] for rollout in group.rollouts}
+    assert [rollout.feedback for rollout in group.rollouts] == ["said a", "said fork", "said b"]
 
 
 def test_a_function_that_ends_its_process_costs_its_rollout_alone(

@@ -196,8 +196,8 @@ def test_required_parameter_that_is_no_column_is_refused(rewards_py: str) -> Non
         f"reward 'score' ({rewards_py}:score) requires the parameter 'answer', which is neither "
         "one of prompt, "
         "completion, completion_ids, num_tokens, finish_reason, max_tokens, episode, trainer_state, log_metric, "
-        "log_extra nor a column of the data (its columns: question, solution); set it in args, rename it or give it a "
-        "default."
+        "log_extra, log_feedback nor a column of the data (its columns: question, solution); set it in args, rename it "
+        "or give it a default."
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -24,6 +26,14 @@ class TextWriter(Protocol):
         """Return a prompt that is followed by a share of a text, from which the policy goes on."""
         ...
 
+    def reworded(self, prompt: Prompt, template: str, texts: Mapping[str, str]) -> Prompt:
+        """Return a prompt whose question is a template with the question and other texts, however long it is."""
+        ...
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """Return the text of sampled tokens, without special tokens."""
+        ...
+
 
 def text_of(prompt: Prompt, column: str) -> str:
     """Return the text of a column; an empty one where it has no value.
@@ -37,3 +47,25 @@ def text_of(prompt: Prompt, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"has no text in column {column!r}, but {value!r}")
     return value
+
+
+def check_template(template: str, name: str, fields: Collection[str]) -> None:
+    """Check that a template holds each of its fields, as in ``"{prompt} Hint: {hint}"``, and nothing else in braces.
+
+    Args:
+        template: For :meth:`TextWriter.reworded`.
+        name: Of the setting, for the message.
+        fields: Those that it has to hold.
+
+    Raises:
+        ValueError: It holds others, or does not hold all.
+    """
+    try:
+        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        remedy = "write a brace that is meant as one twice"
+        raise ValueError(f"{name} {template!r} is malformed: {error}; {remedy}.") from None
+    found = {field for _, field, spec, conversion in parts if not spec and not conversion}
+    if found != set(fields) or any(spec or conversion for _, _, spec, conversion in parts):
+        needed = " and ".join(f"{{{field}}}" for field in fields)
+        raise ValueError(f"{name} is {template!r}; let it hold {needed}, and nothing else in braces.")

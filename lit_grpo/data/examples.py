@@ -22,6 +22,9 @@ from lit_grpo.data.sources import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lit_grpo.budgets.rewriting import TextWriter
+    from lit_grpo.types import Prompt
+
 Turns = Literal["all", "last"]
 """The turns of the assistant in a conversation that are imitated."""
 
@@ -48,9 +51,20 @@ class Example(NamedTuple):
 
 
 class AnsweredData(Protocol):
-    """The data of a run, whose rows may have answers; :class:`lit_grpo.data.module.PromptDataModule` is one."""
+    """The data of a run, whose rows may have answers; :class:`lit_grpo.data.module.PromptDataModule` is one.
+
+    Attributes:
+        seed: Seed of the order of rows.
+        prompts: The prompts that have been read, by split.
+    """
 
     seed: int
+    prompts: dict[str, list[Prompt]]
+
+    @property
+    def writer(self) -> TextWriter:
+        """Puts texts into the prompts of ``train`` and ``validation``."""
+        ...
 
     def answered(self, split: str, column: str, turns: Turns = "all") -> list[Example]:
         """Return the prompts of a split with the answers that a column holds.

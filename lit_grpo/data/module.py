@@ -181,7 +181,7 @@ class PromptDataModule(LightningDataModule):
             chooser = None if rule is None else PromptChooser(rule, self.seed, self.prompts["train"])
         rewrite = None
         if rewriting is not None:
-            writer = PromptWriter(self.renderer, self._tokenizer, self._rows)
+            writer = self.writer
             source = _source_of("train", self.sources["train"])
             self.rewritten = check_rewriting(rewriting, writer, self.prompts["train"], source.describe())
             rewrite = partial(rewriting.rewrite, writer=writer)
@@ -217,6 +217,11 @@ class PromptDataModule(LightningDataModule):
         fitting = self.trainer is None or self.trainer.state.fn == "fit"
         if self._train_loader is not None and fitting:
             self._train_loader.load_state_dict(state_dict)
+
+    @property
+    def writer(self) -> PromptWriter:
+        """Puts texts into the prompts of ``train`` and ``validation``."""
+        return PromptWriter(self.renderer, self._tokenizer, self._rows)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -160,12 +160,15 @@ class PromptRenderer:
             raise UnusableRow(f"has a prompt of {len(rendered.token_ids)} tokens, more than {limit}")
         return rendered
 
-    def rendered(self, row: Row, tokenizer: PreTrainedTokenizerBase, in_front: str = "") -> Rendered:
-        """Return the prompt of a row however long it is, with the text ``in_front`` before the question.
+    def rendered(
+        self, row: Row, tokenizer: PreTrainedTokenizerBase, reword: Callable[[str], str] | None = None
+    ) -> Rendered:
+        """Return the prompt of a row however long it is, whose question is what ``reword`` makes of the row's.
 
-        In a conversation the text is put before the last user message. Raises what :meth:`render` does.
+        In a conversation the question is the last user message. Texts of ``reword`` may be covered
+        (:class:`lit_grpo.data.control.ControlTokens`). Raises what :meth:`render` does.
         """
-        prompt, messages = _with_text(self._read(row), in_front), None
+        prompt, messages = _reworded(self._read(row), reword), None
         if self._renders_as_chat(prompt):
             messages = None if isinstance(prompt, str) and self.conversing is None else self._conversation(prompt)
             conversation, options = self._covered(prompt, tokenizer), self._options(row)
@@ -176,7 +179,7 @@ class PromptRenderer:
                 token_ids = _unchanging(token_ids, others, tokenizer, options)
         else:
             token_ids = _encode_text(prompt, tokenizer, self.split_special_tokens)
-            text = prompt
+            text = ControlTokens.of(tokenizer).uncover(prompt)
         if not token_ids:
             raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
         check_known(token_ids, text, tokenizer)
@@ -318,14 +321,14 @@ def _unchanging(
     return token_ids[:kept]
 
 
-def _with_text(prompt: Any, text: str) -> Any:
-    """Put a text before a prompt; in a conversation, before its last user message."""
-    if not text or isinstance(prompt, str):
-        return text + prompt if text else prompt
+def _reworded(prompt: Any, reword: Callable[[str], str] | None) -> Any:
+    """Reword a prompt; in a conversation, its last user message."""
+    if reword is None or isinstance(prompt, str):
+        return prompt if reword is None else reword(prompt)
     turns = [place for place, message in enumerate(prompt) if message["role"] == "user"]
     if not turns:
         raise UnusableRow("has no user's turn to put a text in front of")
-    turn = {**prompt[turns[-1]], "content": text + prompt[turns[-1]]["content"]}
+    turn = {**prompt[turns[-1]], "content": reword(prompt[turns[-1]]["content"])}
     return [*prompt[: turns[-1]], turn, *prompt[turns[-1] + 1 :]]
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
+from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
 from lit_grpo.types import Prompt
@@ -52,7 +53,7 @@ class PromptWriter:
             token_ids = self._token_ids(text)
             kept = len(token_ids)
             while kept > 0:
-                rendered = self._renderer.rendered(self._rows[prompt.prompt_id], self._tokenizer, text)
+                rendered = self._renderer.rendered(self._rows[prompt.prompt_id], self._tokenizer, text.__add__)
                 over = len(rendered.token_ids) - self.most_tokens
                 if over <= 0:
                     return replace(prompt, **rendered._asdict())
@@ -81,6 +82,36 @@ class PromptWriter:
             return prompt
         given = self._decode(shown)
         return replace(prompt, token_ids=(*prompt.token_ids, *shown), text=prompt.text + given, given=given)
+
+    def reworded(self, prompt: Prompt, template: str, texts: Mapping[str, str]) -> Prompt:
+        """Return a prompt whose question is a template with the question and other texts, however long it is.
+
+        In a conversation the question is the last user message, and all other messages stay. Control tokens that the
+        texts spell are plain characters.
+
+        Args:
+            prompt: As its row says.
+            template: For example ``"{prompt} A right answer: {answer}"``, as
+                :func:`lit_grpo.budgets.rewriting.check_template` allows.
+            texts: The texts by their names in the template, ``prompt`` apart.
+
+        Raises:
+            ValueError: The tokenizer or the chat template cannot use the texts; the message goes on after the row's
+                number.
+        """
+        cover = ControlTokens.of(self._tokenizer).cover
+        covered = {name: cover(text) for name, text in texts.items()}
+        with _told_as_value_errors():
+            rendered = self._renderer.rendered(
+                self._rows[prompt.prompt_id],
+                self._tokenizer,
+                lambda question: template.format(prompt=question, **covered),
+            )
+        return replace(prompt, token_ids=rendered.token_ids, text=rendered.text, messages=None)
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """Return the text of sampled tokens, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _token_ids(self, text: str) -> list[int]:
         if not isinstance(text, str):  # a rule of the user's own makes it

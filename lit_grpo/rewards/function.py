@@ -226,7 +226,7 @@ class RewardFunction:
         else:
             load = functools.partial(_load_call, spec.function, spec.args)
             try:
-                call = ProcessCall(load, timeout_s, recorded=("log_metric", "log_extra"))
+                call = ProcessCall(load, timeout_s, recorded=("log_metric", "log_extra", "log_feedback"))
             except Exception as error:  # pickling runs code of the values' classes, which may fail in any way
                 raise ValueError(
                     f"reward function {spec.function!r} cannot be called in a process with args {spec.args} "

@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 
 OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
-"""Arguments that are the same for all rollouts."""
-SHARED = frozenset({*OF_THE_RUN, "environments"})
+"""Arguments that TRL has too, and that are no data."""
+OWN = "log_feedback"
+"""An argument that TRL has not: a function gets it only if it names it."""
+SHARED = frozenset({*OF_THE_RUN, OWN, "environments"})
 """Arguments that are given as they are; calls get copies of all others."""
 ROLLOUT_INPUTS = (
     *("prompt", "completion", "completion_ids", "num_tokens", "finish_reason", "max_tokens", "episode"),
     *OF_THE_RUN,
+    OWN,
 )
 GROUP_INPUTS = (
     *("prompts", "completions", "completion_ids", "num_tokens", "finish_reasons", "max_tokens"),
     *("episodes", "environments"),
     *OF_THE_RUN,
+    OWN,
 )
 OF_EPISODES = (frozenset({"episode"}), frozenset({"episodes", "environments"}))
 """Arguments of a completion, and of a group, that an environment has taken part in; None where none has."""

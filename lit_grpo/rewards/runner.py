@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import math
+import re
 import threading
 import warnings
 from collections import defaultdict
@@ -22,7 +23,7 @@ from lit_grpo.process.processes import ProcessEnded
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardError, RewardFunction, check_names
 from lit_grpo.rewards.inputs import NOT_IN_TRL, OF_EPISODES, TRL_INPUTS
-from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
+from lit_grpo.types import FEEDBACK, Completion, Prompt, Rollout, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
 """Values of one reward function for the rollouts of a group: a number, an error, or None if it does not apply."""
@@ -283,8 +284,11 @@ def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: 
     if function.on_group:
         lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
         rows = [{**absent, **lists, **group_inputs(group, surroundings)}]
+        rows[0]["log_feedback"] = functools.partial(_log_feedback, function.name, group.rollouts)
     else:
         rows = [{**absent, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts]
+        for row, rollout in zip(rows, group.rollouts, strict=True):
+            row["log_feedback"] = functools.partial(_log_one, function.name, rollout)
     return [{name: row[name] for name in row if name in names} for row in rows]
 
 
@@ -348,6 +352,28 @@ def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) 
         )
     for rollout, value in zip(rollouts, values, strict=True):
         rollout.extra[column] = value
+
+
+def _log_feedback(name: str, rollouts: Sequence[Rollout], texts: Sequence[str | None]) -> None:
+    """Store what a reward function says of each completion.
+
+    Raises:
+        ValueError: There is not one text or None for each.
+    """
+    if isinstance(texts, str) or len(texts) != len(rollouts):
+        given = "one text" if isinstance(texts, str) else f"{len(texts)} texts"
+        raise ValueError(f"log_feedback was given {given} for {len(rollouts)} completions; give a list with one each")
+    for rollout, text in zip(rollouts, texts, strict=True):
+        _log_one(name, rollout, text)
+
+
+def _log_one(name: str, rollout: Rollout, text: str | None) -> None:
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"log_feedback was given {text!r:.80} of type {type(text).__name__}; give a text, or None")
+    if text is not None and (found := re.search("[\ud800-\udfff]", text)):
+        raise ValueError(f"log_feedback was given the lone surrogate {found[0]!r}, half a character; replace it")
+    if text is not None and text.strip():
+        rollout.extra[f"{FEEDBACK}{name}"] = text
 
 
 def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:

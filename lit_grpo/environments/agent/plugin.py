@@ -43,7 +43,8 @@ class Agent(Trajectories):
     _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
     needs: ClassVar[frozenset[str]] = frozenset({"prompt_stream"})
     changes: ClassVar[Mapping[str, str]] = {
-        "restorable_environments": "leaves an episode to an agent, which cannot be taken up midway"
+        "restorable_environments": "leaves an episode to an agent, which cannot be taken up midway",
+        "rendered_prompts": "lets the agent write them",
     }
 
     run: str | Callable[..., Any] | None = None
