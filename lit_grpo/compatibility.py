@@ -25,7 +25,6 @@ REQUIREMENTS: dict[str, str] = {
     "turns": "completions of several turns",
     "turn_rewards": "a reward for each turn",
     "prompt_stream": "prompts from lit_grpo.data.PromptDataModule",
-    "rendered_prompts": "prompts that are made of rows",
     "revisits": "prompts that are sampled more than once",
     "plain_rewards": "rewards without a KL term",
     "ratios_to_sampler": "probability ratios to the behavior policy of each token",

@@ -66,6 +66,8 @@ MEANINGLESS = [
     ("copo:pattern=a", "has no group"),
     ("majority_vote:pattern=a", "has no group; put parentheses around the answer"),
     ({"majority_vote": {"pattern": "("}}, r"pattern '\(' is no regular expression"),
+    ("sdpo:weight=0", "weight must be a number above 0 and at most 1, not 0"),
+    ({"sdpo": {"template": "{prompt}"}}, "let it hold .prompt. and .solution. and .feedback., and nothing else"),
     ({"environments": {"factory": Catch, "calls": "yaml"}}, "calls must be qwen, .* or muse, not 'yaml'"),
 ]
 
@@ -83,6 +85,10 @@ TOGETHER: list[tuple[Sequence[Any], str]] = [
     (["reference_hint", "strategy_hint"], "both decide what prompts are asked with; take one of them"),
     ([{"pods": {"keep": 4}}, {"d3s": {"keep": 4}}], "pods and d3s, which both decide which rollouts are learnt from"),
     ([f"{__name__}.First", f"{__name__}.Second"], "which both decide what each rollout is learnt from with; take one"),
+    (["strategy_hint", "sdpo"], "strategy_hint and sdpo, which both decide what prompts are asked with"),
+    (["sdft", {"agent": {"run": calculate}}], "sdft and agent, which both decide what prompts are asked with"),
+    (["sdft", "gigpo"], "sdft and gigpo, which both decide what each turn is learnt from"),
+    (["sdpo", "sortedrl"], "sdpo needs complete groups .* sortedrl lets groups leave in parts; add unit=group"),
     (["gigpo", "mt_grpo"], "gigpo and mt_grpo, which both decide what each turn is learnt from"),
     ([GAME, {"agent": {"run": calculate}}], "environments and agent, which both decide what turns are answered by"),
     (["balanced", "april"], r"balanced needs every group .* april keeps groups open"),
@@ -124,6 +130,7 @@ def test_plug_ins_that_do_not_go_together_or_with_the_run_are_refused(specs: Seq
     ("specs", "part", "sentence"),
     [
         (["april"], OWN_PROMPTS, "april needs prompts from .*PromptDataModule, but a dataloader of your own"),
+        (["sdft"], OWN_PROMPTS, "sdft needs prompts from .*PromptDataModule, but a dataloader of your own"),
         (["replace_flat"], OWN_PROMPTS, "replace_flat needs prompts from .*PromptDataModule, but a dataloader of your"),
         *(
             ([name], ONE_TURN, f"{name} needs .*, but this run has .*; add environments or agent to rollout.plugins")

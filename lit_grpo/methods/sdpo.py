@@ -74,7 +74,8 @@ class SDPO(SelfTeacher):
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Check that the tokenizer and the chat template take the templates."""
         try:
-            self.write(prompts[0], self._hint(" ", " "))
+            solution, feedback = self.solution_template.format(solution=""), self.feedback_template.format(feedback="")
+            self.write(prompts[0], {"solution": solution, "feedback": feedback})
         except ValueError as error:
             row = prompts[0].prompt_id.rpartition("/")[2]
             raise ValueError(

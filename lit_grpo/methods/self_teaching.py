@@ -39,7 +39,7 @@ Hint = Mapping[str, str]
 class SelfTeacher(TeacherPlugin):
     """Base class of self-distillation: a subclass says by :meth:`hints` what the teacher sees."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "prompt_stream", "rendered_prompts"})
+    needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "prompt_stream"})
     role: ClassVar[str] = "what prompts are asked with"  # the teacher's are made of rows as they are
 
     weight: Share = 1.0

@@ -41,10 +41,10 @@ class Agent(Trajectories):
     """Train the policy in your own agent, which calls it through an endpoint with the APIs of OpenAI and vLLM."""
 
     _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
+    role: ClassVar[str] = "what prompts are asked with"
     needs: ClassVar[frozenset[str]] = frozenset({"prompt_stream"})
     changes: ClassVar[Mapping[str, str]] = {
-        "restorable_environments": "leaves an episode to an agent, which cannot be taken up midway",
-        "rendered_prompts": "lets the agent write them",
+        "restorable_environments": "leaves an episode to an agent, which cannot be taken up midway"
     }
 
     run: str | Callable[..., Any] | None = None
