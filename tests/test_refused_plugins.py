@@ -66,7 +66,6 @@ MEANINGLESS = [
     ("copo:pattern=a", "has no group"),
     ("majority_vote:pattern=a", "has no group; put parentheses around the answer"),
     ({"majority_vote": {"pattern": "("}}, r"pattern '\(' is no regular expression"),
-    ("sdpo:weight=0", "weight must be a number above 0 and at most 1, not 0"),
     ({"sdpo": {"template": "{prompt}"}}, "let it hold .prompt. and .solution. and .feedback., and nothing else"),
     ({"environments": {"factory": Catch, "calls": "yaml"}}, "calls must be qwen, .* or muse, not 'yaml'"),
 ]
