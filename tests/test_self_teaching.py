@@ -31,7 +31,7 @@ from lit_grpo.update.plugin import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 RIGHT = PassRule("exact")
-SHORT = {
+SHORT: dict[str, Any] = {
     "template": "{prompt}{solution}{feedback}",
     "solution_template": "+{solution}",
     "feedback_template": "*{feedback}",

@@ -32,7 +32,7 @@ pytestmark = [
 CHAT = (
     "{% for m in messages %}{{ m.role[0] }}#{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a#{% endif %}"
 )
-TEMPLATES = {
+TEMPLATES: dict[str, Any] = {
     "template": "{prompt}{solution}{feedback} = good",
     "solution_template": " = {solution} -",
     "feedback_template": " bad * {feedback} *",
