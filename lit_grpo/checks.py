@@ -31,6 +31,7 @@ from lit_grpo.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from lit_grpo.policy.adapters import LoraSettings
+    from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.update.learner_settings import LearnerSettings
 
 _AVERAGES = (
@@ -63,14 +64,21 @@ FORMAT = 15
 """Of checkpoints; it changes whenever what they hold does."""
 
 
-def check_rewarded(rewards: Sequence[object], learns_unrewarded: bool) -> None:
+def check_rewarded(rewards: Sequence[RewardFunction], learns_unrewarded: bool) -> None:
     """Check that completions are rewarded, or that a plug-in learns from those that are not.
 
     Raises:
-        ValueError: There is no reward function.
+        ValueError: There is no reward function, or none whose weight is not 0.
     """
-    if not rewards and not learns_unrewarded:
+    if learns_unrewarded:
+        return
+    if not rewards:
         raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
+    if not any(function.weight for function in rewards):
+        raise ValueError(
+            "All functions of model.rewards have the weight 0, which only logs their values; give at least one "
+            "another weight."
+        )
 
 
 def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:

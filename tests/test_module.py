@@ -256,6 +256,17 @@ def test_a_run_whose_rewards_give_nothing_to_the_first_batch_ends_at_once(policy
     assert sum("first batch has a value of" in str(each.message) for each in w) == 1
 
 
+def test_rewards_of_weight_zero_alone_are_refused_unless_something_else_is_learnt_from(
+    policy_folder: Path, policy: Any
+) -> None:
+    module = make_module(policy_folder, rewards=[RewardSpec("exact_match", weight=0.0)])
+    without = random_groups(policy, [[NAN] * 4])
+    with pytest.raises(ValueError, match=r"All functions of model\.rewards have the weight 0, which only logs"):
+        fit(module, without)
+    module.settings.learns_unrewarded = True  # as plug-ins say that learn from a teacher
+    fit(module, *[without] * 4)
+
+
 def test_a_run_that_teaches_nothing_says_so_once_and_on_its_card(
     policy_folder: Path, policy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -358,7 +358,8 @@ class BatchWatch:
 
         If no function gives a number to any completion of the first batch, that is an error. A later batch, or any
         batch where failures count as no reward, may have no number, but not three batches in a row. A function may
-        apply to some prompts only: if one gives no number to the first batch and others do, it is named once.
+        apply to some prompts only: if one gives no number to the first batch and others do, it is named once. Nothing
+        is missing where the weight of every function is 0, so that their values are logged alone.
 
         Args:
             logs: The metrics of the batch over all ranks: ``frac_no_reward``, and ``rewards/NAME/mean`` of every
@@ -367,8 +368,8 @@ class BatchWatch:
         Raises:
             RewardError: No function gave a number to any completion of the first batch, or of three batches in a row.
         """
-        if math.isnan(logs["frac_no_reward"]) or not self._functions:  # the batch has no completion, the run no reward
-            return None
+        if math.isnan(logs["frac_no_reward"]) or not any(function.weight for function in self._functions):
+            return None  # the batch has no completion, or the run no reward
         silent: list[RewardFunction] = []
         for function in self._functions:
             if math.isnan(logs[f"rewards/{function.name}/mean"]):
