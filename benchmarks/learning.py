@@ -40,30 +40,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     options = Options(asked.quick, asked.device, asked.policy, asked.output)
     study, is_part = STUDIES[asked.study], bool(asked.task or asked.system)
-    if options.quick:
-        study = _quick(study)
-    if is_part:
-        study = _part(study, asked.task, asked.system)
-    found = _measure(asked.study, study, options)
-    rows = [_row(study, task, name, found) for task, name in found]
-    if study.picture and not is_part and (options.output is not None or not options.quick):
-        path = ROOT / "docs" / "pictures" / f"{asked.study}.svg"  # which a quick run leaves as it is
+    study = quick_form(study) if options.quick else study
+    study = _part(study, asked.task, asked.system) if is_part else study
+    return measure(asked.study, study, options, f"learning {asked.study}", judges=not is_part)
+
+
+def measure(result: str, study: Study, options: Options, program: str, judges: bool = True) -> int:
+    """Run all systems of a study, write its result, and return the exit code.
+
+    Args:
+        result: Its name.
+        study: What is compared.
+        options: Of the command line.
+        program: The module that measures it, with its arguments.
+        judges: Whether there are claims and a picture.
+    """
+    found = _measure(result, study, options)
+    rows = [_row(study, task, system, found) for task, system in found]
+    if study.picture and judges and (options.output is not None or not options.quick):
+        path = ROOT / "docs" / "pictures" / f"{result}.svg"  # which a quick run leaves as it is
         draw(study, found, path if options.output is None else options.output.with_suffix(".svg"))
     settings: Row = {"seeds": len(study.seeds), "threads": 1}
-    settings |= {name: value if isinstance(value, int | float) else str(value) for name, value in study.fields.items()}
+    settings |= {
+        field: value if isinstance(value, int | float) else str(value) for field, value in study.fields.items()
+    }
     for name, task in study.tasks.items():
         settings |= {f"{field}, {name}": str(value) for field, value in task.fields.items()}
-    claims = [] if is_part else [claim for bound in study.bounds for claim in _claims(bound, rows)]
-    return finish(asked.study, options, settings, rows, claims, program=f"learning {asked.study}")
+    claims = [claim for bound in study.bounds for claim in _claims(bound, rows)] if judges else []
+    return finish(result, options, settings, rows, claims, program)
 
 
-def _quick(study: Study) -> Study:
+def quick_form(study: Study) -> Study:
     """A few updates of some systems in the first task, with one seed."""
     name, task = next(iter(study.tasks.items()))
     names = study.quick or tuple(task.systems)[:2]
     task = replace(task, fields=task.fields | QUICK, systems={each: task.systems[each] for each in names})
     fields = {field: value for field, value in study.fields.items() if field not in QUICK}
-    bounds = tuple(each for each in study.bounds if not each.column.endswith("_to_level"))  # it may never come there
+    bounds = tuple(each for each in study.bounds if "_to_" not in each.column)  # it may never come there
     return replace(study, tasks={name: task}, seeds=study.seeds[:1], fields=fields, bounds=bounds)
 
 
@@ -128,6 +141,8 @@ def _row(study: Study, task: str, name: str, found: Found) -> Row:
     row["staleness"] = float(mean_curve(seeds, "staleness_U")[-1])
     for column, (metric, how) in study.logged.items():
         row[column] = float(np.mean([_summary(each, metric, how) for each in seeds]))
+    if study.level is not None:
+        row |= _to_level(study.level, seeds)
     return row | _beside(study, seeds, found[task, study.baseline]) if study.baseline else row
 
 
@@ -140,6 +155,19 @@ def _summary(curves: Curves, metric: str, how: str) -> float:
     if how == "per completion":
         return float(values.sum() / curves.samples_U[-1])
     return float({"mean": np.mean, "largest": np.max, "least": np.min}[how](values))
+
+
+def _to_level(level: float, seeds: Sequence[Curves]) -> Row:
+    """Where the seeds first come to a held-out exact match: NaN of a seed that does not."""
+    row: Row = {}
+    reached = [np.flatnonzero(each.exact_U >= level) for each in seeds]
+    for column, curve in (("updates", None), ("tokens", "tokens_U"), ("cpu_s", "cpu_s_U")):
+        at_S = [
+            math.nan if not len(where) else float(where[0] if curve is None else getattr(each, curve)[where[0]])
+            for each, where in zip(seeds, reached, strict=True)
+        ]
+        row |= spread(at_S, f"{column}_to_{level:g}")
+    return row
 
 
 def _beside(study: Study, seeds: Sequence[Curves], baseline: Sequence[Curves]) -> Row:

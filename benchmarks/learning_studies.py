@@ -58,7 +58,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class Study:
-    """Tasks, seeds, the metrics that become columns (a metric, and how it is summed up), bounds and a picture."""
+    """Tasks, seeds, the metrics that become columns (a metric, and how it is summed up), bounds and a picture.
+
+    Of a ``level`` of held-out exact match the table says when each seed first comes to it.
+    """
 
     tasks: Mapping[str, Task]
     bounds: tuple[Bound, ...]
@@ -69,6 +72,7 @@ class Study:
     picture: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quick: tuple[str, ...] = ()
+    level: float | None = None
 
 
 AXES = {

@@ -40,6 +40,7 @@ TO_UPDATE = {
     "smallest": Sizes(2, 64, 128, 4, 2, 16, tied=True),
     "7M": Sizes(6, 256, 1024, 8, 4, 32, tied=True),
     "34M": replace(QWEN3_31M, tied=True),
+    "76M": Sizes(12, 640, 2560, 10, 5, 64, tied=True),
     "Qwen3-1.7B": QWEN3_1_7B,
     "smallest hybrid": Sizes(4, 64, 128, 4, 2, 16, tied=True, hybrid=True),
     "hybrid, 7M": replace(QWEN3_7M, tied=True, hybrid=True),

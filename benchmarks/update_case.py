@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +27,17 @@ from benchmarks.update_work import BatchOnDemand, Work, floor_flops
 from lit_grpo.memory import PeakMemory
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
+from lit_grpo.plugins import fresh
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
+from lit_grpo.update.logprobs.teacher import TeacherSettings
 
 OPTIONS: dict[str, Any] = {"use_reentrant": False}
 TIMED_ROWS = 4  # of TRL's
+TEACHER = "teacher"
+"""Its folder, in that of the policy."""
 STATE_BYTES = 12  # of a parameter's gradient and AdamW's two moments
 System = Literal["lit_grpo", "TRL", "TRL, GPU path of its head"]
 """On a CPU TRL's head scores prompt tokens too, unless it is made to take its GPU path, which leaves them out."""
@@ -46,7 +51,9 @@ class Case:
     common prompt. ``warm`` counts gradients and the optimizer's state as part of the idle process. ``first`` is how
     many completions of each group the warm-up has: all, unless told otherwise. Of several ``ranks``, which share every
     row, the process is the one that torchrun's variables say. ``plugin`` is one that
-    says which tokens are learnt from, or how they go through the policy, such as ``nat:share=0.5``.
+    says which tokens are learnt from, or how they go through the policy, such as ``nat:share=0.5``. ``teacher`` is a
+    policy that scores the tokens within each step; TRL's trainer is then its DistillationTrainer. ``cpu_time`` makes
+    all seconds CPU seconds of the process, for a machine that others use too.
     """
 
     system: System
@@ -61,14 +68,17 @@ class Case:
     first: int | None = None
     ranks: int = 1
     plugin: str | None = None
+    teacher: str | None = None
+    cpu_time: bool = False
 
 
 class Probe(pl.Callback):
-    """Times the training steps, and tells after each what was measured; ``warm`` leaves the first out of the peak."""
+    """Times the training steps of a case, and tells after each what was measured."""
 
-    def __init__(self, device: str, warm: bool = False) -> None:
-        self.peak, self.warm = PeakMemory(torch.device(device)), warm
-        self.device, self.layer_runs = device, 0
+    def __init__(self, case: Case) -> None:
+        self.peak, self.warm = PeakMemory(torch.device(case.device)), case.warm
+        self.device, self.layer_runs = case.device, 0
+        self.seconds = time.process_time if case.cpu_time else time.perf_counter
 
     def begin(self, model: torch.nn.Module | None = None) -> None:
         """The process is idle. Runs of the first layer of ``model`` are counted from now on."""
@@ -86,7 +96,7 @@ class Probe(pl.Callback):
         """Return the time when the device has finished."""
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return self.seconds()
 
     def start(self) -> float:
         """Return the time when a step begins, after a look at how fast the machine is at the moment."""
@@ -140,9 +150,10 @@ def run_lit_grpo(case: Case, folder: str) -> None:
         sequence_parallel_size=case.ranks,
         gradient_checkpointing=case.checkpointing,
         optimizer=partial(torch.optim.AdamW, fused=True),
+        teacher=None if case.teacher is None else TeacherSettings(str(Path(folder, TEACHER))),
     )
     teach(module.settings, case.plugin)
-    probe = Probe(case.device, case.warm)
+    probe = Probe(case)
     precision = "bf16-mixed" if case.device == "cuda" else "32-true"
     callbacks: list[pl.Callback] = [probe] if case.share else [PlainRows(), probe]
     ranks = {"devices": case.ranks, "strategy": "ddp" if case.ranks > 1 else "auto"}
@@ -152,7 +163,7 @@ def run_lit_grpo(case: Case, folder: str) -> None:
 
 def teach(settings: LearnerSettings, plugin: str | None) -> None:
     """Let a plug-in say which tokens are learnt from, or how they go through the policy; None for plain GRPO."""
-    settings.set_plugins(*make_plugins([plugin] if plugin else []).values())
+    settings.set_plugins(*map(fresh, make_plugins([plugin] if plugin else []).values()))
 
 
 def run_trl(case: Case, folder: str) -> None:
@@ -165,16 +176,17 @@ def run_trl(case: Case, folder: str) -> None:
     import trl.trainer.utils as trl_utils
 
     if case.system != "TRL":
-        trl_utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]
-    trainer, rows = _trl_trainer(case, folder)
+        module: Any = trl_utils if case.teacher is None else import_module("trl.trainer.distillation_trainer")
+        module._use_triton = lambda device: True
+    trainer, rows = (_trl_trainer if case.teacher is None else _trl_distiller)(case, folder)
     model: Any = trainer.model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model.train()
     if case.checkpointing:
         model.gradient_checkpointing_enable(OPTIONS)
-    per_step = trainer.args.steps_per_generation
+    per_step = trainer.args.gradient_accumulation_steps
     timed = min(per_step, max(1, TIMED_ROWS // case.size))
-    probe = Probe(case.device)
+    probe = Probe(case)
 
     def step(number_of: int) -> None:
         began, computing = probe.start(), 0.0
@@ -182,7 +194,7 @@ def run_trl(case: Case, folder: str) -> None:
             inputs = trainer._prepare_inputs(rows)
             ready = probe.clock()
             with trainer.compute_loss_context_manager():
-                loss = trainer._compute_loss(model, inputs)
+                loss = trainer.compute_loss(model, inputs)
             loss.backward()
             computing += probe.clock() - ready
         optimizer.step()
@@ -195,24 +207,49 @@ def run_trl(case: Case, folder: str) -> None:
         step(timed)
 
 
+def _trl_options(case: Case, folder: str, num_rollouts: int) -> dict[str, Any]:
+    """Options that all of TRL's trainers have."""
+    return {
+        "output_dir": tempfile.mkdtemp(dir=folder),
+        "per_device_train_batch_size": case.size,
+        "gradient_accumulation_steps": num_rollouts // case.size,
+        "max_completion_length": case.work.limit,
+        "use_cpu": case.device == "cpu",
+        "bf16": case.device == "cuda",
+        "report_to": [],
+        "gradient_checkpointing": bool(case.checkpointing),
+        "gradient_checkpointing_kwargs": OPTIONS,
+    }
+
+
+def _trl_distiller(case: Case, folder: str) -> tuple[Any, list[dict[str, str]]]:
+    """TRL's trainer that distils on the student's own tokens, with these in place of its sampling."""
+    from datasets import Dataset
+    from trl.trainer.distillation_config import DistillationConfig
+    from trl.trainer.distillation_trainer import DistillationTrainer
+
+    rollouts = [rollout for group in case.work.groups() for rollout in group.rollouts]
+    options = _trl_options(case, folder, len(rollouts))
+    rows = [{"prompt": "1+1="} for _ in rollouts]
+    trainer: Any = DistillationTrainer(
+        model=folder,
+        teacher_model=str(Path(folder, TEACHER)),
+        args=DistillationConfig(**options, teacher_model_init_kwargs={"dtype": "float32"}),
+        train_dataset=Dataset.from_list(rows),
+    )
+    prompt_ids = [list(rollout.prompt.token_ids) for rollout in rollouts]
+    completion_ids = [rollout.completion.token_ids_T.tolist() for rollout in rollouts]
+    trainer._generate = lambda prompts: (prompt_ids, completion_ids, None, None, [])
+    return trainer, rows
+
+
 def _trl_trainer(case: Case, folder: str) -> tuple[Any, list[dict[str, str]]]:
     from datasets import Dataset
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     rollouts = [rollout for group in case.work.groups() for rollout in group.rollouts]
-    config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(dir=folder),
-        per_device_train_batch_size=case.size,
-        gradient_accumulation_steps=len(rollouts) // case.size,
-        num_generations=case.work.group_size,
-        max_completion_length=case.work.limit,
-        use_cpu=case.device == "cpu",
-        bf16=case.device == "cuda",
-        report_to=[],
-        gradient_checkpointing=bool(case.checkpointing),
-        gradient_checkpointing_kwargs=OPTIONS,
-    )
+    config = GRPOConfig(**_trl_options(case, folder, len(rollouts)), num_generations=case.work.group_size)
 
     def hand_over(prompts: list[str], trainer: Any) -> dict[str, Any]:
         return {
@@ -254,11 +291,18 @@ def main() -> None:
     torch.manual_seed(0)
     sizes = replace(TO_UPDATE[case.policy], vocab_size=case.work.vocab_size)
     model = random_qwen3(sizes, "meta")
-    tflop = floor_flops(model, case.work) / 1e12
-    state_mib = STATE_BYTES * model.num_parameters() / 2**20
-    tell({"floor_tflop": tflop, "state_mib": state_mib})
+    alone = replace(case.work, group_size=1, num_groups=case.work.group_size * case.work.num_groups)
+    works = {"floor_tflop": case.work, "unshared_floor_tflop": alone}  # each prompt once, and once a completion
+    figures = {name: floor_flops(model, work) / 1e12 for name, work in works.items()}
+    figures["state_mib"] = STATE_BYTES * model.num_parameters() / 2**20
     with tempfile.TemporaryDirectory() as folder:
         save_random_policy(Path(folder), sizes, case.device)
+        if case.teacher is not None:
+            teacher = replace(TO_UPDATE[case.teacher], vocab_size=case.work.vocab_size)
+            save_random_policy(Path(folder, TEACHER), teacher, case.device)
+            scoring = random_qwen3(teacher, "meta")  # forward alone, a third of a forward and a backward
+            figures |= {name: figures[name] + floor_flops(scoring, work) / 3e12 for name, work in works.items()}
+        tell(figures)
         (run_lit_grpo if case.system == "lit_grpo" else run_trl)(case, folder)
 
 

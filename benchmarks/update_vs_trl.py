@@ -98,13 +98,14 @@ def compare(name: str, case: Case, sizes: Sizes, repeats: int) -> tuple[list[Row
     peer = replace(case, system="TRL" if on_gpu else "TRL, GPU path of its head")
     measured: list[Steps] = []
     for ours, theirs in zip(sizes.ours, sizes.theirs, strict=True):
-        measured += _in_turn([replace(case, size=ours), replace(peer, size=theirs)], repeats)
+        measured += in_turn([replace(case, size=ours), replace(peer, size=theirs)], repeats)
     if not on_gpu and not case.checkpointing:
-        measured += _in_turn([replace(peer, system="TRL", size=sizes.theirs[0])], 1)
+        measured += in_turn([replace(peer, system="TRL", size=sizes.theirs[0])], 1)
     return [_row(name, steps) for steps in measured], _claims(name, case, measured)
 
 
-def _in_turn(cases: Sequence[Case], repeats: int) -> list[Steps]:
+def in_turn(cases: Sequence[Case], repeats: int) -> list[Steps]:
+    """Warm all cases up, and take steps of each in turn."""
     with ExitStack() as stack:
         measured = [stack.enter_context(Steps(case)) for case in cases]
         for steps in measured:

@@ -94,7 +94,7 @@ WITHOUT_VLLM = (
         "sequence_parallel",
         "shared_prefix",
     ),
-    *("turns", "update_memory", "update_vs_trl"),
+    *("teachers distill_vs_trl", "teachers taught_demo", "turns", "update_memory", "update_vs_trl"),
 )
 WITH_VLLM = ("architectures_vllm", "learning vllm_learning", "modes", "sync_proof", "vllm_plan", "weight_sync")
 EXACT = ("differ when it is run again", "completions that differ between systems", "gradients that differ by")

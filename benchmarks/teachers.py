@@ -1,0 +1,202 @@
+"""Learning from a teacher: how soon a policy has learnt, and what an update takes beside TRL's DistillationTrainer.
+
+``taught_demo``: the policy after the demo's 60 updates teaches the one before them, alone (completions are scored by
+the teacher, and rewards are only logged) or beside rewards. What is measured is when each seed's greedy exact match on
+held-out exercises first comes to 95%: updates, sampled tokens, and CPU seconds of rollouts and updates, with the
+teacher's scoring and without validations. The same learning rates are tried of all systems. What it took to make the
+teacher is not counted.
+
+``distill_vs_trl``: an update from finished completions to changed weights, with the teacher's scoring, on the same
+tokens, policies and memory switches: ours is a fit of GRPOModule with ``distill``, TRL's is DistillationTrainer's own
+preparation, loss and backward, and both have the same fused AdamW. Steps are taken in turn, and seconds are CPU
+seconds, for the machine is shared. TRL compares the whole vocabulary at each token, and ours the sampled tokens, or
+with ``top_k`` the teacher's likeliest tokens and a tail. As installed TRL's head also computes padded tokens on a CPU;
+*GPU path of its head* leaves them out, and what counts is the best of all rows. Memory is the peak above the process
+with both models loaded. The floor is the work that no method can do without: a forward and backward pass of the policy
+and a forward pass of the teacher, each prompt once; without sharing it is computed once for each of its completions.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import update_case
+from benchmarks.learning import measure, quick_form
+from benchmarks.learning_runs import LearningRun, kept_runs, train_all
+from benchmarks.learning_studies import (
+    HELD_OUT,
+    PLUGINS,
+    QUICK,
+    RATE,
+    Bound,
+    Study,
+    System,
+    Task,
+)
+from benchmarks.report import Claim, Options, Row, finish, need, options_parser
+from benchmarks.update_case import TIMED_ROWS, Case, Steps
+from benchmarks.update_vs_trl import in_turn
+from benchmarks.update_work import SIGMA, Work
+
+LEVEL, SHARE = 0.95, 1 / 3
+CORRECT = {"function": "exact_match", "name": "correct", "args": {"pattern": r"(?:^|=)(\d+)$"}}
+GRPO, BESIDE, ALONE, LIKELIEST = "GRPO", "distill beside rewards", "distill", "distill:top_k=15"
+RATES = (1e-3, 2e-3)
+
+
+def _demo(teacher: Path) -> Study:
+    """The demo's last policy teaches the first; alone it teaches a quarter of the completions, of twice the prompts."""
+    logged = {"model.rewards": json.dumps([CORRECT | {"weight": 0.0}])}
+    few = {"data.batch_size": 32, "model.num_generations": 2}
+    kinds: dict[str, dict[str, Any]] = {
+        GRPO: {},
+        BESIDE: _taught(teacher, "distill"),
+        ALONE: _taught(teacher, "distill") | logged | few,
+        LIKELIEST: _taught(teacher, LIKELIEST) | logged | few,
+    }
+    systems = {_at(name, rate): System(fields | {RATE: rate}) for rate in RATES for name, fields in kinds.items()}
+    updates = {"trainer.max_steps": 12, "trainer.val_check_interval": 1, "model.lr_scheduler.init_args.total_iters": 12}
+    return Study(
+        tasks={"arithmetic": Task("arithmetic", systems)},
+        fields=updates | {HELD_OUT: 512},
+        seeds=(1, 2, 3),
+        level=LEVEL,
+        bounds=tuple(
+            Bound(
+                f"{what} to {LEVEL:.0%} held-out, over GRPO's", f"{column}_to_{LEVEL:g}", "<=", SHARE,
+                of=tuple(_at(name, RATES[0]) for name in (ALONE, LIKELIEST)), over=_at(GRPO, RATES[0]),
+            )
+            for what, column in (("updates", "updates"), ("sampled tokens", "tokens"), ("CPU seconds", "cpu_s"))
+        ),
+        quick=tuple(_at(name, RATES[0]) for name in kinds),
+    )  # fmt: skip
+
+
+def _taught(teacher: Path, *plugins: str) -> dict[str, Any]:
+    return {"model.teacher.policy": teacher, PLUGINS: json.dumps(plugins)}
+
+
+def _at(name: str, rate: float) -> str:
+    return f"{name}, {rate:g}"
+
+
+STUDIES: dict[str, tuple[str, int, Callable[[Path], Study]]] = {"taught_demo": ("arithmetic", 60, _demo)}
+"""The configuration and the updates that make the teacher, and what it teaches."""
+
+# ---- beside TRL ---------------------------------------------------------------------------------------
+
+WORKS = {
+    "long prompt": Work(512, 128, 16, max_tokens=512),
+    "long completions": Work(64, 256, 16, max_tokens=640),
+}
+OURS: tuple[str, ...] = ("distill", "distill:top_k=64")
+THEIRS: tuple[update_case.System, ...] = ("TRL", "TRL, GPU path of its head")
+SIZES = ((1024, 1), (4096, 4))
+"""Of micro-batches: tokens of ours, rows of TRL's."""
+TIMES, MEMORY = 0.5, 0.5
+BESIDE_TRL = "distill_vs_trl"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a study."""
+    parser = options_parser(__doc__ or "")
+    parser.add_argument("study", choices=(*STUDIES, BESIDE_TRL))
+    asked = parser.parse_args(arguments)
+    options = Options(asked.quick, asked.device, asked.policy, asked.output)
+    if asked.study == BESIDE_TRL:
+        need("trl")
+        return _beside_trl(options)
+    config, updates, study = STUDIES[asked.study]
+    with kept_runs("teachers", options) as folder:
+        words = ["--trainer.max_steps", str(updates), "--model.lr_scheduler.init_args.total_iters", str(updates)]
+        words += ["--trainer.limit_val_batches", "0"]
+        if options.quick:
+            words += [word for name, value in QUICK.items() for word in (f"--{name}", str(value))]
+        run = LearningRun(f"teacher-{config}", config, tuple(words))
+        train_all([run], folder)
+        (teacher,) = (folder / run.name).glob("runs/*/policy")
+        taught = study(teacher)
+        return measure(asked.study, quick_form(taught) if options.quick else taught, options, f"teachers {asked.study}")
+
+
+def _beside_trl(options: Options) -> int:
+    """Take steps of both sides in turn, and compare."""
+    case = Case("lit_grpo", 0, WORKS["long prompt"], device=options.device, teacher="76M", cpu_time=True)
+    case = replace(case, first=TIMED_ROWS, plugin=OURS[0])
+    works, switches, repeats = WORKS, (True, False), 3
+    if options.quick:
+        works, switches, repeats = {"quick": Work(48, 12, 8, vocab_size=512)}, (True,), 1
+        case = replace(case, policy="smallest", teacher="smallest", first=None)
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    for name, work in works.items():
+        for checkpointing in switches:
+            mine = replace(case, work=work, checkpointing=checkpointing)
+            measured: list[Steps] = []
+            for tokens, num_rows in SIZES:
+                cases = [replace(mine, size=tokens, plugin=plugin) for plugin in OURS]
+                cases += [replace(mine, size=num_rows, system=system, plugin=None) for system in THEIRS]
+                measured += in_turn(cases, repeats)
+            rows += [_row(name, steps) for steps in measured]
+            claims += _claims(name, measured)
+    settings: Row = {
+        "policy": f"random Qwen3, {case.policy}",
+        "teacher": f"random Qwen3, {case.teacher}",
+        "lengths": f"log-normal, sigma {SIGMA}",
+        "vocab_size": case.work.vocab_size,
+        "threads": case.threads,
+        "repeats": f"{repeats} of each setting, all in turn",
+        "trl": f"{TIMED_ROWS} rows timed, scaled to all",
+    }
+    return finish(BESIDE_TRL, options, settings, rows, claims, f"teachers {BESIDE_TRL}")
+
+
+def _row(name: str, steps: Steps) -> Row:
+    case, figures, seconds = steps.case, steps.figures, _seconds(steps)
+    return {
+        "system": case.system if case.plugin is None else f"lit_grpo, {case.plugin}",
+        "work": f"{name}: {case.work.prompt_tokens} + {case.work.mean_tokens} x {case.work.group_size}",
+        "checkpointing": "yes" if case.checkpointing else "no",
+        "micro-batch": f"{case.size} {'rows' if case.plugin is None else 'tokens'}",
+        "cpu_s": round(seconds, 3),
+        "spread_s": round(max(steps.seconds) - min(steps.seconds), 3),
+        "peak_mib": round(figures["peak_mib"], 1),
+        "above_state_mib": round(figures["peak_mib"] - figures["state_mib"], 1),
+        "floor_tflop": round(figures["floor_tflop"], 4),
+        "unshared_floor_tflop": round(figures["unshared_floor_tflop"], 4),
+        "share_of_matmul_rate": round(statistics.median(steps.shares), 3),
+    }
+
+
+def _seconds(steps: Steps) -> float:
+    return statistics.median(steps.seconds)
+
+
+def _claims(name: str, measured: Sequence[Steps]) -> list[Claim]:
+    theirs = [steps for steps in measured if steps.case.plugin is None]
+    state_mib = theirs[0].figures["state_mib"]
+    what = f"{name}, both {'with' if theirs[0].case.checkpointing else 'without'} checkpointing"
+    fastest = min(map(_seconds, theirs))
+    least, least_above = (min(steps.figures["peak_mib"] - state for steps in theirs) for state in (0, state_mib))
+    claims: list[Claim] = []
+    for plugin in OURS:
+        ours = [steps for steps in measured if steps.case.plugin == plugin]
+        peak = min(steps.figures["peak_mib"] for steps in ours)
+        claims += [
+            Claim(f"{what}, {plugin}: CPU seconds at the fastest over TRL's", min(map(_seconds, ours)) / fastest,
+                  "<=", TIMES),
+            Claim(f"{what}, {plugin}: least peak above the weights over TRL's", peak / least, "<=", MEMORY),
+            Claim(f"{what}, {plugin}: the same above gradients and moments", (peak - state_mib) / least_above,
+                  "<=", MEMORY),
+        ]  # fmt: skip
+    return claims
+
+
+if __name__ == "__main__":
+    sys.exit(main())
