@@ -382,7 +382,7 @@ def update_fields(
 
 def reward_text(metrics: Mapping[str, float], functions: Mapping[str, float] = {}) -> str:
     """Return ``reward 0.812``, or with several functions ``reward 0.812 (correct 0.75, short 0.124)``."""
-    if "reward" not in metrics:
+    if math.isnan(metrics.get("reward", math.nan)):
         return ""
     each = f" ({', '.join(_each(functions))})" if len(functions) > 1 else ""
     return f"reward {metrics['reward']:.3g}{each}"
@@ -391,7 +391,7 @@ def reward_text(metrics: Mapping[str, float], functions: Mapping[str, float] = {
 def pass_text(metrics: Mapping[str, float], passes: str = "") -> str:
     """Return ``pass@1 94.1%``, of validation prompts, or ``pass@1 (correct >= 1) 94.1%``."""
     name = f"pass@1 ({passes})" if passes else "pass@1"
-    return f"{name} {metrics['val/pass@1']:.1%}" if "val/pass@1" in metrics else ""
+    return "" if math.isnan(metrics.get("val/pass@1", math.nan)) else f"{name} {metrics['val/pass@1']:.1%}"
 
 
 def speed_text(metrics: Mapping[str, float]) -> str:

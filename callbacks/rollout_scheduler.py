@@ -84,7 +84,7 @@ class RolloutScheduler(pl.Callback):
         pl_module.join_rewards([reward for plugin in self.session.plugins.values() for reward in plugin.rewards])
         if stage != "predict":
             unrewarded = any(plugin.learns_unrewarded for plugin in self.session.plugins.values())
-            check_rewarded(pl_module.rewards, unrewarded)
+            check_rewarded(pl_module.rewards, pl_module.num_generations, unrewarded)
         for split, rows in loaded_prompts(trainer).items():
             if split == "predict":
                 continue

@@ -109,12 +109,12 @@ class RunSummary(Observer):
         self._over = True
         folder = Path(trainer.default_root_dir)
         facts = {"updates": self._updates(trainer.global_step) if self._trains else _none(trainer)}
-        if self._passed:
+        if self._passed and module.rewards:
             best_update, best = max(self._passed, key=lambda each: each[1])
             passed = _from_to([f"{value:.1%} at update {update}" for update, value in self._passed])
             passed += f" (best {best:.1%} at {best_update})" if len(self._passed) > 2 else ""
             facts[f"pass@1 ({module.pass_rule})"] = passed
-        if self._rewards:
+        if self._rewards and module.rewards:
             facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
         facts |= _by_function("by function", self._functions)
         facts |= _by_function("by function, held out", self._held_out)

@@ -64,11 +64,11 @@ FORMAT = 15
 """Of checkpoints; it changes whenever what they hold does."""
 
 
-def check_rewarded(rewards: Sequence[RewardFunction], learns_unrewarded: bool) -> None:
-    """Check that completions are rewarded, or that a plug-in learns from those that are not.
+def check_rewarded(rewards: Sequence[RewardFunction], num_generations: int, learns_unrewarded: bool) -> None:
+    """Check that completions are rewarded and compared, or that a plug-in learns without that.
 
     Raises:
-        ValueError: There is no reward function, or none whose weight is not 0.
+        ValueError: There is no reward function, or none whose weight is not 0, or a group has nothing to compare.
     """
     if learns_unrewarded:
         return
@@ -79,19 +79,20 @@ def check_rewarded(rewards: Sequence[RewardFunction], learns_unrewarded: bool) -
             "All functions of model.rewards have the weight 0, which only logs their values; give at least one "
             "another weight."
         )
+    if num_generations < 2:
+        raise ValueError(
+            f"num_generations is {num_generations}, but a group needs at least 2 completions: "
+            "an advantage compares a completion with the others of its prompt."
+        )
 
 
 def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:
     """Refuse numbers of completions that nothing can be computed from.
 
     Raises:
-        ValueError: A group has nothing to compare, or a k of pass@k more completions than there are in validation.
+        ValueError: A number is less than 1, or a k of pass@k more completions than there are in validation.
     """
-    if num_generations < 2:
-        raise ValueError(
-            f"num_generations is {num_generations}, but a group needs at least 2 completions: "
-            "an advantage compares a completion with the others of its prompt."
-        )
+    check_value("num_generations", num_generations, Count)
     check_value("eval_num_generations", eval_num_generations, Count)
     for k in pass_at_k:
         if not 1 <= k <= eval_num_generations:

@@ -85,7 +85,8 @@ class EvaluationModule(pl.LightningModule):
             num_passed = sum(self.pass_rule.passes(rollout.rewards) for rollout in group.rollouts)
             for k in self.pass_at_k:
                 if k <= num_samples:
-                    self._count(self.means[f"pass@{k}"], pass_at_k(num_samples, num_passed, k))
+                    passed = pass_at_k(num_samples, num_passed, k) if self.rewards else math.nan
+                    self._count(self.means[f"pass@{k}"], passed)
             for rollout in group.rollouts:
                 completion = rollout.completion
                 means = (rollout.reward, completion.num_sampled, completion.finish_reason == "length")

@@ -310,7 +310,7 @@ class GRPOModule(EvaluationModule):
         wait_without_spinning()
         self.pass_rule.check([function.name for function in self.rewards])
         if stage == "fit":
-            check_rewarded(self.rewards, self.settings.learns_unrewarded)
+            check_rewarded(self.rewards, self.num_generations, self.settings.learns_unrewarded)
             check_training_sampling(self.sampling)
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
             num_minibatches = self.settings.num_minibatches

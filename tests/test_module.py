@@ -112,7 +112,7 @@ def naive_step(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_generations": 1}, "num_generations is 1, but a group needs at least 2 completions"),
+        ({"num_generations": 0}, "num_generations must be at least 1, not 0"),
         ({"eval_num_generations": 0}, "eval_num_generations must be at least 1, not 0"),
         ({"pass_at_k": (1, 4), "eval_num_generations": 3}, "pass_at_k holds 4, but there are 3 completions a prompt"),
         ({"pass_at_k": (0,)}, "pass_at_k holds 0"),
@@ -140,6 +140,7 @@ def test_the_default_optimizer_takes_steps_that_a_pretrained_policy_survives() -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"num_generations": 1}, "num_generations is 1, but a group needs at least 2 completions"),
         ({"rewards": []}, r"model\.rewards is empty; name at least one, such as lit_grpo\.rewards\.exact_match"),
         ({"sampling": SamplingParams(temperature=0.0)}, r"sampling\.temperature is 0: .* set it above 0"),
         ({"sampling": SamplingParams(top_p=0.9)}, r"sampling\.top_p, top_k and min_p leave tokens out"),
