@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, save_tokenizer
+from conversations import chat_tokenizer, play, text_of
 from hand_made import full_logprobs, make_rollout
+from test_environments import Guess, counting, worker_of
 from test_learner import make_learner
 from test_sft import chat_folder as chat_folder  # a policy whose chat template ends messages with <eos>
 from test_sft import data_of, ids_of
 
 from lit_grpo.data import PromptDataModule
+from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.data.writing import PromptWriter
 from lit_grpo.methods.sdft import SDFT
 from lit_grpo.methods.sdpo import SDPO
 from lit_grpo.methods.self_teaching import Hint, SelfTeacher
@@ -322,3 +326,35 @@ def test_templates_that_the_tokenizer_cannot_write_are_refused(tmp_path: Path) -
 def test_a_template_holds_its_fields_and_nothing_else(template: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         SDFT(template=template)
+
+
+def test_in_an_environment_the_hint_stands_before_what_reset_said() -> None:
+    worker, rows = worker_of(Guess), [{"prompt": "Guess.", "number": 3}]
+    (group,) = play(worker, counting, rows, num_generations=2)
+    rollout, other = group.rollouts
+    other.rewards = {"exact": 1.0}
+    plugin: Any = fresh(SDPO(**SHORT))
+    plugin._writer = PromptWriter(PromptRenderer(conversing=worker), chat_tokenizer(), {"train/0": rows[0]})
+    batch = GroupBatch([group], 0, RIGHT, lambda value: [value])
+    (hint,), none = map(list, plugin.hints(group, batch))
+    asked = plugin.write(rollout.prompt, hint)
+    text = chat_tokenizer().decode([*asked.token_ids, *rollout.completion.token_ids_T.tolist()])
+    turns = [chat_tokenizer().decode(turn, skip_special_tokens=True) for turn in other.completion.turns]
+    assert len(turns) > 1 and "It is below 10." in text and none == []
+    assert text == text_of(rollout.completion).replace("Guess.", "Guess.+" + "\n\n".join(turns))
+    assert other.completion.episode is not None
+    other.completion.episode = other.completion.episode._replace(asked="Guess. It is below 99.")
+    assert [*map(list, plugin.hints(group, batch))] == [[], []]  # the other one was asked something else
+
+
+def test_a_batch_without_anything_to_show_has_the_rollouts_own_advantages(policy_folder: Path) -> None:
+    data, policy = data_of(policy_folder, {"prompt": "p"}), random_policy()
+    plugin = started(SDPO(**SHORT, weight=0.75), policy, data)
+    group = group_of(data, 0, ["a", "bc"], [0, 0.5], policy=policy)
+    make_learner(plugins=[plugin], policy=policy, double=False)[0].learn([group])
+    for rollout in group.rollouts:
+        assert rollout.token_advantages is not None and rollout.advantage != 0
+        own = 0.25 * torch.full((rollout.completion.num_trained,), rollout.advantage)
+        torch.testing.assert_close(rollout.token_advantages, own)
+    metrics = plugin.on_update_end(GroupBatch([group], 1, RIGHT, lambda value: [value]))
+    assert metrics["teacher/tokens"] == metrics["teacher/taught_share"] == 0 and math.isnan(metrics["teacher/entropy"])

@@ -11,6 +11,7 @@ from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 from lit_grpo.scheduling.ledger import Entry, RequestLedger
 from lit_grpo.types import (
     EMPTY,
+    FEEDBACK,
     Completion,
     Episode,
     GroupKey,
@@ -420,6 +421,7 @@ def _group(state: dict[str, Any]) -> _Open:
 def _rollout_state(rollout: Rollout) -> dict[str, Any]:
     own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept", "learnt")}
     own["turn_rewards"] = list(rollout.turn_rewards)
+    own["extra"] = {name: value for name, value in rollout.extra.items() if name.startswith(FEEDBACK)}  # of plain text
     return {"completion": _completion_state(rollout.completion), **own}
 
 
