@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = Options(asked.quick, asked.device, asked.policy, asked.output)
     study, is_part = STUDIES[asked.study], bool(asked.task or asked.system)
     study = quick_form(study) if options.quick else study
-    study = _part(study, asked.task, asked.system) if is_part else study
+    study = part_of(study, asked.task, asked.system) if is_part else study
     return measure(asked.study, study, options, f"learning {asked.study}", judges=not is_part)
 
 
@@ -80,7 +80,7 @@ def quick_form(study: Study) -> Study:
     return replace(study, tasks={name: task}, seeds=study.seeds[:1], fields=fields, bounds=bounds)
 
 
-def _part(study: Study, tasks: Sequence[str] | None, systems: Sequence[str] | None) -> Study:
+def part_of(study: Study, tasks: Sequence[str] | None, systems: Sequence[str] | None) -> Study:
     """Some tasks with some systems and the baseline."""
     return replace(
         study,

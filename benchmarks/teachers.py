@@ -6,6 +6,10 @@ held-out exercises first comes to 95%: updates, sampled tokens, and CPU seconds 
 teacher's scoring and without validations. The same learning rates are tried of all systems. What it took to make the
 teacher is not counted.
 
+``taught_smollm2``: the same with SmolLM2 after ten updates of word problems, until 65% are right (it begins with 40%),
+beside SDPO, whose teacher is the policy with a right completion of the group in its prompt, and beside GRPO after
+supervised fine-tuning on 200 solved problems. Validation is after every fifth update.
+
 ``distill_vs_trl``: an update from finished completions to changed weights, with the teacher's scoring, on the same
 tokens, policies and memory switches: ours is a fit of GRPOModule with ``distill``, TRL's is DistillationTrainer's own
 preparation, loss and backward, and both have the same fused AdamW. Steps are taken in turn, and seconds are CPU
@@ -19,15 +23,15 @@ and a forward pass of the teacher, each prompt once; without sharing it is compu
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import update_case
-from benchmarks.learning import measure, quick_form
+from benchmarks.learning import measure, part_of, quick_form
 from benchmarks.learning_runs import LearningRun, kept_runs, train_all
 from benchmarks.learning_studies import (
     HELD_OUT,
@@ -43,6 +47,7 @@ from benchmarks.report import Claim, Options, Row, finish, need, options_parser
 from benchmarks.update_case import TIMED_ROWS, Case, Steps
 from benchmarks.update_vs_trl import in_turn
 from benchmarks.update_work import SIGMA, Work
+from lit_grpo.tasks.word_problems import ANSWER_PATTERN, WordProblemRows
 
 LEVEL, SHARE = 0.95, 1 / 3
 CORRECT = {"function": "exact_match", "name": "correct", "args": {"pattern": r"(?:^|=)(\d+)$"}}
@@ -61,10 +66,9 @@ def _demo(teacher: Path) -> Study:
         LIKELIEST: _taught(teacher, LIKELIEST) | logged | few,
     }
     systems = {_at(name, rate): System(fields | {RATE: rate}) for rate in RATES for name, fields in kinds.items()}
-    updates = {"trainer.max_steps": 12, "trainer.val_check_interval": 1, "model.lr_scheduler.init_args.total_iters": 12}
     return Study(
         tasks={"arithmetic": Task("arithmetic", systems)},
-        fields=updates | {HELD_OUT: 512},
+        fields=_updates(12, 1) | {HELD_OUT: 512},
         seeds=(1, 2, 3),
         level=LEVEL,
         bounds=tuple(
@@ -86,19 +90,68 @@ def _at(name: str, rate: float) -> str:
     return f"{name}, {rate:g}"
 
 
-STUDIES: dict[str, tuple[str, int, Callable[[Path], Study]]] = {"taught_demo": ("arithmetic", 60, _demo)}
+def _smollm2(teacher: Path) -> Study:
+    """SmolLM2 after ten updates of word problems teaches SmolLM2."""
+    logged = {"model.rewards": json.dumps([NUMBER | {"weight": 0.0}])}
+    examples = teacher.with_name("solved.jsonl")
+    examples.write_text("".join(json.dumps(_solved(row)) + "\n" for row in WordProblemRows(SOLVED, seed=1).rows()))
+    warm_start = {"data": str(examples), "column": "solution", "warm_up": 5, "per_update": SOLVED // 5, "weight": 0}
+    live = {"model.teacher.policy": "live", "model.objective.normalization": "sequence"}
+    kinds: dict[str, dict[str, Any]] = {
+        GRPO: {},
+        "distill:top_k=32": _taught(teacher, "distill:top_k=32") | logged | {"model.num_generations": 4},
+        "SDPO": live | {PLUGINS: json.dumps([{"sdpo": {"weight": 0.5}}])},
+        "SFT, then GRPO": _updates(15, 5) | {PLUGINS: json.dumps([{"sft": warm_start}])},
+    }
+    return Study(
+        tasks={"word_problems": Task("word_problems", {name: System(of, alone=True) for name, of in kinds.items()})},
+        fields=_updates(10, 5),
+        seeds=(0,),
+        level=ALMOST,
+        bounds=(
+            Bound(f"sampled tokens to {ALMOST:.0%} held-out, over GRPO's", f"tokens_to_{ALMOST:g}", "<=", SHARE,
+                  of=("distill:top_k=32",), over=GRPO),
+            Bound("held-out accuracy at the end, less GRPO's", "final", ">=", 0.0,
+                  of=("SDPO", "SFT, then GRPO"), less=GRPO),
+        ),
+        quick=(GRPO, "distill:top_k=32"),
+    )  # fmt: skip
+
+
+SOLVED, ALMOST = 200, 0.65
+NUMBER = {"function": "exact_match", "name": "correct", "args": {"pattern": ANSWER_PATTERN}}
+
+
+def _solved(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A word problem with the solution that its two examples have the form of."""
+    first, second = re.findall(r"\d+", row["prompt"][-1]["content"])
+    sign = "+" if int(first) + int(second) == int(row["answer"]) else "-"
+    return {"prompt": row["prompt"], "solution": f"{first} {sign} {second} = {row['answer']}"}
+
+
+def _updates(number: int, every: int) -> dict[str, Any]:
+    """Updates of a run, and from one validation to the next."""
+    return {
+        "trainer.max_steps": number,
+        "trainer.val_check_interval": every,
+        "model.lr_scheduler.init_args.total_iters": number,
+    }
+
+
+STUDIES: dict[str, tuple[str, int, Callable[[Path], Study]]] = {
+    "taught_demo": ("arithmetic", 60, _demo),
+    "taught_smollm2": ("word_problems", 10, _smollm2),
+}
 """The configuration and the updates that make the teacher, and what it teaches."""
 
 # ---- beside TRL ---------------------------------------------------------------------------------------
 
 WORKS = {
-    "long prompt": Work(512, 128, 16, max_tokens=512),
-    "long completions": Work(64, 256, 16, max_tokens=640),
+    "long prompt": (Work(512, 128, 16, max_tokens=512), ((576, 1), (4096, 4))),
+    "long completions": (Work(64, 256, 16, max_tokens=640), ((640, 1), (4096, 4))),
 }
+"""Each with the sizes of micro-batches that are tried: tokens of ours, and rows of TRL's."""
 OURS: tuple[str, ...] = ("distill", "distill:top_k=64")
-THEIRS: tuple[update_case.System, ...] = ("TRL", "TRL, GPU path of its head")
-SIZES = ((1024, 1), (4096, 4))
-"""Of micro-batches: tokens of ours, rows of TRL's."""
 TIMES, MEMORY = 0.5, 0.5
 BESIDE_TRL = "distill_vs_trl"
 
@@ -107,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a study."""
     parser = options_parser(__doc__ or "")
     parser.add_argument("study", choices=(*STUDIES, BESIDE_TRL))
+    parser.add_argument("--system", nargs="+", help="of a study of learning; by default all, with claims")
     asked = parser.parse_args(arguments)
     options = Options(asked.quick, asked.device, asked.policy, asked.output)
     if asked.study == BESIDE_TRL:
@@ -121,28 +175,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = LearningRun(f"teacher-{config}", config, tuple(words))
         train_all([run], folder)
         (teacher,) = (folder / run.name).glob("runs/*/policy")
-        taught = study(teacher)
-        return measure(asked.study, quick_form(taught) if options.quick else taught, options, f"teachers {asked.study}")
+        taught = quick_form(study(teacher)) if options.quick else study(teacher)
+        taught = part_of(taught, None, asked.system) if asked.system else taught
+        return measure(asked.study, taught, options, f"teachers {asked.study}", judges=not asked.system)
 
 
 def _beside_trl(options: Options) -> int:
     """Take steps of both sides in turn, and compare."""
-    case = Case("lit_grpo", 0, WORKS["long prompt"], device=options.device, teacher="76M", cpu_time=True)
-    case = replace(case, first=TIMED_ROWS, plugin=OURS[0])
-    works, switches, repeats = WORKS, (True, False), 3
+    work, sizes = WORKS["long prompt"]
+    case = Case("lit_grpo", 0, work, device=options.device, teacher="76M", cpu_time=True, first=TIMED_ROWS)
+    works, switches, repeats = WORKS, (True, False), 2
     if options.quick:
-        works, switches, repeats = {"quick": Work(48, 12, 8, vocab_size=512)}, (True,), 1
+        works, switches, repeats = {"quick": (Work(48, 12, 8, vocab_size=512), sizes[1:])}, (True,), 1
         case = replace(case, policy="smallest", teacher="smallest", first=None)
     rows: list[Row] = []
     claims: list[Claim] = []
-    for name, work in works.items():
+    for name, (work, sizes) in works.items():
         for checkpointing in switches:
-            mine = replace(case, work=work, checkpointing=checkpointing)
-            measured: list[Steps] = []
-            for tokens, num_rows in SIZES:
-                cases = [replace(mine, size=tokens, plugin=plugin) for plugin in OURS]
-                cases += [replace(mine, size=num_rows, system=system, plugin=None) for system in THEIRS]
-                measured += in_turn(cases, repeats)
+            mine, measured = replace(case, work=work, checkpointing=checkpointing), list[Steps]()
+            peer = replace(mine, system="TRL, GPU path of its head")
+            for num_tokens, num_rows in sizes:
+                cases = [replace(mine, size=num_tokens, plugin=plugin) for plugin in OURS]
+                measured += in_turn([*cases, replace(peer, size=num_rows)], repeats)
+            if not checkpointing:
+                measured += in_turn([replace(peer, system="TRL", size=sizes[0][1])], 1)
             rows += [_row(name, steps) for steps in measured]
             claims += _claims(name, measured)
     settings: Row = {
