@@ -109,7 +109,7 @@ class ThroughputMonitor(Observer):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, GRPOModule)
-        rollout_s = batch.metrics["time/rollout_s"]
+        rollout_s = batch.metrics.get("time/rollout_s", 0.0)
         update_s = time.perf_counter() - self._update_start - (rollout_s if batch.arriving is not None else 0.0)
         seconds = pl_module.phases.take()
         step_s, aside_s = sum(seconds.values()), {name: seconds.get(name, 0.0) for name in ("validation", "checkpoint")}

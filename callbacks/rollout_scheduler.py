@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +85,7 @@ class RolloutScheduler(pl.Callback):
         pl_module.join_rewards([reward for plugin in self.session.plugins.values() for reward in plugin.rewards])
         if stage != "predict":
             unrewarded = any(plugin.learns_unrewarded for plugin in self.session.plugins.values())
+            unrewarded = unrewarded or math.isinf(self.session.first_rollout)
             check_rewarded(pl_module.rewards, pl_module.num_generations, unrewarded)
         for split, rows in loaded_prompts(trainer).items():
             if split == "predict":
@@ -205,6 +207,8 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``eval_num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
+        if not pl_module.validates_completions:
+            return
         self._tell_state(trainer, 0.0)
         self.session.evaluate(
             pl_module,

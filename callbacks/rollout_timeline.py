@@ -49,7 +49,7 @@ class RolloutTimeline(Observer):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or batch.without_rollouts:
             return
         if self.record_trace:
             with (Path(trainer.default_root_dir) / "trace.jsonl").open("a", encoding="utf-8") as file:

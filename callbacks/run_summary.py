@@ -78,7 +78,8 @@ class RunSummary(Observer):
         metrics, self._read_at = trainer.callback_metrics, trainer.global_step
         self._lessons.add(*lesson_of({name: float(value) for name, value in metrics.items()}))
         self._peak_gib = max(self._peak_gib, float(metrics.get("peak_GiB", 0.0)))
-        self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics.get("reward", math.nan)))]
+        if "reward" in metrics:  # there have been rollouts
+            self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics["reward"]))]
         module = trainer.lightning_module
         assert isinstance(module, GRPOModule)
         self._functions = [*self._functions[:1], module.reward_curves.latest]
@@ -99,7 +100,7 @@ class RunSummary(Observer):
         """Print the results if the run has made an update."""
         stopped = isinstance(exception, Stopped | KeyboardInterrupt)
         self._read(trainer)
-        if self._rewards:
+        if self._trains and trainer.global_step > self._version:
             self._tell(trainer, pl_module, "stopped" if stopped else "failed")
 
     def _tell(self, trainer: pl.Trainer, module: pl.LightningModule, how: str) -> None:

@@ -58,7 +58,7 @@ def _announce(arguments: list[str]) -> None:
         argument.startswith(("--print_config", "--help", "-h")) or argument.split("=")[0].endswith(".help")
         for argument in arguments
     )
-    if arguments[:1] == ["fit"] and not asks and all(os.environ.get(name, "0") == "0" for name in ranks):
+    if arguments[:1] in (["fit"], ["sft"]) and not asks and all(os.environ.get(name, "0") == "0" for name in ranks):
         from lit_grpo import __version__
 
         print(f"lit_grpo {__version__}, loading ...", flush=True)

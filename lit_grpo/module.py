@@ -61,6 +61,7 @@ from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings, make_reference
 from lit_grpo.update.logprobs.teacher import ModelTeacher, ServerTeacher, TeacherSettings, make_teacher
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import TrainingRun
 from lit_grpo.update.prefix.support import prefix_refusal
 
@@ -517,11 +518,42 @@ class GRPOModule(EvaluationModule):
         """The policy for those who decode with it."""
         return PolicySpec(self.policy, self.tokenizer, self.keep_special_tokens, longest_row=self._longest_row)
 
+    # ---- validation -------------------------------------------------------------------------------
+
+    @property
+    def validates_completions(self) -> bool:
+        """Whether validation samples completions; not in a run without rollouts that has no reward function."""
+        return bool(self.rewards) or self.settings.has_rollouts
+
+    def on_validation_epoch_end(self) -> None:
+        """Log what completions have earned, and what plug-ins measure."""
+        if self.validates_completions:
+            super().on_validation_epoch_end()
+        for plugin in overriding(self.settings.plugins, "validate"):
+            with self.trainer.precision_plugin.forward_context():
+                values = plugin.validate(self._passes.by_completion, self.ranks)
+            self.log_dict({f"val/{name}": value for name, value in values.items()})
+            self.log("step", float(self.policy_version))
+
+    @property
+    def _passes(self) -> PolicyPasses:
+        """The learner's passes, or others if the policy is validated before it is trained."""
+        learner: Learner | None = getattr(self, "learner", None)
+        if learner is not None:
+            return learner.passes
+        self.settings.shares_prefix = prefix_refusal(self.policy) is None
+        return PolicyPasses(self.policy, self, self.settings)
+
     # ---- training ---------------------------------------------------------------------------------
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Learn from one batch of whole rollout groups."""
+        """Learn from one batch of whole rollout groups, or of examples alone."""
         with self.phases.of("update"):
+            if batch.without_rollouts:
+                self.log_anew("update", self.learner.learn_examples())
+                self.log("step", float(self.policy_version))
+                batch.trained = True
+                return
             update = None if batch.arriving is None else self.learner.learn(batch.arriving)
             if not batch.groups:
                 raise RuntimeError(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lit_grpo.update.advantages.estimator import GroupRewards
     from lit_grpo.update.objective.policy_loss import LossInputs
     from lit_grpo.update.objective.tokens import Tokens
-    from lit_grpo.update.plugin import Chunk, LearningBatch, OptimizerStep, Term, TrainingRun, Visit
+    from lit_grpo.update.plugin import Chunk, LearningBatch, Measure, OptimizerStep, Term, TrainingRun, Visit
 
 Kind = TypeVar("Kind", bound="Listener")
 
@@ -391,6 +391,14 @@ class Plugin(Listener):
 
     # ---- a batch; what happens in its rollout is told by the hooks of a listener ----------------------
 
+    @property
+    def first_rollout(self) -> float:
+        """The policy version from which on batches have rollouts; infinite if none has.
+
+        A batch before it samples nothing and takes no prompt: its optimizer steps are on :meth:`examples` alone.
+        """
+        return 0
+
     def on_batch_start(self) -> None:
         """A training batch is about to be sampled.
 
@@ -631,6 +639,18 @@ class Plugin(Listener):
             ranks: Of the run.
         """
         return None
+
+    def validate(self, measure: Measure, ranks: Ranks) -> Mapping[str, float]:
+        """Return what a validation logs besides the rewards of completions, such as a loss on held-out examples.
+
+        Args:
+            measure: Measures tokens under the policy; all ranks call it together.
+            ranks: Of the run.
+
+        Returns:
+            Values by name, without ``val/``, the same on every rank.
+        """
+        return {}
 
     @property
     def entropy_coefficient(self) -> float:

@@ -534,8 +534,8 @@ class PromptBatch:
     """The seam between callbacks and module: prompts in, whole rollout groups added by the scheduler.
 
     ``groups`` is empty until :class:`lit_grpo.callbacks.RolloutScheduler` has filled it; then it has one group
-    a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself, ``messages`` what
-    the user is told of it, ``spans`` which slot
+    a prompt, in the order of ``prompts``, and none if the batch is ``without_rollouts`` and trained on examples alone.
+    ``metrics`` is what the rollout has to say of itself, ``messages`` what the user is told of it, ``spans`` which slot
     decoded which completion when, by the steps of ``clock``, and ``predicted`` how many tokens were expected of each
     (by ``Request.key``).
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint. A batch is
@@ -554,6 +554,7 @@ class PromptBatch:
         self.clock = Clock()
         self.predicted: Mapping[Key, float] = {}
         self.trained = False
+        self.without_rollouts = False
         self.carried = False
         self.arriving: Iterator[list[RolloutGroup]] | None = None
 

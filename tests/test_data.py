@@ -206,8 +206,8 @@ def test_prompt_ids_stay_when_rows_are_dropped(plain: str) -> None:
         (
             {"prompt": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]},
             {},
-            "row 1 ends in an assistant message, which would be answered; set data.continue_final_message to true to "
-            "have it continued, or take it out",
+            "row 1 ends in an assistant message, which would be answered; set data.cut_answers to true to leave it "
+            "out, or data.continue_final_message to have it continued",
         ),
         (
             {"prompt": [{"role": "system", "content": "one"}]},

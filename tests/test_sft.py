@@ -17,10 +17,12 @@ from torch.nn.functional import cross_entropy
 
 from lit_grpo.data import PromptDataModule
 from lit_grpo.data.examples import Example
+from lit_grpo.methods import make_plugins
 from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.sft import SFT
 from lit_grpo.plugins import Plugin, RunFacts, fresh
 from lit_grpo.ranks import Ranks
+from lit_grpo.tools.commands.sft import without_rollouts
 from lit_grpo.types import OBSERVED, RolloutGroup
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
@@ -40,8 +42,9 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def data_of(policy: Path, *rows: dict[str, Any], **settings: Any) -> PromptDataModule:
-    data = PromptDataModule(policy=str(policy), train=list(rows), batch_size=1, **settings)
+def data_of(policy: Path, *rows: Any, **settings: Any) -> PromptDataModule:
+    given: Any = {"train": list(rows), "batch_size": 1} | settings
+    data = PromptDataModule(policy=str(policy), **given)
     data.setup("fit")
     return data
 
@@ -62,7 +65,7 @@ def test_a_chat_template_ends_the_answer_and_its_line_break_is_not_imitated(chat
     data = data_of(chat_folder, {"prompt": "1+1=", "solution": "2"}, chat_template=True)
     (example,) = data.answered("train", "solution")
     assert example.prompt_ids == data.prompts["train"][0].token_ids
-    assert data._tokenizer.decode(list(example.prompt_ids)).endswith("a#")
+    assert list(example.prompt_ids) == ids_of(data, "u#1+1=<eos>\na#")
     assert example.answer_ids_T.tolist() == [*ids_of(data, "2"), 1] and example.learned_T.all()
 
 
@@ -138,7 +141,70 @@ def test_a_template_that_rewrites_earlier_turns_needs_the_last_turn_alone(tmp_pa
     assert last.answer_ids_T.tolist() == [*ids_of(data, "d"), 1]
 
 
-def sft(data: PromptDataModule, **settings: Any) -> SFT:
+DIALOGUE = [{"role": "user", "content": "1"}, *TURNS]
+
+
+def test_conversations_end_with_their_answer(chat_folder: Path) -> None:
+    """The prompt of the row is what stands before it, if the data says so; else the row is refused."""
+    with pytest.raises(ValueError, match=r"set data\.cut_answers to true"):
+        data_of(chat_folder, {"prompt": DIALOGUE})
+    data = data_of(chat_folder, {"prompt": DIALOGUE}, cut_answers=True)
+    (example,), (last,) = data.answered("train", ""), data.answered("train", "", turns="last")
+    assert list(example.prompt_ids) == ids_of(data, "u#1<eos>\na#") and example.learned_T.sum() == 5
+    assert last.prompt_ids == data.prompts["train"][0].token_ids
+    assert last.answer_ids_T.tolist() == [*ids_of(data, "d"), 1]
+
+
+def test_a_conversation_that_nobody_answers_is_no_example(chat_folder: Path) -> None:
+    data = data_of(chat_folder, {"prompt": DIALOGUE[:1]})
+    with pytest.raises(ValueError, match="row 0 has no answer: its conversation does not end in a message of the"):
+        data.answered("train", "")
+    with pytest.raises(ValueError, match="row 0 has a prompt that is a text, and no answer; name the column of"):
+        data_of(chat_folder, {"prompt": "1"}).answered("train", "")
+
+
+def test_examples_of_a_data_set_of_their_own_are_rendered_as_prompts_are(chat_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
+    data = data_of(chat_folder, {"prompt": "3"}, chat_template=True, system_prompt="e")
+    plugin = sft(data, data=str(tmp_path / "examples.jsonl"), prompt_column="question")
+    (example, _) = plugin.examples(0, Ranks())
+    assert list(example.prompt.token_ids) == ids_of(data, "s#e<eos>\nu#1+1=<eos>\na#")
+    assert example.completion.token_ids_T.tolist() == [*ids_of(data, "2"), 1]
+
+
+BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no file": ({"data": "nowhere.jsonl"}, r"There is no file nowhere\.jsonl"),
+    "an empty file": ({"data": "empty.jsonl"}, r"empty\.jsonl has no rows"),
+    "no such column": ({"column": "answer"}, r"has no column 'answer' \(it has 'prompt', 'solution'\)"),
+    "a column of prompts without data": ({"prompt_column": "question"}, "prompt_column is set, but data is not"),
+    "held-out examples without data": ({"validation": "some.jsonl"}, "validation is set, but data is not"),
+    "a negative weight": ({"weight": -1.0}, "weight must be at least 0"),
+    "a word": ({"warm_up": "most"}, "warm_up must be a whole number of at least 0, or all"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_settings_that_cannot_work_are_refused(
+    name: str, policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, sentence = BAD_SETTINGS[name]
+    (tmp_path / "empty.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        sft(data_of(policy_folder, {"prompt": "1", "solution": "2"}), **settings)
+
+
+def test_the_command_sft_makes_the_warm_start_the_whole_run() -> None:
+    every: list[Any] = ["gigpo", {"sft": {"column": "a", "warm_up": 3}}]
+    assert without_rollouts(every) == ["gigpo", {"sft": {"column": "a", "warm_up": "all"}}]
+    assert without_rollouts("sft:column=a") == ["sft:column=a,warm_up=all"]
+    assert make_plugins(without_rollouts(["sft"]))["sft"].first_rollout == math.inf
+    for none in (None, [], ["gigpo"], {"gigpo": None}):
+        with pytest.raises(ValueError, match=r"rollout\.plugins has no sft, which has the examples"):
+            without_rollouts(none)
+
+
+def sft(data: PromptDataModule, /, **settings: Any) -> SFT:
     """A plug-in that has read its examples."""
     plugin = fresh(SFT(**({"column": "solution", "weight": 1.0} | settings)))
     plugin.check(RunFacts(num_prompts=2, num_generations=2, max_tokens=8, updates_per_batch=1, data=data))

@@ -265,13 +265,18 @@ def cli_arguments(args: list[str] | None) -> dict[str, Any]:
     }
 
 
-def run(args: list[str] | None = None) -> None:
-    """Parse and run; a mistake in the input ends the program with one sentence and exit code 2."""
+def run(args: list[str] | None = None, cli: type[GRPOCLI] = GRPOCLI) -> None:
+    """Parse and run; a mistake in the input ends the program with one sentence and exit code 2.
+
+    Args:
+        args: The command line; by default that of the process.
+        cli: Class that parses and runs it.
+    """
     quieten()
     run_folder = RunFolder()
     try:
         with run_folder:
-            GRPOCLI(run_folder, **cli_arguments(args))
+            cli(run_folder, **cli_arguments(args))
     except OSError as error:
         if _is_gone(error, run_folder.path) and not os.environ.get("LIT_GRPO_TRACEBACK"):
             exit_with(

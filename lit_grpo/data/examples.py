@@ -8,7 +8,7 @@ token, such as a line break, belongs to no answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Turns = Literal["all", "last"]
 """The turns of the assistant in a conversation that are imitated."""
+SourceSpec = str | dict[str, Any] | Sequence[Row]
+"""A file, a folder or a dataset id; the arguments of :class:`lit_grpo.data.HubRows`; or rows, from Python."""
 
 
 class Example(NamedTuple):
@@ -67,15 +69,30 @@ class AnsweredData(Protocol):
         ...
 
     def answered(self, split: str, column: str, turns: Turns = "all") -> list[Example]:
-        """Return the prompts of a split with the answers that a column holds.
+        """Return the prompts of a split with their answers.
 
         Args:
             split: ``train`` or ``validation``.
-            column: Column of the answers, by the name that reward functions know.
+            column: Column of the answers, by the name that reward functions know; empty if the prompts' column has
+                whole conversations.
             turns: The turns of the assistant that are imitated.
 
         Raises:
             ValueError: Rows have no answer, or one that cannot be used.
+        """
+        ...
+
+    def examples_of(self, data: SourceSpec, prompt_column: str, column: str, turns: Turns = "all") -> list[Example]:
+        """Return the examples of a data set of its own, rendered with the settings of the run's data.
+
+        Args:
+            data: The data set.
+            prompt_column: Column of the prompts; empty for that of the run's data.
+            column: Column of the answers; empty if the prompts' column has whole conversations.
+            turns: The turns of the assistant that are imitated.
+
+        Raises:
+            ValueError: It cannot be read, or rows have no answer, or one that cannot be used.
         """
         ...
 
@@ -97,11 +114,15 @@ def render_example(
     Raises:
         UnusableRow: There is no answer, or the tokenizer or the chat template cannot use it.
     """
-    conversation, options = replace(renderer, continue_final_message=True).conversation(row, tokenizer)
+    if answer is None:  # the conversation has it
+        renderer = replace(renderer, continue_final_message=True, cut_answers=False)
+    conversation, options = renderer.conversation(row, tokenizer)
     if conversation is None:
+        if answer is None:
+            raise UnusableRow("has a prompt that is a text, and no answer; name the column of the answers")
         if not isinstance(answer, str):
-            kind = "no answer" if answer is None else f"an answer of type {type(answer).__name__}"
-            raise UnusableRow(f"has {kind}, and a prompt that is a text needs a text as its answer")
+            kind = type(answer).__name__
+            raise UnusableRow(f"has an answer of type {kind}, and a prompt that is a text needs a text as its answer")
         _check_text(answer)
         prompt_ids, parts = renderer.render(row, tokenizer).token_ids, [(answer, True)]
     else:

@@ -116,6 +116,10 @@ class PromptLoader:
             self._taken = place - self._start
             yield self._rewritten(prompts[self.rank])
 
+    def give_back(self) -> None:
+        """Give back what the batch has taken, so that the next one takes it."""
+        self._taken = 0
+
     def sync_draws_across_ranks(self, largest: Callable[[float], float]) -> None:
         """Count to the batch what any rank has taken of the stream; ``largest`` is over ranks."""
         self._taken = int(largest(float(self._taken)))

@@ -13,10 +13,10 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
-from lit_grpo.data.examples import Example, Turns, render_example
+from lit_grpo.data.examples import Example, SourceSpec, Turns, render_example
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import Converses, PromptRenderer, column_of
-from lit_grpo.data.sources import FileRows, Row, RowSource, check_size, make_source
+from lit_grpo.data.sources import FileRows, HubRows, Row, RowSource, check_size, make_source
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
@@ -69,6 +69,8 @@ class PromptDataModule(LightningDataModule):
             of messages, and all prompts if ``system_prompt`` is set.
         chat_template_kwargs: Variables for the chat template, for instance ``enable_thinking: false``.
         continue_final_message: Continue conversations that end in an assistant message; they are unusable otherwise.
+        cut_answers: Leave the last message of a conversation out of its prompt if it is the assistant's: the row is an
+            example, whose answer that message is. A column of answers needs no such setting.
         split_special_tokens: Encode control tokens that a row's text spells, such as ``<|im_end|>``, as plain
             characters. By default they become control tokens, and a warning counts the rows. Earlier turns of the
             assistant are left as they are. Text from tools, environments and agents is always encoded as plain
@@ -98,6 +100,7 @@ class PromptDataModule(LightningDataModule):
         chat_template: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         continue_final_message: bool = False,
+        cut_answers: bool = False,
         split_special_tokens: bool = False,
         columns: dict[str, str] | None = None,
         max_prompt_tokens: int = 512,
@@ -123,6 +126,7 @@ class PromptDataModule(LightningDataModule):
             max_prompt_tokens,
             continue_final_message,
             split_special_tokens,
+            cut_answers,
         )
         self.prompts: dict[str, list[Prompt]] = {}
         self.rewritten: list[Prompt] = []  # of training prompts, the longest and the one with the largest token
@@ -275,13 +279,20 @@ class PromptDataModule(LightningDataModule):
         return prompts
 
     def answered(self, split: str, column: str, turns: Turns = "all") -> list[Example]:
-        """Return the prompts of a split with their answers, as :class:`lit_grpo.data.examples.AnsweredData` says."""
+        """Return a split's examples, as :class:`lit_grpo.data.examples.AnsweredData` says."""
         source = _source_of(split, self.sources[split])
         rows: list[tuple[str, Row, Any]] = []
         for prompt in self.prompts[split]:
             number = prompt.prompt_id.rpartition("/")[2]
             rows.append((f"row {number} of {source.describe()}", self._rows[prompt.prompt_id], prompt.columns))
         return self._examples(source, rows, self.renderer, column, turns)
+
+    def examples_of(self, data: SourceSpec, prompt_column: str, column: str, turns: Turns = "all") -> list[Example]:
+        """Return a data set's examples, as :class:`lit_grpo.data.examples.AnsweredData` says."""
+        source = HubRows(**data) if isinstance(data, dict) else make_source(data)
+        renderer = replace(self.renderer, prompt_column=prompt_column) if prompt_column else self.renderer
+        rows = ((place, row, row) for place, row in _checked(source))
+        return self._examples(source, rows, renderer, column, turns)
 
     def _examples(
         self,

@@ -121,6 +121,7 @@ class PromptRenderer:
     max_prompt_tokens: Count = 512
     continue_final_message: bool = False
     split_special_tokens: bool = False
+    cut_answers: bool = False
     conversing: Conversing | None = None
 
     def __post_init__(self) -> None:
@@ -267,10 +268,12 @@ class PromptRenderer:
 
     def _conversation(self, prompt: str | list[Message]) -> list[Message]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.cut_answers and len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
         if messages[-1]["role"] == "assistant" and not self.continue_final_message:
             raise UnusableRow(
-                "ends in an assistant message, which would be answered; set data.continue_final_message to true to "
-                "have it continued, or take it out"
+                "ends in an assistant message, which would be answered; set data.cut_answers to true to leave it out, "
+                "or data.continue_final_message to have it continued"
             )
         if self.system_prompt is None:
             return messages

@@ -83,6 +83,10 @@ class PromptSource(Protocol):
         """Yield prompts that follow those of the batch, at most so many."""
         ...
 
+    def give_back(self) -> None:
+        """Give back what the batch has taken, so that the next one takes it."""
+        ...
+
     def sync_draws_across_ranks(self, largest: Callable[[float], float]) -> None:
         """Count to the batch what any rank has taken."""
         ...
@@ -140,6 +144,7 @@ class RolloutSession:
         self.replaces = 0 if self.replacement is None else self.replacement.most
         self.rewriting, self.sizer = self.deciding("rewrite"), self.deciding("batch_size")
         everyone = self.plugins.values()
+        self.first_rollout = max([each.first_rollout for each in everyone], default=0)
         self._hooks = {hook: overriding(everyone, hook) for hook in BATCH_HOOKS}  # the others do nothing there
         self.listening = overriding(everyone, *ROLLOUT_HOOKS)
         self.evaluating = [plugin for plugin in self.listening if plugin.evaluates]
@@ -242,6 +247,12 @@ class RolloutSession:
         Raises:
             CannotGoOn: A plug-in finds that the run cannot go on.
         """
+        batch.without_rollouts = run.policy_version < self.first_rollout
+        if batch.without_rollouts:
+            if self._stream is not None:
+                self._stream.give_back()
+            batch.prompts = []
+            return
         for plugin in self._hooks["on_batch_start"]:
             plugin.on_batch_start()
         if self.lengths is not None:
@@ -305,6 +316,8 @@ class RolloutSession:
             What to log, by source: figures of the rollout, where it went on beside the update, of what was learnt, and
             of what plug-ins have learnt.
         """
+        if batch.without_rollouts:
+            return {"learnt": {}}
         logs: dict[str, dict[str, float]] = {}
         if self._pump is not None:
             logs["rollout"] = self._end_beside(self._pump, run, batch)

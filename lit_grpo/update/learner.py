@@ -127,6 +127,18 @@ class Learner:
         self.history.commit(ranks.gather)
         return logs | advantage_metrics(torch.cat(ranks.gather(advantages_R2)))
 
+    def learn_examples(self) -> dict[str, float]:
+        """Take the optimizer steps of a batch without rollouts, on the examples of a plug-in; return what to log."""
+        metrics, passes = TokenMetrics(self.gap_limits), self.passes
+        for _ in range(self.settings.updates_per_batch):
+            step = self._step((), None, (), is_whole=True)
+            with as_shards(self.policy):
+                passes.gradient([step], metrics)
+                self._take_step(step, metrics)
+        passes.forget_rows()
+        logs = metrics.compute(passes.ranks.sum, passes.ranks.max)
+        return {name: logs[name] for name in logs if name.startswith(("loss", "ce/", "grad_norm", "lr", "update/"))}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         budget = self.passes.budget
@@ -224,14 +236,14 @@ class Learner:
     # ---- a step -------------------------------------------------------------------------------------
 
     def _step(
-        self, rollouts: Sequence[Rollout], batch: LearningBatch, columns: tuple[str, ...], is_whole: bool
+        self, rollouts: Sequence[Rollout], batch: LearningBatch | None, columns: tuple[str, ...], is_whole: bool
     ) -> Step:
         """Choose what goes through the policy in a step, and count what its loss is divided by.
 
-        If the ``batch`` is not whole, rollouts of the step are still to come, and the denominator is provisional. A
-        rollout without an advantage (NaN), or that is not kept, counts in nothing. One with advantage 0 has gradient 0
-        unless the objective has another term, so it does not go through the policy; it counts in the denominator all
-        the same.
+        Without a ``batch`` the step has examples alone. If it is not whole, rollouts of the step are still to come, and
+        the denominator is provisional. A rollout without an advantage (NaN), or that is not kept, counts in nothing.
+        One with advantage 0 has gradient 0 unless the objective has another term, so it does not go through the policy;
+        it counts in the denominator all the same.
         """
         settings, ranks, version = self.settings, self.passes.ranks, self.optimization.policy_version
         objective, max_tokens, kept = settings.objective, settings.max_tokens, None
@@ -241,12 +253,12 @@ class Learner:
         own = StepTotals(sum(rollout.completion.num_trained for rollout in learnt), len(taking_part), max_tokens)
         totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)
         if is_whole:
-            if (choosing := settings.plugin("token_mask")) is not None:
+            if batch is not None and (choosing := settings.plugin("token_mask")) is not None:
                 progress, optimizer = settings.progress(version), self.optimization.optimizer
                 now = replace(batch, version=version, progress=progress, optimizer=optimizer)
                 mask = choosing.token_mask(now, learnt)
                 kept = None if mask is None else [mask[row.completion.request.key] for row in learnt]
-            if kept is None and objective.top_entropy_quantile < 1:
+            if batch is not None and kept is None and objective.top_entropy_quantile < 1:
                 entropies = self.passes.measure(learnt, "entropy")
                 kept = highest(entropies, objective.top_entropy_quantile, ranks.gather)
             num_kept = own.num_tokens if kept is None else sum(int(part.sum()) for part in kept)

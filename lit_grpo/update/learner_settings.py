@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -46,6 +47,7 @@ class LearnerSettings:
     shares_prefix: bool = True
     total_updates: int | None = None
     learns_unrewarded: bool = field(default=False, init=False)
+    has_rollouts: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
@@ -63,7 +65,8 @@ class LearnerSettings:
         needed = [requirement_of(plugin, f"rollout.plugins {name}") for name, plugin in named]
         check_together([*needed, *self.parts()])
         self.plugins = learning
-        self.learns_unrewarded = any(plugin.learns_unrewarded for plugin in learning)
+        self.has_rollouts = not any(math.isinf(plugin.first_rollout) for plugin in learning)
+        self.learns_unrewarded = not self.has_rollouts or any(plugin.learns_unrewarded for plugin in learning)
 
     def plugin(self, *hooks: str) -> Plugin | None:
         """Return the plug-in that overrides any of these hooks; None if none does."""

@@ -27,11 +27,12 @@ CHAT = (
 ROWS = [("12 + 3", "c = 15"), ("a", "b"), ("4 * 4 - 1", "0" * 30), ("a", "deep cabin")]
 
 
-def trl_step(folder: Path, policy: Any, rows: list[dict[str, Any]], **settings: Any) -> tuple[Any, float]:
+def trl_step(folder: Path, policy: Any, rows: list[dict[str, Any]]) -> tuple[Any, float]:
     """The batch that TRL's trainer makes of all rows, and its loss, whose gradient the policy then has."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     arguments = SFTConfig(
         output_dir=str(folder / "trl"),
@@ -43,12 +44,11 @@ def trl_step(folder: Path, policy: Any, rows: list[dict[str, Any]], **settings: 
         disable_tqdm=True,
         gradient_checkpointing=False,
         completion_only_loss=True,
-        **settings,
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trainer = SFTTrainer(policy, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     (batch,) = trainer.get_train_dataloader()
-    loss = trainer.compute_loss(trainer.model, batch)
+    loss = trainer.compute_loss(policy, batch)
     loss.backward()
     return batch, float(loss.detach())
 
@@ -68,7 +68,7 @@ def test_tokens_loss_and_gradient_are_those_of_trl(form: str, tmp_path: Path) ->
     batch, loss = trl_step(tmp_path, policy, theirs)
     expected = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
-    rows = [{"prompt": prompt, "solution": answer} for prompt, answer in ROWS]
+    rows: Any = [{"prompt": prompt, "solution": answer} for prompt, answer in ROWS]
     data = PromptDataModule(policy=str(tmp_path), train=rows, batch_size=1, chat_template=form == "chat")
     data.setup("fit")
     plugin = sft(data, per_update=len(rows))

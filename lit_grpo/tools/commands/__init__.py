@@ -23,6 +23,20 @@ class Tool(NamedTuple):
         return bool(self.help)
 
 
+SFT = """\
+usage: python -m lit_grpo sft --config CONFIG [--FIELD VALUE ...]
+
+Trains the policy on the examples of the plug-in sft alone, without rollouts:
+supervised fine-tuning, in a stage before fit. It is fit with the plug-in's
+warm_up set to all; model.rewards may be empty. Validation logs the loss of
+held-out examples, and samples completions if there are rewards. Afterwards
+fit goes on with --model.policy runs/NAME/policy. The fields are those of fit:
+python -m lit_grpo fit --help lists them.
+
+Example, with the answers in the column solution:
+  python -m lit_grpo sft --model.policy smollm2 --data.train train.jsonl
+    --rollout.plugins sft:column=solution --trainer.max_steps 100
+"""
 DOCTOR = """\
 usage: python -m lit_grpo doctor --config CONFIG [--FIELD VALUE ...]
 
@@ -60,6 +74,7 @@ cannot be read.
 """
 _HERE = "lit_grpo.tools.commands"
 TOOLS = {
+    "sft": Tool(f"{_HERE}.sft", "supervised fine-tuning on examples, with the arguments of fit", SFT),
     "doctor": Tool(f"{_HERE}.doctor", "checks of a run before it begins, with the arguments of fit", DOCTOR),
     "fit-check": Tool(f"{_HERE}.fit_check", "the memory that a run will take, with the arguments of fit", FIT_CHECK),
     "export": Tool(f"{_HERE}.export", "a checkpoint's policy as a Hugging Face folder"),
