@@ -47,8 +47,9 @@ OWN = {
     "fit-check",
     "from-trl",
     "smollm2",
+    "sft",
 }  # subcommands that Lightning has not
-LIKE_FIT = {"doctor", "fit-check"}  # take the same arguments
+LIKE_FIT = {"doctor", "fit-check", "sft"}  # take the same arguments
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md"]
 

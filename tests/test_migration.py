@@ -20,7 +20,7 @@ from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.module import GRPOModule
 from lit_grpo.optim import WarmupDecayLR
-from lit_grpo.tools.migration import TRL, VERL, convert_trl
+from lit_grpo.tools.migration import SFT, TRL, VERL, convert_trl, convert_trl_sft
 from lit_grpo.update.objective.recipes import RECIPES
 
 LEAST = {
@@ -261,3 +261,76 @@ def test_what_has_no_counterpart_is_left_out_where_that_is_asked_for_and_each_fi
 )
 def test_adapters_are_on_the_layers_that_trl_trains(given: Any, taken: Any) -> None:
     assert convert(use_peft=True, lora_target_modules=given)["model"]["lora"]["target_modules"] == taken
+
+
+# ---- SFT ------------------------------------------------------------------------------------------------
+
+LEAST_SFT = {"model_name_or_path": "tiny", "dataset_name": "some/data", "max_steps": 10}
+
+
+def convert_sft(**fields: Any) -> dict[str, Any]:
+    return convert_trl_sft(LEAST_SFT | fields).config
+
+
+def test_every_field_of_trl_s_sft_is_in_the_table_with_its_default() -> None:
+    pytest.importorskip("trl")
+    from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments
+    from trl.trainer.model_config import ModelConfig
+    from trl.trainer.sft_config import SFTConfig
+
+    kinds = (SFTConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
+    fields = {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
+    assert set(fields) == set(SFT)
+    for name, field in fields.items():
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory() or None
+        assert SFT[name].default in (default, [], None) if default in (None, []) else SFT[name].default == default, name
+
+
+def test_a_config_of_sft_becomes_a_run_on_examples_alone() -> None:
+    config = convert_sft(
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-4, max_length=4096, use_peft=True
+    )
+    assert config["rollout"]["plugins"] == [{"sft": {"column": "completion", "warm_up": "all"}}]
+    assert config["data"] == {
+        "batch_size": 8,
+        "eval_batch_size": 8,
+        "train": {"class_path": "HubRows", "init_args": {"path": "some/data", "split": "train"}},
+        "max_prompt_tokens": 4096,
+    }
+    assert config["model"]["max_tokens_per_micro_batch"] == 4 * 4096 and "rewards" not in config["model"]
+    assert config["model"]["optimizer"]["init_args"]["lr"] == 1e-4 and config["model"]["lora"]["r"] == 16
+    assert "sampling" not in config["model"] and config["trainer"]["max_steps"] == 10
+    assert make_plugins(config["rollout"]["plugins"])["sft"].first_rollout == math.inf
+
+
+def test_epochs_of_sft_are_steps_over_all_rows() -> None:
+    three = {"max_steps": -1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    assert convert_trl_sft(LEAST_SFT | three, rows=100).config["trainer"]["max_steps"] == 3 * 13
+    assert convert_trl_sft(LEAST_SFT | three, rows=100, devices=2).config["trainer"]["max_steps"] == 3 * 7
+    with pytest.raises(ValueError, match="give --rows N, the number of training rows, or max_steps"):
+        convert_trl_sft(LEAST_SFT | three)
+
+
+def test_messages_are_conversations_that_end_with_the_answer() -> None:
+    config = convert_sft(assistant_only_loss=True)
+    assert config["rollout"]["plugins"] == [{"sft": {"warm_up": "all"}}]
+    assert (config["data"]["prompt_column"], config["data"]["cut_answers"]) == ("messages", True)
+
+
+REFUSED_SFT: dict[str, tuple[dict[str, Any], str]] = {
+    "whole sequences": ({"completion_only_loss": False}, "prompts are always masked"),
+    "packing": ({"packing": True}, "packing is True, which cannot be had: rows are packed anyway"),
+    "another loss": ({"loss_type": "dft"}, "loss_type is 'dft', which cannot be had; take nll"),
+    "a template": ({"chat_template_path": "a"}, "put the template into the policy's folder"),
+    "a field of GRPO": ({"num_generations": 4}, "no field 'num_generations' for SFT"),
+    "an old field": ({"max_seq_length": 4}, "TRL 1.16 has no such field: give max_length"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_SFT)
+def test_what_sft_cannot_have_here_is_refused_in_one_sentence(name: str) -> None:
+    fields, sentence = REFUSED_SFT[name]
+    with pytest.raises(ValueError, match=sentence):
+        convert_sft(**fields)

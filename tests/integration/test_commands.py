@@ -46,6 +46,7 @@ CONFIGS = {
 NOT_RUN = (
     *("generators/vllm", "serve ", "--trainer.devices ", "reasoning_gym"),  # need vLLM, a second rank or a chat model
     *("smollm2", "word_problems", "dashboard --wandb"),  # need a network
+    "--model.policy runs/warm/policy",  # needs the run of the command before it
 )
 """What commands hold that are not run here; tests of their own run their like."""
 NO_ARGUMENTS = {"lit_grpo fit-check", "lit_grpo doctor"}  # without the reader's arguments
@@ -159,6 +160,10 @@ def check(name: str, *told: str, said: str) -> None:
             assert is_policy(run / "policy") and str(run) in said
             spent = "plugins balanced:rounds=3,passed=2,failed=2, greso, pods:keep=4,statistics=group"
             assert (spent in " ".join(said.split())) == (plain(values["--config"]) == "budget")
+        case "sft":
+            (*_, last) = read_metrics(Path("runs", values["--run.name"], "metrics.csv"))
+            assert last["ce/loss"] and "reward" not in last
+            assert is_policy(Path("runs", values["--run.name"], "policy"))
         case "doctor":
             assert "pass checkpoint" in said and "\nfail" not in said
         case "fit-check":

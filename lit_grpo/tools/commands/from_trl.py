@@ -1,4 +1,4 @@
-"""``python -m lit_grpo from-trl CONFIG``: converts a config of TRL's GRPO into one of ours."""
+"""``python -m lit_grpo from-trl CONFIG``: converts a config of TRL's GRPO or SFT into one of ours."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 import yaml
 
 from lit_grpo.cli.parsing.sentences import SentenceParser, exit_with
-from lit_grpo.tools.migration import Converted, convert_trl
+from lit_grpo.tools.migration import Converted, convert_trl, convert_trl_sft
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the config, or write it; a mistake ends with one sentence and exit code 2."""
-    parser = SentenceParser(prog="python -m lit_grpo from-trl", description="Convert a YAML file of trl grpo --config.")
+    parser = SentenceParser(
+        prog="python -m lit_grpo from-trl", description="Convert a YAML file of trl grpo --config or trl sft."
+    )
     parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("--sft", action="store_true", help="the file is one for trl sft --config")
     parser.add_argument("--rows", type=int, help="the number of training prompts, to turn epochs into steps")
     parser.add_argument("--devices", type=int, default=1, help="the number of devices of the run (1)")
     parser.add_argument("--drop", action="store_true", help="leave out the fields that have no counterpart here")
@@ -26,7 +29,8 @@ def main(arguments: Sequence[str]) -> None:
         given = yaml.safe_load(options.config.read_text())
         if not isinstance(given, dict):
             raise ValueError(f"{options.config} holds no fields; give a YAML file as for trl grpo --config.")
-        text = as_yaml(options.config.name, convert_trl(given, options.rows, options.devices, options.drop))
+        convert = convert_trl_sft if options.sft else convert_trl
+        text = as_yaml(options.config.name, convert(given, options.rows, options.devices, options.drop))
     except (OSError, ValueError, yaml.YAMLError) as error:
         exit_with("\n".join(" ".join(line.split()) for line in str(error).splitlines()))
     if options.output is None:

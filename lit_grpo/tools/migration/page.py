@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from lit_grpo.tools.migration.table import TRL, VERL, Counterpart
+from lit_grpo.tools.migration.table import SFT, TRL, VERL, Counterpart
 
 HEAD = """# From TRL and verl
 
@@ -14,6 +14,8 @@ Comments at its top name the fields that have another meaning here. `--rows N` i
 config that counts epochs; `--devices N` is the number of devices of the run; `--output FILE` is the file to write. No
 field is dropped silently: a field that TRL does not have, or that would change the training and is not supported, is
 refused in one sentence. Fields that are left out have TRL's defaults.
+With `--sft` the file is one for `trl sft --config`, and the result a run on examples alone, of the [plug-in
+`sft`](update.md).
 
 This page is made from the table that the command uses."""
 TITLES = {
@@ -38,6 +40,15 @@ def _sections() -> Iterator[str]:
             if row.kind == kind:
                 reasons.setdefault(row.note, []).append(name)
         yield from (f"| {_codes(names)} | {note} |" for note, names in reasons.items())
+    own = {name: row for name, row in SFT.items() if row != TRL.get(name)}
+    taken = {name: row for name, row in own.items() if row.kind in ("same", "changed")}
+    yield from _table("Fields of SFTConfig, with --sft, that differ from these", "TRL", taken)
+    yield "\n| TRL, without a counterpart | reason |\n|---|---|"
+    reasons = {}
+    for name, row in own.items():
+        if name not in taken:
+            reasons.setdefault(("refused: " if row.kind == "refused" else "") + row.note, []).append(name)
+    yield from (f"| {_codes(names)} | {note} |" for note, names in reasons.items())
     yield from _table("The main fields of verl", "verl", VERL)
 
 

@@ -241,6 +241,61 @@ TRL: dict[str, Counterpart] = {
 }  # fmt: skip
 """By the field of TRL 1.16: GRPOConfig, ModelConfig, and the script's own arguments."""
 
+GRPO_ALONE = frozenset(
+    {
+        *("disable_dropout", "cast_lm_head_to_fp32", "num_generations", "steps_per_generation", "num_iterations"),
+        *("generation_batch_size", "ds3_gather_for_generation", "max_completion_length", "temperature", "top_p"),
+        *("top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs", "cache_implementation"),
+        *("max_tool_calling_iterations", "use_transformers_continuous_batching", "use_transformers_paged"),
+        *("transformers_continuous_batching_config", "use_vllm", "importance_sampling_level", "epsilon"),
+        *("epsilon_high", "delta", "beta", "use_bias_correction_kl", "sync_ref_model", "scale_rewards"),
+        *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile", "reward_funcs"),
+        *("off_policy_mask_threshold", "entropy_coef", "use_adaptive_entropy", "entropy_target", "reward_weights"),
+        *("reward_model_name_or_path", "num_generations_eval", "num_completions_to_print"),
+        *(name for name in TRL if name.startswith(("vllm_", "sapo_", "vespo_", "ref_model_", "entropy_coef_", "log_"))),
+    }
+    - {"log_level", "log_level_replica", "log_on_each_node"}
+)
+"""Fields of GRPOConfig that SFTConfig does not have."""
+EXAMPLES = (
+    "the plug-in sft: a data set of prompts and completions, or with assistant_only_loss of messages; prompts are "
+    "masked, so whole texts are not trained on"
+)
+SFT: dict[str, Counterpart] = {name: row for name, row in TRL.items() if name not in GRPO_ALONE} | {
+    "learning_rate": _same("model.optimizer.lr", 2e-5),
+    "per_device_train_batch_size": _changed(
+        "data.batch_size = per_device_train_batch_size x gradient_accumulation_steps; micro-batches are counted in "
+        "tokens and change no gradient", 8, "data.batch_size", "model.max_tokens_per_micro_batch",
+    ),
+    "gradient_accumulation_steps": _changed(
+        "data.batch_size = per_device_train_batch_size x gradient_accumulation_steps; micro-batches are counted in "
+        "tokens and change no gradient", 1, "data.batch_size", "model.max_tokens_per_micro_batch",
+    ),
+    "per_device_eval_batch_size": _changed("the prompts of a validation batch", 8, "data.eval_batch_size"),
+    "max_length": _changed(
+        "sequences are never cut; one longer than the policy's context is refused, or left out with "
+        "data.unusable_rows: drop", 1024, "data.max_prompt_tokens", "model.max_tokens_per_micro_batch",
+    ),
+    "completion_only_loss": _changed(EXAMPLES, None, "rollout.plugins"),
+    "assistant_only_loss": _changed(EXAMPLES, False, "rollout.plugins", "data.prompt_column", "data.cut_answers"),
+    "loss_type": _changed("nll alone", "nll", "rollout.plugins"),
+    **_none(EXAMPLES, dataset_text_field="text"),
+    **_none("examples are shuffled in each epoch", shuffle_dataset=False),
+    **_none("rows are packed without padding, and an update has a number of examples", padding_free=False,
+            packing_strategy="bfd", eval_packing=None, truncation_mode="keep_start", pad_token=None),
+    **_none("rows are read in one process", dataset_num_proc=None),
+    **_none("every column is kept", remove_unused_columns=True),
+    **_none("model.gradient_checkpointing saves more", activation_offloading=False),
+    **_none("has no meaning here", ignore_bias_buffers=False),
+    **_refused("rows are packed anyway; leave it out, and count examples in per_device_train_batch_size",
+               packing=False),
+    **_refused("put the template into the policy's folder", chat_template_path=None),
+    **_refused("set it in the tokenizer of the policy's folder", eos_token=None),
+    **_refused("rows are rendered by the run", dataset_kwargs=None),
+    **_refused("the loss has none", label_smoothing_factor=0.0, neftune_noise_alpha=None),
+}  # fmt: skip
+"""By the field of TRL 1.16: SFTConfig, ModelConfig, and the script's own arguments."""
+
 VERL: dict[str, Counterpart] = {
     "actor_rollout_ref.model.path": _same("model.policy"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _same("model.gradient_checkpointing"),

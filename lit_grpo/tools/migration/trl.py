@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.tools.migration.table import BATCH, TRL
+from lit_grpo.tools.migration.table import BATCH, TRL, Counterpart
 
 PEFT_DEFAULT = "peft-default"
 """That of :mod:`lit_grpo.policy.adapters`, which imports torch."""
@@ -46,7 +46,10 @@ REWARDS: dict[str, dict[str, Any]] = {
 }
 
 
+Part = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+"""Returns fields of ours, by their dotted names, of all fields with their values, and of those that are given."""
 OLD = {
+    "max_seq_length": "give max_length",
     "warmup_ratio": "give warmup_steps, a fraction of the run if it is below 1, such as warmup_steps: 0.1",
     "max_prompt_length": "leave it out, and give fit --data.max_prompt_tokens; rows with longer prompts are refused, "
     "or left out with --data.unusable_rows drop, and no prompt is cut",
@@ -81,24 +84,44 @@ def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int 
     Raises:
         ValueError: TRL has no such field, or its value is not supported.
     """
-    without = dict(_without_counterpart(given))
-    problems = [] if drop else list(without.values())
-    given = {name: value for name, value in given.items() if name in TRL and name not in without}
-    taken = {name: row.default for name, row in TRL.items()} | dict(given)
-    config: dict[str, Any] = {"seed_everything": taken["seed"]}
-    parts: tuple[Callable[[], Mapping[str, Any]], ...] = (
-        lambda: _run(taken, given),
-        lambda: _batches(taken, rows, devices),
-        lambda: _model(taken),
-        lambda: _generator(taken),
-        lambda: _objective(taken),
-        lambda: {"rollout.plugins": _plugins(taken)},
-        lambda: _data(taken),
-        lambda: {"model.rewards": _rewards(taken)},
+    parts: tuple[Part, ...] = (
+        run_of,
+        lambda taken, given: _batches(taken, rows, devices),
+        model_of,
+        lambda taken, given: _generator(taken),
+        lambda taken, given: _objective(taken),
+        lambda taken, given: {"rollout.plugins": _plugins(taken)},
+        data_of,
+        lambda taken, given: {"model.rewards": _rewards(taken)},
     )
+    made = converted(given, TRL, "GRPO", parts, drop)
+    _add(made.config, {"model.generator.init_args.num_slots": _num_slots(given, made.config)})
+    return made
+
+
+def converted(
+    given: Mapping[str, Any], table: Mapping[str, Counterpart], trainer: str, parts: Sequence[Part], drop: bool
+) -> Converted:
+    """Convert the fields of one of TRL's trainers.
+
+    Args:
+        given: The fields of the file.
+        table: Our counterpart of each field of the trainer.
+        trainer: Name of the trainer, for messages.
+        parts: Functions that return our fields, by their dotted names.
+        drop: Leave out the fields that have no counterpart.
+
+    Raises:
+        ValueError: The trainer has no such field, or its value is not supported.
+    """
+    without = dict(_without_counterpart(given, table, trainer))
+    problems = [] if drop else list(without.values())
+    given = {name: value for name, value in given.items() if name in table and name not in without}
+    taken = {name: row.default for name, row in (TRL | dict(table)).items()} | dict(given)
+    config: dict[str, Any] = {"seed_everything": taken["seed"]}
     for part in parts:
         try:
-            _add(config, part())
+            _add(config, part(taken, given))
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -106,23 +129,24 @@ def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int 
         raise ValueError(
             "\n".join(problems) + (f" With --drop the rest is converted without {names}." if names else "")
         )
-    _add(config, {"model.generator.init_args.num_slots": _num_slots(taken, config)})
-    own = {name: TRL[name] for name, value in given.items() if value != TRL[name].default}
+    own = {name: table[name] for name, value in given.items() if value != table[name].default}
     notes = [f"{name}: {row.note}" for name, row in own.items() if row.kind in ("changed", "none")]
     return Converted(config, [*(f"Left out: {sentence}" for sentence in without.values()), *_merged(notes)])
 
 
-def _without_counterpart(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _without_counterpart(
+    given: Mapping[str, Any], table: Mapping[str, Counterpart], trainer: str
+) -> Iterator[tuple[str, str]]:
     """Yield each field that TRL does not have, or whose value is not supported here, with a sentence on it."""
     for name, value in given.items():
         if name == "env":
             yield name, "env sets variables of TRL's process; set them in the shell, and leave it out."
         elif name in OLD:
             yield name, f"{name} is {value!r}, but TRL 1.16 has no such field: {OLD[name]}."
-        elif name not in TRL:
-            yield name, f"TRL 1.16 has no field {name!r} for GRPO; correct it, or leave it out."
-        elif TRL[name].kind == "refused" and value not in (TRL[name].default, None):
-            yield name, f"{name} is {value!r}, which cannot be had: {TRL[name].note}."
+        elif name not in table:
+            yield name, f"TRL 1.16 has no field {name!r} for {trainer}; correct it, or leave it out."
+        elif table[name].kind == "refused" and value not in (table[name].default, None):
+            yield name, f"{name} is {value!r}, which cannot be had: {table[name].note}."
 
 
 def _merged(notes: list[str]) -> list[str]:
@@ -145,7 +169,8 @@ def _add(config: dict[str, Any], fields: Mapping[str, Any]) -> None:
             place[last] = value
 
 
-def _run(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def run_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the run's folder, logs and precision."""
     folder = Path(taken["output_dir"] or "runs/grpo")
     reports = taken["report_to"] if isinstance(taken["report_to"], list) else [taken["report_to"]]
     saves = taken["save_steps"]
@@ -205,11 +230,12 @@ def _batches(taken: Mapping[str, Any], rows: int | None, devices: int) -> dict[s
         "trainer.val_check_interval": interval,
         "trainer.devices": devices if devices > 1 else None,
         "trainer.strategy": "ddp" if devices > 1 else None,
-        "model.lr_scheduler": _schedule(taken, steps),
+        "model.lr_scheduler": schedule_of(taken, steps),
     }
 
 
-def _schedule(taken: Mapping[str, Any], steps: int) -> dict[str, Any] | None:
+def schedule_of(taken: Mapping[str, Any], steps: int) -> dict[str, Any] | None:
+    """Return the learning-rate schedule of a run of so many steps; None if the rate is constant."""
     shape, warmup, further = taken["lr_scheduler_type"], taken["warmup_steps"], taken["lr_scheduler_kwargs"] or {}
     warmup = math.ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
     settings = {"total_steps": steps, "warmup_steps": warmup}
@@ -254,7 +280,8 @@ def _stable_decay(further: Mapping[str, Any], settings: Mapping[str, int]) -> di
     return {"total_steps": total, "shape": further.get("decay_type", "cosine"), "decay_steps": decay}
 
 
-def _model(taken: Mapping[str, Any]) -> dict[str, Any]:
+def model_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the policy and its optimizer."""
     if taken["model_name_or_path"] is None:
         raise ValueError("model_name_or_path is not given; TRL needs it too.")
     if taken["optim"] not in OPTIMIZERS:
@@ -295,8 +322,8 @@ def _stop(settings: Mapping[str, Any]) -> list[str] | None:
     return [stop] if isinstance(stop, str) else stop
 
 
-def _num_slots(taken: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    return min(256 if taken["use_vllm"] else 64, config["data"]["batch_size"] * taken["num_generations"])
+def _num_slots(given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    return min(256 if given.get("use_vllm") else 64, config["data"]["batch_size"] * config["model"]["num_generations"])
 
 
 def _generator(taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,7 +393,8 @@ def _plugins(taken: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return plugins or None
 
 
-def _data(taken: Mapping[str, Any]) -> dict[str, Any]:
+def data_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the data."""
     path = taken["dataset_name"]
     if path is None:
         raise ValueError("dataset_name is not given; TRL needs it too.")
