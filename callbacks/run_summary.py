@@ -18,7 +18,7 @@ from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults.observers import Observer
-from lit_grpo.findings.rewards import NoSignalCount, lesson_of
+from lit_grpo.findings.rewards import NoSignalCount
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import files_note
 from lit_grpo.process.terminal import counted
@@ -75,7 +75,7 @@ class RunSummary(Observer):
         if trainer.global_step == self._read_at:
             return
         metrics, self._read_at = trainer.callback_metrics, trainer.global_step
-        self._lessons.add(*lesson_of({name: float(value) for name, value in metrics.items()}))
+        self._lessons.add(metrics)
         self._peak_gib = max(self._peak_gib, float(metrics.get("peak_GiB", 0.0)))
         if "reward" in metrics:  # there have been rollouts
             self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics["reward"]))]

@@ -32,7 +32,7 @@ from lit_grpo.checks import (
     total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.findings.rewards import BatchWatch, lesson_of
+from lit_grpo.findings.rewards import BatchWatch
 from lit_grpo.metrics import rollout_metrics, staleness_shares
 from lit_grpo.optim.rates import UnusualRate, unusual_rate
 from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, overriding
@@ -579,9 +579,7 @@ class GRPOModule(EvaluationModule):
                 check_minibatches(self.settings.num_minibatches, len(batch.groups))
             update = self.learner.learn(batch.groups, rewards) if update is None else update
             with self.observers.may_fail("The finding of batches without signal"):
-                sentence = self._batch_watch.missing_signal(
-                    *lesson_of(update | {"frac_reward_zero_std": frac_uniform}), version
-                )
+                sentence = self._batch_watch.missing_signal(update | {"frac_reward_zero_std": frac_uniform}, version)
                 if sentence is not None:
                     self.ranks.warn(sentence)
             self.log_anew("update", update)

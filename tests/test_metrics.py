@@ -10,7 +10,7 @@ import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
-from lit_grpo.findings.rewards import BatchWatch, NoSignalCount
+from lit_grpo.findings.rewards import BatchWatch, NoSignalCount, has_no_signal
 from lit_grpo.metrics import Means, pass_at_k, rollout_metrics, staleness_shares
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
@@ -345,9 +345,12 @@ def test_three_batches_in_a_row_that_teach_nothing_are_told_once() -> None:
     watch, count = BatchWatch([], "raise"), NoSignalCount()
 
     def said(uniform: float, advantage: float) -> str | None:
-        count.add(uniform, advantage)
-        return watch.missing_signal(uniform, advantage, 7)
+        metrics = {"frac_reward_zero_std": uniform, "advantages/max_abs": advantage}
+        count.add(metrics)
+        return watch.missing_signal(metrics, 7)
 
+    teacherless = {"frac_reward_zero_std": 1.0, "advantages/max_abs": 0.0}
+    assert has_no_signal(teacherless) and not has_no_signal(teacherless | {"token_loss": 0.5})
     others = [(1.0, 0.0), (1.0, 1e-9), (0.5, 1.2), (1.0, 0.7), (1.0, NAN), (1.0, 0.0), (1.0, 0.0)]
     assert [said(*each) for each in others] == [None] * 7  # an estimator may learn from uniform groups
     assert not count.is_worth_a_word

@@ -261,23 +261,17 @@ LEAST_ADVANTAGE = 1e-6
 """A smaller advantage is rounding."""
 
 
-def lesson_of(metrics: Mapping[str, float]) -> tuple[float, float]:
-    """Return what :func:`has_no_signal` goes by; NaN if tokens have a loss that needs no advantage."""
-    if any(math.isfinite(metrics.get(name, math.nan)) for name in OTHER_LOSSES):
-        return math.nan, math.nan
-    frac_uniform, max_advantage = (float(metrics.get(name, math.nan)) for name in LESSON)
-    return frac_uniform, max_advantage
-
-
-def has_no_signal(frac_uniform: float, max_advantage: float) -> bool:
+def has_no_signal(metrics: Mapping[str, float]) -> bool:
     """Whether no group of a batch has rewards that differ, so that the batch gives no gradient.
 
     Args:
-        frac_uniform: Fraction of zero-variance groups, ``frac_reward_zero_std``.
-        max_advantage: Max absolute advantage, ``advantages/max_abs``, because some estimators give advantages to such
-            groups too; NaN if no completion has a reward, which is another fault.
+        metrics: Of the batch and its update: the fraction of zero-variance groups, ``frac_reward_zero_std``, and the
+            max absolute advantage, ``advantages/max_abs``, because some estimators give advantages to such groups too;
+            NaN if no completion has a reward, which is another fault. A batch with one of :data:`OTHER_LOSSES` has a
+            signal.
     """
-    return frac_uniform == 1 and max_advantage <= LEAST_ADVANTAGE
+    frac_uniform, max_advantage, *others = (float(metrics.get(name, math.nan)) for name in (*LESSON, *OTHER_LOSSES))
+    return frac_uniform == 1 and max_advantage <= LEAST_ADVANTAGE and all(map(math.isnan, others))
 
 
 class NoSignalCount:
@@ -293,9 +287,9 @@ class NoSignalCount:
         self.num_batches = self.num_empty = self._in_a_row = 0
         self.is_worth_a_word = False
 
-    def add(self, frac_uniform: float, max_advantage: float) -> None:
+    def add(self, metrics: Mapping[str, float]) -> None:
         """Count a batch; see :func:`has_no_signal`."""
-        empty = has_no_signal(frac_uniform, max_advantage)
+        empty = has_no_signal(metrics)
         self.num_batches += 1
         self.num_empty += empty
         self._in_a_row = self._in_a_row + 1 if empty else 0
@@ -426,9 +420,9 @@ class BatchWatch:
             )
         return sentences
 
-    def missing_signal(self, frac_uniform: float, max_advantage: float, version: int) -> str | None:
+    def missing_signal(self, metrics: Mapping[str, float], version: int) -> str | None:
         """Return a warning, once, after :data:`PATIENCE` batches in a row for which :func:`has_no_signal` is true."""
-        self._num_empty = self._num_empty + 1 if has_no_signal(frac_uniform, max_advantage) else 0
+        self._num_empty = self._num_empty + 1 if has_no_signal(metrics) else 0
         if self._told or self._num_empty < PATIENCE:
             return None
         self._told = True

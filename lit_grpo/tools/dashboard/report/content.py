@@ -18,7 +18,6 @@ from lit_grpo.findings.rewards import (
     Finding,
     NoSignalCount,
     RewardCurves,
-    lesson_of,
 )
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.process.terminal import visible
@@ -130,7 +129,7 @@ def _without_signal(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, s
     named = {name: columns[name] for name in (*LESSON, *OTHER_LOSSES) if name in columns}
     lessons = NoSignalCount()
     for row in np.flatnonzero(np.isfinite(columns[LESSON[0]])).tolist():
-        lessons.add(*lesson_of({name: float(values[row]) for name, values in named.items()}))
+        lessons.add({name: float(values[row]) for name, values in named.items()})
     number, _, why = str(lessons).partition(", ")
     return [("No signal", number, why)] if lessons.is_worth_a_word else []
 
