@@ -106,7 +106,7 @@ def main(options: Options, names: Sequence[str]) -> int:
                 text = f"{name}: {figure.column} of {row['rows']} rows, how much better than {BEFORE}, median row"
                 claims.append(Claim(text, float(row["median"]), ">=", figure.least))
     settings: Row = {"before": BEFORE, "benchmarks": " ".join(names)}
-    program = f"beside_commit --only {' '.join(names)}"
+    program = "beside_commit" if names == [*BENCHMARKS] else f"beside_commit --only {' '.join(names)}"
     return finish("beside_commit", options, settings, rows, claims, program)
 
 

@@ -61,8 +61,7 @@ def test_the_readme_is_followed_word_for_word_in_a_fresh_clone_and_a_fresh_home(
     assert (home / ".cache" / "lit_grpo").is_dir()
     resume = re.search(r"^resume  (python -m lit_grpo fit .*)--trainer\.max_steps 20$", said, re.MULTILINE)
     assert resume is not None
-    subprocess.run(
-        ["bash", "-c", f". .venv/bin/activate && {resume[1]} --trainer.max_steps 11"],
-        cwd=clone, env=environment, capture_output=True, check=True,
-    )  # fmt: skip
+    resumed = ["bash", "-c", f". .venv/bin/activate && {resume[1]} --trainer.max_steps 11"]
+    done = subprocess.run(resumed, cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(greedy(clone / "runs" / "grpo")) > 3

@@ -148,7 +148,7 @@ def test_a_file_has_a_line_an_update_and_no_control_sequences(
     assert not re.search(r"[\r\x1b\x07]", text)
     lines = text.splitlines()
     assert lines == [line.rstrip() for line in lines]
-    check_texts(lines, 100, chat, tmp_path)
+    check_texts(lines, 110, chat, tmp_path)  # the time left of a busy machine may be long
     updates = [line for line in lines if line.startswith("update ")]
     reward = r"reward -?[\d.e-]+ \(digits [\d.e-]+, short [\d.e-]+\)"
     pattern = rf"update {{}}/3  {reward}  pass@1 [\d.]+%  \S+ tokens/s  [\d.]+ GiB{{}}"
