@@ -44,9 +44,10 @@ from lit_grpo.methods.d3s import D3S
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.members import MaxEntropy
 from lit_grpo.methods.seco import SeCO
+from lit_grpo.methods.self_teaching import Hint, SelfTeacher
 from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import fresh
+from lit_grpo.plugins import GroupBatch, fresh
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
@@ -55,6 +56,7 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.logprobs.teacher import TeacherSettings
 from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
@@ -87,6 +89,18 @@ RANK_1_UNIFORM = [[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.3, 0.1, 0.0, 0.0], [0.7] *
 RANK_0_MISSING = [[NAN] * 4, [1.0, NAN, 0.0, 1.0], [NAN] * 4, [0.0, 1.0, 0.0, NAN]]
 ALL_UNIFORM = [[0.0] * 4, [1.0] * 4, [NAN] * 4, [0.7] * 4]
 RAGGED = [[1.0, 0.0, 0.5, 0.2, 0.9], [0.0, 1.0, 0.3], [], [1.0]]
+
+
+class LongTaught(SelfTeacher):
+    """Teaches completions of more than two tokens, which rank 1 has not, after a prompt that is two tokens longer."""
+
+    def hints(self, group: RolloutGroup, batch: GroupBatch) -> list[list[Hint]]:
+        return [[{}] if rollout.completion.num_tokens > 2 else [] for rollout in group.rollouts]
+
+    def write(self, prompt: Prompt, hint: Hint) -> Prompt:
+        return replace(prompt, token_ids=(5, 6, *prompt.token_ids))
+
+
 ADAPTIVE_KL = Objective(kl=KLTerm(0.1, "k1", place="reward", target=0.001, horizon=50))
 ADAPTIVE_ENTROPY = EntropyTarget(3.0, 0.05, 0.01)
 VCPO = Objective(
@@ -133,6 +147,10 @@ CASES["parts_of_rollouts_and_tokens"] = Case(
 )
 CASES["compared_with_other_groups"] = Case(
     [MIXED, RAGGED, RANK_0_MISSING], {"plugins": [Blended(gamma=1.0, rho=0.0)], "num_minibatches": 2}
+)
+CASES["taught_on_one_rank"] = Case(
+    [MIXED, RANK_0_MISSING, RAGGED],
+    {"plugins": [LongTaught(0.5)], "teacher": TeacherSettings("average", average_rate=0.5), "num_minibatches": 2},
 )
 CASES["highest_entropy"] = Case(
     [MIXED, RAGGED], {"plugins": [MaxEntropy(2)], "max_tokens_per_micro_batch": "auto"}, scarce=True
