@@ -249,6 +249,7 @@ class GRPOModule(EvaluationModule):
             total = total_updates(self.trainer, self.settings.updates_per_batch)
             total = math.inf if total is None and self.trainer.max_epochs == -1 else total
         teacher, micro_batch_tokens = self.teacher_settings, self.settings.max_tokens_per_micro_batch
+        chunking = self.settings.plugin("chunks")
         return RunFacts(
             num_prompts=num_prompts,
             num_generations=self.num_generations,
@@ -267,6 +268,7 @@ class GRPOModule(EvaluationModule):
             teacher="" if teacher is None else teacher.policy,
             micro_batch_tokens=None if micro_batch_tokens == "auto" else micro_batch_tokens,
             shares_prefix=self.settings.shares_prefix,
+            largest_chunk=None if chunking is None else chunking.largest_chunk,
         )
 
     def start_plugins(

@@ -828,6 +828,7 @@ class RunFacts:
         teacher: ``model.teacher.policy``; empty without a teacher.
         micro_batch_tokens: The most tokens of a micro-batch; None if ``model.max_tokens_per_micro_batch`` is ``auto``.
         shares_prefix: Whether a prompt and its completion may be in different micro-batches, once the policy is loaded.
+        largest_chunk: The most tokens of a chunk of a completion, once plug-ins are set; None if none cuts completions.
     """
 
     num_prompts: int | None
@@ -849,6 +850,7 @@ class RunFacts:
     teacher: str = ""
     micro_batch_tokens: int | None = None
     shares_prefix: bool = True
+    largest_chunk: int | None = None
 
     def check_one_step(self) -> None:
         """Refuse several optimizer steps on a batch.

@@ -51,7 +51,7 @@ def test_rows_are_unique_and_no_line_of_a_validation_working_is_ever_seen_in_tra
         for row in rows:
             number, divisor = map(int, re.findall(r"\d+", row["prompt"]))
             assert row["num_steps"] == number // divisor
-            assert int(row["answer"]) == number % divisor
+            assert int(row["answer"]) == number % divisor and row["working"] == working(Remainder(number, divisor))
             text = row["prompt"] + working(Remainder(number, divisor))
             lines[split].update(text.split("=")[:-1])
     assert not lines["train"] & lines["validation"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from conftest import random_policy, save_tokenizer
 from test_learner import make_learner, ragged_groups
+from torch import distributed
 from torch.nn.functional import cross_entropy
 
 from lit_grpo.data import PromptDataModule
@@ -224,6 +227,44 @@ def test_each_epoch_imitates_each_example_once_whatever_the_number_of_ranks(poli
             ranks: Any = SimpleNamespace(rank=rank, size=2)
             of_two += [one.prompt.prompt_id for one in plugin.examples(version, ranks)]
     assert of_two == names
+
+
+def test_an_example_that_fits_into_no_micro_batch_is_named_before_the_run(policy_folder: Path) -> None:
+    plugin = sft(data_of(policy_folder, {"prompt": "1", "solution": "2"}, {"prompt": "12", "solution": "3" * 29}))
+    run = RunFacts(2, 2, 8, 1, policy=random_policy(), micro_batch_tokens=30)  # pyright: ignore[reportArgumentType]
+    plugin.check(run)
+    plugin.check(replace(run, micro_batch_tokens=8, largest_chunk=8))
+    named = "row 1 of .* has a prompt of 2 tokens and an answer of 30, but model.max_tokens_per_micro_batch is"
+    with pytest.raises(ValueError, match=f"{named} 29; the smallest that works is 30"):
+        plugin.check(replace(run, micro_batch_tokens=29))
+    with pytest.raises(ValueError, match=f"{named} 30; the smallest that works is 32"):
+        plugin.check(replace(run, shares_prefix=False))
+
+
+def on_a_rank(rank: int, folder: str, policy: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
+    torch.set_num_threads(1)
+    learner, steps = make_learner(plugins=[sft(mixed_rows(Path(policy)), warm_up="all")])  # two examples each
+    logs = learner.learn_examples()
+    distributed.all_reduce(steps.gradients[0])
+    torch.save((steps.gradients[0], logs["ce/tokens"], logs["loss"]), f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_two_ranks_with_a_share_each_take_the_step_of_one(policy_folder: Path, tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=on_a_rank, args=(n, str(tmp_path), str(policy_folder))) for n in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    learner, steps = make_learner(plugins=[sft(mixed_rows(policy_folder), per_update=4, warm_up="all")])
+    logs = learner.learn_examples()
+    assert logs["ce/tokens"] == 31 and "reward" not in logs
+    for rank in (0, 1):
+        gradient, num_tokens, loss = torch.load(tmp_path / f"{rank}.pt")
+        assert float((gradient - steps.gradients[0]).abs().max()) < 1e-10
+        assert (num_tokens, loss) == (31, pytest.approx(logs["loss"], rel=1e-9))
 
 
 def own_gradient(examples: Sequence[Example], weight: float) -> tuple[torch.Tensor, float]:

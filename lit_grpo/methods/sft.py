@@ -103,6 +103,8 @@ class SFT(Plugin):
                 f"warm_up is {self.warm_up}, but a batch has {run.updates_per_batch} optimizer steps "
                 "(model.num_iterations x num_minibatches); give a multiple of that."
             )
+        if run.policy is not None and run.micro_batch_tokens is not None:
+            self._check_lengths(run.micro_batch_tokens, run.shares_prefix, run.largest_chunk)
         if run.num_prompts is not None:
             self._number = self.per_update or run.num_prompts
         if run.data is None or self._examples:
@@ -117,6 +119,18 @@ class SFT(Plugin):
         held_out = run.data.prompts.get("validation", ())
         if held_out and (not self.column or any(self.column in prompt.columns for prompt in held_out)):
             self._held_out = run.data.answered("validation", self.column, self.turns)
+
+    def _check_lengths(self, most: int, shares_prefix: bool, largest_chunk: int | None) -> None:
+        """Check that every example fits into micro-batches."""
+        for example in (*self._examples, *self._held_out):
+            prompt, answer = len(example.prompt_ids), len(example.answer_ids_T)
+            answer = min(answer, largest_chunk or answer)
+            if (least := max(prompt, answer) if shares_prefix else prompt + answer) > most:
+                raise ValueError(
+                    f"{example.place} has a prompt of {prompt} tokens and an answer of "
+                    f"{len(example.answer_ids_T)}, but model.max_tokens_per_micro_batch is {most}; the smallest that "
+                    f"works is {least}."
+                )
 
     def examples(self, version: int, ranks: Ranks) -> Sequence[Rollout]:
         """Return this rank's examples of an update, none if they have no weight."""

@@ -117,8 +117,9 @@ def draw_exercise(
 class ArithmeticRows(DrawnRows):
     """Remainders by repeated subtraction; each exercise comes once, and none is in both splits.
 
-    A row has the columns ``prompt`` (``312%47=``), ``answer`` (``030``) and ``num_steps`` (the subtractions of the
-    working). The embedded policy ``tiny`` has been warm-started on the train split with the default limits.
+    A row has the columns ``prompt`` (``312%47=``), ``answer`` (``030``), ``working`` (``265%47=...=030``) and
+    ``num_steps`` (the subtractions of the working). The embedded policy ``tiny`` has been warm-started on the train
+    split with the default limits.
 
     Args:
         num_rows: Number of rows.
@@ -152,7 +153,12 @@ class ArithmeticRows(DrawnRows):
     def draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw an exercise."""
         exercise = draw_exercise(rng, self.split, self.max_divisor, self.max_steps)
-        return {"prompt": exercise.prompt, "answer": exercise.answer, "num_steps": exercise.num_steps}
+        return {
+            "prompt": exercise.prompt,
+            "answer": exercise.answer,
+            "working": working(exercise),
+            "num_steps": exercise.num_steps,
+        }
 
     def _count_exercises(self) -> int:
         return sum(

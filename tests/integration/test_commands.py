@@ -40,6 +40,7 @@ SHORT += " --data.validation.init_args.num_rows 8"
 CONFIGS = {
     "own_task": ("own-task", "--trainer.max_steps 1 --data.batch_size 2 --rollout_timeline.every_n_updates 0"),
     **{name: (name, SHORT) for name in ("arithmetic", "knights", "calculator", "catch", "budget")},
+    "warm_start": ("warm_start", f"{SHORT} --trainer.max_steps 9"),
     "runs/arithmetic/config": ("arithmetic", "--trainer.max_steps 2"),
 }
 """The run of a config, and what is added so that it takes a second or two."""
@@ -62,7 +63,7 @@ def ours(arguments: Sequence[str]) -> list[str]:
     """The arguments with what stands for something put in, and what keeps a run short."""
     names = re.compile("|".join(map(re.escape, STANDS_FOR)))
     here = [names.sub(lambda match: STANDS_FOR[match[0]], each) for each in arguments]
-    if here[0] in ("fit", "doctor") and "--config" in here:
+    if here[0] in ("fit", "sft", "doctor") and "--config" in here:
         here += CONFIGS[plain(here[here.index("--config") + 1])][1].split()
     return here
 
