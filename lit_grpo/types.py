@@ -418,7 +418,7 @@ class Rollout:
     def feedback(self) -> str:
         """What reward functions said of the completion by ``log_feedback``, in their order; empty if nothing."""
         texts = (self.extra.get(f"{FEEDBACK}{name}") for name in self.rewards)
-        return "\n".join(text for text in texts if text)
+        return "\n".join(text for text in texts if isinstance(text, str))  # log_extra may have written anything
 
     @property
     def said(self) -> str:

@@ -436,6 +436,7 @@ def test_feedback_goes_to_its_completion_in_the_order_of_the_functions(make_runn
         return [0.0] * len(completions)
 
     def by_rollout(completion: str, log_feedback: Any) -> float:
+        log_feedback("the last call counts")
         log_feedback(f"ends in {completion[-1]}")
         return 0.0
 

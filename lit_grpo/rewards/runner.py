@@ -372,6 +372,7 @@ def _log_one(name: str, rollout: Rollout, text: str | None) -> None:
         raise ValueError(f"log_feedback was given {text!r:.80} of type {type(text).__name__}; give a text, or None")
     if text is not None and (found := re.search("[\ud800-\udfff]", text)):
         raise ValueError(f"log_feedback was given the lone surrogate {found[0]!r}, half a character; replace it")
+    rollout.extra.pop(f"{FEEDBACK}{name}", None)  # the last call counts, such as that of a retry
     if text is not None and text.strip():
         rollout.extra[f"{FEEDBACK}{name}"] = text
 

@@ -421,7 +421,8 @@ def _group(state: dict[str, Any]) -> _Open:
 def _rollout_state(rollout: Rollout) -> dict[str, Any]:
     own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept", "learnt")}
     own["turn_rewards"] = list(rollout.turn_rewards)
-    own["extra"] = {name: value for name, value in rollout.extra.items() if name.startswith(FEEDBACK)}  # of plain text
+    feedback = {name: text for name, text in rollout.extra.items() if name.startswith(FEEDBACK)}
+    own["extra"] = {name: text for name, text in feedback.items() if isinstance(text, str)}
     return {"completion": _completion_state(rollout.completion), **own}
 
 
