@@ -142,7 +142,7 @@ def _row(study: Study, task: str, name: str, found: Found) -> Row:
     for column, (metric, how) in study.logged.items():
         row[column] = float(np.mean([_summary(each, metric, how) for each in seeds]))
     if study.level is not None:
-        row |= _to_level(study.level, seeds)
+        row |= to_level(study.level, seeds)
     return row | _beside(study, seeds, found[task, study.baseline]) if study.baseline else row
 
 
@@ -157,16 +157,19 @@ def _summary(curves: Curves, metric: str, how: str) -> float:
     return float({"mean": np.mean, "largest": np.max, "least": np.min}[how](values))
 
 
-def _to_level(level: float, seeds: Sequence[Curves]) -> Row:
-    """Where the seeds first come to a held-out exact match: NaN of a seed that does not."""
-    row: Row = {}
-    reached = [np.flatnonzero(each.exact_U >= level) for each in seeds]
-    for column, curve in (("updates", None), ("tokens", "tokens_U"), ("cpu_s", "cpu_s_U")):
-        at_S = [
-            math.nan if not len(where) else float(where[0] if curve is None else getattr(each, curve)[where[0]])
-            for each, where in zip(seeds, reached, strict=True)
-        ]
-        row |= spread(at_S, f"{column}_to_{level:g}")
+def to_level(level: float, seeds: Sequence[Curves]) -> Row:
+    """Where seeds first come to a held-out exact match, as mean, least and most; the mean is NaN if one does not."""
+    reached = [(each, int(where[0])) for each in seeds if len(where := np.flatnonzero(each.exact_U >= level))]
+    row: Row = {f"seeds_to_{level:g}": len(reached)}
+    values = {
+        "updates": [float(update) for _, update in reached],
+        "tokens": [float(each.tokens_U[update]) for each, update in reached],
+        "cpu_s": [float(each.cpu_s_U[update]) for each, update in reached],
+    }
+    for column, of_seeds in values.items():
+        row |= spread(of_seeds or [math.nan], f"{column}_to_{level:g}")
+        if len(reached) < len(seeds):
+            row[f"{column}_to_{level:g}"] = math.nan
     return row
 
 

@@ -94,7 +94,7 @@ def _smollm2(teacher: Path) -> Study:
     """SmolLM2 after ten updates of word problems teaches SmolLM2."""
     logged = {"model.rewards": json.dumps([NUMBER | {"weight": 0.0}])}
     examples = teacher.with_name("solved.jsonl")
-    examples.write_text("".join(json.dumps(_solved(row)) + "\n" for row in WordProblemRows(SOLVED, seed=1).rows()))
+    examples.write_text("".join(json.dumps(solved(row)) + "\n" for row in WordProblemRows(SOLVED, seed=1).rows()))
     warm_start = {"data": str(examples), "column": "solution", "warm_up": 5, "per_update": SOLVED // 5, "weight": 0}
     live = {"model.teacher.policy": "live", "model.objective.normalization": "sequence"}
     kinds: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ SOLVED, ALMOST = 200, 0.65
 NUMBER = {"function": "exact_match", "name": "correct", "args": {"pattern": ANSWER_PATTERN}}
 
 
-def _solved(row: Mapping[str, Any]) -> dict[str, Any]:
+def solved(row: Mapping[str, Any]) -> dict[str, Any]:
     """A word problem with the solution that its two examples have the form of."""
     first, second = re.findall(r"\d+", row["prompt"][-1]["content"])
     sign = "+" if int(first) + int(second) == int(row["answer"]) else "-"

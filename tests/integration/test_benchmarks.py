@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import random_policy, save_tokenizer
@@ -15,12 +16,16 @@ from forks import VLLM
 from quick_runs import check_result, run_quick
 
 from benchmarks import report
+from benchmarks.learning import to_level
 from benchmarks.learning_callbacks import StaleSlots
+from benchmarks.learning_runs import Curves
 from benchmarks.report import Claim, Options, finish, need
+from benchmarks.teachers import solved
 from benchmarks.vllm_plan import Sizes, _simulated
 from lit_grpo.policy import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import digest
+from lit_grpo.tasks import WordProblemRows
 from lit_grpo.types import Prompt
 
 pytestmark = pytest.mark.integration
@@ -78,6 +83,29 @@ def test_a_peer_that_is_not_installed_is_named_before_anything_is_measured() -> 
     need("torch")
     with pytest.raises(SystemExit, match=r"compares with no_such_peer, which is not installed; `make install`"):
         need("no_such_peer")
+
+
+def test_a_level_is_reached_where_a_seed_first_comes_to_it() -> None:
+    def curves(*exact: float) -> Curves:
+        exact_U, unknown_U = np.array(exact), np.full(len(exact), math.nan)
+        numbers_U = np.arange(len(exact), dtype=float)
+        return Curves(exact_U, unknown_U, 2 * numbers_U, 10 * numbers_U, numbers_U, 3 * numbers_U, *[unknown_U] * 4)
+
+    row = to_level(0.95, [curves(0.5, 0.94, 0.95, 0.9), curves(0.5, math.nan, math.nan, 0.96)])
+    assert (row["updates_to_0.95"], row["updates_to_0.95_least"], row["updates_to_0.95_most"]) == (2.5, 2, 3)
+    assert (row["tokens_to_0.95"], row["cpu_s_to_0.95"]) == (25, 7.5)
+    row = to_level(0.95, [curves(0.5, 0.9), curves(0.5, 0.96)])
+    assert math.isnan(float(row["tokens_to_0.95"])) and row["tokens_to_0.95_least"] == 10 and row["seeds_to_0.95"] == 1
+
+
+def test_solved_word_problems_are_solved() -> None:
+    rows = [solved(row) for row in WordProblemRows(20, seed=1).rows()]
+    for row in rows:
+        first, sign, second, _, answer = row["solution"].split()
+        assert int(answer) == int(first) + int(second) * (1 if sign == "+" else -1)
+        words = row["prompt"][-1]["content"].split()
+        assert words.index(first) < words.index(second) and ("more." in words) == (sign == "+")
+    assert {row["solution"].split()[1] for row in rows} == {"+", "-"}
 
 
 WITHOUT_VLLM = (
