@@ -28,6 +28,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from benchmarks.learning_studies import (
     System,
     Task,
 )
-from benchmarks.report import Claim, Options, Row, finish, need, options_parser
+from benchmarks.report import Claim, Options, Row, finish, need, options_parser, write
 from benchmarks.update_case import TIMED_ROWS, Case, Steps
 from benchmarks.update_vs_trl import in_turn
 from benchmarks.update_work import SIGMA, Work
@@ -184,23 +185,10 @@ def _beside_trl(options: Options) -> int:
     """Take steps of both sides in turn, and compare."""
     work, sizes = WORKS["long prompt"]
     case = Case("lit_grpo", 0, work, device=options.device, teacher="76M", cpu_time=True, first=TIMED_ROWS)
-    works, switches, repeats = WORKS, (True, False), 2
+    works, switches, repeats, program = WORKS, (False, True), 2, f"teachers {BESIDE_TRL}"
     if options.quick:
-        works, switches, repeats = {"quick": (Work(48, 12, 8, vocab_size=512), sizes[1:])}, (True,), 1
+        works, switches, repeats = {"quick": (Work(48, 12, 8, vocab_size=512), sizes := sizes[1:])}, (True,), 1
         case = replace(case, policy="smallest", teacher="smallest", first=None)
-    rows: list[Row] = []
-    claims: list[Claim] = []
-    for name, (work, sizes) in works.items():
-        for checkpointing in switches:
-            mine, measured = replace(case, work=work, checkpointing=checkpointing), list[Steps]()
-            peer = replace(mine, system="TRL, GPU path of its head")
-            for num_tokens, num_rows in sizes:
-                cases = [replace(mine, size=num_tokens, plugin=plugin) for plugin in OURS]
-                measured += in_turn([*cases, replace(peer, size=num_rows)], repeats)
-            if not checkpointing:
-                measured += in_turn([replace(peer, system="TRL", size=sizes[0][1])], 1)
-            rows += [_row(name, steps) for steps in measured]
-            claims += _claims(name, measured)
     settings: Row = {
         "policy": f"random Qwen3, {case.policy}",
         "teacher": f"random Qwen3, {case.teacher}",
@@ -210,7 +198,20 @@ def _beside_trl(options: Options) -> int:
         "repeats": f"{repeats} of each setting, all in turn",
         "trl": f"{TIMED_ROWS} rows timed, scaled to all",
     }
-    return finish(BESIDE_TRL, options, settings, rows, claims, f"teachers {BESIDE_TRL}")
+    measured: dict[tuple[str, bool], list[Steps]] = {}
+    for place, (name, checkpointing) in product(range(len(sizes)), product(works, switches)):
+        work, tried = works[name]
+        num_tokens, num_rows = tried[place]
+        mine = replace(case, work=work, checkpointing=checkpointing)
+        peer = replace(mine, size=num_rows, system="TRL, GPU path of its head")
+        cases = [*(replace(mine, size=num_tokens, plugin=plugin) for plugin in OURS), peer]
+        if not checkpointing and not place:
+            cases.append(replace(peer, system="TRL"))
+        measured.setdefault((name, checkpointing), []).extend(in_turn(cases, repeats))
+        rows = [_row(of[0], steps) for of, several in measured.items() for steps in several]
+        claims = [claim for (named, _), several in measured.items() for claim in _claims(named, several)]
+        write(BESIDE_TRL, options, settings, rows, claims, program)  # what is there if it is cut off
+    return finish(BESIDE_TRL, options, settings, rows, claims, program)
 
 
 def _row(name: str, steps: Steps) -> Row:
