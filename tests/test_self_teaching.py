@@ -132,7 +132,7 @@ def test_thinking_is_left_out_of_what_is_shown() -> None:
         def decoded(self, token_ids: Sequence[int]) -> str:
             return texts[tuple(token_ids)]
 
-    texts = {
+    texts: dict[tuple[int, ...], str] = {
         (2, 1): "<think>x</think> y <think>z</think>",
         (3, 1): "begun by the prompt</think>\n7",
         (4, 1): "<think>w",

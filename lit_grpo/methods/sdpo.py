@@ -18,8 +18,9 @@ character of it, the next right completion is taken, then none and the feedback 
 Deviations from TRL: the pass rule in place of a threshold of the summed reward, other default templates, feedback that
 is shown by default, and the ratio on later steps on a batch (:mod:`lit_grpo.methods.self_teaching`).
 
-Evidence: prompts, siblings and gradients equal those of TRL 1.16's functions, in ``tests/test_self_teaching.py``. The
-paper has gains over GRPO at 7B, none at 8B of another family, and losses at 1.5B.
+Evidence: prompts, siblings and gradients equal those of TRL 1.16's functions, in
+``tests/integration/test_self_teaching_beside_trl.py``. The paper has gains over GRPO at 7B, about none at 8B, and
+losses at 1.5B. What it gives has not been measured here.
 
 Example:
     ``model: {teacher: {policy: live}, objective: {normalization: sequence}}`` and

@@ -7,8 +7,10 @@ With ``weight`` w the loss of a step is ``(1 - w) policy loss + w distillation l
 with ``A`` the advantage of its rollout, and without the second term for a rollout that has no teacher. On the first
 step on a batch the ratio is 1, and the gradient is that of TRL 1.16's loss of sampled tokens,
 ``(log p_policy - log p_teacher).detach() log p_policy``, with ``objective.normalization: sequence`` as the mean over
-sequences of their means over tokens. On later steps TRL multiplies that loss by the ratio, at most 2, with the policy's
-present log-prob in the difference; here the run's objective clips the ratio, and the difference is that of sampling.
+sequences of their means over tokens. The value of the loss is another: ours has the mean of
+``log p_policy - log p_teacher``, an estimate of the reverse KL, and TRL's that times ``log p_policy``. On later steps
+TRL multiplies its loss by the ratio, at most 2, with the policy's present log-prob in the difference; here the run's
+objective clips the ratio, and the difference is that of sampling.
 
 The log-prob of the policy is that of sampling. Set ``model.teacher.temperature`` to the temperature of sampling, which
 TRL uses for both.
