@@ -32,12 +32,8 @@ def weights_of(policy: torch.nn.Module) -> torch.Tensor:
 def train(policy_folder: Path, folder: Path, **settings: Any) -> tuple[Trained, torch.Tensor]:
     """Train; return what was learned from, and the final weights."""
     trained = Trained()
-    own = (
-        SIZES
-        | {"rewards": [RewardSpec(f"{__file__}:letters")]}
-        | {"plugins": [{"sft": WARM | {"weight": 0.25}}]}
-        | settings
-    )
+    usual: Any = {"rewards": [RewardSpec(f"{__file__}:letters")], "plugins": [{"sft": WARM | {"weight": 0.25}}]}
+    own: dict[str, Any] = {**SIZES, **usual, **settings}
     module, _, _ = train_on_sums(policy_folder, folder, trained, **own)
     return trained, weights_of(module.policy)
 
