@@ -174,6 +174,7 @@ class Demand:
         engine_bytes: Bytes of a weight in a vLLM engine on the same device; 0 where the policy itself decodes.
         engine_sleeps: Whether the engine gives its memory back while the policy is updated.
         packed: Whether the policy decodes from packed copies of its weights.
+        teacher_bytes: Bytes of a teacher's weights on the device; -1 for those of the policy.
     """
 
     num_slots: int
@@ -192,6 +193,11 @@ class Demand:
     engine_bytes: int = 0
     engine_sleeps: bool = True
     packed: bool = False
+    teacher_bytes: float = 0.0
+
+
+NF4_BYTES = 0.5 + 4 / 64
+"""Of a weight in four bits, with its share of a float32 constant for every 64 weights."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +227,8 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
     trained = adapters if demand.lora_rank else total
     frozen_layers = sizes.num_layers * sizes.layer_parameters
     weights = (total + adapters) * demand.weight_bytes
-    if demand.nf4:  # four bits a weight, and a float32 constant for every 64 weights
-        weights = frozen_layers * (0.5 + 4 / 64) + (sizes.other_parameters + adapters) * demand.weight_bytes
+    if demand.nf4:
+        weights = frozen_layers * NF4_BYTES + (sizes.other_parameters + adapters) * demand.weight_bytes
     resident = {
         "weights": weights,
         "optimizer": trained * MOMENTS[demand.optimizer] * demand.weight_bytes / 4,
@@ -230,6 +236,10 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
     }
     if demand.reference and not demand.lora_rank:
         resident["reference"] = weights
+    if demand.teacher_bytes > 0:
+        resident["teacher"] = demand.teacher_bytes
+    elif demand.teacher_bytes and not demand.lora_rank:
+        resident["teacher"] = weights
     rollout = _rollout(sizes, demand)
     if demand.mixed and demand.device == "cuda" and not demand.engine_bytes:  # recorded CUDA graphs read them
         resident["bfloat16 copies to decode with"] = 2.0 * total

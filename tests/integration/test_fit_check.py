@@ -19,6 +19,7 @@ from benchmarks.random_policies import random_qwen3
 from lit_grpo.policy import load_policy
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.states import state_shape
+from lit_grpo.tools.commands.fit_check import _teacher_bytes
 from lit_grpo.tools.commands.fit_check import main as fit_check
 from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
@@ -165,3 +166,25 @@ def test_the_forecast_and_a_run_count_the_same_bytes_a_token(mixed: bool, checkp
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
         counted = activation_bytes(policy, shares_prefix=False)
     assert taken.update["activations"] == pytest.approx(counted.of_token, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "number"),
+    [
+        ({"policy": "tiny_calculator"}, 4 * 223_808),
+        ({"policy": "tiny_calculator", "dtype": "bfloat16"}, 2 * 223_808),
+        ({"policy": "tiny_calculator", "offload": True}, 0),
+        ({"policy": "live"}, 0),
+        ({"policy": "http://127.0.0.1:8000"}, 0),
+    ],
+)
+def test_the_weights_of_a_teacher_are_counted(teacher: dict[str, Any], number: int) -> None:
+    told = {"dtype": "float32", "offload": False} | teacher
+    assert _teacher_bytes(told) == number
+
+
+def test_a_teacher_that_is_a_copy_of_the_policy_takes_as_much(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        fit_check(["--config", "arithmetic", "--model.teacher.policy", "average", "--memory", "8GiB"])
+    rows = dict(re.findall(r"(weights|teacher) +│ always +│ +([\d.e-]+)", capsys.readouterr().out))
+    assert rows["teacher"] == rows["weights"]

@@ -21,7 +21,7 @@ from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.vllm.arguments import dtype_of
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.memory_amount import MemoryAmount
-from lit_grpo.training.forecast import MOMENTS, Demand, Forecast, Sizes, forecast, largest
+from lit_grpo.training.forecast import MOMENTS, NF4_BYTES, Demand, Forecast, Sizes, forecast, largest
 
 GIB = 2**30
 FOUND = ("num_slots", "micro_batch_tokens")
@@ -106,7 +106,20 @@ def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
         engine_bytes=0 if engine is None else _engine_bytes(engine["engine_args"] or {}, weight_bytes),
         engine_sleeps=engine is not None and engine["sleep_level"] > 0 and device == "cuda",
         packed=bool(generator["init_args"].get("packed_weights")),
+        teacher_bytes=_teacher_bytes(model["teacher"]),
     )
+
+
+def _teacher_bytes(teacher: Mapping[str, Any] | None) -> float:
+    """Return the bytes of a teacher's weights on the device; -1 for a copy of the policy's."""
+    if teacher is None or teacher["offload"] or teacher["policy"].startswith(("live", "http://", "https://")):
+        return 0.0
+    if teacher["policy"] in ("base", "average"):
+        return -1.0
+    sizes = Sizes.of(load_config(teacher["policy"]))
+    if teacher["dtype"] == "nf4":
+        return sizes.num_layers * sizes.layer_parameters * NF4_BYTES + sizes.other_parameters * 2
+    return sizes.parameters * (4 if teacher["dtype"] == "float32" else 2)
 
 
 def _engine_bytes(arguments: Mapping[str, Any], weight_bytes: int) -> int:
