@@ -74,7 +74,13 @@ def quick_form(study: Study) -> Study:
     """A few updates of some systems in the first task, with one seed."""
     name, task = next(iter(study.tasks.items()))
     names = study.quick or tuple(task.systems)[:2]
-    task = replace(task, fields=task.fields | QUICK, systems={each: task.systems[each] for each in names})
+    lengths = ("trainer.max_steps", "trainer.val_check_interval")
+    systems = {
+        each: replace(of, fields={field: value for field, value in of.fields.items() if field not in lengths})
+        for each, of in task.systems.items()
+        if each in names
+    }
+    task = replace(task, fields=task.fields | QUICK, systems=systems)
     fields = {field: value for field, value in study.fields.items() if field not in QUICK}
     bounds = tuple(each for each in study.bounds if "_to_" not in each.column)  # it may never come there
     return replace(study, tasks={name: task}, seeds=study.seeds[:1], fields=fields, bounds=bounds)

@@ -61,7 +61,7 @@ def _demo(teacher: Path) -> Study:
     logged = {"model.rewards": json.dumps([CORRECT | {"weight": 0.0}])}
     few = {"data.batch_size": 32, "model.num_generations": 2}
     kinds: dict[str, dict[str, Any]] = {
-        GRPO: {},
+        GRPO: _updates(24, 1),  # of which one seed in three needs more than twelve
         BESIDE: _taught(teacher, "distill"),
         ALONE: _taught(teacher, "distill") | logged | few,
         LIKELIEST: _taught(teacher, LIKELIEST) | logged | few,
