@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -75,7 +75,7 @@ class RunSummary(Observer):
         if trainer.global_step == self._read_at:
             return
         metrics, self._read_at = trainer.callback_metrics, trainer.global_step
-        self._lessons.add(metrics)
+        self._lessons.add(cast(Mapping[str, float], metrics))
         self._peak_gib = max(self._peak_gib, float(metrics.get("peak_GiB", 0.0)))
         if "reward" in metrics:  # there have been rollouts
             self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics["reward"]))]

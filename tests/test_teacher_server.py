@@ -93,7 +93,7 @@ def test_its_scores_are_those_of_the_model(served: Served, top_k: int) -> None:
     rollouts = rollouts_of(random_groups(served.model, [[0.0] * 3] * 2))
     found = connected(served).score(unused, rollouts, lambda value: [value], top_k)
 
-    def measure(rollouts: Any, what: Any, lend: Any) -> Any:
+    def measure(rollouts: Any, what: Any, lend: Any = None, /) -> Any:
         values = {}
         for each in rollouts:
             ids, begin = [*each.prompt.token_ids, *each.completion.token_ids_T.tolist()], len(each.prompt.token_ids)

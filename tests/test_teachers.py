@@ -269,7 +269,7 @@ def test_a_moving_average_follows_the_policy_and_is_restored(adapters: bool) -> 
     teacher = make_teacher(settings, policy, source, "float32", None, CPU, began)  # pyright: ignore[reportArgumentType]
     trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     first = {name: weight.detach().clone() for name, weight in trained.items()}
-    assert teacher.weights().keys() >= trained.keys()
+    assert isinstance(teacher, ModelTeacher) and teacher.weights().keys() >= trained.keys()
     with torch.no_grad():
         for weight in trained.values():
             weight += 1.0

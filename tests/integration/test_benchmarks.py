@@ -88,8 +88,8 @@ def test_a_peer_that_is_not_installed_is_named_before_anything_is_measured() -> 
 def test_a_level_is_reached_where_a_seed_first_comes_to_it() -> None:
     def curves(*exact: float) -> Curves:
         exact_U, unknown_U = np.array(exact), np.full(len(exact), math.nan)
-        numbers_U = np.arange(len(exact), dtype=float)
-        return Curves(exact_U, unknown_U, 2 * numbers_U, 10 * numbers_U, numbers_U, 3 * numbers_U, *[unknown_U] * 4)
+        numbers_U, unknown = np.arange(len(exact), dtype=float), (unknown_U, unknown_U, unknown_U, unknown_U)
+        return Curves(exact_U, unknown_U, 2 * numbers_U, 10 * numbers_U, numbers_U, 3 * numbers_U, *unknown)
 
     row = to_level(0.95, [curves(0.5, 0.94, 0.95, 0.9), curves(0.5, math.nan, math.nan, 0.96)])
     assert (row["updates_to_0.95"], row["updates_to_0.95_least"], row["updates_to_0.95_most"]) == (2.5, 2, 3)

@@ -27,7 +27,7 @@ def without_rollouts(plugins: Any) -> list[Any]:
     Raises:
         ValueError: The plug-in is not among them.
     """
-    specs = [plugins] if isinstance(plugins, str | Mapping) else list(plugins or ())
+    specs: list[Any] = [plugins] if isinstance(plugins, str | Mapping) else list(plugins or ())
     for place, spec in enumerate(specs):
         if isinstance(spec, str) and spec.partition(":")[0] == "sft":
             specs[place] = f"{spec}{',' if ':' in spec else ':'}warm_up=all"
