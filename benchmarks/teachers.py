@@ -3,8 +3,8 @@
 ``taught_demo``: the policy after the demo's 60 updates teaches the one before them, alone (completions are scored by
 the teacher, and rewards are only logged) or beside rewards. What is measured is when each seed's greedy exact match on
 held-out exercises first comes to 95%: updates, sampled tokens, and CPU seconds of rollouts and updates, with the
-teacher's scoring and without validations. The same learning rates are tried of all systems. What it took to make the
-teacher is not counted.
+teacher's scoring and without validations. All have the demo's learning rate. What it took to make the teacher is not
+counted.
 
 ``taught_smollm2``: the same with SmolLM2 after ten updates of word problems, until 65% are right (it begins with 40%),
 beside SDPO, whose teacher is the policy with a right completion of the group in its prompt, and beside GRPO after
@@ -38,7 +38,6 @@ from benchmarks.learning_studies import (
     HELD_OUT,
     PLUGINS,
     QUICK,
-    RATE,
     Bound,
     Study,
     System,
@@ -53,7 +52,6 @@ from lit_grpo.tasks.word_problems import ANSWER_PATTERN, WordProblemRows
 LEVEL, SHARE = 0.95, 1 / 3
 CORRECT = {"function": "exact_match", "name": "correct", "args": {"pattern": r"(?:^|=)(\d+)$"}}
 GRPO, BESIDE, ALONE, LIKELIEST = "GRPO", "distill beside rewards", "distill", "distill:top_k=15"
-RATES = (1e-3, 2e-3)
 
 
 def _demo(teacher: Path) -> Study:
@@ -66,29 +64,24 @@ def _demo(teacher: Path) -> Study:
         ALONE: _taught(teacher, "distill") | logged | few,
         LIKELIEST: _taught(teacher, LIKELIEST) | logged | few,
     }
-    systems = {_at(name, rate): System(fields | {RATE: rate}) for rate in RATES for name, fields in kinds.items()}
     return Study(
-        tasks={"arithmetic": Task("arithmetic", systems)},
+        tasks={"arithmetic": Task("arithmetic", {name: System(fields) for name, fields in kinds.items()})},
         fields=_updates(12, 1) | {HELD_OUT: 512},
         seeds=(1, 2, 3),
         level=LEVEL,
         bounds=tuple(
             Bound(
                 f"{what} to {LEVEL:.0%} held-out, over GRPO's", f"{column}_to_{LEVEL:g}", "<=", SHARE,
-                of=tuple(_at(name, RATES[0]) for name in (ALONE, LIKELIEST)), over=_at(GRPO, RATES[0]),
+                of=(ALONE, LIKELIEST), over=GRPO,
             )
             for what, column in (("updates", "updates"), ("sampled tokens", "tokens"), ("CPU seconds", "cpu_s"))
         ),
-        quick=tuple(_at(name, RATES[0]) for name in kinds),
+        quick=tuple(kinds),
     )  # fmt: skip
 
 
 def _taught(teacher: Path, *plugins: str) -> dict[str, Any]:
     return {"model.teacher.policy": teacher, PLUGINS: json.dumps(plugins)}
-
-
-def _at(name: str, rate: float) -> str:
-    return f"{name}, {rate:g}"
 
 
 def _smollm2(teacher: Path) -> Study:
