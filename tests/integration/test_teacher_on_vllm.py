@@ -19,7 +19,7 @@ from lit_grpo.policy.loading import embeddings, load_policy, load_tokenizer
 from lit_grpo.update.logprobs.teacher import ServerTeacher, TeacherSettings
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
-PATIENCE_S = 300
+PATIENCE_S = 500
 
 
 @pytest.fixture(scope="module")
