@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import ALPHABET, random_policy, save_tokenizer
+from torch import distributed
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
@@ -132,6 +133,17 @@ def random_groups(
             rollout.completion.logprobs_T = exact + noise * torch.randn(exact.shape, generator=generator)
             rollouts.append(rollout)
     return as_groups(rollouts)
+
+
+def meet(rank: int, folder: str | Path) -> None:
+    """Be one of two ranks, in a forked process; what another test has left there is no group of these two."""
+    left.append(distributed.GroupMember.WORLD)  # kept, because its end would wait for threads that no fork has
+    distributed.GroupMember.WORLD = None
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
+    torch.set_num_threads(1)
+
+
+left: list[Any] = []
 
 
 class Batches:

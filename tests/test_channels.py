@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hand_made import meet
 from test_learner import make_learner, member, ragged_groups
 from torch import distributed
 
@@ -98,8 +99,7 @@ def test_the_gradient_of_ce_is_that_of_the_mean_negative_log_likelihood() -> Non
 
 
 def on_a_rank(rank: int, folder: str) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
-    torch.set_num_threads(1)
+    meet(rank, folder)
     parts = []
     for which in ((True, True), (True, False), (False, True)):
         own = gradient(groups_with_trees()[rank::2], *which)

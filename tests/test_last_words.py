@@ -32,10 +32,10 @@ def too_many_files() -> Any:
     ],
 )
 def test_what_ends_a_run_from_outside_is_one_sentence(
-    fail: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fail: Callable[[], Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command_line, "GRPOCLI", lambda *_, **__: fail())
+    failing: Any = lambda *_, **__: fail()  # noqa: E731
     with pytest.raises(SystemExit):
-        command_line.run([])
+        command_line.run([], failing)
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(message, said) and "Traceback" not in said, said

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, save_tokenizer
+from hand_made import meet
 from test_learner import make_learner, ragged_groups
 from torch import distributed
 from torch.nn.functional import cross_entropy
@@ -242,8 +243,7 @@ def test_an_example_that_fits_into_no_micro_batch_is_named_before_the_run(policy
 
 
 def on_a_rank(rank: int, folder: str, policy: str) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
-    torch.set_num_threads(1)
+    meet(rank, folder)
     learner, steps = make_learner(plugins=[sft(mixed_rows(Path(policy)), warm_up="all")])  # two examples each
     logs = learner.learn_examples()
     distributed.all_reduce(steps.gradients[0])

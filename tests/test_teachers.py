@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, save_tokenizer
-from hand_made import VOCAB_SIZE, full_logprobs, make_rollout, random_groups
+from hand_made import VOCAB_SIZE, full_logprobs, make_rollout, meet, random_groups
 from test_channels import Imitated, assert_mixed_is_the_sum
 from test_learner import make_learner, member, ragged_groups
 from torch import distributed
@@ -220,8 +220,7 @@ def test_the_temperature_of_the_teacher_is_its_own() -> None:
 
 
 def on_a_rank(rank: int, folder: str, top_k: int) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
-    torch.set_num_threads(1)
+    meet(rank, folder)
     own, logs = learnt(unrewarded(ragged_groups())[rank::2], Distill(top_k=top_k), other_policy())
     distributed.all_reduce(own)
     if rank == 0:
