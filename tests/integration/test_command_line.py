@@ -447,8 +447,8 @@ def test_a_resumed_run_without_updates_to_make_says_so(folder: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("told", "sentence"),
     [
-        ("fti --config own_task", "There is no command 'fti'; did you mean fit?"),
-        ("train", "There is no command 'train'; take one of fit, validate, test, predict, doctor,"),
+        ("fti --config own_task", "There is no command 'fti'; did you mean sft or fit?"),
+        ("train", "There is no command 'train'; take one of fit, validate, test, predict, sft, doctor,"),
         ("predict --model.policy tiny --data.predict absent.jsonl", "data.predict: There is no file absent.jsonl"),
         ("predict --model.policy ./absent --data.predict prompts.jsonl", "There is no policy folder './absent'"),
         ("validate --model.policy tiny --data.validation absent.jsonl", "data.validation: There is no file"),

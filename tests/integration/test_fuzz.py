@@ -17,7 +17,6 @@ from conftest import random_policy, save_tokenizer
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from lit_grpo.cli import command_line
 from lit_grpo.cli.command_line import GRPOCLI, run
 from lit_grpo.cli.parsing.errors import one_sentence
 from lit_grpo.data.module import PromptDataModule
@@ -121,7 +120,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-        monkeypatch.setattr(command_line, "GRPOCLI", SetUp)
         yield folder
     assert Path.cwd() == before
 
@@ -155,7 +153,7 @@ def set_up(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str 
     """Set up; return the sentence that it ended in."""
     Path("config.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True))
     try:
-        run(["fit", "--config", "config.yaml"])
+        run(["fit", "--config", "config.yaml"], SetUp)
     except SystemExit as ended:
         assert ended.code == 2
         said = capsys.readouterr().err
