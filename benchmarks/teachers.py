@@ -192,6 +192,7 @@ def _beside_trl(options: Options) -> int:
         "trl": f"{TIMED_ROWS} rows timed, scaled to all",
     }
     measured: dict[tuple[str, bool], list[Steps]] = {}
+    rows, claims = list[Row](), list[Claim]()
     for place, (name, checkpointing) in product(range(len(sizes)), product(works, switches)):
         work, tried = works[name]
         num_tokens, num_rows = tried[place]
