@@ -340,7 +340,7 @@ class GRPOModule(EvaluationModule):
         if self.teacher_settings is not None and not asking:
             raise ValueError(
                 "model.teacher has no effect, because no plug-in of rollout.plugins learns from a teacher; add one "
-                "that does (docs/methods.md), or leave it out."
+                "that does (docs/update.md), or leave it out."
             )
 
     def configure_callbacks(self) -> list[pl.Callback]:

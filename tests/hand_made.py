@@ -135,15 +135,15 @@ def random_groups(
     return as_groups(rollouts)
 
 
+left: list[Any] = []
+
+
 def meet(rank: int, folder: str | Path) -> None:
     """Be one of two ranks, in a forked process; what another test has left there is no group of these two."""
     left.append(distributed.GroupMember.WORLD)  # kept, because its end would wait for threads that no fork has
     distributed.GroupMember.WORLD = None
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
     torch.set_num_threads(1)
-
-
-left: list[Any] = []
 
 
 class Batches:

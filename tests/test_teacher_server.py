@@ -173,6 +173,11 @@ def test_what_is_no_server_is_refused_at_once(served: Served, monkeypatch: pytes
     served.spoil = lambda path, given: (401, "no key")
     with pytest.raises(ValueError, match=r"is no vLLM server that can be used: it answers 401 to /v1/models"):
         connected(served)
+    served.spoil = lambda path, given: (200, "<html>")
+    with pytest.raises(ValueError, match=r"is no vLLM server that can be used: Expecting value"):
+        connected(served)
+    with pytest.raises(ValueError, match=r"is no vLLM server that can be used: it cannot be reached \(InvalidURL"):
+        ServerTeacher(TeacherSettings("http://127.0.0.1:port", timeout_s=0.1), served.tokenizer, VOCAB_SIZE)
     monkeypatch.setenv("TEACHER_KEY", "k")
     with pytest.raises(ValueError, match=r"would send a key readably to 'http://example.com'; give an https"):
         TeacherSettings("http://example.com", api_key_env="TEACHER_KEY")

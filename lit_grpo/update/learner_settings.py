@@ -91,7 +91,7 @@ class LearnerSettings:
         if self.max_tokens_per_micro_batch == "auto":
             changes = {"fixed_token_budget": "halves the number wherever the memory of a rank runs out"}
             parts.append(Requirement("model.max_tokens_per_micro_batch auto", changes=changes, remedy="give a number"))
-        for weighing in overriding(self.plugins, "ce_weights", "examples"):  # their denominator is their own
+        for weighing in overriding(self.plugins, "ce_weights", "examples", "candidate_tokens"):  # ranks agree on them
             parts.append(Requirement(f"rollout.plugins {type(weighing).__name__}", frozenset({"all_ranks"})))
         return parts
 

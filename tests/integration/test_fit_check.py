@@ -188,3 +188,14 @@ def test_a_teacher_that_is_a_copy_of_the_policy_takes_as_much(capsys: pytest.Cap
         fit_check(["--config", "arithmetic", "--model.teacher.policy", "average", "--memory", "8GiB"])
     rows = dict(re.findall(r"(weights|teacher) +│ always +│ +([\d.e-]+)", capsys.readouterr().out))
     assert rows["teacher"] == rows["weights"]
+
+
+def test_a_teacher_whose_folder_begins_with_live_has_weights_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy: Any = random_policy()
+    policy.save_pretrained("live_policy")
+    assert (
+        _teacher_bytes({"policy": "live_policy", "dtype": "float32", "offload": False}) == 4 * policy.num_parameters()
+    )

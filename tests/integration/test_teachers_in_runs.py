@@ -82,6 +82,7 @@ def other_folder(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     ("settings", "message"),
     [
         ({"teacher": None}, r"rollout\.plugins Distill learns from a teacher; set model\.teacher\.policy"),
+        ({"plugins": [], "rewards": [RewardSpec(f"{__file__}:letters")]}, r"model\.teacher has no effect, because no"),
         ({"plugins": []}, r"model\.rewards is empty; name at least one"),
         ({"teacher": TeacherSettings("nowhere")}, "nowhere"),
     ],

@@ -112,7 +112,9 @@ def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
 
 def _teacher_bytes(teacher: Mapping[str, Any] | None) -> float:
     """Return the bytes of a teacher's weights on the device; -1 for a copy of the policy's."""
-    if teacher is None or teacher["offload"] or teacher["policy"].startswith(("live", "http://", "https://")):
+    if teacher is None or teacher["offload"] or teacher["policy"] == "live":
+        return 0.0
+    if teacher["policy"].startswith(("http://", "https://")):
         return 0.0
     if teacher["policy"] in ("base", "average"):
         return -1.0

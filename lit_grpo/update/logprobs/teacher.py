@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from json import JSONDecodeError
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -102,6 +103,8 @@ class ModelTeacher:
         weights: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self.settings, self.vocab_size, self.lend, self.weights = settings, vocab_size, lend, weights
+        with lend() as model:  # once: an offloaded model is copied to the device for it
+            self._known, self._context = len(embeddings(model)[0]), context_length(model)
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel) -> None:
@@ -146,8 +149,7 @@ class ModelTeacher:
 
     def _unknown(self, rollouts: Sequence[Rollout]) -> str:
         """Say which token of rollouts the teacher has no embedding for; empty if it knows all of them."""
-        with self.lend() as model:
-            known = len(embeddings(model)[0])
+        known = self._known
         for rollout in rollouts if known < self.vocab_size else ():
             largest = max(*rollout.prompt.token_ids, int(rollout.completion.token_ids_T.max()))
             if largest >= known:
@@ -167,8 +169,7 @@ class ModelTeacher:
         Raises:
             ValueError: They do not.
         """
-        with self.lend() as model:
-            most = context_length(model)
+        most = self._context
         if longest_row > most:
             raise ValueError(
                 f"model.teacher.policy {self.settings.policy!r} has a context of {most} tokens, and a prompt with its "
@@ -215,7 +216,7 @@ class ServerTeacher:
                     f"{self._text([low])!r}, and the policy as {tokenizer.decode([low])!r}; serve a model of the same "
                     "family."
                 )
-        except (LookupError, TypeError, RuntimeError) as error:
+        except (LookupError, TypeError, RuntimeError, JSONDecodeError) as error:
             raise ValueError(f"{self._name} is no vLLM server that can be used: {error}.") from error
         self._patience_s = settings.timeout_s
 
@@ -313,7 +314,7 @@ class ServerTeacher:
                 why = f"it answers {response.status_code} to {path}: {response.text[:120]!r}"
                 if response.status_code != 429 and response.status_code < 500:
                     raise RuntimeError(why)
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 why = f"it cannot be reached ({type(error).__name__} {error})"
             if time.monotonic() + pause_s > until:
                 raise RuntimeError(f"{why}, for {self._patience_s:g} s")
