@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pydoc
 import re
 import shlex
@@ -24,6 +25,7 @@ from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.tools.commands import simulate
 from lit_grpo.tools.dashboard import explain, sections
 from lit_grpo.tools.dashboard.page import metrics_page
+from lit_grpo.tools.evaluation.command import read_options
 from lit_grpo.tools.migration.page import migration_page
 from lit_grpo.training.run_folder import RunFolder
 from lit_grpo.update.logprobs.teacher import TeacherSettings
@@ -48,8 +50,9 @@ OWN = {
     "from-trl",
     "smollm2",
     "sft",
+    "evaluate",
 }  # subcommands that Lightning has not
-LIKE_FIT = {"doctor", "fit-check", "sft"}  # take the same arguments
+LIKE_FIT = {"doctor", "fit-check", "sft", "evaluate"}  # take the same arguments
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md"]
 
@@ -173,6 +176,8 @@ def check(name: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> Non
         else:
             if name == "fit-check" and "--memory" in told:  # its own
                 del told[told.index("--memory") : told.index("--memory") + 2]
+            if name == "evaluate":  # its own come first, and policies before them
+                _, told = read_options(list(itertools.dropwhile(lambda one: not one.startswith("-"), told)))
             parsers()["fit" if name in LIKE_FIT else name].parse_args(list(with_configs_that_exist(told)))
     except SystemExit as error:
         pytest.fail(f"{name} {' '.join(arguments)}: {capsys.readouterr().err or error}")

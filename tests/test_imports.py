@@ -29,7 +29,7 @@ LAYERS: tuple[set[str], ...] = (
     {"module", "tools.simulation"},
     {"callbacks"},
     {"training"},
-    {"cli", "tasks", "tools.commands", "tools.doctor"},
+    {"cli", "tasks", "tools.commands", "tools.doctor", "tools.evaluation"},
 )
 """Rooms from the lowest to the highest: each may import those of its own layer and of lower ones."""
 ONLY_IN = {
@@ -43,11 +43,12 @@ ONLY_IN = {
         "data",
         "training",
         "tools.doctor",
+        "tools.evaluation",
         "tools.commands",
         "cli",
         "callbacks",
     },
-    "lit_grpo.callbacks": {"training", "tools.doctor", "tools.commands", "cli", "callbacks"},
+    "lit_grpo.callbacks": {"training", "tools.doctor", "tools.evaluation", "tools.commands", "cli", "callbacks"},
     "vllm": {"rollout.vllm"},
     "ray": {"rollout.vllm", "strategies"},
 }

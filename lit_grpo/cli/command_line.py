@@ -265,7 +265,7 @@ def cli_arguments(args: list[str] | None) -> dict[str, Any]:
     }
 
 
-def run(args: list[str] | None = None, cli: type[GRPOCLI] = GRPOCLI) -> None:
+def run(args: list[str] | None = None, cli: Callable[..., GRPOCLI] = GRPOCLI) -> None:
     """Parse and run; a mistake in the input ends the program with one sentence and exit code 2.
 
     Args:

@@ -87,7 +87,7 @@ class Majority:
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Score one group."""
-        answers = [last_answer(self._pattern, _text(completion)) or None for completion in completions]
+        answers = [self.answer_of(_text(completion)) for completion in completions]
         label, share = majority(answers)
         label = label if share >= self.rule.least_share else None
         values = [None if label is None else float(answer == label) for answer in answers]
@@ -101,6 +101,10 @@ class Majority:
             agreeing = [value == rightly for value, rightly in zip(values, true, strict=True)]
             log_metric("majority/reward_right", sum(agreeing) / len(agreeing))
         return list(values)
+
+    def answer_of(self, completion: str) -> str | None:
+        """Return the answer of a completion; None without one."""
+        return last_answer(self._pattern, completion) or None
 
 
 def majority(answers: Sequence[str | None]) -> tuple[str | None, float]:

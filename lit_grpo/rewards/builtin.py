@@ -58,10 +58,15 @@ class ExactMatch:
         expected = columns[self.answer_column]
         if expected is None:
             return None
-        answer, expected = last_answer(self.pattern, completion), str(expected).strip()
-        if self.ignore_case and answer is not None:
-            answer, expected = answer.casefold(), expected.casefold()
-        return float(answer == expected)
+        return float(self.answer_of(completion) == self._comparable(str(expected).strip()))
+
+    def answer_of(self, completion: str) -> str | None:
+        """Return the answer of a completion as it is compared; None without one."""
+        answer = last_answer(self.pattern, completion)
+        return None if answer is None else self._comparable(answer)
+
+    def _comparable(self, answer: str) -> str:
+        return answer.casefold() if self.ignore_case else answer
 
 
 exact_match = ExactMatch()

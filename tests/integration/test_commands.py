@@ -169,6 +169,10 @@ def check(name: str, *told: str, said: str) -> None:
             assert "pass checkpoint" in said and "\nfail" not in said
         case "fit-check":
             assert f"it fits into {values['--memory'].removesuffix('GiB')} GiB" in said
+        case "evaluate":
+            folder = Path(values.get("--output", f"{told[1]}/evaluation"))  # after the base, a run
+            assert (folder / "evaluation.json").is_file() and f"Written to {folder}: " in said
+            assert f"{told[1]} compared with {told[0]}, greedy: " in said
         case "predict":
             rows = Path(re.findall(r"\S+\.jsonl", said)[-1]).read_text().splitlines()
             assert len(rows) == len(Path(values["--data.predict"]).read_text().splitlines()) == 8

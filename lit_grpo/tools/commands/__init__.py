@@ -72,11 +72,44 @@ python -m lit_grpo fit --help lists them.
 The exit code is 0 if the run fits, 1 if it does not, or 2 if an argument
 cannot be read.
 """
+EVALUATE = """\
+usage: python -m lit_grpo evaluate [POLICY ...] [--config CONFIG]
+                                   [--FIELD VALUE ...] [OPTION ...]
+
+Asks several policies the same held-out rows, greedily and sampled, with the
+generator and the rewards of a run, on one device. The figures are those that
+validate and test log: fraction of correct completions, pass@k, reward, length,
+truncated; and the majority of the samples. All have 95% intervals. Each policy
+is compared with the first by an exact paired test.
+
+  POLICY            a model as model.policy takes it (a folder, a hub id, a GGUF
+                    file, tiny), runs/NAME for the policy of a run, or a
+                    checkpoint of a run; by default model.policy
+  --config CONFIG   settings of the run; by default those of the last policy's
+                    run. The fields are those of fit: python -m lit_grpo fit
+                    --help lists them.
+  --split SPLIT     test or validation; by default data.test, or if it is not
+                    set data.validation
+  --samples N       sampled completions per row (default 8); 0 for none. The
+                    temperature is that of model.eval_sampling, or if that
+                    decodes greedily, of model.sampling.
+  --k K ...         values of k for pass@k, at most N; by default 1, 2, 4, ...
+  --answer REGEX    group 1 of the last match is a completion's answer, for the
+                    majority; by default what the reward exact_match compares
+  --output FOLDER   where evaluation.json, completions.jsonl, evaluation.svg and
+                    side_by_side.html are written; by default the folder
+                    evaluation of the last policy's run
+  --lm-eval FOLDER  also write the rows as a task of EleutherAI's
+                    lm-evaluation-harness
+
+Example: python -m lit_grpo evaluate tiny runs/arithmetic
+"""
 _HERE = "lit_grpo.tools.commands"
 TOOLS = {
     "sft": Tool(f"{_HERE}.sft", "supervised fine-tuning on examples, with the arguments of fit", SFT),
     "doctor": Tool(f"{_HERE}.doctor", "checks of a run before it begins, with the arguments of fit", DOCTOR),
     "fit-check": Tool(f"{_HERE}.fit_check", "the memory that a run will take, with the arguments of fit", FIT_CHECK),
+    "evaluate": Tool("lit_grpo.tools.evaluation.command", "policies compared on held-out rows", EVALUATE),
     "export": Tool(f"{_HERE}.export", "a checkpoint's policy as a Hugging Face folder"),
     "report": Tool(f"{_HERE}.report", "a run as one HTML file"),
     "dashboard": Tool(f"{_HERE}.dashboard", "a view of runs in W&B or TensorBoard"),

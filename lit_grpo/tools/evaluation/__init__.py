@@ -1,0 +1,26 @@
+"""Evaluation of several policies on the same held-out rows.
+
+``python -m lit_grpo evaluate`` writes a folder: ``runs/NAME/evaluation`` if its last policy is in the folder of a run,
+or the folder of ``--output``:
+
+.. code-block:: text
+
+    evaluation.json      figures of each policy with their intervals, and each policy compared with the first
+    completions.jsonl    every completion, a line each
+    evaluation.svg       fractions of correct completions with their intervals; needs matplotlib
+    side_by_side.html    the greedy completions of all policies to the same prompts
+
+A line of ``completions.jsonl``::
+
+    {"prompt_id": "validation/17", "prompt": "...", "policy": "runs/demo", "greedy": false, "sample": 3,
+     "completion": "...", "reward": 1.0, "correct": true, "answer": "42", "length": 24, "truncated": false}
+
+``policy`` is the policy as the command line names it. ``sample`` counts the completions of a row from 0; a greedy
+completion is number 0. ``reward`` is the weighted sum of the rewards, null if no reward function applies. ``correct``
+says whether the completion passes ``model.pass_threshold``. ``answer`` is what the majority is taken of, null without
+an answer. ``length`` counts sampled tokens.
+
+``evaluation.json`` has, for each policy, ``figures.greedy`` (``accuracy``, ``reward``, ``length``, ``truncated``) and
+``figures.sampled`` (``pass@K``, ``majority@N``, ``reward``, ``length``, ``truncated``). Each figure is a mapping with
+``value``, ``low`` and ``high``, the bounds of the 95% interval.
+"""
