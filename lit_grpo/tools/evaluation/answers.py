@@ -41,7 +41,8 @@ def find_answers(pattern: str | None, rewards: Iterable[RewardFunction], pass_re
         compiled = compile_pattern("--answer", pattern, needs_group=True)
         return Answers(lambda text: last_answer(compiled, text), f"the answer is group 1 of --answer {pattern}")
     for function in sorted(rewards, key=lambda one: one.name != pass_reward):
-        if callable(answer_of := getattr(function.call, "answer_of", None)):
+        answer_of: Callable[[str], str | None] | None = getattr(function.call, "answer_of", None)
+        if answer_of is not None:
             return Answers(answer_of, f"the answer is the text that the reward {function.name} compares")
     return Answers(
         None,
