@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +24,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
 from lit_grpo.rollout.session import RolloutSession
-from lit_grpo.types import PromptBatch
+from lit_grpo.types import Prompt, PromptBatch
 from lit_grpo.update.learner_settings import check_arriving
 
 
@@ -91,7 +93,9 @@ class RolloutScheduler(pl.Callback):
             if split == "predict":
                 continue
             for function in pl_module.rewards:
-                function.check_columns(rows[0].columns)
+                for row in itertools.islice(filter(function.applies_to, rows), 1):
+                    function.check_columns(row.columns)
+        self._check_datasets(pl_module, loaded_prompts(trainer))
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         facts = pl_module.facts(getattr(data, "batch_size", None))
         if stage == "fit":
@@ -109,6 +113,35 @@ class RolloutScheduler(pl.Callback):
             if isinstance(data, PromptDataModule):
                 data.plug_in(self.session.prompt_rule, self.session.rewriting, on_demand=self.session.mode.carries)
         self.session.prepare(facts)
+
+    def _check_datasets(self, module: GRPOModule, prompts: Mapping[str, Sequence[Prompt]]) -> None:
+        """Check that reward functions and plug-ins are limited to data sets that there are, and each has a reward.
+
+        Raises:
+            ValueError: They are not, or a data set has none.
+        """
+        rows = [row for split in ("train", "validation", "test") for row in prompts.get(split, ())]
+        known = dict.fromkeys(row.dataset for row in rows if row.dataset)
+        limited = {f"reward {function.name!r}": function.datasets for function in module.rewards}
+        limited |= {f"rollout.plugins {name}": plugin.datasets for name, plugin in self.session.plugins.items()}
+        for what, datasets in limited.items():
+            for dataset in sorted(datasets - known.keys()) if rows else ():
+                there = f"the data sets are {', '.join(map(repr, known))}; name one of them"
+                none = "no row names a data set; set data.mixture, or make data.train a lit_grpo.data.Mixture"
+                raise ValueError(f"{what} is limited to data set {dataset!r}, but {there if known else none}.")
+        if not module.rewards:
+            return
+        of_dataset = {row.dataset: row for row in prompts.get("train", ())}
+        weights = getattr(module.trainer.datamodule, "mixture", None)  # pyright: ignore[reportAttributeAccessIssue]
+        unrewarded = [plugin for plugin in self.session.plugins.values() if plugin.learns_unrewarded]
+        for dataset, row in of_dataset.items() if known else ():
+            sampled = weights is None or not weights.weights or any(w.get(dataset) for w in weights.all)
+            rewarded = any(function.weight and function.applies_to(row) for function in module.rewards)
+            if sampled and not rewarded and not any(plugin.acts_on(row) for plugin in unrewarded):
+                raise ValueError(
+                    f"Data set {dataset!r} has no reward function with a weight; add its name to the datasets of one, "
+                    "or set its weight in data.mixture.weights to 0."
+                )
 
     @property
     def conversing(self) -> Conversing | None:

@@ -52,13 +52,15 @@ class EvaluationModule(pl.LightningModule):
         names = (*(f"pass@{k}" for k in pass_at_k), *EVAL_MEANS)
         self.means = torch.nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in names})
         self._pass_reward, self._pass_threshold = pass_reward, pass_threshold
+        self._held_out: dict[str, list[tuple[float, float]]] = {}  # pass@1 and reward of the prompts of each data set
         self.score_with(rewards)
 
     def score_with(self, rewards: Sequence[RewardFunction]) -> None:
         """Score with these reward functions from now on, before anything has been scored."""
         self.rewards = rewards
         names = [function.name for function in rewards]
-        self.pass_rule = PassRule.among(names, self._pass_reward, self._pass_threshold)
+        by_dataset = any(function.datasets for function in rewards)
+        self.pass_rule = PassRule.among(names, self._pass_reward, self._pass_threshold, by_dataset)
         weights = {function.name: function.weight for function in rewards}
         self.reward_curves = RewardCurves(weights, self.pass_rule)
         self.held_out_curves = RewardCurves(weights, self.pass_rule, HELD_OUT)
@@ -87,6 +89,9 @@ class EvaluationModule(pl.LightningModule):
                 if k <= num_samples:
                     passed = pass_at_k(num_samples, num_passed, k) if self.rewards else math.nan
                     self._count(self.means[f"pass@{k}"], passed)
+            if group.prompt.dataset and num_samples:
+                reward = math.fsum(rollout.reward for rollout in group.rollouts) / num_samples
+                self._held_out.setdefault(group.prompt.dataset, []).append((num_passed / num_samples, reward))
             for rollout in group.rollouts:
                 completion = rollout.completion
                 means = (rollout.reward, completion.num_sampled, completion.finish_reason == "length")
@@ -103,6 +108,7 @@ class EvaluationModule(pl.LightningModule):
         """Begin the counts again."""
         for metric in (*self.means.values(), *self.reward_means):
             cast(MeanMetric, metric).reset()
+        self._held_out = {}
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -132,6 +138,11 @@ class EvaluationModule(pl.LightningModule):
         for name, value in values.items():
             self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)
         self.log("step", float(self.policy_version), sync_dist=True)
+        parts = self.ranks.gather(self._held_out)
+        for dataset in sorted(set().union(*parts)):
+            its = [each for part in parts for each in part.get(dataset, ())]
+            for name, of_prompts in zip(("pass@1", "reward"), zip(*its, strict=True), strict=True):
+                self.log(f"{prefix}/datasets/{dataset}/{name}", math.fsum(of_prompts) / len(its))
         return {name: float(value) for name, value in values.items()}
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from lit_grpo.checks import (
 )
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.findings.rewards import BatchWatch
-from lit_grpo.metrics import rollout_metrics, staleness_shares
+from lit_grpo.metrics import dataset_metrics, rollout_metrics, staleness_shares
 from lit_grpo.optim.rates import UnusualRate, unusual_rate
 from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, overriding
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
@@ -575,6 +575,8 @@ class GRPOModule(EvaluationModule):
             frac_uniform = logs["frac_reward_zero_std"]
             self.log("reward", logs.pop("reward"), prog_bar=True)
             self.log_dict(logs)
+            if batch.groups[0].prompt.dataset:
+                self.log_anew("datasets", dataset_metrics(batch.groups, rewards, self.ranks))
             if batch.carried:
                 self.log_dict(staleness_shares(batch.groups, version, self.ranks))
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -229,6 +229,7 @@ class Plugin(Listener):
             get others (:meth:`credit`), and ``model.rewards`` may be empty.
         asks_teacher: Whether it needs ``model.teacher``; :meth:`on_train_start` gets the teacher.
         evaluates: Whether it hears of rollouts of validation, test and predict too.
+        datasets: Data sets whose rows it acts on, as the user limits it; all if empty. Its hooks see no other rows.
     """
 
     role: ClassVar[str] = ""
@@ -238,12 +239,17 @@ class Plugin(Listener):
     learns_unrewarded: ClassVar[bool] = False
     asks_teacher: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
+    datasets: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         """Check the fields against their annotations; a plug-in that checks more calls it first."""
         check_fields(self)
 
     # ---- before a run ---------------------------------------------------------------------------------
+
+    def acts_on(self, prompt: Prompt) -> bool:
+        """Whether a prompt is of the data sets that it is limited to."""
+        return not self.datasets or prompt.dataset in self.datasets
 
     def requirement(self, name: str) -> Requirement:
         """Return what it needs of a run and takes away from others; overridden where that depends on a field's value.
@@ -720,31 +726,37 @@ class Decision(NamedTuple):
         hooks: The hooks of :class:`Plugin` that decide it.
         needs: What deciding it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`.
         replaces: What a setting of the run decides otherwise, such as :data:`lit_grpo.compatibility.DENOMINATOR`.
+        by_rows: Whether it is decided row by row, so that each data set may have a plug-in of its own for it.
     """
 
     what: str
     hooks: tuple[str, ...]
     needs: frozenset[str] = frozenset()
     replaces: str = ""
+    by_rows: bool = False
 
 
 ROUNDS = ("next_round", "shared_round")
 """Hooks that give prompts further completions once earlier ones have their rewards."""
 DECISIONS = (
     Decision("which prompts are asked", ("prompt_chance",), frozenset({"whole_groups", "prompt_stream"})),
-    Decision("what prompts are asked with", ("rewrite",), frozenset({"prompt_stream"})),
+    Decision("what prompts are asked with", ("rewrite",), frozenset({"prompt_stream"}), by_rows=True),
     Decision("how many completions each prompt gets", ("first_round", *ROUNDS)),
     Decision(
         "how many more completions each prompt gets", ROUNDS, frozenset({"whole_rollouts", "separate_completions"})
     ),
-    Decision("what turns are answered by", ("on_turn",)),
-    Decision("which rollouts are learnt from", ("choose_rollouts", "choose_from_batch", "token_mask", "token_weights")),
-    Decision("what each rollout is learnt from with", ("shape_advantages",)),
-    Decision("what each turn is learnt from with", ("credit",)),
-    Decision("which tokens have a cross-entropy loss", ("ce_weights",)),
+    Decision("what turns are answered by", ("on_turn",), by_rows=True),
+    Decision(
+        "which rollouts are learnt from",
+        ("choose_rollouts", "choose_from_batch", "token_mask", "token_weights"),
+        by_rows=True,
+    ),
+    Decision("what each rollout is learnt from with", ("shape_advantages",), by_rows=True),
+    Decision("what each turn is learnt from with", ("credit",), by_rows=True),
+    Decision("which tokens have a cross-entropy loss", ("ce_weights",), by_rows=True),
     Decision("which examples are imitated", ("examples",)),
     Decision("which further tokens have a loss", ("candidate_tokens", "token_loss")),
-    Decision("which completions go through the policy in chunks", ("chunks",)),
+    Decision("which completions go through the policy in chunks", ("chunks",), by_rows=True),
     Decision("what is added to the objective's loss", ("loss_term",)),
     Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs"), replaces=DENOMINATOR),
     Decision("how much the entropy bonus counts", ("entropy_coefficient",), replaces=ENTROPY_COEFFICIENT),
@@ -790,18 +802,23 @@ def requirement_of(plugin: Plugin, name: str) -> Requirement:
 def check_decisions(plugins: Sequence[tuple[str, Plugin]]) -> None:
     """Refuse plug-ins of which two decide the same, by their roles or by hooks of :data:`DECISIONS`.
 
+    Two may decide the same for different data sets, where it is decided row by row.
+
     Args:
         plugins: Each with its name.
 
     Raises:
         ValueError: Two decide the same.
     """
-    roles = [(name, [plugin.role, *(each.what for each in decided_by(plugin))]) for name, plugin in plugins]
-    counts = Counter(role for _, of_plugin in roles for role in of_plugin if role)
-    for role, number in counts.items():
-        if number > 1:
-            named = " and ".join(name for name, of_plugin in roles if role in of_plugin)
-            raise ValueError(f"rollout.plugins has {named}, which both decide {role}; take one of them.")
+    by_rows = {decision.what for decision in DECISIONS if decision.by_rows}
+    roles = [(name, plugin, [plugin.role, *(each.what for each in decided_by(plugin))]) for name, plugin in plugins]
+    for (name, plugin, of_plugin), (other, another, of_other) in itertools.combinations(roles, 2):
+        apart = plugin.datasets and another.datasets and not plugin.datasets & another.datasets
+        for role in filter(None, of_plugin):
+            if role in of_other and not (apart and role in by_rows):
+                limits = ", or limit each to other data sets" if role in by_rows and not apart else ""
+                both = f"{name} and {other}"
+                raise ValueError(f"rollout.plugins has {both}, which both decide {role}; take one of them{limits}.")
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,8 @@ class Prompt:
 
     ``altered`` says that the policy reads something else than the row says; such a visit shows nothing of the prompt
     itself. ``given`` is the beginning of the answer, where ``text`` ends in one. ``extra`` has numbers of the plug-in
-    that altered it, by name; samples show them.
+    that altered it, by name; samples show them. ``dataset`` names its data set in a run with several, and is empty
+    otherwise.
     """
 
     prompt_id: str
@@ -181,6 +182,7 @@ class Prompt:
     altered: bool = False
     given: str = ""
     extra: dict[str, float] = field(default_factory=dict)
+    dataset: str = ""
 
     def own_columns(self, names: Collection[str] | None = None) -> dict[str, Any]:
         """Return copies of its columns, all or those named, which others may change as they like.
@@ -476,16 +478,27 @@ class Rollout:
 class PassRule:
     """When a completion passes: the reward function named ``reward`` gives at least ``threshold``.
 
-    Written out it is ``correct >= 1``. The default names no function, and nothing passes.
+    Written out it is ``correct >= 1``. The default names no function, and nothing passes. Where that function does not
+    apply to a completion, the first of ``others`` that applies decides.
     """
 
     reward: str = ""
     threshold: float = 1.0
+    others: tuple[str, ...] = ()
 
     @classmethod
-    def among(cls, names: Sequence[str], chosen: str | None, threshold: float) -> PassRule:
-        """Return the rule of the chosen one, or of the first of all reward functions' names."""
-        return cls(next(iter(names), "") if chosen is None else chosen, threshold)
+    def among(cls, names: Sequence[str], chosen: str | None, threshold: float, by_dataset: bool = False) -> PassRule:
+        """Return the rule of the chosen one, or of the first of all reward functions' names.
+
+        Args:
+            names: Of all reward functions.
+            chosen: Name of the function that decides; by default the first.
+            threshold: Min reward of a correct completion.
+            by_dataset: Whether functions score some data sets alone, so that another one may be the first that applies.
+        """
+        if chosen is not None or not names:
+            return cls(chosen or "", threshold)
+        return cls(names[0], threshold, tuple(names[1:]) if by_dataset else ())
 
     def check(self, names: Sequence[str]) -> None:
         """Check that its reward function is one of those that there are, once plug-ins have brought theirs.
@@ -503,10 +516,12 @@ class PassRule:
     def passes(self, rewards: Mapping[str, float | None]) -> bool:
         """Whether a completion with these values of reward functions, by name, passes; not where none is given."""
         value = rewards.get(self.reward)
+        if value is None:
+            value = next((found for name in self.others if (found := rewards.get(name)) is not None), None)
         return value is not None and value >= self.threshold
 
     def __str__(self) -> str:
-        return f"{self.reward} >= {self.threshold:g}"
+        return f"{' or '.join((self.reward, *self.others))} >= {self.threshold:g}"
 
 
 @dataclass

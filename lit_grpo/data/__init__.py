@@ -1,6 +1,7 @@
 """Prompts: rows of any source, rendered, tokenised and put into batches."""
 
+from lit_grpo.data.mixture import Mixture, MixtureWeights
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.sources import FileRows, HubRows, RowSource
 
-__all__ = ["FileRows", "HubRows", "PromptDataModule", "RowSource"]
+__all__ = ["FileRows", "HubRows", "Mixture", "MixtureWeights", "PromptDataModule", "RowSource"]

@@ -8,7 +8,7 @@ token, such as a line break, belongs to no answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
@@ -68,7 +68,7 @@ class AnsweredData(Protocol):
         """Puts texts into the prompts of ``train`` and ``validation``."""
         ...
 
-    def answered(self, split: str, column: str, turns: Turns = "all") -> list[Example]:
+    def answered(self, split: str, column: str, turns: Turns = "all", datasets: Collection[str] = ()) -> list[Example]:
         """Return the prompts of a split with their answers.
 
         Args:
@@ -76,6 +76,7 @@ class AnsweredData(Protocol):
             column: Column of the answers, by the name that reward functions know; empty if the prompts' column has
                 whole conversations.
             turns: The turns of the assistant that are imitated.
+            datasets: Data sets whose rows are taken; by default all.
 
         Raises:
             ValueError: Rows have no answer, or one that cannot be used.

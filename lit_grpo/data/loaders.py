@@ -13,6 +13,7 @@ import numpy as np
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
 from lit_grpo.budgets.spreading import spread
+from lit_grpo.data.mixture import MixtureOrder, MixtureWeights
 from lit_grpo.types import Prompt, PromptBatch
 
 
@@ -30,6 +31,9 @@ class PromptLoader:
     With ``on_demand`` its batches are empty, and what fills them takes prompts by :meth:`draw`, which count as
     consumed at once: a checkpoint has to keep them.
 
+    With ``mixture`` index ``s`` is a prompt of the data set that is due there, and the prompt's ``visit`` the epoch of
+    that data set (:class:`lit_grpo.data.mixture.MixtureOrder`).
+
     Args:
         prompts: The N prompts, at least one.
         batch_size: P, the prompts of one batch on one rank.
@@ -39,6 +43,7 @@ class PromptLoader:
         shuffle: Whether each epoch is shuffled; if not, it has the order of ``prompts``.
         chooser: Says which prompts are asked; by default all.
         rewrite: Returns a prompt as it is asked; by default they are asked as their rows say.
+        mixture: Weights of the data sets of the prompts; by default all prompts are drawn equally often.
     """
 
     def __init__(
@@ -51,8 +56,11 @@ class PromptLoader:
         shuffle: bool = True,
         chooser: PromptChooser | None = None,
         rewrite: Callable[[Prompt], Prompt] | None = None,
+        mixture: MixtureWeights | None = None,
     ) -> None:
         self.chooser, self.rewrite, self._history = chooser, rewrite, PromptHistory()
+        self._mixture = mixture
+        self._mixed = mixture and MixtureOrder([prompt.dataset for prompt in prompts], mixture, seed, shuffle)
         self.prompts = prompts
         self._digest = _digest_of(prompts)  # before anybody can have changed a row
         self.batch_size = batch_size
@@ -142,9 +150,9 @@ class PromptLoader:
             ValueError: The seed, ``shuffle`` or the prompts differ, so that the stream would too.
         """
         differing = [
-            f"{name} was {state_dict[name]} and is now {value}"
+            f"{name} was {before} and is now {value}"
             for name, value in self._identity().items()
-            if state_dict[name] != value
+            if (before := state_dict.get(name, "none")) != value
         ]
         if len(differing) > 1 and differing[-1].startswith("digest"):
             differing.pop()  # it follows from the others, or adds nothing to them
@@ -161,7 +169,9 @@ class PromptLoader:
 
     def _identity(self) -> dict[str, Any]:
         size = len(self.prompts)
-        return {"seed": self.seed, "shuffle": self.shuffle, "num_prompts": size, "digest_of_prompts": self._digest}
+        mixed = "none" if self._mixture is None else str(self._mixture)
+        of_order = {"seed": self.seed, "shuffle": self.shuffle, "num_prompts": size, "mixture": mixed}
+        return of_order | {"digest_of_prompts": self._digest}
 
     def _next(self, num_prompts: int) -> tuple[list[Prompt], int]:
         """This rank's share of what is asked next, and how many places of the stream that takes.
@@ -212,6 +222,9 @@ class PromptLoader:
         )
 
     def _draw(self, index: int) -> Prompt:
+        if self._mixed is not None:
+            place, epoch = self._mixed.place(index)
+            return replace(self.prompts[place].own(), visit=epoch)
         epoch, place = divmod(index, len(self.prompts))
         if self.shuffle:
             if self._order[0] != epoch:

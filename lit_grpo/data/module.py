@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.examples import Example, SourceSpec, Turns, render_example
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
+from lit_grpo.data.mixture import DATASET, Mixture, MixtureWeights
 from lit_grpo.data.rendering import Converses, PromptRenderer, column_of
 from lit_grpo.data.sources import FileRows, HubRows, Row, RowSource, check_size, make_source
 from lit_grpo.data.writing import PromptWriter, check_rewriting
@@ -82,6 +83,9 @@ class PromptDataModule(LightningDataModule):
             (``refuse``), or left out with a warning (``drop``).
         shuffle: Shuffle the training prompts in each epoch.
         seed: Seed of the shuffling.
+        mixture: How often each data set of ``train`` is drawn, if its rows are of several data sets, which the column
+            ``dataset`` names; ``{}`` draws all rows equally often. :class:`lit_grpo.data.Mixture` puts files together.
+            Metrics are then logged for each data set too, and reward functions and plug-ins can be limited to some.
     """
 
     @checks_arguments("data.")
@@ -107,8 +111,10 @@ class PromptDataModule(LightningDataModule):
         unusable_rows: Literal["refuse", "drop"] = "refuse",
         shuffle: bool = True,
         seed: Number = 0,
+        mixture: MixtureWeights | None = None,
     ) -> None:
         super().__init__()
+        self.mixture = mixture
         self.policy = as_loaded(policy)
         self.sources = {"train": train, "validation": validation, "test": test, "predict": predict}
         self.batch_size = batch_size
@@ -241,7 +247,11 @@ class PromptDataModule(LightningDataModule):
                 f"data.batch_size is {self.batch_size}{ranks}, but data.train has only {num_prompts} prompts, so that "
                 f"a step would repeat some; {remedy}."
             )
-        return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, self.seed, self.shuffle)
+        prompts, mixture = self.prompts["train"], self.mixture
+        if mixture is not None:
+            mixture.check([prompt.dataset for prompt in prompts])
+        mixture = mixture if mixture and mixture.weights else None
+        return PromptLoader(prompts, self.batch_size, rank, world_size, self.seed, self.shuffle, mixture=mixture)
 
     def _eval_loader(self, split: str) -> EvalLoader:
         return EvalLoader(self.prompts[split], self.eval_batch_size, *self._rank_and_world_size())
@@ -264,7 +274,10 @@ class PromptDataModule(LightningDataModule):
             else:
                 if not self.renderer.split_special_tokens and (names := self.renderer.spelled(row, self._tokenizer)):
                     spelled[number] = names
-                prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages))
+                dataset = self._dataset_of(row, place) if self._is_mixed else ""
+                prompts.append(
+                    Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages, dataset=dataset)
+                )
                 if split in SPLITS_OF_STAGE["fit"]:
                     self._rows[prompts[-1].prompt_id] = row
         self._report(source, len(prompts), reasons)
@@ -278,11 +291,27 @@ class PromptDataModule(LightningDataModule):
             )
         return prompts
 
-    def answered(self, split: str, column: str, turns: Turns = "all") -> list[Example]:
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether rows name their data sets."""
+        return self.mixture is not None or isinstance(self.sources["train"], Mixture)
+
+    def _dataset_of(self, row: Row, place: str) -> str:
+        name = row.get(DATASET)
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"{place} has {name!r} in column {DATASET!r}, which names the data set of each row, because "
+                "data.mixture is set or data.train is a Mixture; give a name, or leave data.mixture out."
+            )
+        return name
+
+    def answered(self, split: str, column: str, turns: Turns = "all", datasets: Collection[str] = ()) -> list[Example]:
         """Return a split's examples, as :class:`lit_grpo.data.examples.AnsweredData` says."""
         source = _source_of(split, self.sources[split])
         rows: list[tuple[str, Row, Any]] = []
         for prompt in self.prompts[split]:
+            if datasets and prompt.dataset not in datasets:
+                continue
             number = prompt.prompt_id.rpartition("/")[2]
             rows.append((f"row {number} of {source.describe()}", self._rows[prompt.prompt_id], prompt.columns))
         return self._examples(source, rows, self.renderer, column, turns)

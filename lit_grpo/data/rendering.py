@@ -7,11 +7,12 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.data.chat import Message, UnusableRow, encode_chat, read_message
 from lit_grpo.data.control import ControlTokens
+from lit_grpo.data.mixture import DATASET
 from lit_grpo.data.sources import Row
 from lit_grpo.limits import Count, check_fields
 
@@ -35,7 +36,13 @@ RESERVED_CHAT_KWARGS = {
 
 @runtime_checkable
 class Conversing(Protocol):
-    """Goes on with a conversation after its prompt, such as a plug-in with tools or environments."""
+    """Goes on with a conversation after its prompt, such as a plug-in with tools or environments.
+
+    Attributes:
+        datasets: Data sets whose rows it goes on with; all if empty.
+    """
+
+    datasets: ClassVar[frozenset[str]]
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], plain_rows: bool = False) -> None:
         """Receive the tokenizer and the variables of its chat template, before any prompt is rendered.
@@ -170,13 +177,14 @@ class PromptRenderer:
         (:class:`lit_grpo.data.control.ControlTokens`). Raises what :meth:`render` does.
         """
         prompt, messages = _reworded(self._read(row), reword), None
-        if self._renders_as_chat(prompt):
-            messages = None if isinstance(prompt, str) and self.conversing is None else self._conversation(prompt)
+        if self._renders_as_chat(prompt, row):
+            conversing = self._conversing_with(row)
+            messages = None if isinstance(prompt, str) and conversing is None else self._conversation(prompt)
             conversation, options = self._covered(prompt, tokenizer), self._options(row)
             token_ids = encode_chat(conversation, tokenizer, options)
             text = str(tokenizer.decode(token_ids))
-            if self.conversing is not None:
-                others = self.conversing.alternatives(row, conversation)
+            if conversing is not None:
+                others = conversing.alternatives(row, conversation)
                 token_ids = _unchanging(token_ids, others, tokenizer, options)
         else:
             token_ids = _encode_text(prompt, tokenizer, self.split_special_tokens)
@@ -196,7 +204,7 @@ class PromptRenderer:
             UnusableRow: As for :meth:`render`.
         """
         prompt = self._read(row)
-        if not self._renders_as_chat(prompt):
+        if not self._renders_as_chat(prompt, row):
             return None, {}
         return self._covered(prompt, tokenizer), self._options(row)
 
@@ -221,23 +229,30 @@ class PromptRenderer:
     def _options(self, row: Row) -> dict[str, Any]:
         """Return the variables of the chat template for a row."""
         options = dict(self.chat_template_kwargs or {})
-        if self.conversing is None:
+        conversing = self._conversing_with(row)
+        if conversing is None:
             return options
         try:
-            tools = self.conversing.tool_schemas(row)
+            tools = conversing.tool_schemas(row)
         except ValueError as error:
             raise UnusableRow(str(error)) from None
         return options | ({"tools": tools} if tools else {})
 
     def adds(self, row: Row) -> bool:
         """Whether more is said when a completion begins."""
+        conversing = self._conversing_with(row)
         try:
-            return self.conversing is not None and self.conversing.adds(row)
+            return conversing is not None and conversing.adds(row)
         except ValueError as error:
             raise UnusableRow(str(error)) from None
 
-    def _renders_as_chat(self, prompt: str | list[Message]) -> bool:
-        messages = isinstance(prompt, list) or self.conversing is not None
+    def _conversing_with(self, row: Row) -> Conversing | None:
+        """Return what goes on with a row's conversation, unless it is limited to other data sets."""
+        datasets = frozenset[str]() if self.conversing is None else self.conversing.datasets
+        return self.conversing if not datasets or row.get(DATASET) in datasets else None
+
+    def _renders_as_chat(self, prompt: str | list[Message], row: Row) -> bool:
+        messages = isinstance(prompt, list) or self._conversing_with(row) is not None
         if messages and self.chat_template is False:
             raise UnusableRow("holds chat messages, which chat_template: false cannot render")
         if self.chat_template is None:

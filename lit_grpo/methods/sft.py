@@ -115,10 +115,10 @@ class SFT(Plugin):
             if self.validation:
                 self._held_out = run.data.examples_of(self.validation, self.prompt_column, self.column, self.turns)
             return
-        self._examples = run.data.answered("train", self.column, self.turns)
-        held_out = run.data.prompts.get("validation", ())
+        self._examples = run.data.answered("train", self.column, self.turns, self.datasets)
+        held_out = [prompt for prompt in run.data.prompts.get("validation", ()) if self.acts_on(prompt)]
         if held_out and (not self.column or any(self.column in prompt.columns for prompt in held_out)):
-            self._held_out = run.data.answered("validation", self.column, self.turns)
+            self._held_out = run.data.answered("validation", self.column, self.turns, self.datasets)
 
     def _check_lengths(self, most: int, shares_prefix: bool, largest_chunk: int | None) -> None:
         """Check that every example fits into micro-batches."""

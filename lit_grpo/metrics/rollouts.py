@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -99,6 +101,37 @@ def _token_metrics(completions: Sequence[Completion], version: int, ranks: Ranks
         "staleness/max": float(len(counts_S) - 1),
         "staleness/fresh": float(counts_S[0]) / num_tokens,
     }
+
+
+def dataset_metrics(groups: Sequence[RolloutGroup], rewards: GroupRewards, ranks: Ranks) -> dict[str, float]:
+    """Return what is logged of each data set of a batch, on all ranks, by name.
+
+    Args:
+        groups: Of this rank.
+        rewards: Theirs.
+        ranks: Of the run; all of them call this.
+    """
+    uniform = uniform_groups(rewards.rewards_R, rewards.groups_R, len(groups)).tolist()
+    own: list[tuple[str, float, list[tuple[float, int]]]] = []
+    values_R = iter(rewards.rewards_R.tolist())
+    for group, is_uniform in zip(groups, uniform, strict=True):
+        members = [(next(values_R), rollout) for rollout in group.rollouts]
+        fresh = [(value, its.completion.num_sampled) for value, its in members if not (its.learnt or its.replayed)]
+        own.append((group.prompt.dataset, float(is_uniform), fresh))
+    by_dataset: dict[str, list[tuple[float, list[tuple[float, int]]]]] = defaultdict(list)
+    for dataset, is_uniform, fresh in sorted(itertools.chain(*ranks.gather(own)), key=lambda each: each[0]):
+        by_dataset[dataset].append((is_uniform, fresh))
+    logs: dict[str, float] = {}
+    for dataset, its in by_dataset.items():
+        fresh = torch.tensor([each for _, of_group in its for each in of_group], dtype=torch.float64).view(-1, 2)
+        logs |= {
+            f"datasets/{dataset}/reward": _mean(fresh[:, 0]),
+            f"datasets/{dataset}/reward_std": _std(fresh[:, 0]),
+            f"datasets/{dataset}/frac_reward_zero_std": _mean(torch.tensor([each for each, _ in its])),
+            f"datasets/{dataset}/mean_length": _mean(fresh[:, 1]),
+            f"datasets/{dataset}/prompts": float(len(its)),
+        }
+    return logs
 
 
 def staleness_shares(groups: Sequence[RolloutGroup], version: int, ranks: Ranks) -> dict[str, float]:

@@ -46,6 +46,8 @@ class RewardSpec:
     """The name in the logs; by default the function's own."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class's ``__init__``, or keyword arguments of the function."""
+    datasets: list[str] | None = None
+    """Data sets whose rows it scores, by the names in the rows' column ``dataset``. By default it scores all rows."""
     retries: Annotated[int | None, Limit(ge=0, le=10)] = None
     """Max number of repetitions of a call that raises, at most 10. ``reward_timeout_s`` limits all attempts together.
     The default is 3 for judges, and 0 for other functions.
@@ -178,6 +180,7 @@ class RewardFunction:
         bound: The parameters that ``args`` have filled.
         retries: Max number of repetitions of a call that raises.
         retry_pause_s: Seconds before the first retry.
+        datasets: Data sets whose rows it scores; all if empty.
     """
 
     name: str
@@ -192,6 +195,7 @@ class RewardFunction:
     bound: frozenset[str]
     retries: int = 0
     retry_pause_s: float = 1.0
+    datasets: frozenset[str] = frozenset()
 
     @classmethod
     def load(cls, spec: RewardSpec, timeout_s: float | None = None) -> RewardFunction:
@@ -234,7 +238,8 @@ class RewardFunction:
                 ) from error
             function = replace(function, call=call)
         retries = function.retries if spec.retries is None else spec.retries
-        return replace(function, retries=retries, retry_pause_s=spec.retry_pause_s)
+        datasets = frozenset(spec.datasets or ())
+        return replace(function, retries=retries, retry_pause_s=spec.retry_pause_s, datasets=datasets)
 
     @classmethod
     def of(
@@ -312,6 +317,10 @@ class RewardFunction:
     def needs(self) -> list[str]:
         """The columns of the data that it requires."""
         return [*self.declared, *(name for name in self.required if name not in self.inputs)]
+
+    def applies_to(self, prompt: Prompt) -> bool:
+        """Whether it scores completions of a prompt."""
+        return not self.datasets or prompt.dataset in self.datasets
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check that the data has every column that the function requires.
@@ -545,4 +554,5 @@ def check_prompts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[R
     """
     for prompt in (prompt for split, rows in prompts.items() if split != "predict" for prompt in rows):
         for function in functions:
-            function.check_row(prompt)
+            if function.applies_to(prompt):
+                function.check_row(prompt)

@@ -239,7 +239,10 @@ class RewardRunner(Listener):
                 result.value if result.error is None else [result.error] * size
                 for result, (_, size) in zip(results, made, strict=False)
             )
-            return [list(itertools.chain(*itertools.islice(given, len(of_group)))) for of_group in by_group]
+            return [  # a group that the function does not apply to has no call
+                list(itertools.chain(*itertools.islice(given, len(of_group)))) if of_group else [None] * size
+                for of_group, size in zip(by_group, sizes, strict=True)
+            ]
 
         return await asyncio.gather(*map(values, self.functions, arguments))
 
@@ -271,7 +274,12 @@ class RewardRunner(Listener):
 
 
 def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: Surroundings) -> list[dict[str, Any]]:
-    """Return the keyword arguments of each call of a function: one call for the group, or one for each rollout."""
+    """Return the keyword arguments of each call of a function: one call for the group, or one for each rollout.
+
+    There is none if the function does not apply to the group's data set.
+    """
+    if not function.applies_to(group.prompt):
+        return []
     columns = group.prompt.columns
     names = function.names
     if function.takes_columns:
@@ -381,7 +389,8 @@ def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
     """Whether a prompt has the columns that all functions require."""
     try:
         for function in functions:
-            function.check_columns(prompt.columns)
+            if function.applies_to(prompt):
+                function.check_columns(prompt.columns)
         return True
     except ValueError:
         return False

@@ -32,6 +32,7 @@ from lit_grpo.scheduling.lengths import PREDICTION_POINTS, LengthPredictor, make
 from lit_grpo.scheduling.plans.plan import Plan, check_probe, find_plan
 from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice
 from lit_grpo.types import Key, PassRule, Prompt, PromptBatch, Request, RolloutGroup, SamplingParams
+from lit_grpo.update.by_dataset import joined
 
 if TYPE_CHECKING:
     from lit_grpo.faults import Phases
@@ -169,7 +170,7 @@ class RolloutSession:
 
     def deciding(self, *hooks: str) -> Plugin | None:
         """Return the plug-in that overrides any of these hooks; None if none does."""
-        return next(iter(overriding(self.plugins.values(), *hooks)), None)
+        return joined(overriding(self.plugins.values(), *hooks))
 
     def findings(self) -> list[Finding]:
         """Return what has gone wrong so far with what plug-ins do."""

@@ -48,7 +48,8 @@ def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: Promp
         advantages_R = estimator.compute(counted, weights_K, history)
     advantages_R = advantages_R.masked_fill(~chosen_R, math.nan)
     if settings.learns_unrewarded:
-        advantages_R = advantages_R.masked_fill(rewards.rewards_R.isnan(), 0.0)
+        learnt_R = torch.tensor([settings.learns_without_reward(rollout.prompt) for rollout in rollouts])
+        advantages_R = advantages_R.masked_fill(rewards.rewards_R.isnan() & learnt_R.bool(), 0.0)
     shaper, chooser = settings.plugin("shape_advantages"), settings.plugin("choose_from_batch")
     if shaper is not None:
         advantages_R = shaped(shaper, batch, advantages_R)

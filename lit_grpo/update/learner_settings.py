@@ -12,11 +12,14 @@ from lit_grpo.limits import Count, NotNegative, check_fields
 from lit_grpo.plugins import UPDATE_HOOKS, Plugin, check_decisions, overriding, requirement_of
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.by_dataset import joined
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
 
 if TYPE_CHECKING:
     import torch
+
+    from lit_grpo.types import Prompt
 
 
 @dataclass
@@ -70,7 +73,13 @@ class LearnerSettings:
 
     def plugin(self, *hooks: str) -> Plugin | None:
         """Return the plug-in that overrides any of these hooks; None if none does."""
-        return next(iter(overriding(self.plugins, *hooks)), None)
+        found = overriding(self.plugins, *hooks)
+        return joined(found) if len(found) > 1 else next(iter(found), None)
+
+    def learns_without_reward(self, prompt: Prompt) -> bool:
+        """Whether completions of a prompt are trained on if they have no reward."""
+        unrewarded = (plugin for plugin in self.plugins if plugin.learns_unrewarded)
+        return not self.has_rollouts or any(plugin.acts_on(prompt) for plugin in unrewarded)
 
     @property
     def updates_per_batch(self) -> int:

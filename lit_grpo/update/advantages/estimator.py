@@ -92,6 +92,20 @@ class GroupRewards:
             self, rewards_R=rewards_R, by_function_RK=self.by_function_RK.masked_fill(~chosen_R[:, None], math.nan)
         )
 
+    def of_groups(self, chosen: Sequence[int]) -> GroupRewards:
+        """Return those of some groups, by their numbers in ascending order."""
+        rows_R = torch.isin(self.groups_R, torch.tensor(chosen, dtype=torch.int64))
+        return replace(
+            self,
+            rewards_R=self.rewards_R[rows_R],
+            by_function_RK=self.by_function_RK[rows_R],
+            groups_R=torch.searchsorted(torch.tensor(chosen, dtype=torch.int64), self.groups_R[rows_R]),
+            prompt_ids=[self.prompt_ids[number] for number in chosen],
+            log_weights_R=None if self.log_weights_R is None else self.log_weights_R[rows_R],
+            altered=[self.altered[number] for number in chosen] if self.altered else (),
+            num_tokens_R=None if self.num_tokens_R is None else self.num_tokens_R[rows_R],
+        )
+
     def visits(self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int) -> list[Visit]:
         """Return what the groups, of which they are, are remembered by.
 

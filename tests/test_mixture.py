@@ -1,0 +1,387 @@
+"""Several data sets in a run: their order, their reward functions, and plug-ins that act on some of them alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand_made import learning_batch
+from test_channels import Imitated
+from test_credit import Alternating, Falling
+from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
+
+from lit_grpo.data import Mixture, MixtureWeights, PromptDataModule
+from lit_grpo.data.loaders import PromptLoader
+from lit_grpo.data.mixture import MixtureOrder
+from lit_grpo.methods import make_plugins
+from lit_grpo.metrics import dataset_metrics
+from lit_grpo.plugins import Plugin, check_decisions
+from lit_grpo.ranks import Ranks
+from lit_grpo.rewards import RewardRunner, RewardSpec, load_rewards
+from lit_grpo.types import PassRule, Prompt, RolloutGroup
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.by_dataset import joined, restricted
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import LearningBatch
+
+SIZES = {"sums": 5, "puzzles": 3, "never": 4}
+DATASETS = [name for name, size in SIZES.items() for _ in range(size)]
+
+
+def drawn(weights: MixtureWeights, number: int, shuffle: bool = True) -> list[tuple[str, int, int]]:
+    """Data set, row and visit of the first prompts of a stream."""
+    order = MixtureOrder(DATASETS, weights, 7, shuffle)
+    return [(DATASETS[row], row, visit) for row, visit in map(order.place, range(number))]
+
+
+# ---- the order -------------------------------------------------------------------------------------
+
+
+def test_every_stretch_has_the_wanted_shares_to_within_a_prompt_per_data_set() -> None:
+    shares = {"sums": 0.6, "puzzles": 0.4, "never": 0.0}
+    names = [name for name, _, _ in drawn(MixtureWeights({"sums": 3, "puzzles": 2, "never": 0}), 400)]
+    for begin in range(0, 400, 7):
+        for length in (1, 4, 8, 33):
+            counts = Counter(names[begin : begin + length])
+            number = len(names[begin : begin + length])
+            assert all(abs(counts[name] - share * number) < 2 for name, share in shares.items())
+            assert counts["never"] == 0
+    assert Counter(names) == {"sums": 240, "puzzles": 160}
+
+
+def test_each_data_set_has_epochs_of_its_own_in_each_of_which_every_row_comes_once() -> None:
+    places = drawn(MixtureWeights({"sums": 3, "puzzles": 1, "never": 2}), 600)
+    by_epoch = Counter((name, visit, row) for name, row, visit in places)
+    assert set(by_epoch.values()) == {1}
+    for name, size in SIZES.items():
+        its = [(visit, row) for each, row, visit in places if each == name]
+        assert [visit for visit, _ in its] == [number // size for number in range(len(its))]
+        assert len({tuple(row for visit, row in its if visit == epoch) for epoch in range(5)}) > 1  # shuffled anew
+
+
+def test_a_curriculum_goes_from_the_first_weights_to_the_last() -> None:
+    first, last = {"sums": 1.0, "puzzles": 0.0, "never": 0.0}, {"sums": 0.0, "puzzles": 1.0, "never": 0.0}
+    names = [name for name, _, _ in drawn(MixtureWeights(first, last, 100), 200)]
+    shares = [names[begin : begin + 20].count("puzzles") / 20 for begin in range(0, 200, 20)]
+    assert shares[:5] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.05)
+    assert shares[5:] == [1.0] * 5
+
+
+def test_the_order_does_not_depend_on_what_was_asked_before() -> None:
+    weights = MixtureWeights({"sums": 3, "puzzles": 2, "never": 1})
+    orders = [MixtureOrder(DATASETS, weights, 7, True) for _ in range(2)]
+    forward = [orders[0].place(index) for index in range(50)]
+    assert [orders[1].place(index) for index in reversed(range(50))] == forward[::-1]
+
+
+def prompts_of(names: Sequence[str]) -> list[Prompt]:
+    return [Prompt(f"train/{number}", (5,), "", dataset=name) for number, name in enumerate(names)]
+
+
+def test_a_loader_resumes_a_mixture_where_it_was_and_refuses_other_weights() -> None:
+    weights = MixtureWeights({"sums": 3, "puzzles": 2, "never": 1})
+
+    def loader(mixture: MixtureWeights | None) -> PromptLoader:
+        return PromptLoader(prompts_of(DATASETS), 4, seed=3, mixture=mixture)
+
+    whole = [prompt.prompt_id for _ in range(3) for batch in loader(weights) for prompt in batch.prompts]
+    first = loader(weights)
+    begun = [prompt.prompt_id for prompt in next(iter(first)).prompts]
+    next(iter(first)), first.give_back()
+    state = first.state_dict()
+    second = loader(weights)
+    second.load_state_dict(state)
+    rest = [prompt.prompt_id for _ in range(2) for batch in second for prompt in batch.prompts]
+    assert (begun + rest)[: len(whole)] == whole[: len(begun + rest)]
+    for other in (MixtureWeights({"sums": 1, "puzzles": 2, "never": 1}), None):
+        with pytest.raises(ValueError, match="mixture was MixtureWeights"):
+            loader(other).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": {"sums": -1}}, "data.mixture.weights of 'sums' is -1"),
+        ({"weights": {"sums": 0}}, "are all 0"),
+        ({"weights": {"sums": 1}, "ramp_prompts": 5}, "ramp_prompts is set, but final_weights is not"),
+        ({"weights": {"sums": 1}, "final_weights": {"sums": 2}}, "final_weights is set, but ramp_prompts is not"),
+        ({"weights": {"sums": 1}, "final_weights": {"a": 2}, "ramp_prompts": 5}, "same data sets"),
+        ({"weights": {"sums": True}}, "is True; give a number"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixtureWeights(**fields)
+
+
+def test_weights_and_data_sets_are_the_same() -> None:
+    with pytest.raises(ValueError, match=r"has no weight for 'puzzles'; the data sets of data\.train are 'sums'"):
+        MixtureWeights({"sums": 1.0}).check(DATASETS)
+    with pytest.raises(ValueError, match="names 'sum'"):
+        MixtureWeights({**dict.fromkeys(SIZES, 1.0), "sum": 1.0}).check(DATASETS)
+
+
+# ---- the sources -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Any]:
+    sums = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(5)]
+    puzzles = [{"question": f"{number}*2=", "solution": str(2 * number)} for number in range(3)]
+    for name, rows in (("sums", sums), ("puzzles", puzzles)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = {"prompt": "question", "answer": "solution"}
+    return {
+        "sums": str(tmp_path / "sums.jsonl"),
+        "puzzles": {"data": str(tmp_path / "puzzles.jsonl"), "columns": columns},
+    }
+
+
+def test_a_mixture_names_the_data_set_of_each_row_and_its_columns(files: dict[str, Any]) -> None:
+    rows = list(Mixture(files).rows())
+    assert rows[0] == {"prompt": "0+1=", "answer": "1", "dataset": "sums"}
+    assert rows[5] == {"prompt": "0*2=", "answer": "0", "dataset": "puzzles"}
+    data = PromptDataModule("tiny", train=Mixture(files), batch_size=2)
+    data.setup("fit")
+    assert Counter(prompt.dataset for prompt in data.prompts["train"]) == {"sums": 5, "puzzles": 3}
+    assert [each.place.split()[1] for each in data.answered("train", "answer", datasets={"puzzles"})] == ["5", "6", "7"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "no sources"),
+        ({"a": "gone.jsonl"}, r"data set 'a' of the Mixture: There is no file gone\.jsonl"),
+        ({"a": {"data": [{"x": 1}], "colums": {}}}, "no field 'colums'"),
+        ({"a": {"data": [{"x": 1}], "columns": {"y": "z"}}}, r"row 0 .*data set 'a'.* lacks the column 'z'"),
+        ({"a": [{"prompt": "x", "dataset": "b"}]}, "has 'b' in column 'dataset', where the Mixture writes"),
+        ({"a": {"pth": "x"}}, "data set 'a' of the Mixture"),
+    ],
+)
+def test_a_mixture_that_cannot_be_read_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(Mixture(change).rows())
+
+
+def test_a_row_without_the_name_of_its_data_set_is_named() -> None:
+    rows = [{"prompt": "1+1=", "dataset": "sums"}, {"prompt": "2+2="}]
+    data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyright: ignore
+    with pytest.raises(ValueError, match="row 1 of the list given has None in column 'dataset'"):
+        data.setup("fit")
+
+
+# ---- rewards ---------------------------------------------------------------------------------------
+
+
+def test_a_reward_function_scores_its_data_sets_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def of_sums(completion, answer): return float(completion == answer)\n"
+        "def of_puzzles(completions, hint): return [2.0] * len(completions)\n"
+    )
+    functions = load_rewards(
+        [
+            RewardSpec(f"{tmp_path}/mine.py:of_sums", datasets=["sums"]),
+            RewardSpec(f"{tmp_path}/mine.py:of_puzzles", datasets=["puzzles"]),
+        ]
+    )
+    groups = [group for group in ragged_groups() if group.rollouts][:2]
+    columns = {"sums": {"answer": "x"}, "puzzles": {"hint": "y"}}
+    for group, name in zip(groups, columns, strict=True):
+        group.prompt = replace(group.prompt, dataset=name, columns=columns[name])
+        for rollout in group.rollouts:
+            rollout.prompt = group.prompt
+    runner = RewardRunner(functions)
+    for group in groups:
+        runner.submit(group)
+    runner.gather()
+    runner.close()
+    assert [rollout.rewards for rollout in groups[0].rollouts] == [{"of_sums": 0.0, "of_puzzles": None}] * 5
+    assert {rollout.reward for rollout in groups[1].rollouts} == {2.0}
+    assert {rollout.rewards["of_sums"] for rollout in groups[1].rollouts} == {None}
+
+
+def test_the_first_reward_function_that_applies_decides_what_is_correct() -> None:
+    rule = PassRule.among(["a", "b"], None, 1.0, by_dataset=True)
+    assert [rule.passes(each) for each in ({"a": None, "b": 1.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": None})] == [
+        True,
+        False,
+        True,
+    ]
+    assert not PassRule.among(["a", "b"], None, 1.0).passes({"a": None, "b": 1.0})
+    assert str(rule) == "a or b >= 1"
+
+
+# ---- plug-ins --------------------------------------------------------------------------------------
+
+
+def mixed_groups() -> list[RolloutGroup]:
+    """Ragged groups of two data sets by turns."""
+    groups = ragged_groups()
+    for number, group in enumerate(groups):
+        group.prompt = replace(group.prompt, dataset=("sums", "puzzles")[number % 2])
+        for rollout in group.rollouts:
+            rollout.prompt = group.prompt
+    assert Counter(rollout.prompt.dataset for group in groups for rollout in group.rollouts).keys() == {
+        "sums",
+        "puzzles",
+    }
+    return groups
+
+
+def learnt(groups: Sequence[RolloutGroup], *plugins: Plugin, **changes: Any) -> torch.Tensor:
+    learner, steps = make_learner(
+        objective=Objective("dapo", epsilon=LOW, epsilon_high=HIGH), plugins=plugins, **changes
+    )
+    learner.learn(groups)
+    return steps.gradients[0]
+
+
+@pytest.mark.parametrize("max_tokens", [20, 10_000])
+def test_each_method_credits_the_rows_of_its_data_set_alone(max_tokens: int) -> None:
+    """By the gradient, against one token after another in float64."""
+    alternating, falling = Alternating(), Falling()
+
+    def of_token(rollout: Any, advantage: float, token: int) -> float:
+        method = alternating if rollout.prompt.dataset == "sums" else falling
+        return method.of_token(rollout, advantage, token)
+
+    expected = reference_gradient(mixed_groups(), "dapo", of_token)
+    plugins = [restricted("a", alternating, ["sums"]), restricted("b", falling, ["puzzles"])]
+    found = learnt(mixed_groups(), *plugins, max_tokens_per_micro_batch=max_tokens)
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+
+    def of_sums(rollout: Any, advantage: float, token: int) -> float:
+        return alternating.of_token(rollout, advantage, token) if rollout.prompt.dataset == "sums" else advantage
+
+    expected = reference_gradient(mixed_groups(), "dapo", of_sums)
+    found = learnt(mixed_groups(), plugins[0], max_tokens_per_micro_batch=max_tokens)
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+
+
+def test_imitation_of_one_data_set_adds_nothing_to_the_gradient_of_the_other() -> None:
+    limited = learnt(mixed_groups(), restricted("imitated", Imitated(), ["sums"]))
+    alone = mixed_groups()
+    for group in alone:
+        if group.prompt.dataset == "puzzles":
+            group.rollouts = []
+    for rollout in (rollout for group in alone for rollout in group.rollouts):
+        rollout.reward, rollout.rewards = float("nan"), {"exact": None}
+    imitation = learnt(alone, Imitated())
+    assert float((limited - learnt(mixed_groups()) - imitation).abs().max()) < 1e-7
+    assert float(imitation.norm()) > 1e-3
+
+
+@dataclass
+class Half(Plugin):
+    """Chooses the first half of each group, shapes advantages, and masks and weighs tokens."""
+
+    factor: float = 2.0
+
+    def choose_rollouts(self, batch: LearningBatch) -> Any:
+        chosen = [place < len(group.rollouts) // 2 for group in batch.groups for place in range(len(group.rollouts))]
+        return torch.tensor(chosen, dtype=torch.bool) & ~batch.rewards.rewards_R.isnan()
+
+    def shape_advantages(self, batch: Any, advantages: Any) -> Any:
+        return [[self.factor * value for value in values] for values in advantages]
+
+
+@dataclass
+class Counting(Half):
+    """Leaves the others out of the statistics too."""
+
+    def choose_rollouts(self, batch: LearningBatch) -> Any:
+        return batch.rewards.only(super().choose_rollouts(batch))
+
+
+@pytest.mark.parametrize("kind", [Half, Counting])
+def test_rollouts_are_chosen_and_advantages_shaped_as_if_the_data_sets_were_apart(kind: Any) -> None:
+    """Against batches of one data set each, which the plug-in has for itself."""
+    together = mixed_groups()
+    plugins = [restricted("a", kind(2.0), ["sums"]), restricted("b", kind(3.0), ["puzzles"])]
+    make_learner(plugins=plugins)[0].learn(together)
+    for name, factor in (("sums", 2.0), ("puzzles", 3.0)):
+        apart = [group for group in mixed_groups() if group.prompt.dataset == name]
+        make_learner(plugins=[kind(factor)])[0].learn(apart)
+        own = [group for group in together if group.prompt.dataset == name]
+        found, expected = (
+            [rollout.advantage for group in groups for rollout in group.rollouts] for groups in (own, apart)
+        )
+        assert found == pytest.approx(expected, nan_ok=True)
+        assert any(value == value for value in found)
+
+
+@dataclass
+class Sparse(Plugin):
+    """Trains on every other token, with weight 2."""
+
+    def token_mask(self, batch: LearningBatch, rollouts: Any) -> Any:
+        return {each.completion.request.key: torch.arange(each.completion.num_trained) % 2 == 0 for each in rollouts}
+
+    def token_weights(self, rollouts: Any, version: int) -> Any:
+        return {key: 2 * mask.float() for key, mask in self.token_mask(None, rollouts).items()}  # type: ignore
+
+
+def test_masks_and_weights_of_tokens_leave_other_data_sets_whole() -> None:
+    groups = mixed_groups()
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    batch = learning_batch(groups)
+    limited = restricted("sparse", Sparse(), ["sums"])
+    mask, weights = limited.token_mask(batch, rollouts), limited.token_weights(rollouts, 0)
+    both = joined([limited, restricted("sparse", Sparse(), ["puzzles"])])
+    assert mask and weights and both and type(both).__name__ == "Sparse and Sparse"
+    for rollout in rollouts:
+        key, number = rollout.completion.request.key, rollout.completion.num_trained
+        sparse = torch.arange(number) % 2 == 0
+        is_own = rollout.prompt.dataset == "sums"
+        assert torch.equal(mask[key], sparse if is_own else torch.ones(number, dtype=torch.bool))
+        assert torch.equal(weights[key], 2.0 * sparse if is_own else torch.ones(number))
+        assert torch.equal(both.token_mask(batch, rollouts)[key], sparse)  # type: ignore
+
+
+def test_names_and_fields_of_limited_plugins() -> None:
+    plugins = make_plugins([{"echo": {"datasets": ["a", "b"]}}, "gigpo:datasets=c"])
+    assert list(plugins) == ["echo (a, b)", "gigpo (c)"]
+    assert [sorted(plugin.datasets) for plugin in plugins.values()] == [["a", "b"], ["c"]]
+    assert len(make_plugins([{"gigpo": {"datasets": "a"}}, {"gigpo": {"datasets": "b"}}])) == 2
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([{"gigpo": {"datasets": "a"}}, {"kevin": {"datasets": ["b", "a"]}}], "both decide what each turn"),
+        ([{"gigpo": {"datasets": "a"}}, "kevin"], "or limit each to other data sets"),
+        ([{"distill": {"datasets": "a"}}, {"sdpo": {"datasets": "b"}}], "both decide which further tokens"),
+        ([{"dars_equal": {"datasets": "a"}}], "spends the completions of all prompts, which cannot be limited"),
+        ([{"april": {"datasets": "a"}}], "does nothing by rows, which cannot be limited"),
+        ([{"treepo": {"datasets": "a"}}], "acts on all requests of a rollout, which cannot be limited"),
+        ([{"router_loss": {"datasets": "a"}}], "changes the optimizer step as a whole"),
+        ([{"echo": {"datasets": [1]}}], "give names of data sets"),
+    ],
+)
+def test_limits_that_cannot_hold_are_refused(specs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plugins(specs)
+
+
+def test_two_for_the_same_rows_are_refused_as_before() -> None:
+    with pytest.raises(ValueError, match="which both decide what each turn is learnt from with; take one of them"):
+        check_decisions([("a", Alternating()), ("b", Falling())])
+
+
+# ---- metrics ---------------------------------------------------------------------------------------
+
+
+def test_metrics_of_each_data_set() -> None:
+    groups = mixed_groups()
+    logs = dataset_metrics(groups, GroupRewards.of(groups, ["exact"]), Ranks())
+    for name in ("sums", "puzzles"):
+        its = [group for group in groups if group.prompt.dataset == name]
+        rewards = torch.tensor([rollout.reward for group in its for rollout in group.rollouts]).double()
+        assert logs[f"datasets/{name}/reward"] == pytest.approx(float(rewards.nanmean()))
+        assert logs[f"datasets/{name}/prompts"] == len(its)
