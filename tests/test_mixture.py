@@ -227,10 +227,8 @@ def mixed_groups() -> list[RolloutGroup]:
         group.prompt = replace(group.prompt, dataset=("sums", "puzzles")[number % 2])
         for rollout in group.rollouts:
             rollout.prompt = group.prompt
-    assert Counter(rollout.prompt.dataset for group in groups for rollout in group.rollouts).keys() == {
-        "sums",
-        "puzzles",
-    }
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert {rollout.prompt.dataset for rollout in rollouts} == {"sums", "puzzles"}
     return groups
 
 

@@ -20,40 +20,42 @@ class Mixture(RowSource):
     """Rows of several sources, one source after another, each row with the name of its data set in column ``dataset``.
 
     Example:
-        Two files, whose answers have other names, under the names ``sums`` and ``puzzles``::
+        Two files, whose columns have other names, as the data sets ``sums`` and ``puzzles``::
 
             data:
               train:
                 class_path: lit_grpo.data.Mixture
                 init_args:
-                  sources:
-                    sums: sums.jsonl
-                    puzzles: {data: puzzles.jsonl, columns: {prompt: question, answer: solution}}
+                  sources: {sums: sums.jsonl, puzzles: puzzles.jsonl}
+                  columns: {puzzles: {prompt: question, answer: solution}}
 
     Args:
-        sources: By the name of the data set, a source as for ``data.train``, the arguments of
-            :class:`lit_grpo.data.HubRows` (``path``, ``name``, ``split``, ``revision``), or ``data`` with such a source
-            and ``columns`` with new names of columns, as for ``data.columns``.
+        sources: By the name of the data set, a source as for ``data.train``, or the arguments of
+            :class:`lit_grpo.data.HubRows` (``path``, ``name``, ``split``, ``revision``).
+        columns: By the name of the data set, new names of its columns, as for ``data.columns``, but for prompts too.
 
     Raises:
-        ValueError: There is no source, or one cannot be read.
+        ValueError: There is no source, one cannot be read, or ``columns`` names another data set.
     """
 
-    def __init__(self, sources: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        sources: dict[str, RowSource | dict[str, Any] | str],
+        columns: dict[str, dict[str, str]] | None = None,
+    ) -> None:
         if not sources:
             raise ValueError("Mixture has no sources; give each data set a name and a source.")
-        self.sources: dict[str, tuple[RowSource, dict[str, str]]] = {}
+        self._columns = columns or {}
+        if unknown := self._columns.keys() - sources.keys():
+            raise ValueError(
+                f"columns of the Mixture names {min(unknown)!r}, which is none of its data sets {', '.join(sources)}."
+            )
+        self._sources: dict[str, RowSource] = {}
         for name, given in sources.items():
-            columns: dict[str, str] = {}
             try:
-                if isinstance(given, Mapping) and "data" in given:
-                    if unknown := given.keys() - {"data", "columns"}:
-                        raise ValueError(f"it has no field {min(unknown)!r}; give data and columns.")
-                    given, columns = given["data"], dict(given.get("columns") or {})
-                source = HubRows(**given) if isinstance(given, Mapping) else make_source(given)
+                self._sources[name] = HubRows(**given) if isinstance(given, Mapping) else make_source(given)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"data set {name!r} of the Mixture: {error}") from error
-            self.sources[name] = source, columns
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all sources in order.
@@ -61,7 +63,8 @@ class Mixture(RowSource):
         Raises:
             ValueError: A row lacks a column that is to be renamed, or names another data set.
         """
-        for name, (source, columns) in self.sources.items():
+        for name, source in self._sources.items():
+            columns = self._columns.get(name, {})
             for number, row in enumerate(source.rows()):
                 place = f"row {number} of {source.describe()} (data set {name!r})"
                 if lacking := [column for column in columns.values() if column not in row]:
@@ -79,7 +82,7 @@ class Mixture(RowSource):
 
     def describe(self) -> str:
         """Name the data sets."""
-        return f"the Mixture of {', '.join(self.sources)}"
+        return f"the Mixture of {', '.join(self._sources)}"
 
 
 Weight = Annotated[float, Limit(ge=0, finite=True)]
@@ -173,7 +176,7 @@ class MixtureOrder:
         self._drawn: tuple[array[int], array[int]] = (
             array("H"),
             array("Q"),
-        )  # data set of each draw, earlier draws of it
+        )  # its data set, earlier draws of it
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # epoch of each data set that was asked for last
 
     def place(self, index: int) -> tuple[int, int]:
