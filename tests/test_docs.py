@@ -37,6 +37,7 @@ from scripts.models_page import models_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+AGENTS = [ROOT / "AGENTS.md", ROOT / "docs" / "skill" / "SKILL.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"\bpython -m (lit_grpo|(?:benchmarks|scripts)\.\w+)(?: (.*))?", re.DOTALL)
 OWN = {
@@ -53,8 +54,8 @@ OWN = {
     "evaluate",
 }  # subcommands that Lightning has not
 LIKE_FIT = {"doctor", "fit-check", "sft", "evaluate"}  # take the same arguments
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-LINKED = [*PAGES, ROOT / "CONTRIBUTING.md"]
+every_page = pytest.mark.parametrize("page", [*PAGES, *AGENTS], ids=lambda page: page.stem)
+LINKED = [*PAGES, *AGENTS, ROOT / "CONTRIBUTING.md"]
 
 
 def text_of(page: Path) -> str:

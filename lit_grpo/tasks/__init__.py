@@ -1,7 +1,7 @@
 """The tasks that come with the package: rows that are drawn at random, for the demo, examples and benchmarks."""
 
 from lit_grpo.tasks.arithmetic import ArithmeticRows
-from lit_grpo.tasks.calculator import CalculatorRows
+from lit_grpo.tasks.calculator import CalculatorRows, EstimateRows
 from lit_grpo.tasks.catch import Catch, CatchRows
 from lit_grpo.tasks.drawn import DrawnRows
 from lit_grpo.tasks.knights import KnightsRows
@@ -14,6 +14,7 @@ __all__ = [
     "Catch",
     "CatchRows",
     "DrawnRows",
+    "EstimateRows",
     "KnightsRows",
     "ReasoningGymRows",
     "ReasoningGymScore",

@@ -109,3 +109,33 @@ class CalculatorRows(DrawnRows):
         """Draw an expression."""
         expression = draw_expression(rng, self.split)
         return {"prompt": expression, "answer": calculate(expression)}
+
+
+class EstimateRows(DrawnRows):
+    """Expressions of two numbers, whose size is to be estimated at once, without the calculator.
+
+    A row has the columns ``prompt`` (``37*48=``) and ``answer`` (``1776``); :func:`right_size` is its reward. With
+    :class:`CalculatorRows` it is the second data set of ``configs/mixture.yaml``.
+
+    Args:
+        num_rows: Number of rows.
+        split: Split of the expressions: ``train`` or ``validation``.
+        seed: Seed of the draw of expressions from the split, and of their order.
+    """
+
+    def __init__(self, num_rows: int = 2048, split: Split = "train", seed: int = 0) -> None:
+        super().__init__(num_rows, split, seed)
+
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """Draw an expression."""
+        while True:
+            expression = f"{rng.randint(11, 99)}{rng.choice('+-*')}{rng.randint(11, 99)}"
+            if split_of(zlib.crc32(expression.encode())) == self.split:
+                return {"prompt": f"{expression}=", "answer": calculate(expression)}
+
+
+def right_size(completion: str, answer: str) -> float:
+    """Return 1.0 if a completion is a number with the sign and the number of digits of the answer, else 0.0."""
+    digits = completion.removeprefix("-")
+    same_sign = completion.startswith("-") == answer.startswith("-")
+    return float(digits.isdecimal() and same_sign and len(completion) == len(answer))
