@@ -30,6 +30,7 @@ from lit_grpo.update.by_dataset import joined, restricted
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import LearningBatch
 
+pytestmark = pytest.mark.usefixtures("exact_norms")
 SIZES = {"sums": 5, "puzzles": 3, "never": 4}
 DATASETS = [name for name, size in SIZES.items() for _ in range(size)]
 
@@ -90,15 +91,15 @@ def test_a_loader_resumes_a_mixture_where_it_was_and_refuses_other_weights() -> 
     def loader(mixture: MixtureWeights | None) -> PromptLoader:
         return PromptLoader(prompts_of(DATASETS), 4, seed=3, mixture=mixture)
 
-    whole = [prompt.prompt_id for _ in range(3) for batch in loader(weights) for prompt in batch.prompts]
-    first = loader(weights)
-    begun = [prompt.prompt_id for prompt in next(iter(first)).prompts]
-    next(iter(first)), first.give_back()
+    def asked(loader: PromptLoader) -> list[str]:
+        return [prompt.prompt_id for _ in range(3) for batch in loader for prompt in batch.prompts]
+
+    first, second = loader(weights), loader(weights)
+    batch = next(iter(first))
+    batch.trained = True
+    second.load_state_dict(first.state_dict())
+    assert [prompt.prompt_id for prompt in batch.prompts] + asked(second)[:30] == asked(loader(weights))[:34]
     state = first.state_dict()
-    second = loader(weights)
-    second.load_state_dict(state)
-    rest = [prompt.prompt_id for _ in range(2) for batch in second for prompt in batch.prompts]
-    assert (begun + rest)[: len(whole)] == whole[: len(begun + rest)]
     for other in (MixtureWeights({"sums": 1, "puzzles": 2, "never": 1}), None):
         with pytest.raises(ValueError, match="mixture was MixtureWeights"):
             loader(other).load_state_dict(state)
@@ -132,22 +133,21 @@ def test_weights_and_data_sets_are_the_same() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Any]:
-    sums = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(5)]
-    puzzles = [{"question": f"{number}*2=", "solution": str(2 * number)} for number in range(3)]
+    sums = [{"prompt": f"{number}%3=", "answer": str(number + 1)} for number in range(5)]
+    puzzles = [{"question": f"{number}%2=", "solution": str(2 * number)} for number in range(3)]
     for name, rows in (("sums", sums), ("puzzles", puzzles)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    columns = {"prompt": "question", "answer": "solution"}
     return {
-        "sums": str(tmp_path / "sums.jsonl"),
-        "puzzles": {"data": str(tmp_path / "puzzles.jsonl"), "columns": columns},
+        "sources": {name: str(tmp_path / f"{name}.jsonl") for name in ("sums", "puzzles")},
+        "columns": {"puzzles": {"prompt": "question", "answer": "solution"}},
     }
 
 
 def test_a_mixture_names_the_data_set_of_each_row_and_its_columns(files: dict[str, Any]) -> None:
-    rows = list(Mixture(files).rows())
-    assert rows[0] == {"prompt": "0+1=", "answer": "1", "dataset": "sums"}
-    assert rows[5] == {"prompt": "0*2=", "answer": "0", "dataset": "puzzles"}
-    data = PromptDataModule("tiny", train=Mixture(files), batch_size=2)
+    rows = list(Mixture(**files).rows())
+    assert rows[0] == {"prompt": "0%3=", "answer": "1", "dataset": "sums"}
+    assert rows[5] == {"prompt": "0%2=", "answer": "0", "dataset": "puzzles"}
+    data = PromptDataModule("tiny", train=Mixture(**files), batch_size=2)
     data.setup("fit")
     assert Counter(prompt.dataset for prompt in data.prompts["train"]) == {"sums": 5, "puzzles": 3}
     assert [each.place.split()[1] for each in data.answered("train", "answer", datasets={"puzzles"})] == ["5", "6", "7"]
@@ -156,21 +156,21 @@ def test_a_mixture_names_the_data_set_of_each_row_and_its_columns(files: dict[st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "no sources"),
-        ({"a": "gone.jsonl"}, r"data set 'a' of the Mixture: There is no file gone\.jsonl"),
-        ({"a": {"data": [{"x": 1}], "colums": {}}}, "no field 'colums'"),
-        ({"a": {"data": [{"x": 1}], "columns": {"y": "z"}}}, r"row 0 .*data set 'a'.* lacks the column 'z'"),
-        ({"a": [{"prompt": "x", "dataset": "b"}]}, "has 'b' in column 'dataset', where the Mixture writes"),
-        ({"a": {"pth": "x"}}, "data set 'a' of the Mixture"),
+        ({"sources": {}}, "no sources"),
+        ({"sources": {"a": "gone.jsonl"}}, r"data set 'a' of the Mixture: There is no file gone\.jsonl"),
+        ({"sources": {"a": [{"x": 1}]}, "columns": {"b": {}}}, "names 'b', which is none of its data sets a"),
+        ({"sources": {"a": [{"x": 1}]}, "columns": {"a": {"y": "z"}}}, r"row 0 .*data set 'a'.* lacks the column 'z'"),
+        ({"sources": {"a": [{"prompt": "x", "dataset": "b"}]}}, "has 'b' in column 'dataset', where the Mixture"),
+        ({"sources": {"a": {"pth": "x"}}}, "data set 'a' of the Mixture"),
     ],
 )
 def test_a_mixture_that_cannot_be_read_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        list(Mixture(change).rows())
+        list(Mixture(**change).rows())
 
 
 def test_a_row_without_the_name_of_its_data_set_is_named() -> None:
-    rows = [{"prompt": "1+1=", "dataset": "sums"}, {"prompt": "2+2="}]
+    rows = [{"prompt": "1%2=", "dataset": "sums"}, {"prompt": "2%3="}]
     data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyright: ignore
     with pytest.raises(ValueError, match="row 1 of the list given has None in column 'dataset'"):
         data.setup("fit")
@@ -271,7 +271,7 @@ def test_imitation_of_one_data_set_adds_nothing_to_the_gradient_of_the_other() -
     for rollout in (rollout for group in alone for rollout in group.rollouts):
         rollout.reward, rollout.rewards = float("nan"), {"exact": None}
     imitation = learnt(alone, Imitated())
-    assert float((limited - learnt(mixed_groups()) - imitation).abs().max()) < 1e-7
+    assert float((limited - learnt(mixed_groups()) - imitation).abs().max()) < 1e-10
     assert float(imitation.norm()) > 1e-3
 
 
@@ -314,15 +314,19 @@ def test_rollouts_are_chosen_and_advantages_shaped_as_if_the_data_sets_were_apar
         assert any(value == value for value in found)
 
 
+def _even(number: int) -> torch.Tensor:
+    return torch.arange(number) % 2 == 0
+
+
 @dataclass
 class Sparse(Plugin):
     """Trains on every other token, with weight 2."""
 
     def token_mask(self, batch: LearningBatch, rollouts: Any) -> Any:
-        return {each.completion.request.key: torch.arange(each.completion.num_trained) % 2 == 0 for each in rollouts}
+        return {each.completion.request.key: _even(each.completion.num_trained) for each in rollouts}
 
     def token_weights(self, rollouts: Any, version: int) -> Any:
-        return {key: 2 * mask.float() for key, mask in self.token_mask(None, rollouts).items()}  # type: ignore
+        return {each.completion.request.key: 2.0 * _even(each.completion.num_trained) for each in rollouts}
 
 
 def test_masks_and_weights_of_tokens_leave_other_data_sets_whole() -> None:
@@ -335,7 +339,7 @@ def test_masks_and_weights_of_tokens_leave_other_data_sets_whole() -> None:
     assert mask and weights and both and type(both).__name__ == "Sparse and Sparse"
     for rollout in rollouts:
         key, number = rollout.completion.request.key, rollout.completion.num_trained
-        sparse = torch.arange(number) % 2 == 0
+        sparse = _even(number)
         is_own = rollout.prompt.dataset == "sums"
         assert torch.equal(mask[key], sparse if is_own else torch.ones(number, dtype=torch.bool))
         assert torch.equal(weights[key], 2.0 * sparse if is_own else torch.ones(number))
@@ -352,9 +356,9 @@ def test_names_and_fields_of_limited_plugins() -> None:
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([{"gigpo": {"datasets": "a"}}, {"kevin": {"datasets": ["b", "a"]}}], "both decide what each turn"),
-        ([{"gigpo": {"datasets": "a"}}, "kevin"], "or limit each to other data sets"),
-        ([{"distill": {"datasets": "a"}}, {"sdpo": {"datasets": "b"}}], "both decide which further tokens"),
+        ([{"gigpo": {"datasets": "a"}}, {"return_to_go": {"datasets": ["b", "a"]}}], "both decide what each turn"),
+        ([{"gigpo": {"datasets": "a"}}, "return_to_go"], "or limit each to other data sets"),
+        ([{"distill": {"datasets": "a"}}, {"distill": {"datasets": "b"}}], "both decide which further tokens"),
         ([{"dars_equal": {"datasets": "a"}}], "spends the completions of all prompts, which cannot be limited"),
         ([{"april": {"datasets": "a"}}], "does nothing by rows, which cannot be limited"),
         ([{"treepo": {"datasets": "a"}}], "acts on all requests of a rollout, which cannot be limited"),

@@ -94,26 +94,30 @@ def _shaping(whole: Hook) -> Hook:
     return limited
 
 
-def _by_key(fill: float, dtype: torch.dtype) -> Callable[[Hook], Hook]:
-    """Limit a hook that returns a tensor for each of some rollouts: for others, one that is filled with a value."""
+def _masking(whole: Hook) -> Hook:
+    """Limit the mask of tokens: those of others are all trained on."""
 
-    def limit(whole: Hook) -> Hook:
-        def limited(self: Plugin, *arguments: Any) -> Any:
-            *before, rollouts, after = (*arguments, None) if isinstance(arguments[0], LearningBatch) else arguments
-            own: list[Rollout] = [each for each in rollouts if self.acts_on(each.prompt)]
-            before = [part_of(self, each)[0] for each in before]
-            returned = whole(self, *before, own, *([] if after is None else [after]))
-            if returned is None:
-                return None
-            others = {each.completion.request.key: each for each in rollouts if not self.acts_on(each.prompt)}
-            filled = {
-                key: torch.full((each.completion.num_trained,), fill, dtype=dtype) for key, each in others.items()
-            }
-            return filled | dict(returned)
+    def limited(self: Plugin, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Any:
+        returned = whole(self, part_of(self, batch)[0], [each for each in rollouts if self.acts_on(each.prompt)])
+        return None if returned is None else _filled(self, rollouts, torch.bool) | dict(returned)
 
-        return limited
+    return limited
 
-    return limit
+
+def _weighing(whole: Hook) -> Hook:
+    """Limit the weights of tokens: those of others are 1."""
+
+    def limited(self: Plugin, rollouts: Sequence[Rollout], version: int) -> Any:
+        returned = whole(self, [each for each in rollouts if self.acts_on(each.prompt)], version)
+        return None if returned is None else _filled(self, rollouts, torch.float32) | dict(returned)
+
+    return limited
+
+
+def _filled(plugin: Plugin, rollouts: Sequence[Rollout], dtype: torch.dtype) -> dict[Any, torch.Tensor]:
+    """Return ones for the tokens of rollouts that a plug-in does not act on."""
+    others = [each.completion for each in rollouts if not plugin.acts_on(each.prompt)]
+    return {each.request.key: torch.ones(each.num_trained, dtype=dtype) for each in others}
 
 
 def _of_completion(nothing: Any) -> Callable[[Hook], Hook]:
@@ -158,8 +162,8 @@ LIMITS: Mapping[str, Callable[[Any], Any]] = {
     "credit": _by_rollout,
     "ce_weights": _by_rollout,
     "candidate_tokens": _of_batch,
-    "token_mask": _by_key(1, torch.bool),
-    "token_weights": _by_key(1.0, torch.float32),
+    "token_mask": _masking,
+    "token_weights": _weighing,
     "chunks": _of_completion(()),
     "rewrite": _of_prompt,
     "longest_rewrite": _of_prompt,
