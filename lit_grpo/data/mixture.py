@@ -118,6 +118,7 @@ class MixtureWeights:
             for dataset, weight in weights.items():
                 if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < float("inf"):
                     raise ValueError(f"data.mixture.{name} of {dataset!r} is {weight!r}; give a number of 0 or more.")
+            object.__setattr__(self, name, {dataset: float(weight) for dataset, weight in weights.items()})
             if weights and not sum(weights.values()):
                 raise ValueError(f"data.mixture.{name} are all 0, so that no prompt would be drawn; give one above 0.")
 

@@ -23,6 +23,7 @@ from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
 from lit_grpo.policy.named import TINY
 from lit_grpo.process.terminal import counted, say
+from lit_grpo.settings import takes_dicts
 from lit_grpo.types import Prompt, own_copy
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class PromptDataModule(LightningDataModule):
             Metrics are then logged for each data set too, and reward functions and plug-ins can be limited to some.
     """
 
+    @takes_dicts
     @checks_arguments("data.")
     def __init__(
         self,

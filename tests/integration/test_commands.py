@@ -41,6 +41,7 @@ CONFIGS = {
     "own_task": ("own-task", "--trainer.max_steps 1 --data.batch_size 2 --rollout_timeline.every_n_updates 0"),
     **{name: (name, SHORT) for name in ("arithmetic", "knights", "calculator", "catch", "budget")},
     "warm_start": ("warm_start", f"{SHORT} --trainer.max_steps 9"),
+    "mixture": ("mixture", "--trainer.max_steps 1 --data.batch_size 2 --validate_first false"),
     "runs/arithmetic/config": ("arithmetic", "--trainer.max_steps 2"),
 }
 """The run of a config, and what is added so that it takes a second or two."""
