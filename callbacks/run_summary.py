@@ -255,6 +255,8 @@ def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
         commands.append([f"{LIT_GRPO} fit", *settings, f"--ckpt_path {near(last)}", more])
     elif last.exists():
         commands.append([f"{LIT_GRPO} export", near(last), "FOLDER"])
+    if done and policy.is_dir() and (folder / "metrics.csv").is_file():
+        commands.append([f"{LIT_GRPO} finish", near(folder)])
     return commands
 
 

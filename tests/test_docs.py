@@ -22,7 +22,7 @@ import yaml
 from lit_grpo.cli.command_line import GRPOCLI, cli_arguments
 from lit_grpo.cli.parsing.sentences import shipped_config
 from lit_grpo.policy.adapters import LoraSettings
-from lit_grpo.tools.commands import simulate
+from lit_grpo.tools.commands import TOOLS, simulate
 from lit_grpo.tools.dashboard import explain, sections
 from lit_grpo.tools.dashboard.page import metrics_page
 from lit_grpo.tools.evaluation.command import read_options
@@ -43,6 +43,7 @@ COMMAND = re.compile(r"\bpython -m (lit_grpo|(?:benchmarks|scripts)\.\w+)(?: (.*
 OWN = {
     "doctor",
     "export",
+    "finish",
     "report",
     "dashboard",
     "simulate",
@@ -171,7 +172,7 @@ def check(name: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> Non
             simulate._make_parser().parse_args(told)
         elif name in OWN - LIKE_FIT:
             with pytest.raises(SystemExit, match="0"):
-                import_module(f"lit_grpo.tools.commands.{name.replace('-', '_')}").main(["--help"])
+                import_module(TOOLS[name].module).main(["--help"])
             said = capsys.readouterr().out
             assert all(re.search(rf"{each}\b", said) for each in told if each.startswith("--")), (name, told)
         else:

@@ -196,3 +196,28 @@ def test_four_bits_of_bitsandbytes_are_refused_on_a_gguf_file(file: Path) -> Non
 def test_without_the_package_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_grpo.policy.gguf.util.find_spec", lambda name: None)
     assert sentence(file).endswith("is a GGUF file, which needs gguf; install the extra lit_grpo[smollm2].")
+
+
+def test_a_file_beside_another_tokenizer_keeps_its_own(file: Path, tmp_path: Path) -> None:
+    shutil.copy(file, tmp_path / "a.gguf")
+    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(tmp_path)
+    tokenizer, alone = load_tokenizer(str(tmp_path / "a.gguf")), load_tokenizer(str(file))
+    assert tokenizer.get_vocab() == alone.get_vocab() and tokenizer.eos_token == "<eos>"
+    assert tokenizer.chat_template == TEMPLATE and tokenizer.name_or_path == str(tmp_path / "a.gguf")
+    assert type(load_policy(str(tmp_path / "a.gguf"))).__name__ == "LlamaForCausalLM"
+
+
+def test_the_size_of_a_head_is_read_where_transformers_passes_it_over(tmp_path: Path) -> None:
+    """Of Qwen3, whose default is 128."""
+    writer = gguf.GGUFWriter(str(tmp_path / "head.gguf"), "qwen3")
+    writer.add_name("head")
+    writer.add_block_count(1)
+    writer.add_key_length(16)
+    writer.add_token_list(["a"])
+    writer.add_tensor("token_embd.weight", torch.zeros(1, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert load_config(str(tmp_path / "head.gguf")).head_dim == 16

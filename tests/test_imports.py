@@ -29,7 +29,7 @@ LAYERS: tuple[set[str], ...] = (
     {"module", "tools.simulation"},
     {"callbacks"},
     {"training"},
-    {"cli", "tasks", "tools.commands", "tools.doctor", "tools.evaluation"},
+    {"cli", "tasks", "tools.commands", "tools.doctor", "tools.evaluation", "tools.finishing"},
 )
 """Rooms from the lowest to the highest: each may import those of its own layer and of lower ones."""
 ONLY_IN = {
@@ -45,6 +45,7 @@ ONLY_IN = {
         "tools.doctor",
         "tools.evaluation",
         "tools.commands",
+        "tools.finishing",
         "cli",
         "callbacks",
     },

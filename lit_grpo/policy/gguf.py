@@ -6,17 +6,18 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import util
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SUFFIX = ".gguf"
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -53,9 +54,11 @@ class GGUFFile:
 
     Args:
         path: Path of the GGUF file.
+        folder: The folder that transformers reads the file from; by default the file's own.
     """
 
     path: Path
+    folder: Path | None = None
     errors = (
         *(OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
         struct.error,
@@ -65,7 +68,17 @@ class GGUFFile:
     @property
     def place(self) -> str:
         """The folder that transformers loads from."""
-        return str(self.path.parent)
+        return str(self.folder or self.path.parent)
+
+    @contextmanager
+    def alone(self) -> Iterator[GGUFFile]:
+        """Give the same file in a folder of its own.
+
+        Where a folder has other files of a tokenizer, transformers reads those in place of what the GGUF file holds.
+        """
+        with TemporaryDirectory(prefix="lit_grpo-") as folder:
+            (Path(folder) / self.path.name).symlink_to(self.path.resolve())
+            yield replace(self, folder=Path(folder))
 
     def options(self) -> dict[str, Any]:
         """Return the options of transformers' ``from_pretrained`` that name the file.
@@ -130,6 +143,14 @@ class GGUFFile:
             raise GGUFError(
                 f"The GGUF file {str(self.path)!r} is damaged ({unreadable(error)}); download it again."
             ) from error
+
+    def complete(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Set the size of a head, which transformers' reader leaves at the default of some families."""
+        facts = self.header.facts
+        head_dim = facts.get(f"{facts.get('general.architecture')}.attention.key_length")
+        if isinstance(head_dim, int) and hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
+            config.head_dim = head_dim
+        return config
 
     def finish(self, model: PreTrainedModel) -> None:
         """Make a model, whose weights are floats now, one like any other: nothing says that it is quantized."""

@@ -111,6 +111,11 @@ class SavedFiles:
     errors = (OSError, ValueError, RuntimeError)
     """Errors that transformers raises for files that it cannot read."""
 
+    @contextmanager
+    def alone(self) -> Iterator[SavedFiles]:
+        """Give the files where they are."""
+        yield self
+
     def options(self) -> dict[str, Any]:
         """Return the options of ``from_pretrained`` that name the files; none, for transformers knows their names."""
         return {}
@@ -125,6 +130,10 @@ class SavedFiles:
 
     def finish(self, model: PreTrainedModel) -> None:
         """Leave the model as it is."""
+
+    def complete(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the configuration as it is: its file tells all."""
+        return config
 
     def note(self, dtype: str) -> str:
         """Return nothing: the weights are those that were saved."""
@@ -158,7 +167,7 @@ def load_config(policy: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     with _reading(policy, "config") as files:
-        return AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
+        return files.complete(AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options()))
 
 
 def longest_sequence(policy: str | LoadedPolicy) -> int | None:
@@ -178,7 +187,8 @@ def _reading(policy: str, what: str) -> Iterator[SavedFiles | GGUFFile]:
     files = _files(name)
     with hub_or_cache(files.place), without_bars():
         try:
-            yield files
+            with files.alone() as alone:
+                yield alone
         except SafetensorError as error:
             raise ValueError(f"The weights of policy {policy!r} are damaged ({error}); {_remedy(name)}.") from error
         except files.errors as error:  # RuntimeError: weights of another shape than the config's
@@ -203,6 +213,7 @@ def load_tokenizer(policy: str | LoadedPolicy) -> PreTrainedTokenizerBase:
     name = _tokenizer_place(resolve_policy(policy))
     with _reading(name, "tokenizer") as files:
         tokenizer = AutoTokenizer.from_pretrained(files.place, trust_remote_code=False, **files.options())
+    tokenizer.name_or_path = name  # a GGUF file's was the folder that it was read from
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it from the model's type alone
         raise ValueError(_load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there")))
     return _with_end(tokenizer, name)
@@ -272,7 +283,7 @@ def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrained
     with _reading(policy, "model") as files:
         files.check()
         weight_options = files.weight_options(dtype, nf4)
-        config = AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
+        config = files.complete(AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options()))
         config._attn_implementation = None  # ignore the file's choice: transformers takes sdpa, else eager
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             files.place,

@@ -15,10 +15,14 @@ class NamedPolicy:
     Args:
         folder: The folder, as ``save_pretrained`` writes it.
         remedy: Remedy if the folder is missing or damaged, as part of a sentence.
+        licence: Licence of the weights, by its SPDX identifier in lower case.
+        hub_id: The model's id on the Hugging Face hub; None for one that is not there.
     """
 
     folder: Path
     remedy: str
+    licence: str = "mit"
+    hub_id: str | None = None
 
 
 TINY, TINY_HYBRID, TINY_KNIGHTS, SMOLLM2 = "tiny", "tiny_hybrid", "tiny_knights", "smollm2"
@@ -31,7 +35,10 @@ NAMED = {
     TINY_CALCULATOR: NamedPolicy(Path(__file__).parent / TINY_CALCULATOR, _WITH_THE_PACKAGE),
     TINY_CATCH: NamedPolicy(Path(__file__).parent / TINY_CATCH, _WITH_THE_PACKAGE),
     SMOLLM2: NamedPolicy(
-        cache_folder() / "policies" / "SmolLM2-135M-Instruct", f"make it with python -m lit_grpo {SMOLLM2}"
+        cache_folder() / "policies" / "SmolLM2-135M-Instruct",
+        f"make it with python -m lit_grpo {SMOLLM2}",
+        "apache-2.0",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 """The policies by name.

@@ -182,6 +182,9 @@ def check(name: str, *told: str, said: str) -> None:
         case "report":
             page = Path(values.get("--output", f"{told[0]}/report.html"))
             assert page.read_text().rstrip().endswith("</html>") and str(page) in said
+        case "finish":
+            folder = Path(told[0], "finished")
+            assert is_policy(folder) and (folder / "arithmetic-q8_0.gguf").exists() and str(folder) in said
         case "simulate":
             assert all(plan in said for plan in ("fcfs", "short_last"))
             assert "--output" not in told or Path(values["--output"]).stat().st_size > 10_000

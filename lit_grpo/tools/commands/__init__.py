@@ -111,6 +111,7 @@ TOOLS = {
     "fit-check": Tool(f"{_HERE}.fit_check", "the memory that a run will take, with the arguments of fit", FIT_CHECK),
     "evaluate": Tool("lit_grpo.tools.evaluation.command", "policies compared on held-out rows", EVALUATE),
     "export": Tool(f"{_HERE}.export", "a checkpoint's policy as a Hugging Face folder"),
+    "finish": Tool("lit_grpo.tools.finishing.command", "a run as a folder for others: model card, GGUF, hub"),
     "report": Tool(f"{_HERE}.report", "a run as one HTML file"),
     "dashboard": Tool(f"{_HERE}.dashboard", "a view of runs in W&B or TensorBoard"),
     "simulate": Tool(f"{_HERE}.simulate", "simulation of scheduling policies, without a model"),

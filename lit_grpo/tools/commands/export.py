@@ -6,10 +6,17 @@ import argparse
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_grpo.checkpoints import check_whole, read, settled
 from lit_grpo.cli.parsing.sentences import exit_with
+
+if TYPE_CHECKING:
+    from lit_grpo.module import GRPOModule
+
+
+class NotLoadedError(ValueError):
+    """A checkpoint is of a model that was made in Python, so there is no place to load its base from."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,21 +34,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         exit_with(f"{str(options.folder)!r} exists already; give a folder that is new or empty.")
     try:
-        compared = _export(checkpoint, options.folder, {} if options.policy is None else {"policy": options.policy})
+        compared = load_checkpoint(checkpoint, options.policy).export(options.folder)
     except ValueError as error:
         exit_with(str(error))
     print(f"The policy is in {options.folder}: {compared}.")
 
 
-def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> Any:
+def load_checkpoint(checkpoint: Path, policy: str | None = None) -> GRPOModule:
+    """Return the module of a checkpoint, with its policy.
+
+    Args:
+        checkpoint: The file, or the folder of shards.
+        policy: The policy that training began with, if it has been moved.
+
+    Raises:
+        NotLoadedError: That policy was made, not loaded, and ``policy`` does not say where it is.
+        ValueError: The checkpoint is damaged, or none of a run.
+    """
     from lit_grpo.module import GRPOModule
 
     check_whole(checkpoint)
     try:
         saved = read(checkpoint, only=("state_dict",))
-        told = saved["hyper_parameters"] | changes
+        told: dict[str, Any] = saved["hyper_parameters"] | ({} if policy is None else {"policy": policy})
         if not told["policy"]:
-            raise ValueError(
+            raise NotLoadedError(
                 f"{str(checkpoint)!r} is of a model that was made, not loaded; save the model that training began with "
                 "as a folder, with its tokenizer, and give the folder as --policy."
             )
@@ -51,4 +68,4 @@ def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> Any:
         module.load_state_dict(saved["state_dict"], strict=module.strict_loading)
     except (RuntimeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{str(checkpoint)!r} is no checkpoint of a run: {str(error).splitlines()[0]}") from error
-    return module.export(folder)
+    return module

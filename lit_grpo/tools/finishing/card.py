@@ -1,0 +1,219 @@
+"""The model card of a finished run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from lit_grpo import __version__
+from lit_grpo.process.terminal import visible
+from lit_grpo.tools.dashboard.report.folder import RunRecords
+from lit_grpo.tools.finishing import record
+from lit_grpo.tools.finishing.comparison import Cost
+from lit_grpo.tools.finishing.origin import HUB_ID, Origin
+
+MAX_CHARACTERS = 1_000
+"""Of a prompt or a completion that the card shows."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a finished folder holds.
+
+    Args:
+        name: Name of the model.
+        version: The update of its policy.
+        checkpoint: ``best`` or ``last``.
+        num_weights: Number of the policy's weights.
+        has_adapter: Whether the folder ``adapter`` has the adapter alone.
+        has_picture: Whether there is a picture of the curves.
+        gguf: The GGUF files by their kinds: name, size in bytes, and the comparison with the policy.
+    """
+
+    name: str
+    version: int
+    checkpoint: str
+    num_weights: int
+    has_adapter: bool
+    has_picture: bool
+    gguf: Mapping[str, tuple[str, int, Cost]]
+
+
+def write_card(run: RunRecords, origin: Origin, contents: Contents) -> str:
+    """Return the card: metadata as the hub reads them, and a text.
+
+    Args:
+        run: The records of the run.
+        origin: The model that the run began with.
+        contents: What the folder holds.
+    """
+    data = run.config.get("data") or {}
+    told = data.get("train")
+    told = (told.get("init_args") or {}).get("path") if isinstance(told, dict) else told
+    licence = origin.metadata
+    metadata = ModelCardData(
+        license=licence["license"],
+        license_name=licence.get("license_name"),
+        license_link=licence.get("license_link"),
+        base_model=origin.hub_id,
+        base_model_relation=None if origin.hub_id is None else "finetune",
+        datasets=[told] if isinstance(told, str) and HUB_ID.fullmatch(told) else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["lit_grpo", _method(run), "reinforcement-learning" if _method(run) == "grpo" else "fine-tuned"],
+    )
+    parts = [
+        f"# {_plain(contents.name)}",
+        _about(run, origin, contents),
+        _result(run, contents),
+        _use(contents),
+        "## Training",
+        _table(("", ""), [*record.data(run), *[(f"Reward {name}", text) for name, text in record.rewards(run)]]),
+        _table(("Setting", ""), record.settings(run)),
+        _samples(run, contents.version),
+        _files(contents),
+        _limits(run, origin, contents),
+    ]
+    return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _method(run: RunRecords) -> str:
+    """Return ``sft`` for a run without rollouts, and else ``grpo``."""
+    return "grpo" if "reward" in run.columns or "ce/loss" not in run.columns else "sft"
+
+
+def _about(run: RunRecords, origin: Origin, contents: Contents) -> str:
+    base = f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})" if origin.hub_id else f"`{_plain(origin.name)}`"
+    how = "GRPO" if _method(run) == "grpo" else "supervised fine-tuning"
+    which = "the checkpoint with the best held-out score" if contents.checkpoint == "best" else "its last checkpoint"
+    lora = " with LoRA, merged into the base's weights here," if contents.has_adapter else ""
+    return (
+        f"{base} trained{lora} by {how} with lit_grpo {__version__} for {contents.version:,} updates. It has "
+        f"{contents.num_weights:,} weights. The policy is that of {which}."
+    )
+
+
+def _result(run: RunRecords, contents: Contents) -> str:
+    found = record.progress(run, contents.version)
+    lines = [
+        "## Result",
+        "The run is too short to say whether the policy became better." if found is None else str(found),
+    ]
+    if contents.checkpoint == "best":
+        lines.append("The checkpoint was chosen by this held-out score, so the score is optimistic.")
+    if contents.has_picture:
+        lines.append("![Curves of the run](curves.png)")
+    facts = [(name, value) for name, value in record.facts(run) if name != "Policy"]
+    return "\n\n".join([*lines, _table(("The whole run", ""), facts)])
+
+
+def _use(contents: Contents) -> str:
+    lines = ["## Use", _fenced("\n".join((
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'folder = "."  # this repository, or its id',
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+    )), "python")]  # fmt: skip
+    if contents.gguf:
+        name = next(iter(contents.gguf.values()))[0]
+        lines += ["With llama.cpp:", _fenced(f"llama-cli -m {name}", "bash")]
+    return "\n\n".join(lines)
+
+
+def _samples(run: RunRecords, version: int) -> str:
+    lines = []
+    for step, rows in record.sampled(run, version):
+        lines.append(f"### At update {step:,}")
+        for row in rows:
+            reward = row.get("reward")
+            lines.append(f"Reward {reward:.3g}:" if isinstance(reward, int | float) else "Without a reward:")
+            lines += [_fenced(_shortened(row.get("prompt"))), _fenced(_shortened(row.get("completion")))]
+    if not lines:
+        return ""
+    about = (
+        "Completions that were sampled in training, the best and the worst of those that the run has kept: each time "
+        "a prompt, then its completion. The first ones are of the policy before its first update."
+    )
+    return "\n\n".join(["## Samples", about, *lines])
+
+
+def _files(contents: Contents) -> str:
+    rows = [("`model*.safetensors`, `config.json`, tokenizer", "the policy, for transformers and vLLM")]
+    if contents.has_adapter:
+        rows.append(("`adapter/`", "the LoRA adapter alone, for peft"))
+    for kind, (name, size, cost) in contents.gguf.items():
+        rows.append((f"`{name}`", f"for llama.cpp, {kind}, {size / 1e6:,.1f} MB; {cost_sentence(cost)}"))
+    return "\n\n".join(["## Files", _table(("File", "Content"), rows)])
+
+
+def cost_sentence(cost: Cost) -> str:
+    """Say what a GGUF file costs."""
+    if not cost.num_tokens:
+        parts = ["not compared with the policy for want of memory"]
+    else:
+        parts = [
+            f"its log-probs differ from the policy's by {cost.mean:.2g} nats per token on average and {cost.most:.2g} "
+            f"at most ({cost.num_tokens:,} tokens)"
+        ]
+    if cost.num_apart:
+        parts.append(f"transformers' reader splits {cost.num_apart} of {cost.num_texts} texts into other tokens")
+    return "; ".join(parts)
+
+
+def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
+    lines = []
+    if origin.licence:
+        told = origin.licence.get("license_name") or origin.licence["license"]
+        lines.append(
+            f"The licence is {_plain(told)} ({origin.source}). Licences of data and other parts are not checked."
+        )
+    else:
+        lines.append(
+            "**The licence of the base model is not known**, so it is not known whether this model may be used or "
+            "passed on. Ask those who made the base."
+        )
+    if _method(run) == "grpo":
+        lines.append(
+            "The policy was trained to raise the reward functions above on the prompts above. They measure nothing "
+            "else: other abilities, safety and truthfulness were not tested, and may have become worse."
+        )
+    else:
+        lines.append("The policy imitates its examples. Nothing else was tested.")
+    if not any(name.startswith("val/") for name in run.columns):
+        lines.append("The run had no held-out prompts, so nothing is known of prompts that it was not trained on.")
+    if any(kind != "f32" for kind in contents.gguf):
+        lines.append("GGUF files other than f32 hold rounded weights; the table of files says what rounding changes.")
+    return "\n".join(["## Limits", "", *[f"- {line}" for line in lines]])
+
+
+def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
+    """Return a table of two columns; empty without rows."""
+    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows]
+    return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines]) if lines else ""
+
+
+def _cell(text: str) -> str:
+    """Make a text safe for a cell, code in backticks aside: markup of data and policies is shown, not obeyed."""
+    text = visible(text).replace("\n", " ")
+    return re.sub(r"[\\|<>\[\]]", lambda found: f"\\{found[0]}" if found[0] != "<" else "&lt;", text)
+
+
+def _plain(text: str) -> str:
+    return visible(text).replace("`", "'").replace("\n", " ")
+
+
+def _shortened(text: Any) -> str:
+    told = visible("" if text is None else str(text))
+    return told if len(told) <= MAX_CHARACTERS else f"{told[:MAX_CHARACTERS]} ..."
+
+
+def _fenced(text: str, language: str = "text") -> str:
+    """Return a block of code that no line of the text can end."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -1,0 +1,187 @@
+"""``python -m lit_grpo finish``: makes a folder of a run that others can use, with a model card and GGUF files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_grpo.cli.parsing.sentences import SentenceParser, exit_with
+
+if TYPE_CHECKING:
+    import argparse
+
+    from lit_grpo.tools.dashboard.report.folder import RunRecords
+    from lit_grpo.tools.finishing.origin import Origin
+
+ABOUT = (
+    "Make a folder of a run that other people can use: the policy as safetensors with its tokenizer (a LoRA adapter "
+    "merged, and alone), GGUF files for llama.cpp, and a model card with the run's settings, curves and samples. "
+    "Nothing leaves this machine without --push."
+)
+FORMATS = ("f32", "f16", "bf16", "q8_0", "none")
+_NAME = re.compile(r"[\w.+-]+( [\w.+-]+)*")
+_ROOM = 64 * 2**20
+"""Bytes for the card, the picture, the tokenizer and what a file system takes."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the folder, and push it if asked; a mistake ends with one sentence and exit code 2."""
+    parser = SentenceParser(prog="python -m lit_grpo finish", description=ABOUT, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="The run's folder, such as runs/arithmetic.")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="The folder to make. Default: RUN/finished; it must not exist."
+    )
+    parser.add_argument(
+        "--checkpoint",
+        choices=("last", "best"),
+        default="last",
+        help="The policy at the end of the run, or that with the highest held-out pass@1. Default: last.",
+    )
+    parser.add_argument(
+        "--gguf",
+        nargs="+",
+        choices=FORMATS,
+        default=["q8_0"],
+        help="Kinds of GGUF files; none for no file. Default: q8_0.",
+    )
+    parser.add_argument("--name", help="Name of the model. Default: the run's name.")
+    parser.add_argument(
+        "--licence",
+        metavar="LICENCE",
+        help="Licence of the model, such as apache-2.0. Default: that of the base, where it is known.",
+    )
+    parser.add_argument("--push", metavar="OWNER/NAME", help="Send the folder to this repository of the hub.")
+    parser.add_argument("--public", action="store_true", help="Let everybody see a repository that --push creates.")
+    options = parser.parse_args(arguments)
+    try:
+        _finish(options)
+    except ValueError as error:
+        exit_with(str(error))
+    except OSError as error:
+        exit_with(f"The folder could not be written ({error.strerror or error}), and nothing is left of it; make room.")
+
+
+def _finish(options: argparse.Namespace) -> None:
+    """Check everything, then write the folder, then push it.
+
+    Raises:
+        ValueError: A mistake, in one sentence; nothing is written then, unless it was made by the hub.
+        OSError: The disk is full, or not writable.
+    """
+    from lit_grpo.tools.dashboard.report.folder import read_folder
+    from lit_grpo.tools.finishing.origin import find_origin
+    from lit_grpo.tools.finishing.push import Hub
+
+    run = read_folder(options.run)
+    if run.running:
+        raise ValueError(f"The run in {str(options.run)!r} still goes on; stop it, or wait until it ends.")
+    output: Path = options.output or options.run / "finished"
+    if output.exists() or output.is_symlink():
+        raise ValueError(f"{str(output)!r} exists already; remove it, or choose another --output.")
+    kinds = [] if options.gguf == ["none"] else list(dict.fromkeys(options.gguf))
+    if "none" in kinds:
+        raise ValueError("--gguf has none and other kinds; give one or the other.")
+    if options.name is not None and not _NAME.fullmatch(options.name):
+        raise ValueError(f"--name is {options.name!r}; take letters, digits, spaces and . _ + - for it.")
+    if kinds and find_spec("gguf") is None:
+        raise ValueError("--gguf needs gguf; install the extra lit_grpo[smollm2], or leave GGUF out with --gguf none.")
+    if options.public and options.push is None:
+        raise ValueError("--public is about a repository that --push creates; give --push OWNER/NAME too.")
+    origin = find_origin(str((run.config.get("model") or {}).get("policy") or "policy"))
+    origin = origin if options.licence is None else origin.under(options.licence)
+    if options.push is not None and not origin.licence:
+        raise ValueError(
+            f"The licence of the base model {origin.name} is not known, so it may not be allowed to pass it on; "
+            "find it out and give it, as in --licence apache-2.0, or leave --push out."
+        )
+    hub = None if options.push is None else Hub(options.push, options.public)
+    said = _write(options, run, origin, kinds, output)
+    print("\n".join([f"The finished model is in {output}.", *said]))
+    if hub is not None:
+        print(f"It is on the hub, {'public' if options.public else 'private'} if it was not there before: ", end="")
+        print(hub.push(output))
+
+
+def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: list[str], output: Path) -> list[str]:
+    """Write the folder aside and give it its name at the end; return lines about it."""
+    from lit_grpo.tools.finishing import record
+    from lit_grpo.tools.finishing.card import Contents, cost_sentence, write_card
+    from lit_grpo.tools.finishing.comparison import Cost, Reference
+    from lit_grpo.tools.finishing.picture import draw_curves
+    from lit_grpo.tools.finishing.source import Source
+
+    name = options.name or options.run.resolve().name
+    source = Source.find(options.run, options.checkpoint, int(run.steps[-1]))
+    sizes = {kind: source.gguf_bytes(kind) for kind in kinds}
+    _check_room(output, source.num_bytes + sum(sizes.values()) + _ROOM)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    said: list[str] = []
+    try:
+        folder = aside / output.name
+        source.export(folder)
+        _name_base(folder, origin)
+        for text in origin.texts():
+            shutil.copy(text, folder)
+        texts = [
+            f"{row.get('prompt') or ''}{row.get('completion') or ''}"
+            for _, rows in record.sampled(run, source.version)
+            for row in rows
+        ]
+        reference = Reference(folder, texts) if kinds else None
+        files: dict[str, tuple[str, int, Cost]] = {}
+        for kind in kinds:
+            from lit_grpo.tools.finishing.gguf_writer import write_gguf
+
+            assert reference is not None
+            path = folder / f"{name.replace(' ', '-')}-{kind}.gguf"
+            write_gguf(folder, path, kind, name, origin.licence.get("license"))
+            files[kind] = path.name, path.stat().st_size, reference.cost(path, kind)
+            said.append(f"  {path.name}: {cost_sentence(files[kind][2])}.")
+        drawn = draw_curves(run, folder / "curves.png", source.version)
+        has_adapter = (folder / "adapter").is_dir()
+        contents = Contents(name, source.version, options.checkpoint, source.num_weights, has_adapter, drawn, files)
+        (folder / "README.md").write_text(write_card(run, origin, contents), encoding="utf-8")
+        folder.rename(output)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if not drawn and find_spec("matplotlib") is None:
+        said.append("  The card has no curves, because matplotlib is not installed (the extra lit_grpo[plots]).")
+    found = record.progress(run, source.version)
+    if found is not None and not found.learnt:
+        said.append(f"  {str(found).replace('**', '')}")
+    if not origin.licence:
+        said.append("  The card says that the licence of the base is not known; --licence names it.")
+    return said
+
+
+def _check_room(output: Path, needed: int) -> None:
+    """Refuse a disk without room.
+
+    Raises:
+        ValueError: There is less room than the folder needs.
+    """
+    place = next(parent for parent in output.resolve().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ValueError(
+            f"The folder {str(output)!r} needs {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left; make "
+            "room, choose another --output, or fewer kinds of --gguf."
+        )
+
+
+def _name_base(folder: Path, origin: Origin) -> None:
+    """Write into an adapter's configuration what its base is called, not where it is on this machine."""
+    path = folder / "adapter" / "adapter_config.json"
+    if not path.is_file():
+        return
+    config: dict[str, Any] = json.loads(path.read_text())
+    if Path(str(config.get("base_model_name_or_path"))).is_absolute():
+        config["base_model_name_or_path"] = origin.name
+        path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,102 @@
+"""Opens a GGUF file again, and compares it with the policy that it was written from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lit_grpo.memory import free_bytes
+from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.saving import ExportError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_TEXTS, MAX_TOKENS = 16, 256
+MOST_MEAN = {"f32": 1e-3}
+"""The mean difference in nats above which a file does not hold the policy; :data:`ROUNDED` of other kinds."""
+ROUNDED = 0.5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a GGUF file costs: differences between log-probs of the file and of the policy, over the tokens of texts.
+
+    Args:
+        mean: The mean absolute difference, in nats per token.
+        most: The largest one.
+        num_tokens: The number of tokens; 0 if there was no memory to open the file.
+        num_texts: The number of texts that both tokenizers were given.
+        num_apart: The number of texts that the file's tokenizer splits into other tokens.
+    """
+
+    mean: float
+    most: float
+    num_tokens: int
+    num_texts: int
+    num_apart: int
+
+
+class Reference:
+    """A policy's log-probs and tokens of some texts, which those of GGUF files are compared with.
+
+    Args:
+        folder: Folder of the policy.
+        texts: Texts, such as a run's prompts with their completions; without any, random tokens are compared.
+    """
+
+    def __init__(self, folder: Path, texts: Sequence[str]) -> None:
+        self.texts = list(texts)[:MAX_TEXTS]
+        tokenizer, policy = load_tokenizer(str(folder)), load_policy(str(folder)).eval()
+        self.tokens = [_tokens(tokenizer, text) for text in self.texts]
+        rows = [ids[:MAX_TOKENS] for ids in self.tokens if len(ids) > 1]
+        if not rows:
+            drawn = torch.Generator().manual_seed(0)
+            rows = [torch.randint(0, len(tokenizer), (MAX_TOKENS // 4,), generator=drawn).tolist()]
+        self.rows = rows
+        self.logprobs_N = _logprobs(policy, rows)
+
+    def cost(self, path: Path, kind: str) -> Cost:
+        """Open a GGUF file and compare it.
+
+        Args:
+            path: The file.
+            kind: The kind of file.
+
+        Raises:
+            ExportError: The file does not hold the policy.
+        """
+        tokenizer = load_tokenizer(str(path))
+        apart = sum(_tokens(tokenizer, text) != ids for text, ids in zip(self.texts, self.tokens, strict=True))
+        if 6 * path.stat().st_size > free_bytes(torch.device("cpu")):  # q8_0 takes 3.8 times its file as float32
+            return Cost(math.nan, math.nan, 0, len(self.texts), apart)
+        apart_N = (_logprobs(load_policy(str(path)).eval(), self.rows) - self.logprobs_N).abs()
+        mean, most = float(apart_N.mean()), float(apart_N.max())
+        if not mean <= MOST_MEAN.get(kind, ROUNDED):
+            raise ExportError(
+                f"The GGUF file {path.name} was opened again, and its log-probs differ from the policy's by {mean:.2g} "
+                f"nats on average, where {kind} explains {MOST_MEAN.get(kind, ROUNDED)}; report this with the policy's "
+                "config.json, and leave GGUF out with --gguf none."
+            )
+        return Cost(mean, most, len(apart_N), len(self.texts), apart)
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text without those that only begin or end a sequence: GGUF's reader adds none."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@torch.no_grad()
+def _logprobs(policy: PreTrainedModel, rows: Sequence[list[int]]) -> torch.Tensor:
+    """Return the log-probs of all tokens but the first of each row, one row after the other, shape (tokens,)."""
+    found = []
+    for ids in rows:
+        ids_T = torch.tensor(ids, device=policy.device)
+        logits_TV = policy(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
+        found.append(logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0])
+    return torch.cat(found)

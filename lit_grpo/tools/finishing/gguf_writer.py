@@ -1,0 +1,216 @@
+"""Writes a policy's folder as a GGUF file for llama.cpp, with the writer of the package gguf."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFValueType, LlamaFileType
+from safetensors import safe_open
+
+from lit_grpo.policy.loading import load_config, load_tokenizer
+from lit_grpo.tools.finishing.families import find_family, in_pairs, rope
+from lit_grpo.tools.finishing.vocabulary import Vocabulary, describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+KINDS = {
+    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+"""The kinds of files: the type of their matrices, and the type that the file says it has. Vectors are float32."""
+_EMBEDDING = "model.embed_tokens.weight"
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shapes of a policy's weights by their names, rows first."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the file.
+
+    Args:
+        name: Its name in GGUF.
+        source: The name of the weight in the policy's folder.
+        shape: Its shape, rows first.
+        num_heads: The number of heads whose rows are put into llama.cpp's order; 0 for none.
+        kind: The type of its numbers in the file.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    num_heads: int
+    kind: GGMLQuantizationType
+
+    @property
+    def stored(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """The dtype and the shape of the array that the file holds; blocks of quantized numbers are bytes."""
+        if self.kind == GGMLQuantizationType.F32:
+            return np.dtype(np.float32), self.shape
+        if self.kind == GGMLQuantizationType.F16:
+            return np.dtype(np.float16), self.shape
+        return np.dtype(np.uint8), gguf.quant_shape_to_byte_shape(self.shape, self.kind)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of that array."""
+        dtype, shape = self.stored
+        return math.prod(shape) * dtype.itemsize
+
+
+def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTrainedTokenizerBase, kind: str) -> int:
+    """Return about how large a GGUF file will be.
+
+    Args:
+        config: The policy's configuration.
+        shapes: The shapes of its weights.
+        tokenizer: Its tokenizer.
+        kind: One of :data:`KINDS`.
+
+    Raises:
+        ValueError: The family, the tokenizer or a weight has no form in GGUF.
+    """
+    vocabulary = describe(tokenizer, shapes[_EMBEDDING][0])
+    texts = sum(16 + len(text.encode()) for text in (*vocabulary.tokens, *vocabulary.merges, vocabulary.template))
+    return texts + sum(tensor.num_bytes for tensor in _tensors(config, shapes, KINDS[kind][0]))
+
+
+def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | None = None) -> None:
+    """Write a policy's folder as a GGUF file; one tensor at a time is in memory.
+
+    Args:
+        folder: Folder of the policy, with its tokenizer.
+        path: The file.
+        kind: One of :data:`KINDS`.
+        name: Name of the model in the file.
+        licence: Licence of the model, where it is known.
+
+    Raises:
+        ValueError: The family, the tokenizer or a weight has no form in GGUF.
+        OSError: The file cannot be written.
+    """
+    config, (matrices, file_type) = load_config(str(folder)), KINDS[kind]
+    files = _files(folder)
+    shapes = {source: shape for source, (_, shape) in files.items()}
+    tensors, num_rows = _tensors(config, shapes, matrices), shapes[_EMBEDDING][0]
+    writer = _Writer(path, find_family(config).architecture)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    if licence is not None:
+        writer.add_license(licence)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_sizes(writer, config, num_rows)
+    _add_vocabulary(writer, describe(load_tokenizer(str(folder)), num_rows, _end_ids(folder)))
+    for tensor in tensors:
+        dtype, shape = tensor.stored
+        writer.add_tensor_info(tensor.name, shape, dtype, tensor.num_bytes, raw_dtype=tensor.kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            with safe_open(files[tensor.source][0], "pt") as file:
+                weight = file.get_tensor(tensor.source).to(torch.float32).numpy()
+            weight = in_pairs(weight, tensor.num_heads) if tensor.num_heads else weight
+            writer.write_tensor_data(gguf.quantize(weight, tensor.kind))
+    finally:
+        writer.close()
+
+
+def _files(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Return the file and the shape of each weight of a folder."""
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: (path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _end_ids(folder: Path) -> list[int]:
+    """Return the ids that end a sequence by the generation config."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").is_file():
+        return []
+    told = GenerationConfig.from_pretrained(folder).eos_token_id
+    return [told] if isinstance(told, int) else told or []
+
+
+def _tensors(config: PreTrainedConfig, shapes: Shapes, matrices: GGMLQuantizationType) -> list[Tensor]:
+    """Return the tensors of a file.
+
+    Raises:
+        ValueError: The family has no form in GGUF, or GGUF has no name for a weight in this architecture.
+    """
+    family = find_family(config)
+    (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if family.pairs else {}
+    block = gguf.GGML_QUANT_SIZES[matrices][0]
+    found = []
+    for source, shape in shapes.items():
+        name = names.get_name(source, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise ValueError(
+                f"The policy has the weight {source}, which a GGUF file of the architecture {family.architecture} has "
+                "no place for; leave GGUF out with --gguf none."
+            )
+        kind = GGMLQuantizationType.F32
+        if len(shape) > 1:  # a row that no number of blocks fills keeps more of its bits
+            kind = matrices if shape[-1] % block == 0 else GGMLQuantizationType.F16
+        found.append(Tensor(name, source, shape, heads.get(source.split(".")[-2], 0), kind))
+    return found
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: PreTrainedConfig, num_rows: int) -> None:
+    """Add the fields that a reader builds the model from."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_vocab_size(num_rows)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope(config)["rope_theta"])
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
+    """Add the tokenizer."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    writer.add_key_value(gguf.Keys.Tokenizer.MERGES, vocabulary.merges, GGUFValueType.ARRAY, GGUFValueType.STRING)
+    for kind, row in vocabulary.ids.items():
+        getattr(writer, f"add_{kind}_token_id")(row)
+    for kind, added in vocabulary.adds.items():
+        getattr(writer, f"add_add_{kind}_token")(added)
+    if vocabulary.template:
+        writer.add_chat_template(vocabulary.template)
+
+
+class _Writer(gguf.GGUFWriter):
+    """Writes an empty list of merges too, which llama.cpp asks a tokenizer of whole words for."""
+
+    def _pack_val(
+        self, val: Any, vtype: GGUFValueType, add_vtype: bool, sub_type: GGUFValueType | None = None
+    ) -> bytes:
+        if vtype != GGUFValueType.ARRAY or len(val) or sub_type is None:
+            return super()._pack_val(val, vtype, add_vtype, sub_type)
+        return b"".join((self._pack("I", vtype), self._pack("I", sub_type), self._pack("Q", 0)))

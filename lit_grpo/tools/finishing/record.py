@@ -1,0 +1,240 @@
+"""What a run's folder tells: what was trained, how, and whether the policy became better."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_grpo.findings.rewards import DOUBTFUL, TRAINING, Change
+from lit_grpo.process.terminal import visible
+from lit_grpo.tools.dashboard.report.content import report_content
+from lit_grpo.tools.dashboard.report.folder import RunRecords
+
+HELD_OUT = {"val/pass@1": "pass@1 on held-out prompts", "val/reward": "reward on held-out prompts"}
+LOSSES = {"val/sft/loss": "loss of held-out examples", "ce/loss": "loss of examples"}
+"""Metrics that fall as the policy learns."""
+SETTINGS = {
+    "Updates planned": "trainer.max_steps",
+    "Prompts per batch": "data.batch_size",
+    "Completions per prompt": "model.num_generations",
+    "Sampling temperature": "model.sampling.temperature",
+    "Max tokens of a completion": "model.sampling.max_tokens",
+    "Optimizer": "model.optimizer",
+    "Loss": "model.objective.loss",
+    "KL coefficient": "model.objective.kl.beta",
+    "Advantages": "model.advantages.estimator",
+    "LoRA": "model.lora",
+    "Dtype": "model.dtype",
+    "Rollout mode and scheduling": "rollout.plan",
+    "Plug-ins": "rollout.plugins",
+    "Seed": "seed_everything",
+}
+"""Settings that the card shows, by their place in the run's config.yaml."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A metric of the run from its beginning to the finished policy.
+
+    Args:
+        metric: What was measured.
+        before: The value at the beginning.
+        after: The value of the finished policy.
+        before_at: The update of the first value.
+        after_at: The update of the last one.
+        certain: Whether the difference is more than noise explains; None if noise is not known.
+        falls: Whether a better policy has a smaller value.
+    """
+
+    metric: str
+    before: float
+    after: float
+    before_at: int
+    after_at: int
+    certain: bool | None
+    falls: bool = False
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the policy has become better, as far as the metric shows."""
+        better = self.before - self.after if self.falls else self.after - self.before
+        return better > 0 and self.certain is not False
+
+    def __str__(self) -> str:
+        """The progress as a sentence."""
+        form = "{:.1%}" if "pass@" in self.metric else "{:.4g}"
+        values = f"{form.format(self.before)} at update {self.before_at} and {form.format(self.after)} at update "
+        values = f"{self.metric} was {values}{self.after_at}"
+        better = self.before - self.after if self.falls else self.after - self.before
+        if better <= 0:
+            return f"**The run has learnt nothing that this metric shows:** {values}."
+        if self.certain is False:
+            return f"**The run may have learnt nothing:** {values}, a difference that noise explains."
+        return f"{values[0].upper()}{values[1:]}."
+
+
+def progress(run: RunRecords, version: int) -> Progress | None:
+    """Return how the policy of an update compares with the one that training began with.
+
+    The held-out metric counts if there is one, else the loss of examples, else the reward of training batches. A
+    difference of held-out metrics is certain from twice its standard error on (of two proportions, if the number of
+    held-out rows is known), or if the reward of training batches has risen by as much.
+
+    Args:
+        run: The records of the run.
+        version: The update of the policy.
+    """
+    reward = _training(run, version)
+    for name, told in {**HELD_OUT, **LOSSES}.items():
+        values = run.columns.get(name)
+        there = [] if values is None else np.flatnonzero(np.isfinite(values) & (run.steps <= version)).tolist()
+        if len(there) < 2:
+            continue
+        assert values is not None
+        before, after = float(values[there[0]]), float(values[there[-1]])
+        certain = reward.certain if reward is not None and name in HELD_OUT else None
+        rows = _num_held_out(run)
+        if "pass@" in name and rows is not None:
+            error = math.sqrt((before * (1 - before) + after * (1 - after)) / rows)
+            certain = after - before > DOUBTFUL * error or bool(certain)
+        return Progress(
+            told, before, after, int(run.steps[there[0]]), int(run.steps[there[-1]]), certain, name in LOSSES
+        )
+    return reward
+
+
+def _training(run: RunRecords, version: int) -> Progress | None:
+    """Compare the rewards of the first batches with those of the last quarter (Welch's test)."""
+    values = run.columns.get("reward")
+    if values is None:
+        return None
+    kept = np.isfinite(values) & (run.steps <= version)
+    rewards, steps = values[kept], run.steps[kept]
+    if len(rewards) < 4:
+        return None
+    num_first = min(TRAINING.num_first, len(rewards) // 2)
+    first, last = rewards[:num_first], rewards[-max(num_first, len(rewards) // 4) :]
+    error = math.sqrt(sum(float(part.var(ddof=1)) / len(part) for part in (first, last)))
+    change = Change(float(first.mean()), float(last.mean()), error)
+    certain = change.size > DOUBTFUL * change.error
+    name = "mean reward of training batches"
+    return Progress(name, change.first, change.last, int(steps[0]), int(steps[-1]), certain)
+
+
+def _num_held_out(run: RunRecords) -> int | None:
+    """Return the number of held-out rows, if the configuration tells it; a file is counted."""
+    told = (run.config.get("data") or {}).get("validation")
+    if isinstance(told, dict):
+        number = (told.get("init_args") or {}).get("num_rows")
+        return number if isinstance(number, int) and number > 0 else None
+    path = Path(told) if isinstance(told, str) else Path()
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip()) or None
+
+
+def facts(run: RunRecords) -> list[tuple[str, str]]:
+    """Return the heading of the run's report: names and values, findings among them."""
+    return [(name, f"{value} {more}".strip()) for name, value, more in report_content(run)["head"]["facts"]]
+
+
+def settings(run: RunRecords) -> list[tuple[str, str]]:
+    """Return the settings that the card shows, those that the run's config has."""
+    found = [(name, _shown(_at(run.config, place))) for name, place in SETTINGS.items()]
+    return [(name, value) for name, value in found if value]
+
+
+def data(run: RunRecords) -> list[tuple[str, str]]:
+    """Return the data that was trained and validated on."""
+    told = run.config.get("data") or {}
+    names = {"train": "Training prompts", "validation": "Held-out prompts"}
+    return [(name, _shown(told[place])) for place, name in names.items() if told.get(place)]
+
+
+def rewards(run: RunRecords) -> list[tuple[str, str]]:
+    """Return the reward functions: name, and function with its weight."""
+    found = []
+    for spec in (run.config.get("model") or {}).get("rewards") or []:
+        spec = spec if isinstance(spec, dict) else {"function": spec}
+        function, weight = _shown(spec.get("function")), spec.get("weight", 1.0)
+        name = str(spec.get("name") or re.split(r"[:.]", str(spec.get("function")))[-1])
+        found.append((name, f"{function}, weight {weight:g}" if isinstance(weight, int | float) else function))
+    return found
+
+
+def _at(config: Mapping[str, Any], place: str) -> Any:
+    for part in place.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None  # pyright: ignore[reportAssignmentType]
+    return config
+
+
+def _shown(value: Any) -> str:
+    """Write a setting on one line, paths of this machine as their last part."""
+    if value is None or value in ({}, []):
+        return ""
+    if isinstance(value, Mapping) and "class_path" in value:
+        arguments = _shown(value.get("init_args"))
+        return f"{str(value['class_path']).rsplit('.', 1)[-1]}{f' ({arguments})' if arguments else ''}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(one)}" for name, one in value.items() if one is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    text = str(value)
+    return visible(Path(text).name if Path(text).is_absolute() else text).replace("\n", " ")
+
+
+def sampled(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return some completions of the first update that was sampled from, and of the last.
+
+    Args:
+        run: The records of the run.
+        version: The update of the finished policy.
+
+    Returns:
+        The update with its rows, best reward first; of prompts that both updates have, if there are any.
+    """
+    first = _first_rows(run.folder / "samples.jsonl")
+    rows = [row for row in run.samples if isinstance(row.get("step"), int) and row["step"] <= version]
+    if not first or not rows:
+        return []
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    if last[0]["step"] == first[0]["step"]:
+        return [(last[0]["step"], _best(last))]
+    both = {row.get("prompt_id") for row in first} & {row.get("prompt_id") for row in last}
+    groups = [[row for row in part if row.get("prompt_id") in both] or part for part in (first, last)]
+    return [(part[0]["step"], _best(part)) for part in groups]
+
+
+def _best(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with the highest and the lowest reward."""
+    ordered = sorted(rows, key=lambda row: -float(row.get("reward") or 0.0))
+    return ordered if len(ordered) < 3 else [ordered[0], ordered[-1]]
+
+
+def _first_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of the first update in a file of samples."""
+    found: list[dict[str, Any]] = []
+    if not path.is_file():
+        return found
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if (
+                not isinstance(row, dict)
+                or not isinstance(row.get("step"), int)
+                or (found and row["step"] != found[0]["step"])
+            ):
+                break
+            found.append(row)
+    return found

@@ -1,0 +1,105 @@
+"""The policy of a run: that of a checkpoint, or the folder that the run has exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lit_grpo.checkpoints import settled
+from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.saving import export
+from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.tools.commands.export import NotLoadedError, load_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run's policy in memory.
+
+    Args:
+        policy: The model, perhaps with adapters.
+        tokenizer: Its tokenizer.
+        version: The update that made it.
+        adapter: Folder of an adapter that has been merged into the model already.
+    """
+
+    policy: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    version: int
+    adapter: Path | None = None
+
+    @classmethod
+    def find(cls, run: Path, checkpoint: str, last_update: int) -> Source:
+        """Load the policy of a checkpoint; the policy that the run exported, if it has kept no last checkpoint.
+
+        Args:
+            run: The run's folder.
+            checkpoint: ``last`` or ``best``.
+            last_update: The last update of the run.
+
+        Raises:
+            ValueError: There is neither, or it cannot be read.
+        """
+        path, folder = settled(run / "checkpoints" / f"{checkpoint}.ckpt"), run / "policy"
+        if checkpoint == "last" and (folder / "config.json").is_file() and not path.exists():
+            return cls.of_folder(folder, last_update)
+        if not path.exists():
+            there = sorted(one.name.removesuffix(".ckpt") for one in path.parent.glob("*.ckpt"))
+            other = f"give --checkpoint {there[0]}" if there else "a run keeps it at its end if checkpoint is not null"
+            raise ValueError(f"The run in {str(run)!r} has no checkpoint {str(path)!r}; {other}.")
+        try:
+            module = load_checkpoint(path)
+        except NotLoadedError:
+            if checkpoint != "last" or not (folder / "config.json").is_file():
+                raise
+            return cls.of_folder(folder, last_update)
+        return cls(module.policy, module.tokenizer, module.policy_version)
+
+    @classmethod
+    def of_folder(cls, folder: Path, version: int) -> Source:
+        """Load the policy that a run has exported."""
+        dtype = json.loads((folder / "config.json").read_text()).get("dtype") or "float32"
+        adapter = folder / "adapter"
+        policy, tokenizer = load_policy(str(folder), dtype), load_tokenizer(str(folder))
+        return cls(policy, tokenizer, version, adapter if adapter.is_dir() else None)
+
+    @cached_property
+    def outline(self) -> dict[str, torch.Tensor]:
+        """The weights that will be written, without content."""
+        return PolicyWeights(self.policy).outline
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the weights."""
+        return sum(tensor.nbytes for tensor in self.outline.values())
+
+    @property
+    def num_weights(self) -> int:
+        """The number of the weights."""
+        return sum(tensor.numel() for tensor in self.outline.values())
+
+    def gguf_bytes(self, kind: str) -> int:
+        """Return the size of a GGUF file of the policy.
+
+        Raises:
+            ValueError: The policy has no form in GGUF.
+        """
+        from lit_grpo.tools.finishing.gguf_writer import planned_bytes
+
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.outline.items()}
+        return planned_bytes(self.policy.config, shapes, self.tokenizer, kind)
+
+    def export(self, folder: Path) -> None:
+        """Write the policy's folder, with the adapter alone if there is one, and compare it with the policy."""
+        export(self.policy, self.tokenizer, folder)
+        if self.adapter is not None:
+            shutil.copytree(self.adapter, folder / "adapter")

@@ -1,0 +1,372 @@
+"""A finished run: its folder, its card, the licence of its base, and a hub that it is sent to."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import random_policy, save_tokenizer
+from huggingface_hub import ModelCard, constants
+from made_runs import make_run
+from transformers import AutoModelForCausalLM
+
+from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.tools.dashboard.report.folder import read_folder
+from lit_grpo.tools.finishing import command, record
+from lit_grpo.tools.finishing.command import main
+from lit_grpo.tools.finishing.origin import find_origin
+from tests.doubles.hub_server import TOKEN, USER, Answer, HubServer, card_errors, hub_server
+
+pytest.importorskip("gguf", reason="gguf is not installed (the extra smollm2)")
+METRICS = ["reward", "val/pass@1", "frac_reward_zero_std", "advantages/max_abs", "num_tokens", "time/total_s"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of 40 updates without checkpoints, of a policy whose licence is not known."""
+    random_policy().save_pretrained(tmp_path / "base")  # pyright: ignore[reportCallIssue]
+    save_tokenizer(tmp_path / "base")
+    folder = make_run(tmp_path / "runs" / "made", names=METRICS)
+    shutil.copytree(tmp_path / "base", folder / "policy")
+    told = yaml.safe_load((folder / "config.yaml").read_text())
+    told["model"]["policy"] = str(tmp_path / "base")
+    told["data"] = {
+        "train": str(tmp_path / "rows.jsonl"),
+        "validation": {"class_path": "Rows", "init_args": {"num_rows": 500}},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(told))
+    return folder
+
+
+def curve(folder: Path, **columns: list[float | None]) -> None:
+    """Replace the metrics of a run."""
+    rows = zip(*columns.values(), strict=True)
+    lines = [",".join(["step", *(name.replace("__", "/").replace("_at_", "@") for name in columns)])]
+    lines += [",".join([str(step), *("" if one is None else str(one) for one in row)]) for step, row in enumerate(rows)]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+
+
+def refused(*arguments: str | Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says of a mistake."""
+    with pytest.raises(SystemExit, match="2"):
+        main([str(each) for each in arguments])
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def test_the_folder_is_the_policy_with_a_card(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run), "--gguf", "f32", "q8_0"])
+    said, folder = capsys.readouterr().out, run / "finished"
+    assert said.startswith(f"The finished model is in {folder}.\n") and "made-q8_0.gguf: its log-probs differ" in said
+    assert {path.name for path in folder.iterdir()} == {
+        *("README.md", "config.json", "curves.png", "generation_config.json", "made-f32.gguf", "made-q8_0.gguf"),
+        *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    }
+    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
+    policy: Any = AutoModelForCausalLM.from_pretrained(folder)
+    of_gguf = load_policy(str(folder / "made-f32.gguf"))
+    for name, weight in load_policy(str(tmp_path / "base")).state_dict().items():
+        assert torch.equal(weight, policy.state_dict()[name]) and torch.equal(weight, of_gguf.state_dict()[name])
+    assert load_tokenizer(str(folder / "made-f32.gguf")).eos_token == "<eos>"
+    for path in folder.iterdir():  # nothing tells of places on this machine
+        assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_the_card_is_one_of_the_hubs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run), "--gguf", "none", "--name", "My model", "--licence", "apache-2.0"])
+    text = (run / "finished" / "README.md").read_text()
+    card = ModelCard(text)
+    assert card.data.to_dict() == {
+        **{"license": "apache-2.0", "library_name": "transformers", "pipeline_tag": "text-generation"},
+        "tags": ["lit_grpo", "grpo", "reinforcement-learning"],
+    }
+    assert card_errors(text) == [] and card.text.startswith("\n# My model\n")
+    assert "Pass@1 on held-out prompts was" in text and "![Curves of the run](curves.png)" in text
+    assert "The licence is apache-2.0 (as given with --licence)." in text
+    assert "| Training prompts | rows.jsonl |" in text and "| Reward right | exact_match, weight 1 |" in text
+    assert "gguf" not in text
+
+
+def test_a_card_shows_hostile_samples_and_does_not_obey_them(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["completion"] = "```\n# Not a heading\n````\n<script>alert(1)</script>\x1b[2J"
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main([str(run), "--gguf", "none"])
+    text = ModelCard.load(run / "finished" / "README.md").text
+    blocks = re.findall(r"^(`{3,})text\n(.*?)\n\1$", text, re.DOTALL | re.MULTILINE)
+    assert any("# Not a heading" in block for _, block in blocks)
+    outside = re.sub(r"^(`{3,})\w+\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert "Not a heading" not in outside and "<script" not in outside and "\x1b" not in text
+
+
+def test_samples_are_of_the_first_update_and_the_last(run: Path) -> None:
+    found = record.sampled(read_folder(run), 40)
+    assert [step for step, _ in found] == [1, 39]
+    assert [[row["reward"] for row in rows] for _, rows in found] == [[1.0, 0.25], [1.0, 0.25]]
+    assert [step for step, _ in record.sampled(read_folder(run), 20)] == [1, 19]  # an earlier policy
+
+
+@pytest.mark.parametrize(
+    ("passed", "learnt", "said"),
+    [
+        ([0.5, None, None, 0.8], True, "Pass@1 on held-out prompts was 50.0% at update 0 and 80.0% at update 3."),
+        ([0.5, None, 0.8, 0.4], False, "**The run has learnt nothing that this metric shows:** pass@1 on held-out"),
+        ([0.5, None, None, 0.5], False, "**The run has learnt nothing"),
+        ([0.5, None, None, 0.53], False, "**The run may have learnt nothing:** pass@1 on held-out prompts was 50.0%"),
+    ],
+)
+def test_a_run_that_learnt_nothing_is_said_to(
+    passed: list[float | None], learnt: bool, said: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve(run, reward=[0.2, 0.21, 0.2, 0.21], val__pass_at_1=passed)
+    found = record.progress(read_folder(run), 3)
+    assert found is not None and found.learnt == learnt and str(found).startswith(said)
+    main([str(run), "--gguf", "none"])
+    assert said in (run / "finished" / "README.md").read_text()
+    assert ("learnt nothing" in capsys.readouterr().out) != learnt
+
+
+def test_without_held_out_prompts_the_rewards_of_batches_count(run: Path) -> None:
+    up = [0.1 + 0.02 * step + 0.01 * (-1) ** step for step in range(40)]
+    flat = [0.5 + 0.1 * (-1) ** step + 0.0001 * step for step in range(40)]
+    for rewards, learnt in ((up, True), (flat, False), (up[::-1], False)):
+        curve(run, reward=rewards)
+        found = record.progress(read_folder(run), 39)
+        assert found is not None and found.metric == "mean reward of training batches" and found.learnt == learnt
+    curve(run, reward=up[:3])
+    assert record.progress(read_folder(run), 3) is None
+    curve(run, ce__loss=[2.0, 1.0, 0.5], val__sft__loss=[2.1, None, 0.9])
+    found = record.progress(read_folder(run), 2)
+    assert found is not None and found.learnt and found.falls and found.metric == "loss of held-out examples"
+
+
+def test_noise_is_seldom_taken_for_learning(run: Path) -> None:
+    """Held-out pass@1 of 500 rows that stays at 50%, in 400 runs."""
+    records, drawn, taken = read_folder(run), np.random.default_rng(0), 0
+    for before, after in drawn.binomial(500, 0.5, (400, 2)) / 500:
+        columns = {"reward": np.full(4, 0.5), "val/pass@1": np.array([before, np.nan, np.nan, after])}
+        found = record.progress(replace(records, steps=np.arange(4), columns=columns), 3)
+        taken += found is not None and found.learnt
+    assert taken <= 20  # 2.3% of them are above two standard errors
+
+
+# ---- licences -----------------------------------------------------------------------------------------
+
+
+def test_a_licence_that_is_not_known_is_said_to_be_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run), "--gguf", "none"])
+    text = (run / "finished" / "README.md").read_text()
+    assert ModelCard(text).data.get("license") == "unknown" and card_errors(text) == []
+    assert "**The licence of the base model is not known**" in text
+    assert "The card says that the licence of the base is not known" in capsys.readouterr().out
+
+
+def test_the_licence_is_found_where_the_base_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_origin("tiny").licence == {"license": "mit"}
+    smollm2 = find_origin("smollm2")
+    assert (smollm2.hub_id, smollm2.licence) == ("HuggingFaceTB/SmolLM2-135M-Instruct", {"license": "apache-2.0"})
+    base = tmp_path / "base"
+    base.mkdir()
+    assert find_origin(str(base)).licence == {}
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: own\nbase_model: a/b\n---\n")
+    found = find_origin(str(base))
+    assert (found.name, found.hub_id, found.licence) == ("base", "a/b", {"license": "other", "license_name": "own"})
+    (base / "README.md").write_text("---\nlicense: [: broken\n---\n")
+    assert find_origin(str(base)).licence == {}
+
+
+def test_the_licence_of_a_policy_of_an_earlier_run_is_that_of_its_base(run: Path) -> None:
+    (run.parents[1] / "base" / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert find_origin(str(run / "policy")).licence == {"license": "mit"}
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": {"policy": str(run / "policy")}}))  # a circle
+    assert find_origin(str(run / "policy")).licence == {}
+
+
+def test_a_gguf_file_tells_its_licence(run: Path) -> None:
+    from lit_grpo.tools.finishing.gguf_writer import write_gguf
+
+    write_gguf(run / "policy", run / "a.gguf", "f32", "a", "mit")
+    assert find_origin(str(run / "a.gguf")).licence == {"license": "mit"}
+
+
+def test_texts_of_the_licence_are_passed_on(run: Path) -> None:
+    base = run.parents[1] / "base"
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    (base / "LICENSE.txt").write_text("MIT")
+    (base / "secret.txt").write_text("no")
+    main([str(run), "--gguf", "none"])
+    assert (run / "finished" / "LICENSE.txt").read_text() == "MIT" and not (run / "finished" / "secret.txt").exists()
+
+
+# ---- mistakes -----------------------------------------------------------------------------------------
+
+
+def test_each_mistake_is_a_sentence_and_nothing_is_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(run.rglob("*"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+    for arguments, said in (
+        (["nowhere"], "There is no run folder 'nowhere'"),
+        ([run, "--checkpoint", "best"], "has no checkpoint"),
+        ([run, "--gguf", "q9"], "invalid choice: 'q9'"),
+        ([run, "--gguf", "none", "f32"], "--gguf has none and other kinds"),
+        ([run, "--name", "../a"], "--name is '../a'; take letters, digits"),
+        ([run, "--public"], "--public is about a repository that --push creates"),
+        ([run, "--push", "a/b"], "The licence of the base model base is not known, so"),
+        ([run, "--push", "a/b/c", "--licence", "mit"], "--push is 'a/b/c', which names no repository"),
+        ([run, "--push", "alone", "--licence", "mit"], "--push is 'alone', which names no owner; give OWNER/alone"),
+        ([run, "--push", "a/b", "--licence", "mit"], "--push needs your token, and there is none; log in with"),
+        ([run, "--output", tmp_path / "base"], "exists already; remove it, or choose another --output"),
+    ):
+        assert said in refused(*arguments, capsys=capsys)
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    assert re.search(r"needs 0\.07 GB, and the disk has 0\.00 GB left; make room", refused(run, capsys=capsys))
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_family_that_gguf_has_no_writer_for_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "policy")
+    random_policy(hybrid=True).save_pretrained(run / "policy")  # pyright: ignore[reportCallIssue]
+    save_tokenizer(run / "policy")
+    said = refused(run, capsys=capsys)
+    assert "The policy is of the family qwen3_5_text, which is not written as GGUF" in said
+    assert not (run / "finished").exists()
+    main([str(run), "--gguf", "none"])
+    assert (run / "finished" / "model.safetensors").exists()
+
+
+def test_what_breaks_off_leaves_no_folder(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lit_grpo.tools.finishing.gguf_writer.gguf.GGUFWriter.write_tensor_data", full)
+    assert "could not be written (No space left on device), and nothing is left of it" in refused(run, capsys=capsys)
+    assert not any("finished" in path.name for path in run.iterdir())
+
+
+def test_a_file_that_is_not_the_policy_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "lit_grpo.tools.finishing.gguf_writer.gguf.quantize", lambda weight, kind: np.flip(weight).copy()
+    )
+    said = refused(run, "--gguf", "f32", capsys=capsys)
+    assert "The GGUF file made-f32.gguf was opened again, and its log-probs differ from the policy's by" in said
+    assert not (run / "finished").exists()
+
+
+# ---- the hub ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    """A hub on loopback, the user's token, and no Xet."""
+    from huggingface_hub.utils import close_session
+
+    with hub_server() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+    close_session()
+
+
+PUSH = ("--push", f"{USER}/a-model", "--licence", "mit")
+
+
+def test_the_finished_folder_and_nothing_else_is_sent(
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(run), *PUSH])
+    name, folder = f"{USER}/a-model", run / "finished"
+    assert hub.repositories == {name: {path.name: path.read_bytes() for path in folder.iterdir()}}
+    assert hub.private == {name: True} and hub.tokens <= {TOKEN, None}
+    assert capsys.readouterr().out.endswith(f"{hub.url}/{name}\n")
+    shutil.rmtree(folder)
+    main([str(run), *PUSH, "--public"])  # a repository that is there stays as it is
+    assert hub.private == {name: True}
+    main([str(run), "--push", f"{USER}/other", "--licence", "mit", "--public", "--output", str(run / "again")])
+    assert hub.private[f"{USER}/other"] is False
+
+
+def test_without_push_nobody_is_asked(run: Path, hub: HubServer) -> None:
+    main([str(run)])
+    assert hub.seen == []
+
+
+def test_a_token_that_the_hub_does_not_know_is_named_before_anything_is_written(
+    run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_another")
+    said = refused(run, *PUSH, capsys=capsys)
+    assert f"The hub {hub.url} did not accept your token (" in said and "hf_of_another" not in said
+    assert not (run / "finished").exists() and hub.repositories == {}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(500, b"oops"),
+        Answer(200, b"<html>captive portal</html>"),
+        Answer(200, b'["no object"]'),
+        Answer(200, b"{}"),
+        Answer(200, b'{"name": \x00}'),
+        Answer(hangs_up=True),
+    ],
+)
+def test_hostile_answers_to_the_token_are_a_sentence(
+    answer: Answer, run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults["/api/whoami-v2"] = answer
+    assert f"The hub {hub.url} did not accept your token (" in refused(run, *PUSH, capsys=capsys)
+    assert not (run / "finished").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "said"),
+    [
+        ("/api/validate-yaml", Answer(400, b'"license" must be one of [a]'), "did not accept the model card ("),
+        ("/api/validate-yaml", Answer(hangs_up=True), "did not accept the model card ("),
+        ("/api/repos/create", Answer(403, b'{"error": "\x1b[2Jforbidden"}'), "could not be created on"),
+        ("/api/repos/create", Answer(200, b"[]"), "could not be created on"),
+        ("/api/models", Answer(404, b"nothing"), "could not be sent to"),
+        ("/api/models", Answer(200, b'{"files": 3}'), "could not be sent to"),
+    ],
+)
+def test_hostile_answers_to_the_folder_are_a_sentence(
+    path: str, answer: Answer, said: str, run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults[path] = answer
+    told = refused(run, *PUSH, "--gguf", "none", capsys=capsys)
+    assert said in told and f"hf upload {USER}/a-model {run / 'finished'} sends it too" in told and "\x1b" not in told
+    assert (run / "finished" / "README.md").exists()
+
+
+def test_a_dead_hub_is_a_sentence_at_once(
+    run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    begun = time.monotonic()
+    assert "The hub http://127.0.0.1:9 does not answer" in refused(run, *PUSH, capsys=capsys)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr("lit_grpo.tools.finishing.push.PATIENCE_S", 0.2)
+    hub.faults["/api/whoami-v2"] = Answer(delay_s=1.0)
+    assert "did not accept your token (" in refused(run, *PUSH, capsys=capsys)
+    assert time.monotonic() - begun < 8 and not (run / "finished").exists()
