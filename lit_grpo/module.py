@@ -437,7 +437,9 @@ class GRPOModule(EvaluationModule):
         check_stepping(optimizer, scheduler, total)
         self._check_plugins(self.settings.plugins, replace(self.facts(), optimizer=optimizer))
         self.unusual_rate = unusual_rate(self.policy, optimizer)  # before a checkpoint's rate is restored
-        self._told = recorded_settings(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
+        self._told = recorded_settings(
+            self.trainer, self.policy_name, self.settings, self.teacher_settings, optimizer, scheduler
+        )
         if self._told_before:
             check_optimizer(self._told_before, self._told)
         return optimizer if scheduler is None else ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
@@ -552,7 +554,7 @@ class GRPOModule(EvaluationModule):
         """Learn from one batch of whole rollout groups, or of examples alone."""
         with self.phases.of("update"):
             if batch.without_rollouts:
-                self.log_anew("update", self.learner.learn_examples())
+                self.log_anew("update", self.learner.learn_examples(), shown="ce/loss")
                 self.log("step", float(self.policy_version))
                 batch.trained = True
                 return
@@ -586,15 +588,22 @@ class GRPOModule(EvaluationModule):
                 sentence = self._batch_watch.missing_signal(update | {"frac_reward_zero_std": frac_uniform}, version)
                 if sentence is not None:
                     self.ranks.warn(sentence)
-            self.log_anew("update", update)
+            self.log_anew("update", update, shown="" if self.rewards else "loss")
             self.log("step", float(self.policy_version))
             batch.trained = True
 
-    def log_anew(self, source: str, values: Mapping[str, float]) -> None:
-        """Log values, and NaN for what ``source`` logged before and not now: Lightning would repeat its last value."""
+    def log_anew(self, source: str, values: Mapping[str, float], shown: str = "") -> None:
+        """Log values, and NaN for what ``source`` logged before and not now: Lightning would repeat its last value.
+
+        Args:
+            source: Who logs them.
+            values: By name.
+            shown: Name of the value that the progress line shows.
+        """
         names = self._names_logged.setdefault(source, set())
         names.update(values)
-        self.log_dict(dict.fromkeys(names, math.nan) | dict(values))
+        for name, value in (dict.fromkeys(names, math.nan) | dict(values)).items():
+            self.log(name, value, prog_bar=name == shown)
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""

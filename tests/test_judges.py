@@ -25,6 +25,7 @@ import yaml
 from test_reward_runner import make_group, rewards_of
 
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.process.urls import is_on_loopback
 from lit_grpo.rewards import (
     HTTPJudge,
     JudgeError,
@@ -37,7 +38,7 @@ from lit_grpo.rewards import (
     RubricJudge,
 )
 from lit_grpo.rewards.function import check_prompts
-from lit_grpo.rewards.judges import framed, is_on_loopback
+from lit_grpo.rewards.judges import framed
 from tests.doubles.judge_server import Fault, JudgeServer, document, judge_server, met_by, scores_by
 
 TEMPLATE = "Q: {prompt}\nA: {completion}\nExpected: {answer}\nGive a score from 0 to 10."

@@ -19,7 +19,7 @@ PLUGINS = "rollout.plugins"
 
 
 def recorded_settings(
-    trainer: Any, policy: Any, settings: Any, optimizer: torch.optim.Optimizer, scheduler: Any
+    trainer: Any, policy: Any, settings: Any, teacher: Any, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> RunSettings:
     """Return all settings of a run that its checkpoints save.
 
@@ -27,11 +27,12 @@ def recorded_settings(
         trainer: Lightning's Trainer.
         policy: Name of the policy; a loaded model is not recorded.
         settings: Settings of the update.
+        teacher: Settings of the teacher, or None.
         optimizer: The optimizer, before its first step.
         scheduler: Scheduler of its learning rate, or None.
     """
     of_update = {f"model.{name}": getattr(settings, name) for name in ("objective", "advantages")}
-    told = flattened({**of_update, "model.policy": policy})
+    told = flattened({**of_update, "model.policy": policy, "model.teacher": teacher})
     return told | plugin_settings(trainer) | optimizer_settings(optimizer, scheduler)
 
 

@@ -11,6 +11,7 @@ import torch
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.batches.layout import OF_CANDIDATES
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import LearningBatch
 from lit_grpo.update.step import log_baseline_weights
@@ -124,8 +125,8 @@ def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
                 f"{rollout.prompt.prompt_id!r} ids of shape {tuple(ids_TK.shape)} and values of shape "
                 f"{tuple(values_TK.shape)}; give both the shape {shape}, a row for each token that is trained on."
             )
-        rollout.columns |= {"candidate_ids": ids_TK, "candidate_values": values_TK}
-    return ("candidate_ids", "candidate_values") if width else ()
+        rollout.columns |= dict(zip(OF_CANDIDATES, (ids_TK, values_TK), strict=True))
+    return OF_CANDIDATES if width else ()
 
 
 def shaped(plugin: Plugin, batch: GroupBatch, advantages_R: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from lit_grpo.cli.parsing.refusals import check_values
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.loading import load_config
+from lit_grpo.process.urls import is_url
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.vllm.arguments import dtype_of
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
@@ -112,9 +113,7 @@ def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
 
 def _teacher_bytes(teacher: Mapping[str, Any] | None) -> float:
     """Return the bytes of a teacher's weights on the device; -1 for a copy of the policy's."""
-    if teacher is None or teacher["offload"] or teacher["policy"] == "live":
-        return 0.0
-    if teacher["policy"].startswith(("http://", "https://")):
+    if teacher is None or teacher["offload"] or teacher["policy"] == "live" or is_url(teacher["policy"]):
         return 0.0
     if teacher["policy"] in ("base", "average"):
         return -1.0

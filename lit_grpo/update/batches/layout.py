@@ -16,6 +16,8 @@ from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
 from lit_grpo.update.prefix.layout import Stretch, key_labels
 
+OF_CANDIDATES = ("candidate_ids", "candidate_values")
+"""Columns of rollouts with a value for each candidate of each trained token, shape (num_trained, K)."""
 LEAST_SHARED = 32
 """Tokens that completions of a prompt have to begin with in common to share them: fewer are not worth a call."""
 
@@ -200,7 +202,7 @@ class MicroBatches(Iterable[PackedRow]):
         Args:
             rollouts: The rollouts that have been laid out.
             columns: Names of :attr:`~lit_grpo.types.Rollout.columns` that each of them has: ``old_logprobs``,
-                ``reference_logprobs``, ``kept``, ``weights``, ``candidate_ids`` or ``candidate_values``.
+                ``reference_logprobs``, ``kept``, ``weights``, or those of :data:`OF_CANDIDATES`.
             lengths: Number of trained tokens of each whole completion; None if the rollouts' own are whole.
             has_ce: Whether a rollout of the step, on any rank, has weights of the channel ``ce``.
         """
@@ -221,7 +223,7 @@ class MicroBatches(Iterable[PackedRow]):
             values: dict[str, torch.Tensor | None] = {"advantages_N": advantages_N}
             for name in columns:
                 parts = [rollout.columns[name][place] for rollout, place in zip(own, row.places, strict=True)]
-                if not name.startswith("candidate"):
+                if name not in OF_CANDIDATES:
                     values[f"{name}_N"] = torch.cat(parts) if parts else torch.empty(0)
                 elif parts:  # equal tokens may have other candidates, so each is computed by itself
                     values |= {f"{name}_NK": torch.cat(parts), "distinct_U": None, "same_N": None}

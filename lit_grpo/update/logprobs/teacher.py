@@ -20,7 +20,7 @@ from lit_grpo.limits import Limit, Positive, check_fields
 from lit_grpo.policy.architecture.decoder import context_length, token_logits
 from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.sharding import is_sharded
-from lit_grpo.rewards.judges import is_on_loopback
+from lit_grpo.process.urls import is_on_loopback, is_url
 from lit_grpo.types import AllGather, Key, Rollout
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings, make_reference
@@ -56,7 +56,7 @@ class TeacherSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.teacher.")
-        serves, foreign = self.policy.startswith(("http://", "https://")), self.policy not in SELF
+        serves, foreign = is_url(self.policy), self.policy not in SELF
         for name, fits in (
             ("dtype", foreign and not serves),
             ("offload", not serves and self.policy != "live"),
@@ -388,7 +388,7 @@ def make_teacher(
     name, vocab_size = settings.policy, len(embeddings(policy)[0])
     if name == "live":
         return ModelTeacher(settings, vocab_size, partial(nullcontext, policy))
-    if name.startswith(("http://", "https://")):
+    if is_url(name):
         return ServerTeacher(settings, tokenizer, vocab_size)
     if name not in SELF:
         check_vocabulary(name, tokenizer, load_tokenizer(name))
