@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -554,7 +554,7 @@ class GRPOModule(EvaluationModule):
         """Learn from one batch of whole rollout groups, or of examples alone."""
         with self.phases.of("update"):
             if batch.without_rollouts:
-                self.log_anew("update", self.learner.learn_examples(), shown="ce/loss")
+                self.log_anew("update", self.learner.learn_examples(), shown=self._shown_losses)
                 self.log("step", float(self.policy_version))
                 batch.trained = True
                 return
@@ -588,22 +588,27 @@ class GRPOModule(EvaluationModule):
                 sentence = self._batch_watch.missing_signal(update | {"frac_reward_zero_std": frac_uniform}, version)
                 if sentence is not None:
                     self.ranks.warn(sentence)
-            self.log_anew("update", update, shown="" if self.rewards else "loss")
+            self.log_anew("update", update, shown=self._shown_losses)
             self.log("step", float(self.policy_version))
             batch.trained = True
 
-    def log_anew(self, source: str, values: Mapping[str, float], shown: str = "") -> None:
+    @property
+    def _shown_losses(self) -> tuple[str, ...]:
+        """Losses in the progress line: that of examples, and the objective's if no reward shows what is learnt."""
+        return ("ce/loss",) if self.rewards else ("ce/loss", "loss")
+
+    def log_anew(self, source: str, values: Mapping[str, float], shown: Collection[str] = ()) -> None:
         """Log values, and NaN for what ``source`` logged before and not now: Lightning would repeat its last value.
 
         Args:
             source: Who logs them.
             values: By name.
-            shown: Name of the value that the progress line shows.
+            shown: Names of the values that the progress line shows.
         """
         names = self._names_logged.setdefault(source, set())
         names.update(values)
         for name, value in (dict.fromkeys(names, math.nan) | dict(values)).items():
-            self.log(name, value, prog_bar=name == shown)
+            self.log(name, value, prog_bar=name in shown)
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""
