@@ -19,6 +19,7 @@ from test_channels import Imitated, assert_mixed_is_the_sum
 from test_learner import make_learner, member, ragged_groups
 from torch import distributed
 
+from lit_grpo.checkpoints.resuming import differences, recorded_settings
 from lit_grpo.methods.distill import Distill
 from lit_grpo.methods.teaching import divergence, with_tail
 from lit_grpo.plugins import fresh
@@ -373,3 +374,18 @@ def test_the_divergence_and_imitated_tokens_add_up() -> None:
         learner.learn(list(unrewarded(ragged_groups())))
         parts.append(steps.gradients[0])
     assert_mixed_is_the_sum(parts)
+
+
+def test_a_resumed_run_names_another_teacher() -> None:
+    """A checkpoint keeps the settings of the teacher beside those of the update."""
+    trainer = SimpleNamespace(callbacks=[])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    settings = SimpleNamespace(objective=None, advantages=None)
+    before, now, none = (
+        recorded_settings(trainer, "tiny", settings, teacher, optimizer, None)
+        for teacher in (TeacherSettings("base"), TeacherSettings("live"), None)
+    )
+    assert differences(before, now) == {
+        "model.teacher.policy": "model.teacher.policy was base and is now live",
+    }
+    assert "model.teacher.policy was base and is now None" in differences(before, none).values()

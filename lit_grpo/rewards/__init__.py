@@ -6,7 +6,8 @@ parameter ``completion``, and the whole group of a prompt, as TRL's do, if it ha
 
 from lit_grpo.rewards.builtin import ExactMatch, FormatMatch, SoftOverlongPenalty, exact_match
 from lit_grpo.rewards.function import RewardError, RewardFunction, RewardSpec, StatefulReward, load_rewards
-from lit_grpo.rewards.judges import HTTPJudge, Judge, JudgeError, RelativeJudge, RubricJudge
+from lit_grpo.rewards.judge_client import Judge, JudgeError
+from lit_grpo.rewards.judges import HTTPJudge, RelativeJudge, RubricJudge
 from lit_grpo.rewards.maths import MathEquivalence
 from lit_grpo.rewards.reward_model import RewardModel
 from lit_grpo.rewards.runner import RewardRunner, TrainerState
