@@ -232,6 +232,21 @@ def test_rows_in_pairs_turn_as_halves_do() -> None:
         ("gemma2", {}, r"is of the family gemma2, which is not written as GGUF \(llama, mistral, qwen2, qwen3 are\)"),
         ("llama", {"attention_bias": True}, "has attention_bias True, which a GGUF file of the architecture llama"),
         ("mistral", {"sliding_window": 8}, "has sliding_window 8, which"),
+        *(
+            ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": kind, "factor": 4.0} | more}, kind)
+            for kind, more in (
+                ("linear", {}),
+                ("yarn", {"original_max_position_embeddings": 32}),
+                (
+                    "llama3",
+                    {
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 32,
+                    },
+                ),
+            )
+        ),
         ("llama", {"hidden_act": "gelu"}, "has hidden_act gelu, which"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "has sliding_window 8"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic"),

@@ -35,8 +35,6 @@ FAMILIES = {
     "qwen3": Family("qwen3", plain=("attention_bias",)),
 }
 """The families by transformers' ``model_type``. transformers can read all of them from GGUF again."""
-ROPES = ("default", "linear", "yarn", "llama3")
-"""The kinds of ``rope_type`` that are written."""
 
 
 def find_family(config: PreTrainedConfig) -> Family:
@@ -56,7 +54,7 @@ def find_family(config: PreTrainedConfig) -> Family:
     odd = {field: settings[field] for field in (*found.plain, "sliding_window") if settings.get(field)}
     odd |= {"layer_types": ", ".join(sorted(layers))} if layers else {}
     odd |= {"hidden_act": settings["hidden_act"]} if settings["hidden_act"] != "silu" else {}
-    odd |= {"rope_type": kind} if (kind := rope(config).get("rope_type", "default")) not in ROPES else {}
+    odd |= {"rope_type": kind} if (kind := rope(config).get("rope_type", "default")) != "default" else {}
     if odd:
         field, value = next(iter(odd.items()))
         raise ValueError(
