@@ -267,19 +267,23 @@ def result_of(first: list[Scored], other: list[Scored]) -> Result:
 
 def test_the_files_of_an_evaluation(tmp_path: Path) -> None:
     first = passed("1", "0", greedy=True)
-    other = [scored(0, text=HOSTILE, policy="b", greedy=True, reward=math.nan), scored(1, text="5", policy="b")]
+    other = [
+        scored(0, text=HOSTILE, policy="b", greedy=True, reward=math.nan),
+        scored(1, text="5", policy="b", columns={"answer": "<7>"}),
+    ]
     files = result_of(first, other).write(tmp_path)
     assert set(files) == {path.name for path in tmp_path.iterdir()}
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert lines[0] == {
         "prompt_id": "test/0", "prompt": "0?", "policy": "a", "greedy": True, "sample": 0, "completion": "",
-        "reward": 1.0, "correct": True, "answer": None, "length": 3, "truncated": False,
+        "reward": 1.0, "correct": True, "answer": None, "length": 3, "truncated": False, "columns": {},
     }  # fmt: skip
     assert [line["policy"] for line in lines] == ["a", "a", "b", "b"] and lines[2]["reward"] is None
     content = json.loads((tmp_path / "evaluation.json").read_text())
     assert content["policies"][0]["figures"]["greedy"]["accuracy"]["value"] == 0.5
     assert content["comparisons"][0]["greedy"]["difference"] == -0.5
     page = (tmp_path / "side_by_side.html").read_text()
+    assert "wrong</span> <small>no reward, 3 tokens</small>" in page
     assert "<script" not in page and "\x1b" not in page and "Correct in the first policy, wrong in the last: 1" in page
     if "evaluation.svg" in files:
         assert "greedy accuracy" in (tmp_path / "evaluation.svg").read_text()

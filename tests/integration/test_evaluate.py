@@ -94,6 +94,40 @@ def test_a_run_is_compared_with_its_base(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "runs" / "short-1").exists()
 
 
+def test_a_checkpoint_of_adapters_samples_what_the_merged_policy_does(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    lora = ["--model.lora", "{r: 2, alpha: 64}", "--model.optimizer.init_args.lr", "0.01"]
+    fit = ["fit", *DEMO, "--trainer.max_steps", "1", "--trainer.enable_progress_bar", "false", "--data.batch_size", "8"]
+    run([*fit, *lora, "--run.name", "adapters", "--validate_first", "false"])
+    policies = ["tiny", "runs/adapters/checkpoints/last.ckpt", "runs/adapters/policy/adapter", "runs/adapters"]
+    main([*policies, "--samples", "0"])
+    base, *trained = evaluated(tmp_path / "runs" / "adapters" / "evaluation").values()
+    by_policy = [
+        [
+            line["completion"]
+            for line in lines_of(tmp_path / "runs" / "adapters" / "evaluation")
+            if line["policy"] == name
+        ]
+        for name in policies
+    ]
+    assert by_policy[0] != by_policy[1] == by_policy[2] == by_policy[3]
+    assert base and trained[0] == trained[1] == trained[2]
+
+
+def test_a_gguf_file_is_a_policy(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    from tiny_gguf import write_gguf
+
+    write_gguf(tmp_path / "policy.gguf")
+    write_task(tmp_path, "policy.gguf", "def score(completion):\n    return float('1' in completion)\n")
+    main(
+        ["policy.gguf", "--config", "config.yaml", "--data.test", "prompts.jsonl", "--samples", "2", "--output", "out"]
+    )
+    content = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert content["conditions"]["split"] == "test" and not content["conditions"]["has_answers"]
+    assert len(lines_of(tmp_path / "out")) == 6 * 3
+
+
 def test_policies_share_their_random_numbers(tmp_path: Path) -> None:
     """A copy of a policy samples the same completions, so that a difference is the policies' and not of chance."""
     shutil.copytree(NAMED["tiny"].folder, tmp_path / "copy")
@@ -138,6 +172,26 @@ def test_rows_that_a_policy_cannot_be_asked_are_left_out_for_all(
         ("wide", "validation/0"),
     ]
     assert "1 row left out, because a policy cannot be asked it." in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_the_harness_finds_the_same_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm_eval: Any = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    main(["tiny", *DEMO, "--samples", "0", "--output", "out", "--lm-eval", "task"])
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={NAMED['tiny'].folder},dtype=float32",
+        tasks=["arithmetic_validation"],
+        task_manager=TaskManager(include_path="task", include_defaults=False),
+        device="cpu",
+        batch_size=8,
+        bootstrap_iters=0,
+    )
+    theirs = found["results"]["arithmetic_validation"]["exact_match,answer"]
+    assert theirs == pytest.approx(evaluated(tmp_path / "out")["tiny"]["greedy"]["accuracy"])
 
 
 REFUSED = {

@@ -13,12 +13,14 @@ or the folder of ``--output``:
 A line of ``completions.jsonl``::
 
     {"prompt_id": "validation/17", "prompt": "...", "policy": "runs/demo", "greedy": false, "sample": 3,
-     "completion": "...", "reward": 1.0, "correct": true, "answer": "42", "length": 24, "truncated": false}
+     "completion": "...", "reward": 1.0, "correct": true, "answer": "42", "length": 24, "truncated": false,
+     "columns": {"answer": "42"}}
 
 ``policy`` is the policy as the command line names it. ``sample`` counts the completions of a row from 0; a greedy
 completion is number 0. ``reward`` is the weighted sum of the rewards, null if no reward function applies. ``correct``
 says whether the completion passes ``model.pass_threshold``. ``answer`` is what the majority is taken of, null without
-an answer. ``length`` counts sampled tokens.
+an answer. ``length`` counts sampled tokens. ``columns`` are the columns of the row that reward functions need.
+Completions of several turns also have ``messages``, the conversation after the prompt.
 
 ``evaluation.json`` has, for each policy, ``figures.greedy`` (``accuracy``, ``reward``, ``length``, ``truncated``) and
 ``figures.sampled`` (``pass@K``, ``majority@N``, ``reward``, ``length``, ``truncated``). Each figure is a mapping with

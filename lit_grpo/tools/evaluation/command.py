@@ -333,6 +333,7 @@ def _completions(
 def _scored(group: RolloutGroup, policy: str, how: SamplingPass, module: GRPOModule, answers: Answers) -> list[Scored]:
     """Return the completions of one row."""
     found: list[Scored] = []
+    needed = {name for function in module.rewards for name in function.needs}
     for rollout in group.rollouts:
         completion = rollout.completion
         text = rollout.prompt.given + completion.text
@@ -349,6 +350,7 @@ def _scored(group: RolloutGroup, policy: str, how: SamplingPass, module: GRPOMod
                 answer=None if answers.of is None else answers.of(text) or None,
                 length=completion.num_sampled,
                 truncated=completion.finish_reason == "length",
+                columns={name: value for name, value in rollout.prompt.columns.items() if name in needed},
                 messages=None if completion.episode is None else completion.episode.messages,
             )
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -45,6 +45,7 @@ class Scored:
         answer: What the majority is taken of; None without an answer.
         length: Number of sampled tokens.
         truncated: Whether it ended at ``max_tokens``.
+        columns: The columns of the row that reward functions need.
         messages: The conversation after the prompt, if there is an environment.
     """
 
@@ -59,6 +60,7 @@ class Scored:
     answer: str | None
     length: int
     truncated: bool
+    columns: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] | None = None
 
     def line(self) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from lit_grpo.process.terminal import visible
+from lit_grpo.process.terminal import counted, visible
 from lit_grpo.tools.evaluation.held_out import Scored
 
 MAX_ROWS = 200
@@ -58,20 +59,25 @@ def side_by_side(greedy: Mapping[str, Sequence[Scored]], about: str) -> str:
         heads = "".join(f"<th>{_text(name)}</th>" for name in greedy)
         body = "".join(_row(row) for row in shown)
         tables.append(
-            f"<h2>{title}: {len(rows):,} rows{more}</h2>\n"
+            f"<h2>{title}: {counted(len(rows), 'row')}{more}</h2>\n"
             f"<table><thead><tr><th>prompt</th>{heads}</tr></thead><tbody>{body}</tbody></table>"
         )
     return _PAGE.format(about=_text(about), tables="\n".join(tables))
 
 
 def _row(row: Sequence[Scored]) -> str:
-    cells = "".join(
-        f'<td><span class="{"yes" if one.correct else "no"}">{"correct" if one.correct else "wrong"}</span> '
-        f"<small>reward {one.reward:.3g}, {one.length} tokens{', truncated' if one.truncated else ''}</small>"
-        f"<pre>{_text(one.completion)}</pre></td>"
-        for one in row
+    asked = "".join(f"<small>{_text(f'{name}: {value}')}</small><br>" for name, value in row[0].columns.items())
+    cells = "".join(_cell(one) for one in row)
+    return (
+        f"<tr><td><small>{_text(row[0].prompt_id)}</small><pre>{_text(row[0].prompt)}</pre>{asked}</td>{cells}</tr>\n"
     )
-    return f"<tr><td><small>{_text(row[0].prompt_id)}</small><pre>{_text(row[0].prompt)}</pre></td>{cells}</tr>\n"
+
+
+def _cell(one: Scored) -> str:
+    mark = '<span class="yes">correct</span>' if one.correct else '<span class="no">wrong</span>'
+    reward = f"reward {one.reward:.3g}" if math.isfinite(one.reward) else "no reward"
+    about = f"{reward}, {counted(one.length, 'token')}{', truncated' if one.truncated else ''}"
+    return f"<td>{mark} <small>{about}</small><pre>{_text(one.completion)}</pre></td>"
 
 
 def _text(text: str) -> str:
