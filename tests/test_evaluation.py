@@ -331,16 +331,16 @@ def test_the_harness_finds_the_answers_that_the_reward_finds(pattern: str | None
     assert ([theirs] if theirs != "[invalid]" else []) == ours
 
 
-@pytest.mark.parametrize(
-    ("match", "messages", "sentence"),
-    [
-        (ExactMatch(pattern=r"(a)(b)"), None, "has 2 groups"),
-        (ExactMatch(), [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}], "of assistant, user"),
-    ],
-)
-def test_what_the_harness_cannot_ask_is_refused(match: ExactMatch, messages: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        task_of([Prompt("test/0", (1,), "?", {"answer": "1"}, messages=messages)], match)
+def test_a_conversation_is_a_task_as_the_policy_reads_it(tmp_path: Path) -> None:
+    messages = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+    task = task_of([Prompt("test/0", (1,), "<x><y>", {"answer": 1}, messages=messages)], ExactMatch())
+    assert task.rows == [{"prompt_id": "test/0", "prompt": "<x><y>", "answer": "1"}]
+    assert task.is_rendered and "apply_chat_template" not in task.write(tmp_path)
+
+
+def test_a_pattern_of_several_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 2 groups"):
+        task_of([], ExactMatch(pattern=r"(a)(b)"))
 
 
 def test_another_reward_than_exact_match_is_no_task() -> None:

@@ -223,6 +223,11 @@ class EvaluateCLI(LikeFitCLI):
         )
         if self._task is not None and self._options.lm_eval is not None:
             say(f"A task for the lm-evaluation-harness: {self._task.write(self._options.lm_eval)}")
+            if self._task.is_rendered:
+                name = self._candidates[0].source.name
+                say(
+                    f"Its prompts are conversations as the chat template of {name} renders them, for that policy alone."
+                )
         sources, completions = {}, {}
         while self._candidates:
             candidate = self._candidates.pop(0)

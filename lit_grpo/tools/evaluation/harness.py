@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,15 @@ class HarnessTask:
         name: Name of the task.
         settings: Content of the task's file, without the path of the rows.
         rows: The rows, each with ``prompt`` and ``answer``, and of conversations with ``system``.
-        is_chat: Whether the prompts are messages, which the harness renders with the policy's chat template.
+        is_chat: Whether the prompts are messages of the user, which the harness renders with the chat template.
+        is_rendered: Whether the prompts are conversations as the chat template of one policy has rendered them.
     """
 
     name: str
     settings: dict[str, Any]
     rows: list[dict[str, str]]
     is_chat: bool
+    is_rendered: bool
 
     def write(self, folder: Path) -> str:
         """Write ``NAME.yaml`` and the rows into a folder; return the command that evaluates a policy on the task."""
@@ -61,7 +63,7 @@ def make_task(
         sampling: Sampling parameters; the task takes ``max_tokens`` and ``stop``.
 
     Raises:
-        ValueError: The reward, its pattern or a prompt has no equivalent in the harness.
+        ValueError: The reward or its pattern has no equivalent in the harness.
     """
     match = next((function.call for function in rewards if function.name == rule.reward), None)
     if not isinstance(match, ExactMatch) or not 0 < rule.threshold <= 1:
@@ -75,8 +77,9 @@ def make_task(
             f"--lm-eval: the pattern {pattern!r} of the reward {rule.reward} has {match.pattern.groups} groups, and "
             "the harness takes the first that is not empty; write the others as (?:...)."
         )
-    rows = [_row(prompt, match.answer_column) for prompt in prompts]
-    is_chat = any(prompt.messages is not None for prompt in prompts)
+    talks = [prompt.messages for prompt in prompts if prompt.messages is not None]
+    is_chat = bool(talks) and all(_is_question(talk) for talk in talks)
+    rows = [_row(prompt, match.answer_column, is_chat) for prompt in prompts]
     settings: dict[str, Any] = {
         "test_split": "test",
         "output_type": "generate_until",
@@ -111,26 +114,22 @@ def make_task(
         ],
         "metadata": {"version": 1.0},
     }
-    return HarnessTask(re.sub(r"\W+", "_", name), settings, [row for row in rows if row], is_chat)
+    rows = [row for row in rows if row]
+    return HarnessTask(re.sub(r"\W+", "_", name), settings, rows, is_chat, is_rendered=bool(talks) and not is_chat)
 
 
-def _row(prompt: Prompt, answer_column: str) -> dict[str, str]:
-    """Return a row; empty if the row has no answer, so that no reward applies to it.
+def _is_question(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation is one message of the user, after one of the system or none."""
+    return [one["role"] for one in messages] in (["user"], ["system", "user"])
 
-    Raises:
-        ValueError: The prompt is a conversation that the harness cannot ask.
-    """
+
+def _row(prompt: Prompt, answer_column: str, is_chat: bool) -> dict[str, str]:
+    """Return a row; empty if the row has no answer, so that no reward applies to it."""
     answer = prompt.columns[answer_column]
     if answer is None:
         return {}
     row = {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "answer": str(answer).strip()}
-    if prompt.messages is None:
+    if not is_chat or prompt.messages is None:
         return row
     *before, last = prompt.messages
-    if last["role"] != "user" or [one["role"] for one in before] not in ([], ["system"]):
-        roles = ", ".join(one["role"] for one in prompt.messages)
-        raise ValueError(
-            f"--lm-eval: the prompt of row {prompt.prompt_id} (rows count from 0) is a conversation of {roles}, and "
-            "the harness asks one message of the user, after one of the system or none; leave --lm-eval out."
-        )
     return row | {"prompt": last["content"], "system": before[0]["content"] if before else ""}
