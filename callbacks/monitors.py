@@ -1,8 +1,11 @@
-"""Logs tokens per second, the seconds of each phase, and the peak memory of rollout and update."""
+"""Logs tokens per second, the seconds of each phase, and the memory of rollout and update."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,9 +17,10 @@ from lit_grpo.checks import check_order
 from lit_grpo.faults import StallWatch
 from lit_grpo.faults.observers import Observer
 from lit_grpo.limits import NotNegative, checks_arguments
-from lit_grpo.memory import PeakMemory
+from lit_grpo.memory import PeakMemory, held_bytes
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import embeddings
+from lit_grpo.process.files import replace_file
 from lit_grpo.types import PromptBatch
 
 from .rollout_scheduler import RolloutScheduler
@@ -142,13 +146,29 @@ class MemoryMonitor(Observer):
     The figures are the allocator's on a GPU, and the process's resident set on a CPU. The callback comes after
     :class:`lit_grpo.callbacks.RolloutScheduler` and ``WeightSync`` in the list, so that for it a batch starts when the
     rollout ends, and ends when the update ends.
+
+    After the first update, the first rank writes ``memory.json`` to the run's folder: the bytes of weights, gradients,
+    optimizer states and a token in the KV cache, the bytes of everything else that was in use before the first rollout,
+    and the estimate of ``fit-check``. ``report`` draws both.
+
+    Attributes:
+        forecast: Returns the estimate of ``fit-check`` for this run; None if the run has no settings to estimate from.
     """
+
+    forecast: Callable[[], Mapping[str, Any]] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_order(trainer, RolloutScheduler, WeightSync, MemoryMonitor)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Estimate and measure what is in use before the first rollout."""
+        assert isinstance(pl_module, GRPOModule)
         self._peak = PeakMemory(pl_module.device)
+        self._estimate = self.forecast() if self.forecast is not None and trainer.is_global_zero else None
+        before = held_bytes(pl_module.policy, trainer.optimizers)
+        in_use = self._peak.current_gib() * 2**30
+        self._other_bytes = max(in_use - before["weights"] - before["optimizer"], 0.0)
+        self._num_states = -1
         self._peak.reset()
 
     def on_train_batch_start(
@@ -162,11 +182,32 @@ class MemoryMonitor(Observer):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the update's peak; begin the next rollout phase."""
+        """Log the update's peak, write the parts after the first step; begin the next rollout phase."""
         update_gib = self._peak.peak_gib()
         pl_module.log_dict({"memory/update_peak_gib": update_gib, **self._peak.state_gib()})
         pl_module.log("peak_GiB", max(self._rollout_gib, update_gib), prog_bar=True, logger=False)
+        num_states = sum(len(optimizer.state) for optimizer in trainer.optimizers)
+        if num_states != self._num_states and trainer.is_global_zero:  # a batch without a signal takes no step
+            self._num_states = num_states
+            self._write_parts(trainer, pl_module)
         self._peak.reset()
+
+    def _write_parts(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert isinstance(module, GRPOModule)
+        budget = getattr(module.generator, "budget", None)
+        parts = {
+            "device": module.device.type,
+            "update": trainer.global_step,
+            "measured": {
+                **held_bytes(module.policy, trainer.optimizers),
+                "other": self._other_bytes,
+                "kv_token": None if budget is None else budget.bytes_per_token,
+            },
+            "forecast": self._estimate,
+        }
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)  # with a user's own Trainer it may be missing
+        replace_file(folder / "memory.json", (json.dumps(parts, indent=1) + "\n").encode())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave validation out of the next rollout's peak."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,6 +97,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def held_bytes(policy: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
+    """Return the bytes of a policy's weights, of the gradients of its trained weights, and of the optimizers' states.
+
+    Of tensors that are sharded over ranks this rank's shards count. A gradient counts whether it is there now or not.
+    """
+    weights = [*policy.parameters(), *policy.buffers()]
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return {
+        "weights": sum(map(_local_bytes, weights)),
+        "gradients": sum(map(_local_bytes, trained)),
+        "optimizer": sum(_local_bytes(value) for value in states if isinstance(value, torch.Tensor)),
+    }
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return shard.nbytes
 
 
 def update_bytes(policy: PreTrainedModel) -> int:

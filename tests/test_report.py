@@ -30,7 +30,7 @@ def content_of(folder: Path) -> dict[str, Any]:
 
 def written_content(path: Path) -> dict[str, Any]:
     (found,) = re.findall(r'<script type="application/json" id="content">(.*?)</script>', path.read_text(), re.DOTALL)
-    return json.loads(found)
+    return json.loads(found)["runs"][0]
 
 
 # ---- what is in it ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
+from lit_grpo.callbacks import GRPOProgressBar, MemoryMonitor, RunCheckpoint, RunSummary
 from lit_grpo.checkpoints import read_state, settled
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.parsing.errors import InputParser, one_sentence, own_frames
@@ -39,6 +40,7 @@ from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.tasks import DrawnRows as DrawnRows  # so that a config may name a task by its class alone
 from lit_grpo.tools.commands import TOOLS
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS, saves_checkpoints
+from lit_grpo.training.forecast import expected_bytes
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import silence
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
@@ -187,6 +189,10 @@ class GRPOCLI(LightningCLI):
         """Check everything, then open the run's folder, and validate the policy so that curves begin at update 0."""
         settings = self._settings
         self._check(settings.get("ckpt_path"))
+        device = self.trainer.strategy.root_device.type
+        for callback in cast(Any, self.trainer).callbacks:
+            if isinstance(callback, MemoryMonitor):
+                callback.forecast = partial(expected_bytes, settings, device)
         if is_first_rank():
             moved = self.run_folder.open()
             if moved is not None:

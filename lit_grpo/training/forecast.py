@@ -5,17 +5,24 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of
 from lit_grpo.policy.architecture.states import state_bytes
+from lit_grpo.policy.loading import load_config
+from lit_grpo.process.terminal import first_line
+from lit_grpo.process.urls import is_url
+from lit_grpo.rollout.vllm.arguments import dtype_of
 from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
 from lit_grpo.update.micro_batch_size import kept_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+LARGE = 1024  # a hidden state of more numbers; layers of such models take seconds to make
+SLOTS, VLLM = "SlotGenerator", "VLLMGenerator"
 SEVERAL = 2  # blocks of logits in memory at a time
 HEAD_BLOCK = {"cpu": 2**21, "cuda": 2**25}
 MOMENTS = {"AdamW": 8.0, "AdamW8bit": 2.1, "SGD": 0.0}
@@ -285,6 +292,89 @@ def _rollout(sizes: Sizes, demand: Demand) -> dict[str, float]:
     tokens = demand.num_slots * sum(piece_sizes(demand.max_tokens)) + num_prompts * prompt_room(demand.prompt_tokens)
     kv_bytes = 2 if demand.mixed else demand.weight_bytes
     return {"keys and values": float(tokens * sizes.num_layers * sizes.kv_values * kv_bytes), **states}
+
+
+def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
+    """Read the figures that decide memory from the settings of ``fit``.
+
+    Raises:
+        ValueError: The size of the optimizer's state is not known, or the generator decodes in other processes.
+    """
+    model, data = settings["model"], settings["data"]
+    generator, optimizer = model["generator"], model["optimizer"]
+    name = optimizer["class_path"].rsplit(".", 1)[-1]
+    if name not in MOMENTS:
+        raise ValueError(f"model.optimizer is {name}, whose state is not known here; known are {', '.join(MOMENTS)}.")
+    kind = generator["class_path"].rsplit(".", 1)[-1]
+    if kind not in (SLOTS, VLLM):
+        raise ValueError(
+            f"model.generator is {kind}, which decodes in processes of its own; add --model.generator slots to see "
+            "what the update takes."
+        )
+    lora, tokens = model["lora"], model["max_tokens_per_micro_batch"]
+    weight_bytes = 2 if model["dtype"] == "bfloat16" else 4
+    engine = generator["init_args"] if kind == VLLM else None
+    return Demand(
+        num_slots=generator["init_args"]["num_slots"],
+        group_size=model["num_generations"],
+        prompt_tokens=data["max_prompt_tokens"],
+        max_tokens=model["sampling"]["max_tokens"],
+        micro_batch_tokens=8192 if tokens == "auto" else tokens,
+        device=device,
+        mixed=settings["trainer"]["precision"] == "bf16-mixed",
+        weight_bytes=weight_bytes,
+        optimizer=name,
+        lora_rank=0 if lora is None else lora["r"],
+        nf4=lora is not None and lora["base"] == "nf4",
+        checkpointing=bool(model["gradient_checkpointing"]),
+        reference=model["objective"]["kl"]["beta"] > 0 and not model["reference"]["offload"],
+        engine_bytes=0 if engine is None else _engine_bytes(engine["engine_args"] or {}, weight_bytes),
+        engine_sleeps=engine is not None and engine["sleep_level"] > 0 and device == "cuda",
+        packed=bool(generator["init_args"].get("packed_weights")),
+        teacher_bytes=_teacher_bytes(model["teacher"]),
+    )
+
+
+def _teacher_bytes(teacher: Mapping[str, Any] | None) -> float:
+    """Return the bytes of a teacher's weights on the device; -1 for a copy of the policy's."""
+    if teacher is None or teacher["offload"] or teacher["policy"] == "live" or is_url(teacher["policy"]):
+        return 0.0
+    if teacher["policy"] in ("base", "average"):
+        return -1.0
+    sizes = Sizes.of(load_config(teacher["policy"]))
+    if teacher["dtype"] == "nf4":
+        return sizes.num_layers * sizes.layer_parameters * NF4_BYTES + sizes.other_parameters * 2
+    return sizes.parameters * (4 if teacher["dtype"] == "float32" else 2)
+
+
+def _engine_bytes(arguments: Mapping[str, Any], weight_bytes: int) -> int:
+    """Return the bytes of a weight in an engine; without a ``dtype`` of its own it is the policy's."""
+    dtype = dtype_of(arguments)
+    return weight_bytes if dtype is None else dtype.itemsize
+
+
+def expected_bytes(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the bytes that a run will take by phase and part, or the reason ``why`` they cannot be estimated.
+
+    Layers of large models are measured without memory, which may count a fifth more activations than ``fit-check``.
+
+    Args:
+        settings: All settings of ``fit``.
+        device: ``cpu`` or ``cuda``.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        demand = demand_of(settings, device)
+        config = load_config(settings["model"]["policy"])
+        large = config.get_text_config().hidden_size > LARGE
+        with FakeTensorMode() if large else nullcontext():
+            sizes = Sizes.of(config, demand.mixed, demand.weight_bytes)
+    except (ValueError, OSError, *RUN_FAILURES) as error:
+        return {"why": first_line(error)}
+    taken = forecast(sizes, demand)
+    update = max(taken.update, taken.step, key=lambda parts: sum(parts.values()))
+    return {"rollout": taken.resident | taken.rollout, "update": taken.resident | update}
 
 
 def largest(sizes: Sizes, demand: Demand, field: str, limit: float, most: int = 2**20) -> int:

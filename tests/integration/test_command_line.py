@@ -63,6 +63,34 @@ def weights(name: str) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(f"runs/{name}/policy").state_dict()
 
 
+def test_a_run_records_its_memory_by_part_beside_the_estimate_of_fit_check(folder: Path) -> None:
+    from lit_grpo.policy.loading import load_config
+    from lit_grpo.training.forecast import Demand, Sizes, forecast
+
+    fit("--trainer.max_steps", "2", "--model.max_tokens_per_micro_batch", "512")
+    told = json.loads(Path("runs/task/memory.json").read_text())
+    saved = sum(weight.nbytes for weight in weights("task").values())
+    measured, expected = told["measured"], told["forecast"]
+    assert told["device"] == "cpu" and told["update"] == 1
+    assert saved == measured["gradients"] == expected["update"]["gradients"]
+    assert saved <= measured["weights"] < 1.01 * saved  # with buffers
+    assert measured["optimizer"] == pytest.approx(expected["update"]["optimizer"], rel=0.01) and measured["other"] > 0
+    assert measured["kv_token"] == 4 * 2 * 2 * 2 * 16  # float32, layers, keys and values, heads, head size
+    settings = yaml.safe_load(Path("runs/task/config.yaml").read_text())
+    slots, group = settings["model"]["generator"]["init_args"]["num_slots"], settings["model"]["num_generations"]
+    sizes = Sizes.of(load_config(settings["model"]["policy"]))
+    demand = Demand(slots, group, settings["data"]["max_prompt_tokens"], 16, micro_batch_tokens=512)
+    assert expected["rollout"]["keys and values"] == forecast(sizes, demand).rollout["keys and values"]
+    assert expected["update"]["activations"] == forecast(sizes, demand).update["activations"]
+
+
+def test_a_run_that_fit_check_cannot_estimate_records_why(folder: Path) -> None:
+    fit("--trainer.max_steps", "1", "--model.optimizer", "torch.optim.Adagrad")
+    told = json.loads(Path("runs/task/memory.json").read_text())
+    assert told["forecast"]["why"].startswith("model.optimizer is Adagrad, whose state is not known here")
+    assert told["measured"]["optimizer"] >= told["measured"]["gradients"]
+
+
 def test_fit_leaves_metrics_samples_checkpoints_and_a_policy_that_transformers_loads(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -19,9 +19,8 @@ from benchmarks.random_policies import random_qwen3
 from lit_grpo.policy import load_policy
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.states import state_shape
-from lit_grpo.tools.commands.fit_check import _teacher_bytes
 from lit_grpo.tools.commands.fit_check import main as fit_check
-from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
+from lit_grpo.training.forecast import Demand, Sizes, _teacher_bytes, forecast, largest
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.micro_batch_size import activation_bytes
 from scripts.make_tiny import make_tokenizer

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import make_run
+from made_runs import HOSTILE, make_run
 
 from lit_grpo.tools.dashboard.report import read_folder, write_report
 from lit_grpo.tools.dashboard.report.content import report_content
@@ -183,3 +184,100 @@ def test_ten_thousand_updates_are_a_small_file_that_is_drawn_at_once(browser: An
     assert page.evaluate(DRAWN) == num_panels(run) + 2
     assert "A point stands for up to 21 updates" in page.locator(".head").text_content()
     page.close()
+
+
+# ---- several runs -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def several(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visit]:
+    """Two whole runs and one that has logged the reward alone."""
+    folder = tmp_path_factory.mktemp("several")
+    runs = [make_run(folder / "one"), make_run(folder / "other", updates=25), make_run(folder / "short", 9, ["reward"])]
+    settings = (runs[1] / "config.yaml").read_text()
+    (runs[1] / "config.yaml").write_text(settings.replace("my/policy", "<img src=x>"))
+    (runs[0] / "memory.json").write_text(json.dumps(MEMORY))
+    (runs[0] / "evaluation").mkdir()
+    rows = [
+        {"prompt_id": f"held_out/{number}", "prompt": HOSTILE, "policy": policy, "greedy": True, "sample": 0}
+        | {"completion": f"{policy}: {HOSTILE}", "reward": 1.0, "correct": policy == "new" or number == 0}
+        for policy in ("base", "new")
+        for number in range(3)
+    ]
+    (runs[0] / "evaluation" / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened = Visit(browser, write_report(runs))
+    yield opened
+    assert opened.said == [] and opened.requests == [(folder / "report.html").as_uri()]
+
+
+MEMORY = {
+    "device": "cpu",
+    "measured": {"weights": 2**28, "gradients": 2**28, "optimizer": 2**29, "other": 2**29, "kv_token": 2**10},
+    "forecast": {"rollout": {"weights": 2**28, "keys and values": 2**27}, "update": {"weights": 2**28, "head": 2**24}},
+}
+
+
+def show(page: Any, name: str) -> None:
+    page.get_by_label("Run", exact=True).select_option(label=name)
+
+
+def test_runs_have_a_line_each_in_common_charts_and_their_own_pages(several: Visit) -> None:
+    page = several.page
+    show(page, "all compared")
+    assert page.locator("h1").text_content() == "3 runs" and page.locator("img").count() == 0
+    chart = page.locator("#learning-0")
+    assert chart.locator("h3").text_content() == "reward" and chart.locator("path.line").count() == 3
+    assert chart.locator(".legend").text_content() == "oneothershort"
+    strokes = page.evaluate(
+        "[...document.querySelectorAll('figure .legend button')].map(b => b.textContent + b.firstChild.style.cssText)"
+    )
+    assert len(set(strokes)) == 3 and len(strokes) > 100  # a run has the same colour in all charts
+    assert page.locator("#settings-that-differ table").text_content().count("<img src=x>") == 1
+    assert page.locator("#final-figures tbody tr").count() == 3
+    show(page, "other")
+    assert page.locator("h1").text_content() == "otherended"
+    assert page.evaluate(DRAWN) > 50 and page.locator("#timeline-chart").count() == 1
+    page.get_by_label("By", exact=True).select_option("num_tokens")
+    show(page, "short")
+    assert page.locator("#learning-0 path.line").count() == 1  # it has no other axis than updates
+    show(page, "all compared")
+    page.locator("#final-figures").get_by_text("one").first.is_visible()
+
+
+def test_values_of_several_runs_are_told_at_the_same_place(several: Visit) -> None:
+    page = several.page
+    show(page, "all compared")
+    chart = page.locator("#learning-0")
+    chart.locator("svg").focus()
+    page.keyboard.press("End")
+    tip = chart.locator(".tip").text_content()
+    assert tip.startswith("update 40one") and "update 25" in tip and "update 9" in tip
+    page.keyboard.press("Home")
+    assert chart.locator(".tip").text_content().startswith("update 0one")
+
+
+def test_memory_prompts_over_time_and_before_and_after_are_on_the_page_of_a_run(several: Visit) -> None:
+    page = several.page
+    show(page, "one")
+    assert page.locator("#memory-chart path.part").count() >= 10
+    assert "update, measured" in page.locator("#memory-chart svg").text_content()
+    over_time = page.locator("#over-time article")
+    assert over_time.count() == 4 and over_time.first.locator(".column").count() == 3
+    changed = page.locator("#before-and-after")
+    assert "2 are answered correctly only after, 0 only before, 1 by both" in changed.text_content()
+    assert changed.locator("article").first.locator(".column").count() == 2
+    assert (
+        HOSTILE[:30] in changed.locator("pre").first.text_content()
+        and page.title() == "3 runs: one, other, short · lit_grpo"
+    )
+    assert 1 <= page.locator("#what-to-try-next li").count() <= 5
+
+
+@pytest.mark.parametrize("name", ["all compared", "one"])
+def test_several_runs_fit_a_phone_and_a_desktop(several: Visit, name: str) -> None:
+    page = several.page
+    show(page, name)
+    for width in (360, 1360):
+        page.set_viewport_size({"width": width, "height": 900})
+        wait_until(page, f"drawn[0].width + 26 <= {width} && window.innerWidth === {width}")
+        assert page.evaluate("document.documentElement.scrollWidth") == width

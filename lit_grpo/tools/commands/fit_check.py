@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,8 @@ from lit_grpo.cli.parsing.refusals import check_values
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.loading import load_config
-from lit_grpo.process.urls import is_url
-from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.rollout.vllm.arguments import dtype_of
-from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.memory_amount import MemoryAmount
-from lit_grpo.training.forecast import MOMENTS, NF4_BYTES, Demand, Forecast, Sizes, forecast, largest
+from lit_grpo.training.forecast import Demand, Forecast, Sizes, demand_of, forecast, largest
 
 GIB = 2**30
 FOUND = ("num_slots", "micro_batch_tokens")
@@ -68,65 +64,6 @@ def _free_on(device: str) -> int:
             "memory of the one that is meant, such as --memory 80GiB."
         )
     return free_bytes(torch.device(device))
-
-
-def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
-    """Read the figures that decide memory from the settings of ``fit``.
-
-    Raises:
-        ValueError: The size of the optimizer's state is not known, or the generator decodes in other processes.
-    """
-    model, data = settings["model"], settings["data"]
-    generator, optimizer = model["generator"], model["optimizer"]
-    name = optimizer["class_path"].rsplit(".", 1)[-1]
-    if name not in MOMENTS:
-        raise ValueError(f"model.optimizer is {name}, whose state is not known here; known are {', '.join(MOMENTS)}.")
-    kind = generator["class_path"].rsplit(".", 1)[-1]
-    if kind not in (SlotGenerator.__name__, VLLMGenerator.__name__):
-        raise ValueError(
-            f"model.generator is {kind}, which decodes in processes of its own; add --model.generator slots to see "
-            "what the update takes."
-        )
-    lora, tokens = model["lora"], model["max_tokens_per_micro_batch"]
-    weight_bytes = 2 if model["dtype"] == "bfloat16" else 4
-    engine = generator["init_args"] if kind == VLLMGenerator.__name__ else None
-    return Demand(
-        num_slots=generator["init_args"]["num_slots"],
-        group_size=model["num_generations"],
-        prompt_tokens=data["max_prompt_tokens"],
-        max_tokens=model["sampling"]["max_tokens"],
-        micro_batch_tokens=8192 if tokens == "auto" else tokens,
-        device=device,
-        mixed=settings["trainer"]["precision"] == "bf16-mixed",
-        weight_bytes=weight_bytes,
-        optimizer=name,
-        lora_rank=0 if lora is None else lora["r"],
-        nf4=lora is not None and lora["base"] == "nf4",
-        checkpointing=bool(model["gradient_checkpointing"]),
-        reference=model["objective"]["kl"]["beta"] > 0 and not model["reference"]["offload"],
-        engine_bytes=0 if engine is None else _engine_bytes(engine["engine_args"] or {}, weight_bytes),
-        engine_sleeps=engine is not None and engine["sleep_level"] > 0 and device == "cuda",
-        packed=bool(generator["init_args"].get("packed_weights")),
-        teacher_bytes=_teacher_bytes(model["teacher"]),
-    )
-
-
-def _teacher_bytes(teacher: Mapping[str, Any] | None) -> float:
-    """Return the bytes of a teacher's weights on the device; -1 for a copy of the policy's."""
-    if teacher is None or teacher["offload"] or teacher["policy"] == "live" or is_url(teacher["policy"]):
-        return 0.0
-    if teacher["policy"] in ("base", "average"):
-        return -1.0
-    sizes = Sizes.of(load_config(teacher["policy"]))
-    if teacher["dtype"] == "nf4":
-        return sizes.num_layers * sizes.layer_parameters * NF4_BYTES + sizes.other_parameters * 2
-    return sizes.parameters * (4 if teacher["dtype"] == "float32" else 2)
-
-
-def _engine_bytes(arguments: Mapping[str, Any], weight_bytes: int) -> int:
-    """Return the bytes of a weight in an engine; without a ``dtype`` of its own it is the policy's."""
-    dtype = dtype_of(arguments)
-    return weight_bytes if dtype is None else dtype.itemsize
 
 
 def _show(sizes: Sizes, demand: Demand, taken: Forecast, limit: float) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -21,34 +19,43 @@ from lit_grpo.findings.rewards import (
 )
 from lit_grpo.findings.tool_calls import ToolCalls
 from lit_grpo.process.terminal import visible
+from lit_grpo.tools.dashboard.report.advice import what_to_try
+from lit_grpo.tools.dashboard.report.completions import completions
 from lit_grpo.tools.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
 from lit_grpo.tools.dashboard.report.folder import RunRecords
+from lit_grpo.tools.dashboard.report.memory import memory_bars
 from lit_grpo.tools.dashboard.specification import Panel, Section, explain, sections
 from lit_grpo.types import PassRule
 
 MAX_OWN = 40
-MAX_SAMPLES = 400
-MAX_CHARACTERS = 4_000  # of a text
 MAX_SCATTER = 2_000
+MAX_CONFIG = 200_000  # characters
 
 
-def report_content(run: RunRecords) -> dict[str, Any]:
-    """Return everything that the page shows."""
+def report_content(run: RunRecords, label: str = "", num_runs: int = 1) -> dict[str, Any]:
+    """Return everything that the page shows of a run.
+
+    Args:
+        run: The records of the run.
+        label: Name of the run on the page; by default the name of its folder.
+        num_runs: Number of runs that share the page, and so its size.
+    """
+    most = max(MAX_POINTS // num_runs, 100)
     return {
-        "name": run.folder.resolve().name,
+        "name": label or visible(run.folder.resolve().name),
         "head": _heading(run),
-        "written": f"{datetime.now():%Y-%m-%d %H:%M}",
-        "axis": axis(run.steps, run.columns),
+        "advice": what_to_try(run.columns),
+        "axis": axis(run.steps, run.columns, most),
         "axes": {name: title for name, title in AXES.items() if name in run.columns},
-        "points": {"most": MAX_POINTS, "rows": len(run.steps)},
-        "metrics": {name: points(values) for name, values in run.columns.items()},
+        "rows": len(run.steps),
+        "metrics": {name: points(values, most) for name, values in run.columns.items()},
+        "memory": memory_bars(run.memory, run.columns),
         "sections": [_section(section, run) for section in sections()] + _own(run.columns),
-        "timelines": run.timelines,
+        "timelines": run.timelines[-max(len(run.timelines) // num_runs, 1) :],
         "num_timelines": run.num_timelines,
-        "lengths": _lengths(run.lengths),
-        "samples": [_sample(row) for row in run.samples[-MAX_SAMPLES:]],
-        "num_samples": len(run.samples),
-        "config": run.config_text,
+        "lengths": _lengths(run.lengths, MAX_SCATTER // num_runs),
+        **completions(run.samples, run.evaluated, num_runs),
+        "config": run.config_text[:MAX_CONFIG],
         "versions": run.versions,
     }
 
@@ -57,41 +64,61 @@ def report_content(run: RunRecords) -> dict[str, Any]:
 
 
 def _heading(run: RunRecords) -> dict[str, Any]:
-    trainer, model = run.config.get("trainer") or {}, run.config.get("model") or {}
-    updates, wanted = int(run.steps[-1]), trainer.get("max_steps")
-    wanted = wanted if isinstance(wanted, int) and wanted > 0 else None
+    updates, wanted = int(run.steps[-1]) if len(run.steps) else 0, wanted_updates(run)
     state = "running" if run.running else "stopped" if wanted is not None and updates < wanted else "ended"
-    facts = [("Updates", f"{updates:,}" + (f" of {wanted:,}" if wanted is not None else ""), "")]
-    facts += _passed(run) + _parted(run) + _failing_tools(run.columns) + _without_signal(run.columns)
-    if (seconds := _seconds(run.columns)) is not None:
-        facts.append(("Time in steps", _duration(seconds), ""))
-    peaks = {name: run.columns[name] for name in run.columns if name.startswith("memory/") and "peak" in name}
-    if peaks:
-        name, values = max(peaks.items(), key=lambda peak: np.nanmax(peak[1]))
-        where = name.removeprefix("memory/").removesuffix("_peak_gib")
-        facts.append(("Peak memory", f"{np.nanmax(values):.3g} GiB", f"in the {where}{_capacity(run.columns)}"))
-    if "num_tokens" in run.columns:
-        facts.append(("Sampled tokens", f"{np.nanmax(run.columns['num_tokens']):,.0f}", ""))
-    if isinstance(model.get("policy"), str):
-        facts.append(("Policy", visible(model["policy"]), ""))
+    found = figures(run)
+    facts = [("Updates", *found["updates"])]
+    title = (score_of(run.columns) or "").removeprefix("val/")
+    title += _passes(run) if "pass" in title else ""
+    facts += [(f"{name.capitalize()} {title}", *found[name]) for name in ("best", "last") if name in found]
+    facts += _parted(run) + _failing_tools(run.columns) + _without_signal(run.columns)
+    titles = {"time": "Time in steps", "memory": "Peak memory", "tokens": "Sampled tokens"}
+    facts += [(title, *found[name]) for name, title in titles.items() if name in found]
+    policy = run.settings("model").get("policy")
+    if isinstance(policy, str):
+        facts.append(("Policy", visible(policy), ""))
     return {"state": state, "facts": facts}
 
 
-def _passed(run: RunRecords) -> list[tuple[str, str, str]]:
-    """Return the best and the last pass@1 of validation prompts; the reward if there is no validation."""
-    names = [name for name in ("val/pass@1", "val/reward", "reward") if name in run.columns]
-    if not names:
-        return []
-    values = run.columns[names[0]]
-    (there,) = np.nonzero(np.isfinite(values))
-    best, last = there[np.argmax(values[there])], there[-1]
-    title = names[0].removeprefix("val/")
-    form = "{:.1%}" if "pass" in title else "{:.3g}"
-    title += _passes(run) if "pass" in title else ""
-    return [
-        (f"Best {title}", form.format(values[best]), f"at update {run.steps[best]:,}"),
-        (f"Last {title}", form.format(values[last]), f"at update {run.steps[last]:,}"),
-    ]
+def figures(run: RunRecords) -> dict[str, tuple[str, str]]:
+    """Return the figures that a run comes to, by name: the text of each, and a note on it.
+
+    ``first``, ``best`` and ``last`` are of the metric that :func:`score_of` names; ``reward`` is the mean of the last
+    quarter of the updates. What the run has not logged is left out.
+    """
+    columns = run.columns
+    updates, wanted = int(run.steps[-1]) if len(run.steps) else 0, wanted_updates(run)
+    found = {"updates": (f"{updates:,}" + (f" of {wanted:,}" if wanted is not None else ""), "")}
+    if (name := score_of(columns)) is not None:
+        values = columns[name]
+        (there,) = np.nonzero(np.isfinite(values))
+        form = "{:.1%}" if "pass" in name else "{:.3g}"
+        for title, row in (("first", there[0]), ("best", there[np.argmax(values[there])]), ("last", there[-1])):
+            found[title] = form.format(values[row]), f"at update {run.steps[row]:,}"
+    if "reward" in columns:
+        rewards = columns["reward"][np.isfinite(columns["reward"])]
+        found["reward"] = f"{rewards[-max(len(rewards) // 4, 1) :].mean():.3g}", ""
+    if (seconds := _seconds(columns)) is not None:
+        found["time"] = _duration(seconds), ""
+    peaks = {name: np.nanmax(columns[name]) for name in columns if name.startswith("memory/") and "peak" in name}
+    if peaks:
+        name = max(peaks, key=lambda name: peaks[name])
+        where = name.removeprefix("memory/").removesuffix("_peak_gib")
+        found["memory"] = f"{peaks[name]:.3g} GiB", f"in the {where}{_capacity(columns)}"
+    if "num_tokens" in columns:
+        found["tokens"] = f"{np.nanmax(columns['num_tokens']):,.0f}", ""
+    return found
+
+
+def score_of(columns: Mapping[str, np.ndarray]) -> str | None:
+    """Return the metric that says how good a run is: pass@1 of validation prompts, or else a reward."""
+    return next((name for name in ("val/pass@1", "val/reward", "reward") if name in columns), None)
+
+
+def wanted_updates(run: RunRecords) -> int | None:
+    """Return ``trainer.max_steps``; None if the run has no such limit."""
+    wanted = run.settings("trainer").get("max_steps")
+    return wanted if isinstance(wanted, int) and wanted > 0 else None
 
 
 def _parted(run: RunRecords) -> list[tuple[str, str, str]]:
@@ -142,14 +169,14 @@ def _passes(run: RunRecords) -> str:
 
 def _pass_rule(run: RunRecords) -> PassRule | None:
     """Return the rule of passing; None if the run's configuration does not say."""
-    model = run.config.get("model") or {}
+    model = run.settings("model")
     name, threshold = model.get("pass_reward") or next(iter(_weights(run)), None), model.get("pass_threshold", 1.0)
     return PassRule(str(name), threshold) if name and isinstance(threshold, int | float) else None
 
 
 def _weights(run: RunRecords) -> dict[str, float]:
     """Return the weights of the run's reward functions by name; empty if its configuration does not say."""
-    rewards = (run.config.get("model") or {}).get("rewards")
+    rewards = run.settings("model").get("rewards")
     weights: dict[str, float] = {}
     for spec in rewards if isinstance(rewards, list) else []:
         spec = spec if isinstance(spec, dict) else {"function": spec}
@@ -215,11 +242,12 @@ def _panel(panel: Panel, columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "metrics": names,
         "limits": [name for name in names if (known := explain(name)) and known[1].limit],
         "stacked": panel.stacked,
-        "about": [{"name": name, **_meaning(name)} for name in names],
+        "about": [{"name": name, **metric_meaning(name)} for name in names],
     }
 
 
-def _meaning(name: str) -> dict[str, str]:
+def metric_meaning(name: str) -> dict[str, str]:
+    """Return what a metric means, its normal values, and what to do about others."""
     found = explain(name)
     if found is None:
         return {"means": "A metric of this run's own."}
@@ -236,16 +264,13 @@ def _table(names: Iterable[str], columns: Mapping[str, np.ndarray]) -> list[list
     return rows
 
 
-# ---- completions --------------------------------------------------------------------------------------
-
-
-def _lengths(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _lengths(rows: list[dict[str, Any]], most: int) -> dict[str, Any] | None:
     """Return predicted and actual lengths, some of them as points, and their rank correlation."""
     pairs = [(row["step"], row["predicted"], row["tokens"]) for row in rows if row["tokens"] and row["predicted"]]
     if not pairs:
         return None
     table = np.array(pairs, dtype=np.float64)
-    chosen = np.unique(np.linspace(0, len(table) - 1, min(len(table), MAX_SCATTER)).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(table) - 1, min(len(table), most)).round().astype(int))
     correlation = rank_correlation(table[:, 1], table[:, 2])
     return {
         "points": [[int(step), round(predicted, 1), int(tokens)] for step, predicted, tokens in table[chosen].tolist()],
@@ -254,25 +279,3 @@ def _lengths(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         "last": int(table[:, 0].max()),
         "correlation": None if correlation is None else round(correlation, 3),
     }
-
-
-def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a completion, with rewards by function and columns of the data, which have prefixes in the row."""
-    own = ("step", "prompt_id", "prompt", "completion", "tokens", "finish", "reward", "advantage")
-    rest = {name: value for name, value in row.items() if name not in own and value is not None}
-    parts = {kind: {} for kind in ("rewards", "columns", "extra")}
-    for name, value in rest.items():
-        kind, _, short = name.partition("/")
-        kind, short = (kind, short) if kind in ("rewards", "columns") and short else ("extra", name)
-        parts[kind][visible(short)] = _shown(value)
-    shown = {name: _shown(row.get(name)) for name in own}
-    return shown | parts | {"characters": len(str(row.get("completion") or ""))}
-
-
-def _shown(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    text = visible(str(value))
-    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"

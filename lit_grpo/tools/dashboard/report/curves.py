@@ -11,14 +11,15 @@ AXES = {"num_tokens": "sampled tokens", "time/total_s": "time in steps"}
 """Metrics that may be the axis of a chart in place of the update."""
 
 
-def axis(steps: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, Any]:
+def axis(steps: np.ndarray, columns: dict[str, np.ndarray], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return the axis: the updates of each point, and the values of other axes there.
 
     Args:
         steps: Number of the update of each row, shape (rows,).
         columns: Metrics, shape (rows,) each.
+        most: Max number of points.
     """
-    first, last = _bounds(len(steps))
+    first, last = _bounds(len(steps), most)
     others = {name: _filled(columns[name]) for name in AXES if name in columns}
     return {
         "first": steps[first].tolist(),
@@ -28,13 +29,14 @@ def axis(steps: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
-def points(values: np.ndarray) -> dict[str, Any]:
+def points(values: np.ndarray, most: int = MAX_POINTS) -> dict[str, Any]:
     """Return the mean of each point's rows, and if a point has several, the smallest and largest; null without values.
 
     Args:
         values: A metric, shape (rows,).
+        most: Max number of points.
     """
-    first, last = _bounds(len(values))
+    first, last = _bounds(len(values), most)
     if (first == last).all():
         return {"mean": _rounded(values)}
     there = np.isfinite(values)
@@ -58,9 +60,9 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[place]
 
 
-def _bounds(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(num_rows: int, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and last row of each point."""
-    edges = np.linspace(0, num_rows, min(num_rows, MAX_POINTS) + 1).round().astype(np.int64)
+    edges = np.linspace(0, num_rows, min(num_rows, most) + 1).round().astype(np.int64)
     return edges[:-1], edges[1:] - 1
 
 

@@ -17,6 +17,7 @@ MAX_TIMELINES = 8
 MAX_SPANS = 30_000  # of all timelines that are shown
 MAX_LENGTHS = 4_000  # completions whose predicted length is compared with the actual one
 MAX_TAIL_BYTES = 16 * 2**20  # read from the end of a file of rows
+EVALUATED = Path("evaluation", "completions.jsonl")
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,11 @@ class RunRecords:
         config_text: The text of the configuration file.
         versions: The versions of packages at the last start of the run, a line each.
         samples: Rows of the file samples.jsonl.
+        evaluated: Rows of evaluation/completions.jsonl, one for each prompt and policy: the greedy one if there is one.
         lengths: Rows with ``step``, ``tokens`` and ``predicted``, from trace.jsonl or else from the timelines.
         timelines: Rows of timeline.jsonl; only some if there are many.
         num_timelines: The number of rows of timeline.jsonl.
+        memory: The content of memory.json; empty if the run has none.
     """
 
     folder: Path
@@ -45,45 +48,62 @@ class RunRecords:
     config_text: str
     versions: str
     samples: list[dict[str, Any]]
+    evaluated: list[dict[str, Any]]
     lengths: list[dict[str, Any]]
     timelines: list[dict[str, Any]]
     num_timelines: int
+    memory: dict[str, Any]
+
+    def settings(self, group: str) -> dict[str, Any]:
+        """Return a group of the configuration, such as ``model``; empty if there is none."""
+        found = self.config.get(group)
+        return found if isinstance(found, dict) else {}
 
 
-def read_folder(folder: Path) -> RunRecords:
+def read_folder(folder: Path, may_be_new: bool = False) -> RunRecords:
     """Read the records; unfinished lines are left out.
+
+    Args:
+        folder: Folder of the run.
+        may_be_new: Whether a run that goes on may have logged nothing yet.
 
     Raises:
         ValueError: There is no such folder, or it has no metrics of a run.
     """
     if not folder.is_dir():
         raise ValueError(f"There is no run folder {str(folder)!r}; name one that holds a metrics.csv.")
-    if not (folder / "metrics.csv").is_file():
+    running = _is_running(folder)
+    may_be_new = may_be_new and running
+    if not (folder / "metrics.csv").is_file() and not may_be_new:
         raise ValueError(
             f"{str(folder)!r} has no metrics.csv, so it is no run's folder, or its run has logged nothing yet."
         )
     steps, columns = _read_metrics(folder / "metrics.csv")
-    if not len(steps):
+    if not len(steps) and not may_be_new:
         raise ValueError(f"{str(folder / 'metrics.csv')!r} has no whole row yet; wait for the first update.")
     config_text = _text(folder / "config.yaml")
     timelines, num_timelines = _read_timelines(folder / "timeline.jsonl")
     lengths = [row for row in _tail(folder / "trace.jsonl") if "predicted" in row] or _lengths_of(timelines)
     return RunRecords(
         folder=folder,
-        running=_is_running(folder),
+        running=running,
         steps=steps,
         columns=columns,
         config=_config(config_text),
         config_text=config_text,
-        versions=_versions(folder / "versions.json"),
+        versions="\n".join(f"{name} {value}" for name, value in _object(folder / "versions.json").items()),
         samples=list(_tail(folder / "samples.jsonl")),
+        evaluated=_evaluated(folder / EVALUATED),
         lengths=lengths[-MAX_LENGTHS:],
         timelines=timelines,
         num_timelines=num_timelines,
+        memory=_object(folder / "memory.json"),
     )
 
 
 def _read_metrics(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    if not path.is_file():
+        return np.zeros(0, np.int64), {}
     lines = path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
     reader = csv.reader(line.replace("\0", "") for line in lines if line.endswith("\n"))
     names = next(reader, [])
@@ -116,12 +136,13 @@ def _config(text: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _versions(path: Path) -> str:
+def _object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none."""
     try:
-        found = json.loads(_text(path) or "{}")
+        found = json.loads(_text(path) or "{}", parse_constant=lambda _: None)
     except ValueError:
-        return ""
-    return "\n".join(f"{name} {value}" for name, value in found.items()) if isinstance(found, dict) else ""
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _tail(path: Path) -> Iterator[dict[str, Any]]:
@@ -143,6 +164,21 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _evaluated(path: Path) -> list[dict[str, Any]]:
+    """Return one row for each prompt and policy of a file, however long: the greedy one, or else the first sample."""
+    kept: dict[tuple[str, str], dict[str, Any]] = {}
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        for row in filter(None, map(_row, file)):
+            if "policy" not in row or "prompt_id" not in row:
+                continue
+            place = str(row["prompt_id"]), str(row["policy"])
+            if place not in kept or (row.get("greedy") and not kept[place].get("greedy")):
+                kept[place] = row
+    return list(kept.values())
 
 
 def _read_timelines(path: Path) -> tuple[list[dict[str, Any]], int]:

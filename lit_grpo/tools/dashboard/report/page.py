@@ -5,33 +5,57 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Sequence
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from lit_grpo.process.files import replace_file
+from lit_grpo.tools.dashboard.report.comparison import comparison, labels
 from lit_grpo.tools.dashboard.report.content import report_content
-from lit_grpo.tools.dashboard.report.folder import read_folder
+from lit_grpo.tools.dashboard.report.folder import RunRecords, read_folder
 
-SCRIPTS = ("scales.js", "charts.js", "timeline.js", "completions.js", "page.js")
+SCRIPTS = ("scales.js", "charts.js", "timeline.js", "completions.js", "memory.js", "comparison.js", "page.js")
 
 
-def write_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a run, and return its path.
+def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Path:
+    """Write the report of one run, or of several, and return its path.
 
     Args:
-        folder: Folder of the run.
-        output: The file; by default ``report.html`` in the folder.
+        runs: Folder of the run, or the folders of several runs, which are compared.
+        output: The file. By default it is ``report.html`` in the run's folder; for several runs, in the folder that
+            holds the first one.
 
     Raises:
-        ValueError: The folder has no run.
+        ValueError: A folder has no run, or is given twice.
         OSError: The file cannot be written.
     """
-    page = make_page(report_content(read_folder(folder)))
-    path = output or folder / "report.html"
+    folders = [runs] if isinstance(runs, Path) else list(runs)
+    for place, each in enumerate(folders):
+        if each.resolve() in [earlier.resolve() for earlier in folders[:place]]:
+            raise ValueError(f"The run {str(each)!r} is given twice; give each run once.")
+    page = make_page(page_content([read_folder(each, may_be_new=len(folders) > 1) for each in folders]))
+    path = output or default_path(folders)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, page.encode())
     return path
+
+
+def default_path(folders: Sequence[Path]) -> Path:
+    """Return where the report of these runs is written by default."""
+    return (folders[0].resolve().parent if len(folders) > 1 else folders[0]) / "report.html"
+
+
+def page_content(runs: Sequence[RunRecords]) -> dict[str, Any]:
+    """Return everything that the page of one run or of several shows."""
+    names, several = labels(runs), len(runs) > 1
+    return {
+        "title": f"{len(runs)} runs: {', '.join(names)}" if several else names[0],
+        "written": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "runs": [report_content(run, name, len(runs)) for run, name in zip(runs, names, strict=True)],
+        "comparison": comparison(runs) if several else None,
+    }
 
 
 def make_page(content: dict[str, Any]) -> str:
@@ -39,7 +63,7 @@ def make_page(content: dict[str, Any]) -> str:
     data = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     parts = {
-        "TITLE": html.escape(content["name"]),
+        "TITLE": html.escape(content["title"]),
         "STYLE": _asset("report.css"),
         "SCRIPT": "\n".join(map(_asset, SCRIPTS)),
         "CONTENT": data,

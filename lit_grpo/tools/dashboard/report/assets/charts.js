@@ -2,12 +2,31 @@
 
 const CHART = { height: 176, left: 46, right: 10, top: 8, bottom: 22 };
 
+/** The lines of a panel of one run: a metric each. */
+function linesOf(run, panel) {
+  const drawn = panel.metrics.filter((name) => !panel.limits.includes(name));
+  return panel.metrics.map((name) => ({ name, run, values: run.metrics[name], limit: panel.limits.includes(name), ...style(Math.max(drawn.indexOf(name), 0)) }));
+}
+
+/** The lines of a metric of several runs: a run each, which has its colour in all charts. */
+function linesOfRuns(metric) {
+  return content.runs.map((run, index) => ({ name: run.name, run, values: run.metrics[metric], limit: false, ...style(index) })).filter((line) => line.values);
+}
+
+function style(index) {
+  return { color: `var(--series-${(index % 6) + 1})`, broken: index > 5 };
+}
+
+function swatch(line) {
+  return make("span", { class: line.limit ? "swatch dashed" : line.broken ? "swatch broken" : "swatch", style: line.limit ? null : `--color: ${line.color}` });
+}
+
 class Chart {
-  constructor(panel, id) {
+  constructor(panel, lines, id) {
     this.panel = panel;
+    this.lines = lines;
     this.hidden = new Set();
-    this.farNotes = new Map(); // in the legend, by metric: a limit far above the values is no line in the chart
-    this.lines = panel.metrics.filter((name) => !panel.limits.includes(name));
+    this.farNotes = new Map(); // in the legend, by line: a limit far above the values is no line in the chart
     this.svg = makeSvg("svg", { tabindex: 0, role: "img", height: CHART.height });
     this.tip = make("div", { class: "tip", role: "status", hidden: "" });
     this.legend = make("ul", { class: "legend" });
@@ -21,39 +40,37 @@ class Chart {
     drawn.push(this);
   }
 
-  colorOf(name) {
-    return `var(--series-${(this.lines.indexOf(name) % 6) + 1})`;
-  }
-
   makeLegend() {
-    for (const name of this.panel.metrics) {
-      const limit = this.panel.limits.includes(name);
-      const swatch = make("span", { class: limit ? "swatch dashed" : "swatch", style: limit ? null : `--color: ${this.colorOf(name)}` });
+    for (const line of this.lines) {
       const note = make("span", { class: "far" });
-      this.farNotes.set(name, note);
-      const label = make("span", {}, name, note);
-      const button = make("button", { type: "button", "aria-pressed": "true", title: "Show or hide" }, swatch, label);
+      this.farNotes.set(line, note);
+      const button = make("button", { type: "button", "aria-pressed": "true", title: "Show or hide" }, swatch(line), make("span", {}, line.name, note));
       button.addEventListener("click", () => {
-        this.hidden[this.hidden.has(name) ? "delete" : "add"](name);
-        button.setAttribute("aria-pressed", String(!this.hidden.has(name)));
+        this.hidden[this.hidden.has(line) ? "delete" : "add"](line);
+        button.setAttribute("aria-pressed", String(!this.hidden.has(line)));
         this.draw();
       });
       this.legend.append(make("li", {}, button));
     }
   }
 
-  /** The visible lines: what is logged, and the smoothed values; of a stack each with what is under it. */
+  visible(limits) {
+    return this.lines.filter((line) => line.limit === limits && !this.hidden.has(line));
+  }
+
+  /** What is drawn of the visible lines: what is logged, and the smoothed values; of a stack each with what is under it. */
   series() {
-    const below = new Array(content.axis.first.length).fill(0);
-    return this.lines.filter((name) => !this.hidden.has(name)).map((name) => {
-      const { mean, min, max } = content.metrics[name];
-      const line = { name, raw: mean, min, max, smooth: smoothed(mean), color: this.colorOf(name) };
+    const lines = this.visible(false);
+    const below = new Array(lines[0]?.values.mean.length ?? 0).fill(0);
+    return lines.map((line) => {
+      const { mean, min, max } = line.values;
+      const made = { ...line, raw: mean, min, max, smooth: smoothed(mean), x: places(line.run) };
       if (this.panel.stacked) {
-        line.base = [...below];
-        (line.smooth ?? mean).forEach((value, index) => { below[index] += Math.max(value ?? 0, 0); });
-        line.top = [...below];
+        made.base = [...below];
+        (made.smooth ?? mean).forEach((value, index) => { below[index] += Math.max(value ?? 0, 0); });
+        made.top = [...below];
       }
-      return line;
+      return made;
     });
   }
 
@@ -71,10 +88,10 @@ class Chart {
     }
     if (least > greatest) [least, greatest] = [0, 1];
     this.far = new Map();
-    for (const name of this.panel.limits.filter((each) => !this.hidden.has(each))) {
-      const limit = Math.max(...content.metrics[name].mean.filter((value) => value !== null));
+    for (const line of this.visible(true)) {
+      const limit = Math.max(...line.values.mean.filter((value) => value !== null));
       if (limit <= 3 * greatest) greatest = Math.max(greatest, limit);
-      else this.far.set(name, limit);
+      else this.far.set(line, limit);
     }
     if (least === greatest) [least, greatest] = least === 0 ? [0, 1] : [least - Math.abs(least) * 0.1, greatest + Math.abs(greatest) * 0.1];
     if (least > 0 && least < 0.5 * greatest) least = 0;
@@ -90,34 +107,39 @@ class Chart {
   draw() {
     const { width } = this;
     const { height, left, right, top, bottom } = CHART;
-    const x = places(), series = (this.now = this.series());
+    const series = (this.now = this.series());
     const [least, greatest] = this.range(series);
-    const xs = scale(x[0], x[x.length - 1] === x[0] ? x[0] + 1 : x[x.length - 1], left, width - right);
-    const ys = scale(least, greatest, height - bottom, top);
-    this.place = x.map((value) => Math.round(xs(value) * 10) / 10);
-    this.ys = ys;
-    const parts = [this.grid(x, xs, ys, least, greatest, width)];
+    const ends = shownRuns().map(places).filter((x) => x.length).flatMap((x) => [x[0], x[x.length - 1]]);
+    const from = Math.min(...ends), to = Math.max(...ends);
+    this.xs = scale(from, to === from ? from + 1 : to, left, width - right);
+    this.from = from;
+    this.perPixel = ((to === from ? 1 : to - from)) / (width - right - left);
+    const ys = (this.ys = scale(least, greatest, height - bottom, top));
+    const place = (x) => x.map((value) => Math.round(this.xs(value) * 10) / 10);
+    for (const line of series) line.place = place(line.x);
+    this.stops = [...new Set(series.flatMap((line) => (chosen.run ? line.x : line.x.filter((_, index) => line.raw[index] !== null))))].sort((one, other) => one - other);
+    const parts = [this.grid(from, to, ys, least, greatest, width)];
     for (const line of [...series].reverse()) parts.push(...(line.top ? this.area(line, ys) : this.line(line, ys)));
-    for (const name of this.panel.limits) parts.push(...this.limit(name, ys));
+    for (const line of this.lines.filter((each) => each.limit)) parts.push(...this.limit(line, place(places(line.run)), ys));
     this.cross = makeSvg("line", { class: "cross", y1: top, y2: height - bottom, x1: -9, x2: -9, visibility: "hidden" });
     this.dots = makeSvg("g", {});
     this.svg.replaceChildren(makeSvg("title", {}, this.summary()), ...parts, this.cross, this.dots);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   }
 
-  grid(x, xs, ys, least, greatest, width) {
+  grid(from, to, ys, least, greatest, width) {
     const { height, left, right, bottom } = CHART;
     const group = makeSvg("g", { class: "grid", "aria-hidden": "true" });
     for (const tick of ticks(least, greatest, 5)) {
       const y = Math.round(ys(tick)) + 0.5;
       group.append(makeSvg("line", { x1: left, x2: width - right, y1: y, y2: y }), makeSvg("text", { x: left - 6, y: y + 3.5, "text-anchor": "end" }, short(tick)));
     }
-    const from = x[0], to = x[x.length - 1], number = Math.max(2, Math.floor(width / 65));
+    const number = Math.max(2, Math.floor(width / 65));
     const seconds = chosen.x === "time/total_s";
     const found = to > from ? (seconds ? timeTicks : ticks)(from, to, number) : [from];
     for (const tick of found.filter((each) => chosen.x !== "update" || Number.isInteger(each))) {
-      const anchor = xs(tick) > width - 24 ? "end" : "middle";
-      group.append(makeSvg("text", { x: xs(tick), y: height - 6, "text-anchor": anchor }, seconds ? timeLabel(tick, to - from) : short(tick)));
+      const anchor = this.xs(tick) > width - 24 ? "end" : "middle";
+      group.append(makeSvg("text", { x: this.xs(tick), y: height - 6, "text-anchor": anchor }, seconds ? timeLabel(tick, to - from) : short(tick)));
     }
     const base = height - bottom + 0.5;
     group.append(makeSvg("line", { class: "axis-line", x1: left, x2: width - right, y1: base, y2: base }));
@@ -125,10 +147,10 @@ class Chart {
   }
 
   /** A line through what is there; gaps of other updates are bridged, for a validation comes now and then. */
-  path(values, ys) {
+  path(values, place, ys) {
     let path = "";
     values.forEach((value, index) => {
-      if (value !== null) path += `${path ? "L" : "M"}${this.place[index]} ${ys(value).toFixed(1)}`;
+      if (value !== null) path += `${path ? "L" : "M"}${place[index]} ${ys(value).toFixed(1)}`;
     });
     return path;
   }
@@ -137,11 +159,11 @@ class Chart {
     const parts = [], style = `stroke: ${line.color}`;
     const there = line.raw.reduce((count, value) => count + (value !== null), 0);
     if (line.max && there > 1) parts.push(makeSvg("path", { class: "spread", style: `fill: ${line.color}`, d: this.spread(line, ys) }));
-    if (line.smooth) parts.push(makeSvg("path", { class: "raw", style, d: this.path(line.raw, ys) }));
-    parts.push(makeSvg("path", { class: "line", style, d: this.path(line.smooth ?? line.raw, ys) }));
+    if (line.smooth) parts.push(makeSvg("path", { class: "raw", style, d: this.path(line.raw, line.place, ys) }));
+    parts.push(makeSvg("path", { class: line.broken ? "line broken" : "line", style, d: this.path(line.smooth ?? line.raw, line.place, ys) }));
     if (there <= 24) {
       line.raw.forEach((value, index) => {
-        if (value !== null) parts.push(makeSvg("circle", { cx: this.place[index], cy: ys(value).toFixed(1), r: there === 1 ? 3.5 : 2.2, style: `fill: ${line.color}` }));
+        if (value !== null) parts.push(makeSvg("circle", { cx: line.place[index], cy: ys(value).toFixed(1), r: there === 1 ? 3.5 : 2.2, style: `fill: ${line.color}` }));
       });
     }
     return parts;
@@ -149,28 +171,28 @@ class Chart {
 
   spread(line, ys) {
     const there = line.raw.map((value, index) => (value === null ? -1 : index)).filter((index) => index >= 0);
-    const upper = there.map((index) => `${this.place[index]} ${ys(line.max[index]).toFixed(1)}`);
-    const lower = there.reverse().map((index) => `${this.place[index]} ${ys(line.min[index]).toFixed(1)}`);
+    const upper = there.map((index) => `${line.place[index]} ${ys(line.max[index]).toFixed(1)}`);
+    const lower = there.reverse().map((index) => `${line.place[index]} ${ys(line.min[index]).toFixed(1)}`);
     return `M${upper.concat(lower).join("L")}Z`;
   }
 
   area(line, ys) {
-    const upper = line.top.map((value, index) => `${this.place[index]} ${ys(value).toFixed(1)}`);
-    const lower = line.base.map((value, index) => `${this.place[index]} ${ys(value).toFixed(1)}`).reverse();
+    const upper = line.top.map((value, index) => `${line.place[index]} ${ys(value).toFixed(1)}`);
+    const lower = line.base.map((value, index) => `${line.place[index]} ${ys(value).toFixed(1)}`).reverse();
     return [makeSvg("path", { class: "area", style: `fill: ${line.color}`, d: `M${upper.concat(lower).join("L")}Z` })];
   }
 
   /** The line of a limit, or a note in the legend where it is far above the chart. */
-  limit(name, ys) {
-    const far = this.far.get(name);
-    this.farNotes.get(name).textContent = far === undefined ? "" : ` ${short(far)}, above the chart`;
-    if (far !== undefined || this.hidden.has(name)) return [];
-    return [makeSvg("path", { class: "limit", d: this.path(content.metrics[name].mean, ys) })];
+  limit(line, place, ys) {
+    const far = this.far.get(line);
+    this.farNotes.get(line).textContent = far === undefined ? "" : ` ${short(far)}, above the chart`;
+    if (far !== undefined || this.hidden.has(line)) return [];
+    return [makeSvg("path", { class: "limit", d: this.path(line.values.mean, place, ys) })];
   }
 
   summary() {
-    const says = this.panel.metrics.map((name) => {
-      const there = content.metrics[name].mean.filter((value) => value !== null);
+    const says = this.lines.map(({ name, values }) => {
+      const there = values.mean.filter((value) => value !== null);
       return `${name} ${short(there[there.length - 1])} at last, between ${short(Math.min(...there))} and ${short(Math.max(...there))}`;
     });
     return `${this.panel.title}, by ${axisTitle()}: ${says.join("; ")}.`;
@@ -179,47 +201,49 @@ class Chart {
   // ---- the values at a place ------------------------------------------------------------------------
 
   point(event) {
+    if (!this.stops.length) return;
     const box = this.svg.getBoundingClientRect();
     const at = (event.clientX - box.left) * (this.svg.viewBox.baseVal.width / box.width);
-    let nearest = 0;
-    this.place.forEach((place, index) => { if (Math.abs(place - at) < Math.abs(this.place[nearest] - at)) nearest = index; });
-    this.show(nearest);
+    this.show(this.stops[nearest(this.stops, this.from + (at - CHART.left) * this.perPixel)]);
   }
 
   key(event) {
-    const last = this.place.length - 1, from = chosen.pointed ?? last;
+    const last = this.stops.length - 1, from = chosen.pointed === null ? last : nearest(this.stops, chosen.pointed);
     const to = { ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last }[event.key];
     if (event.key === "Escape") this.leave();
-    if (to === undefined) return;
+    if (to === undefined || last < 0) return;
     event.preventDefault();
-    this.show(Math.min(Math.max(to, 0), last));
+    this.show(this.stops[Math.min(Math.max(to, 0), last)]);
   }
 
-  show(index) {
-    chosen.pointed = index;
-    for (const other of drawn) other.mark?.(index);
-    const names = [...this.panel.metrics].filter((name) => !this.hidden.has(name));
-    const rows = names.map((name) => {
-      const { mean, min, max } = content.metrics[name];
-      const limit = this.panel.limits.includes(name);
-      const swatch = make("span", { class: limit ? "swatch dashed" : "swatch", style: `display: inline-block; vertical-align: middle; --color: ${this.colorOf(name)}` });
-      const line = this.now.find((each) => each.name === name);
-      const extra = min && min[index] !== max[index] && mean[index] !== null ? `${short(min[index])} to ${short(max[index])}` : line?.smooth ? `smooth ${short(line.smooth[index])}` : "";
-      return make("tr", {}, make("td", {}, swatch), make("td", {}, name), make("td", { class: "number" }, make("b", {}, short(mean[index]))), make("td", { class: "number soft" }, extra));
+  /** Tell the values at a place of the axis; of several runs, each at its nearest point with a value. */
+  show(at) {
+    chosen.pointed = at;
+    for (const other of drawn) other.mark?.(at);
+    const dots = [];
+    const rows = this.lines.filter((line) => !this.hidden.has(line)).map((line) => {
+      const { mean, min, max } = line.values, x = places(line.run);
+      const index = nearest(x, at, chosen.run ? null : mean);
+      const made = this.now.find((each) => each.name === line.name && !line.limit);
+      const value = made?.top ? made.top[index] : (made?.smooth ?? mean)[index];
+      if (made && index >= 0 && value !== null) dots.push(makeSvg("circle", { class: "dot", r: 4, cx: made.place[index], cy: this.ys(value), style: `fill: ${line.color}` }));
+      const extra = index < 0 ? "" : x[index] !== at ? placeName(line.run, index) : min && min[index] !== max[index] && mean[index] !== null ? `${short(min[index])} to ${short(max[index])}` : made?.smooth ? `smooth ${short(made.smooth[index])}` : "";
+      const mark = swatch(line);
+      mark.style.display = "inline-block";
+      mark.style.verticalAlign = "middle";
+      return make("tr", {}, make("td", {}, mark), make("td", {}, line.name), make("td", { class: "number" }, make("b", {}, short(mean[index] ?? null))), make("td", { class: "number soft" }, extra));
     });
-    this.tip.replaceChildren(placeName(index), make("table", {}, ...rows));
-    this.dots.replaceChildren(...this.now.flatMap((line) => {
-      const value = line.top ? line.top[index] : (line.smooth ?? line.raw)[index];
-      return value === null ? [] : [makeSvg("circle", { class: "dot", r: 4, cx: this.place[index], cy: this.ys(value), style: `fill: ${line.color}` })];
-    }));
-    moveTip(this.tip, this.figure, this.place[index] + 12, this.legend.offsetTop - 2); // over the legend, which it repeats
+    const title = chosen.run ? placeName(chosen.run, nearest(places(chosen.run), at)) : valueName(at);
+    this.tip.replaceChildren(title, make("table", {}, ...rows));
+    this.dots.replaceChildren(...dots);
+    moveTip(this.tip, this.figure, this.xs(at) + 12, this.legend.offsetTop - 2); // over the legend, which it repeats
   }
 
-  mark(index) {
-    this.cross.setAttribute("visibility", index === null ? "hidden" : "visible");
-    if (index === null) return;
-    this.cross.setAttribute("x1", this.place[index]);
-    this.cross.setAttribute("x2", this.place[index]);
+  mark(at) {
+    this.cross.setAttribute("visibility", at === null ? "hidden" : "visible");
+    if (at === null) return;
+    this.cross.setAttribute("x1", this.xs(at));
+    this.cross.setAttribute("x2", this.xs(at));
   }
 
   leave() {
@@ -253,8 +277,14 @@ function about(panel, id) {
   button.addEventListener("click", () => open(box.hidden));
   button.addEventListener("keydown", close);
   box.addEventListener("keydown", close);
-  document.addEventListener("pointerdown", (event) => {
-    if (!box.hidden && !box.contains(event.target) && event.target !== button) open(false);
-  });
   return { button, box };
 }
+
+document.addEventListener("pointerdown", (event) => { // a press beside an open box closes it
+  for (const box of document.querySelectorAll(".about:not([hidden])")) {
+    const button = document.querySelector(`[aria-controls="${box.id}"]`);
+    if (box.contains(event.target) || button === event.target) continue;
+    box.hidden = true;
+    button.setAttribute("aria-expanded", "false");
+  }
+});

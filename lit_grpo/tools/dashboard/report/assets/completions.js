@@ -47,8 +47,8 @@ function logTicks(least, greatest, few) {
 }
 
 /** Texts of an update, or the best and the worst of all, best first. */
-function completions() {
-  const { samples, num_samples: number } = content;
+function completions(run) {
+  const { samples, num_samples: number } = run;
   const steps = [...new Set(samples.map((row) => row.step))];
   const list = make("div", { class: "samples" });
   const show = (value) => {
@@ -68,7 +68,7 @@ function sample(row, rank) {
   const marks = [`update ${row.step}`, rank, row.advantage === null ? "" : `advantage ${short(row.advantage)}`, `${row.tokens} tokens`, row.finish ? `ended by ${row.finish}` : "", row.prompt_id ?? ""];
   const card = make("article", { class: "sample" }, make("header", {}, make("b", {}, `reward ${short(row.reward)}`), ...marks.filter(Boolean).map((text) => make("span", {}, String(text)))));
   for (const [title, text] of [["Prompt", row.prompt], ["Completion", row.completion]]) {
-    card.append(make("h4", {}, title), make("pre", { class: "text", tabindex: 0, "aria-label": title }, text === null || text === "" ? "(empty)" : String(text)));
+    card.append(make("h4", {}, title), textBox(title, text));
   }
   if (String(row.completion ?? "").length < row.characters) card.append(make("p", { class: "note" }, `Cut here; ${row.characters.toLocaleString("en")} characters stand in samples.jsonl.`));
   for (const [title, values] of [["Rewards by function", row.rewards], ["Of the data", row.columns], ["Logged by rewards", row.extra]]) {
@@ -78,4 +78,38 @@ function sample(row, rank) {
     card.append(make("h4", {}, title), make("dl", {}, ...rows));
   }
   return card;
+}
+
+function textBox(label, text) {
+  return make("pre", { class: "text", tabindex: 0, "aria-label": label }, text === null || text === "" ? "(empty)" : String(text));
+}
+
+/** Prompts with samples of several updates: what the policy wrote to each at the first, the middle and the last one. */
+function overTime(prompts) {
+  const about = "Prompts that samples.jsonl has at several updates: the samples of the first, the middle and the last one, with the highest and the lowest reward.";
+  const rows = prompts.map(({ prompt_id: id, prompt, num_updates: number, moments }) => promptRow(id, `${number} updates`, prompt,
+    moments.map(({ step, number: samples, shown }) => shown.map(({ completion, reward }, index) => {
+      const rank = shown.length < 2 ? "" : index ? `lowest of ${samples}` : `highest of ${samples}`;
+      return [`update ${step}`, `reward ${short(reward)}`, rank, completion];
+    }))));
+  return section("Over time", about, ...rows);
+}
+
+/** Prompts with the completions of several policies, the first and the last of which are before and after. */
+function beforeAndAfter({ policies, counts, num_prompts: number, prompts }) {
+  const judged = counts.gained + counts.lost + counts.both + counts.neither;
+  const changes = judged ? ` Of ${judged} prompts, ${counts.gained} are answered correctly only after, ${counts.lost} only before, ${counts.both} by both and ${counts.neither} by neither.` : "";
+  const about = `Completions of the same held-out prompts by ${policies[0]} (before) and ${policies[policies.length - 1]} (after), from evaluation/completions.jsonl.${changes} ${prompts.length} of ${number} prompts are shown, those that changed first.`;
+  const words = { gained: "correct only after", lost: "correct only before", both: "correct in both", neither: "wrong in both" };
+  const rows = prompts.map(({ prompt_id: id, prompt, kind, cells }) => promptRow(id, words[kind] ?? "", prompt,
+    cells.map((cell, index) => (cell ? [[policies[index], `reward ${short(cell.reward)}`, cell.correct === null || cell.correct === undefined ? "" : cell.correct ? "correct" : "wrong", cell.completion]] : []))));
+  return section("Before and after", about, ...rows);
+}
+
+/** A prompt, and beside each other its completions: of each column a title, a reward, a note and a text. */
+function promptRow(id, note, prompt, columns) {
+  const cells = columns.map((column) => make("div", { class: "column" }, ...column.map(([title, reward, rank, text]) => make("div", {},
+    make("header", {}, make("b", {}, title), make("span", {}, reward), rank ? make("span", {}, rank) : null), textBox(title, text)))));
+  return make("article", { class: "sample prompt" }, make("header", {}, make("b", {}, id ?? "prompt"), note ? make("span", {}, note) : null),
+    textBox("Prompt", prompt), make("div", { class: "columns" }, ...cells));
 }

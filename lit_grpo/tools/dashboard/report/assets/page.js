@@ -2,20 +2,25 @@
 
 performance.mark("begun");
 
-function heading() {
-  const { name, head, written, points, axis } = content;
+function heading(run) {
+  const { name, head, rows, axis } = run;
   const facts = make("dl", { class: "facts" }, ...head.facts.map(([title, value, note]) => make("div", {}, make("dt", {}, title), make("dd", {}, value, note ? make("small", {}, note) : null))));
   const binned = axis.rows_per_point > 1 ? ` A point stands for up to ${axis.rows_per_point} updates: lines are means, and shades reach from the least to the greatest value.` : "";
   return make("header", { class: "head" }, make("h1", {}, name, make("span", { class: `state ${head.state}` }, head.state)),
-    make("p", { class: "note" }, `As of ${written}, ${points.rows.toLocaleString("en")} rows of metrics.csv.${binned}`), facts);
+    make("p", { class: "note" }, `As of ${content.written}, ${rows.toLocaleString("en")} rows of metrics.csv.${binned}`), facts);
 }
 
 function bar(titles) {
   const links = make("nav", { "aria-label": "Sections" }, ...titles.map((title) => make("a", { href: `#${anchor(title)}` }, title)));
   const tools = make("div", { class: "tools" });
-  const axes = Object.entries(content.axes);
-  if (axes.length) tools.append(choice("By", [["update", "updates"], ...axes], "update", (value) => { chosen.x = value; drawAll(); }));
-  tools.append(choice("Smoothing", [["auto", "smooth"], ["strong", "smoother"], ["none", "not smoothed"]], "auto", (value) => { chosen.smoothing = value; drawAll(); }));
+  if (content.comparison) {
+    const options = [["", "all compared"], ...content.runs.map((run, index) => [String(index), run.name])];
+    tools.append(choice("Run", options, chosen.run ? String(content.runs.indexOf(chosen.run)) : "", (value) => showPage(value === "" ? null : content.runs[Number(value)])));
+  }
+  const others = axes();
+  if (!(chosen.x in others)) chosen.x = "update";
+  if (Object.keys(others).length) tools.append(choice("By", [["update", "updates"], ...Object.entries(others)], chosen.x, (value) => { chosen.x = value; drawAll(); }));
+  tools.append(choice("Smoothing", [["auto", "smooth"], ["strong", "smoother"], ["none", "not smoothed"]], chosen.smoothing, (value) => { chosen.smoothing = value; drawAll(); }));
   tools.append(make("button", { type: "button", class: "button", id: "theme", onclick: () => setTheme(theme() === "dark" ? "light" : "dark", true) }, ""));
   return make("div", { class: "bar" }, make("div", {}, links, tools));
 }
@@ -24,9 +29,10 @@ function anchor(title) {
   return title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
 }
 
-function metricSection({ title, about, panels, table }) {
-  const charts = panels.map((panel, index) => new Chart(panel, `${anchor(title)}-${index}`));
-  return section(title, about, make("div", { class: "panels" }, ...charts.map((chart) => chart.figure)), values(title, table));
+function metricSection(run, { title, about, panels, table }) {
+  const charts = panels.map((panel, index) => new Chart(panel, linesOf(run, panel), `${anchor(title)}-${index}`));
+  const parts = title === "Memory" && run.memory ? new MemoryChart(run.memory).figure : null;
+  return section(title, about, parts, make("div", { class: "panels" }, ...charts.map((chart) => chart.figure)), values(title, table));
 }
 
 function section(title, about, ...children) {
@@ -39,15 +45,21 @@ function values(title, rows) {
   return make("details", {}, make("summary", {}, `All ${rows.length} metrics of ${title} in numbers`), make("div", { class: "scroll", tabindex: 0 }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body))));
 }
 
-function timelineSection() {
-  const shown = content.timelines.length, number = content.num_timelines;
+function timelineSection(run) {
+  const shown = run.timelines.length, number = run.num_timelines;
   const some = shown < number ? ` ${shown} of the ${number} recorded ones are here.` : "";
   const about = `Which slot decoded which completion when, and what else the step did (rollout_timeline).${some}`;
-  return section("Timeline", about, new SlotTimeline(content.timelines).figure);
+  return section("Timeline", about, new SlotTimeline(run.timelines).figure);
 }
 
-function settings() {
-  const parts = [["Settings (config.yaml)", content.config], ["Versions", content.versions]].filter(([, text]) => text);
+/** Sentences with a figure and a setting to change; nothing where nothing is wrong. */
+function advice(rows) {
+  const items = rows.map(({ sentence, page, heading }) => make("li", {}, sentence, " ", make("span", { class: "page" }, `(${page}, ${heading})`)));
+  return section("What to try next", "", make("ol", { class: "advice" }, ...items));
+}
+
+function settings(run) {
+  const parts = [["Settings (config.yaml)", run.config], ["Versions", run.versions]].filter(([, text]) => text);
   return section("Settings", "", ...parts.map(([title, text]) => make("details", {}, make("summary", {}, title), make("div", { class: "scroll", tabindex: 0 }, make("pre", {}, text)))));
 }
 
@@ -90,24 +102,41 @@ function drawAll() {
   for (const each of drawn) each.draw();
 }
 
-function build() {
-  const made = content.sections.filter((each) => each.table.length).map((each) => [each.title, metricSection(each)]);
-  const parts = made.filter(([title]) => title !== "Own");
-  if (content.timelines.length) parts.push(["Timeline", timelineSection()]);
-  if (content.lengths || content.samples.length) {
-    const lengths = content.lengths ? new LengthChart(content.lengths).figure : null;
+/** The sections of one run: their titles and elements. */
+function runParts(run) {
+  const made = run.sections.filter((each) => each.table.length).map((each) => [each.title, metricSection(run, each)]);
+  const parts = run.advice.length ? [["What to try next", advice(run.advice)]] : [];
+  parts.push(...made.filter(([title]) => title !== "Own"));
+  if (run.timelines.length) parts.push(["Timeline", timelineSection(run)]);
+  if (run.lengths || run.samples.length) {
+    const lengths = run.lengths ? new LengthChart(run.lengths).figure : null;
     const about = "What the policy writes, and how well its lengths are predicted.";
-    parts.push(["Completions", section("Completions", about, make("div", { class: "pair" }, lengths, content.samples.length ? completions() : null))]);
+    parts.push(["Completions", section("Completions", about, make("div", { class: "pair" }, lengths, run.samples.length ? completions(run) : null))]);
   }
+  if (run.over_time.length) parts.push(["Over time", overTime(run.over_time)]);
+  if (run.evaluation) parts.push(["Before and after", beforeAndAfter(run.evaluation)]);
   parts.push(...made.filter(([title]) => title === "Own"));
-  if (content.config || content.versions) parts.push(["Settings", settings()]);
-  const footer = make("footer", {}, "Made by python -m lit_grpo report from the run's folder; nothing is loaded from elsewhere. With a chart in focus the arrow keys move from value to value.");
-  document.body.append(bar(parts.map(([title]) => title)), heading(), make("main", {}, ...parts.map(([, element]) => element), footer));
-  ready = true;
-  setTheme(keptTheme() ?? (preferred.matches ? "dark" : "light"));
+  if (run.config || run.versions) parts.push(["Settings", settings(run)]);
+  return parts;
 }
 
-build();
+/** Show the page of a run, or the comparison of all of them. */
+function showPage(run) {
+  chosen.run = run;
+  chosen.pointed = null;
+  drawn.length = 0;
+  ready = false;
+  for (const element of document.querySelectorAll("body > .bar, body > .head, body > main")) element.remove();
+  const parts = run ? runParts(run) : comparisonParts();
+  const footer = make("footer", {}, "Made by python -m lit_grpo report from the folders of runs; nothing is loaded from elsewhere. With a chart in focus the arrow keys move from value to value.");
+  document.body.append(bar(parts.map(([title]) => title)), run ? heading(run) : comparisonHeading(), make("main", {}, ...parts.map(([, element]) => element), footer));
+  ready = true;
+  window.scrollTo(0, 0);
+  setTheme(theme() ?? keptTheme() ?? (preferred.matches ? "dark" : "light"));
+}
+
+showPage(chosen.run);
+
 preferred.addEventListener("change", () => { if (!keptTheme()) setTheme(preferred.matches ? "dark" : "light"); });
 let width = window.innerWidth;
 window.addEventListener("resize", () => {

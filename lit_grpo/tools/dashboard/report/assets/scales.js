@@ -2,7 +2,7 @@
 // What all drawings share: elements, numbers, axes, and what the reader has chosen.
 
 const content = JSON.parse(document.getElementById("content").textContent);
-const chosen = { x: "update", smoothing: "auto", pointed: null };
+const chosen = { x: "update", smoothing: "auto", pointed: null, run: content.comparison ? null : content.runs[0] }; // no run: all are compared
 const SVG = "http://www.w3.org/2000/svg";
 const drawn = []; // everything that draws itself again when the width, the theme or a choice changes
 
@@ -79,21 +79,32 @@ function scale(from, to, begin, end) {
   return (value) => begin + (value - from) * factor;
 }
 
-/** Where a chart's points are on the axis that has been chosen. */
-function places() {
-  const { first, last, others } = content.axis;
+/** The runs that the page is about now. */
+function shownRuns() {
+  return chosen.run ? [chosen.run] : content.runs.filter((run) => run.rows);
+}
+
+/** The axes that all of these runs have, besides updates: their titles by metric. */
+function axes() {
+  const runs = shownRuns();
+  return Object.fromEntries(Object.entries(runs[0]?.axes ?? {}).filter(([name]) => runs.every((run) => name in run.axes)));
+}
+
+/** Where the points of a run are on the axis that has been chosen. */
+function places(run) {
+  const { first, last, others } = run.axis;
   return chosen.x === "update" ? first.map((update, index) => (update + last[index]) / 2) : others[chosen.x];
 }
 
-function placeName(index) {
-  const { first, last, others } = content.axis;
+function placeName(run, index) {
+  const { first, last, others } = run.axis;
   const update = first[index] === last[index] ? `update ${last[index]}` : `updates ${first[index]} to ${last[index]}`;
   if (chosen.x === "num_tokens") return `${update}, ${short(others.num_tokens[index])} tokens`;
   return chosen.x === "update" ? update : `${update}, ${duration(others[chosen.x][index])}`;
 }
 
 function axisTitle() {
-  return chosen.x === "update" ? "updates" : content.axes[chosen.x];
+  return chosen.x === "update" ? "updates" : axes()[chosen.x];
 }
 
 /** An exponential mean over a share of the run, without the pull of its first value; null stays null. */
@@ -137,4 +148,20 @@ function moveTip(tip, figure, x, y) {
   const left = x + 14 + tip.offsetWidth > width ? Math.max(x - 14 - tip.offsetWidth, 4) : x + 14;
   tip.style.left = `${left}px`;
   tip.style.top = `${y}px`;
+}
+
+/** The index of the number that is nearest to a value, among those that have one in `there`, if it is given; or -1. */
+function nearest(numbers, value, there = null) {
+  let found = -1;
+  numbers.forEach((number, index) => {
+    if (there && there[index] === null) return;
+    if (found < 0 || Math.abs(number - value) < Math.abs(numbers[found] - value)) found = index;
+  });
+  return found;
+}
+
+/** The name of a place on the axis that several runs share. */
+function valueName(value) {
+  if (chosen.x === "update") return `update ${short(value)}`;
+  return chosen.x === "num_tokens" ? `${short(value)} tokens` : duration(value);
 }
