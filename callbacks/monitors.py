@@ -164,11 +164,13 @@ class MemoryMonitor(Observer):
         """Estimate and measure what is in use before the first rollout."""
         assert isinstance(pl_module, GRPOModule)
         self._peak = PeakMemory(pl_module.device)
-        self._estimate = self.forecast() if self.forecast is not None and trainer.is_global_zero else None
+        self._estimate, self._other_bytes, self._num_states = None, 0.0, -1
+        self._peak.reset()
+        if self.forecast is not None and trainer.is_global_zero:
+            self._estimate = self.forecast()
         before = held_bytes(pl_module.policy, trainer.optimizers)
         in_use = self._peak.current_gib() * 2**30
         self._other_bytes = max(in_use - before["weights"] - before["optimizer"], 0.0)
-        self._num_states = -1
         self._peak.reset()
 
     def on_train_batch_start(

@@ -75,7 +75,7 @@ RUNS: list[tuple[str, Metrics, str, Metrics]] = [
     (
         "flat reward",
         {"reward": NOISE, **VARIED},
-        "The reward went from 0.5 to 0.5 in 20 updates, which is noise, and only 20% of the groups had zero variance",
+        "The reward moved from 0.5 to 0.5 in 20 updates, within its noise, and only 20% of the groups",
         {"reward": RISING, **VARIED},
     ),
     (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 import os
 import sys
 import warnings
@@ -12,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from conftest import read_metrics
 from hand_made import differing, weights_of
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 
@@ -79,6 +82,21 @@ def test_a_run_goes_on_whatever_observers_and_loggers_fail(
     for kind in (*OBSERVERS, DeviceStatsMonitor, MetricsCSV, TensorBoard):
         assert sum(f"{kind.__name__} is broken" in each for each in said) == 1, kind
     assert sum("Drawing failed in on_train_batch_end (ZeroDivisionError)" in each for each in said) == 1
+
+
+def test_an_estimate_of_memory_that_fails_costs_no_metric(
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MemoryMonitor, "forecast", functools.partial(fails))
+    with pytest.warns(match=r"MemoryMonitor failed in on_train_start \(ZeroDivisionError"):
+        train(policy_folder, tmp_path)
+    told = json.loads((tmp_path / "grpo" / "memory.json").read_text())
+    assert told["forecast"] is None and told["measured"]["weights"] > 0
+    rows = read_metrics(tmp_path / "grpo" / "metrics.csv")
+    assert all(float(row["memory/update_peak_gib"]) > 0 for row in rows) and len(rows) == 2
 
 
 def test_an_error_of_the_training_still_ends_a_run(policy_folder: Path, tmp_path: Path) -> None:

@@ -49,14 +49,17 @@ def test_a_prompt_is_shown_at_its_first_middle_and_last_update_with_its_best_and
     ]
 
 
-def test_two_updates_are_first_and_last_and_prompts_with_most_updates_come_first() -> None:
+def test_prompts_whose_reward_changed_come_first_then_those_of_most_updates() -> None:
     rows = [sample(step, "a", 0.0) for step in (3, 7)] + [sample(step, "b", 0.0) for step in (1, 2, 3)]
-    assert [prompt["prompt_id"] for prompt in over_time(rows)] == ["b", "a"]
-    assert [moment["step"] for moment in over_time(rows)[1]["moments"]] == [3, 7]
+    rows += [sample(3, "c", 0.0), sample(9, "c", 1.0), sample(9, "c", 0.0)]
+    found = over_time(rows)
+    assert [prompt["prompt_id"] for prompt in found] == ["c", "b", "a"]
+    assert [moment["step"] for moment in found[2]["moments"]] == [3, 7]
 
 
 def test_samples_without_an_id_a_step_or_a_reward_are_told_apart_by_their_text() -> None:
     rows = [{"step": 1, "prompt": "x", "completion": "a"}, {"step": 2, "prompt": "x", "reward": None}, {"prompt": "x"}]
+    rows.append({"step": 2, "prompt": "x", "reward": 10**400})
     (prompt,) = over_time([*rows, {"step": 3}, {}])
     assert prompt["prompt_id"] is None and [moment["step"] for moment in prompt["moments"]] == [1, 2]
     assert over_time([]) == []

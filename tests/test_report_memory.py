@@ -77,6 +77,7 @@ def test_a_run_that_lacks_a_forecast_or_a_measurement_shows_the_other_and_says_w
         {"measured": [1], "forecast": "much"},
         {"measured": {"weights": "1"}},
         {"forecast": {"rollout": 3}},
+        {"measured": {"weights": float("inf"), "other": float("nan")}, "forecast": {"update": {"head": 10**400}}},
     ],
 )
 def test_a_file_without_memory_gives_no_bars(told: dict[str, Any]) -> None:

@@ -209,7 +209,7 @@ ADVICE = (
     Advice(
         "flat reward",
         (Condition("reward", "rise", **FLAT), Condition("frac_reward_zero_std", "last", below=0.5)),
-        "The reward went from {0.first:.3g} to {0.last:.3g} in {0.number} updates, which is noise, and only "
+        "The reward moved from {0.first:.3g} to {0.last:.3g} in {0.number} updates, within its noise, and only "
         "{1.last:.0%} of the groups had zero variance: raise model.optimizer.lr.",
         ("model.optimizer.lr",),
         LEARNING,

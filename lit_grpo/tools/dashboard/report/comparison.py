@@ -105,7 +105,9 @@ def _versions(run: RunRecords) -> dict[str, str]:
 def _metrics(logged: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
     """Yield title, text and metrics of each section: those of its panels, each metric in a chart of its own."""
     for section in sections():
+        limits = [metric for metric in section.metrics if metric.limit]
         names = [name for panel in section.panels for name in panel.of(logged)]
+        names = [name for name in names if not any(limit.covers(name) for limit in limits)]
         yield section.title, section.about, list(dict.fromkeys(names))
     own = [name for name in logged if explain(name) is None]
     yield "Own", "Metrics that the runs' own functions and callbacks have logged.", sorted(own)

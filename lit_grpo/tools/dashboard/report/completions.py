@@ -39,7 +39,7 @@ def completions(
 
 
 def over_time(samples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompts with samples of several updates, those of most updates first.
+    """Return the prompts with samples of several updates: first those whose reward changed, of most updates first.
 
     Each has its samples of the first, the middle and the last of its updates: the one with the highest reward, and the
     one with the lowest if that differs.
@@ -49,7 +49,9 @@ def over_time(samples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         name, step = row.get("prompt_id") or row.get("prompt"), row.get("step")
         if name is not None and isinstance(step, int):
             found.setdefault(str(name), {}).setdefault(step, []).append(row)
-    several = sorted((of_prompt for of_prompt in found.values() if len(of_prompt) > 1), key=len, reverse=True)
+    several = sorted(
+        (of_prompt for of_prompt in found.values() if len(of_prompt) > 1), key=_changed_and_often, reverse=True
+    )
     prompts = []
     for of_prompt in several[:MAX_PROMPTS]:
         steps = sorted(of_prompt)
@@ -125,8 +127,16 @@ def _text_and_reward(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"completion": shown_value(row.get("completion")), "reward": shown_value(row.get("reward"))}
 
 
+def _changed_and_often(of_prompt: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[bool, int]:
+    """Whether the highest reward of the last update differs from that of the first, and the number of updates."""
+    first, last = (
+        max(_rank(row.get("reward")) for row in of_prompt[step]) for step in (min(of_prompt), max(of_prompt))
+    )
+    return first != last, len(of_prompt)
+
+
 def _rank(reward: Any) -> float:
-    return float(reward) if isinstance(reward, int | float) else -math.inf
+    return max(min(reward, 1e300), -1e300) if isinstance(reward, int | float) else -math.inf
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from lit_grpo.process.terminal import visible
 
 GIB = 2**30
+MOST_BYTES = 2**60
 PARTS = ("weights", "gradients", "optimizer", "KV cache", "activations", "everything else")
 """The parts of all bars, in their order."""
 OF_ESTIMATE = {
@@ -81,4 +82,5 @@ def _numbers(parts: Any) -> dict[str, float]:
     """Return the parts that are numbers of bytes; a file may have been written by hand."""
     if not isinstance(parts, Mapping):
         return {}
-    return {str(name): float(value) for name, value in parts.items() if isinstance(value, int | float) and value >= 0}
+    numbers = {str(name): value for name, value in parts.items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if 0 <= value < MOST_BYTES}
