@@ -110,7 +110,7 @@ def test_solved_word_problems_are_solved() -> None:
 
 WITHOUT_VLLM = (
     *("beside_commit", "conversation_tokens", "decode_throughput"),
-    *("decode_throughput decode_efficiency", "demo", "group_size_memory", "infinite_sampling"),
+    *("decode_throughput decode_efficiency", "demo", "gguf_logprobs", "group_size_memory", "infinite_sampling"),
     *("kv_memory", "learning budgets", "learning catch_credit", "learning lora", "learning sorted_learning"),
     *(
         "learning stability",
