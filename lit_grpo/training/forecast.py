@@ -356,20 +356,24 @@ def _engine_bytes(arguments: Mapping[str, Any], weight_bytes: int) -> int:
 def expected_bytes(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return the bytes that a run will take by phase and part, or the reason ``why`` they cannot be estimated.
 
-    Layers of large models are measured without memory, which may count a fifth more activations than ``fit-check``.
+    Layers of large models are measured without memory, which may count a fifth more activations than ``fit-check``. The
+    state of random numbers stays as it is.
 
     Args:
         settings: All settings of ``fit``.
         device: ``cpu`` or ``cuda``.
     """
+    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    if device not in CONTEXT:
+        return {"why": f"fit-check knows cpu and cuda, not {device}"}
     try:
-        demand = demand_of(settings, device)
-        config = load_config(settings["model"]["policy"])
-        large = config.get_text_config().hidden_size > LARGE
-        with FakeTensorMode() if large else nullcontext():
-            sizes = Sizes.of(config, demand.mixed, demand.weight_bytes)
+        with torch.random.fork_rng(devices=[]):
+            demand, config = demand_of(settings, device), load_config(settings["model"]["policy"])
+            large = config.get_text_config().hidden_size > LARGE
+            with FakeTensorMode() if large else nullcontext():
+                sizes = Sizes.of(config, demand.mixed, demand.weight_bytes)
     except (ValueError, OSError, *RUN_FAILURES) as error:
         return {"why": first_line(error)}
     taken = forecast(sizes, demand)

@@ -20,7 +20,7 @@ from lit_grpo.policy import load_policy
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.states import state_shape
 from lit_grpo.tools.commands.fit_check import main as fit_check
-from lit_grpo.training.forecast import Demand, Sizes, _teacher_bytes, forecast, largest
+from lit_grpo.training.forecast import Demand, Sizes, _teacher_bytes, expected_bytes, forecast, largest
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.micro_batch_size import activation_bytes
 from scripts.make_tiny import make_tokenizer
@@ -198,3 +198,24 @@ def test_a_teacher_whose_folder_begins_with_live_has_weights_of_its_own(
     assert (
         _teacher_bytes({"policy": "live_policy", "dtype": "float32", "offload": False}) == 4 * policy.num_parameters()
     )
+
+
+def test_the_estimate_of_a_run_leaves_random_numbers_as_they_are(tmp_path: Path) -> None:
+    policy: Any = random_policy(attention_dropout=0.5)
+    policy.save_pretrained(tmp_path)
+    generator = {"class_path": "SlotGenerator", "init_args": {"num_slots": 8}}
+    settings = {
+        "trainer": {"precision": "32-true"},
+        "data": {"max_prompt_tokens": 64},
+        "model": {
+            "policy": str(tmp_path), "generator": generator, "optimizer": {"class_path": "torch.optim.AdamW"},
+            "lora": None, "dtype": "float32", "num_generations": 4, "sampling": {"max_tokens": 32},
+            "max_tokens_per_micro_batch": "auto", "gradient_checkpointing": False, "objective": {"kl": {"beta": 0.0}},
+            "teacher": None,
+        },
+    }  # fmt: skip
+    before = torch.get_rng_state()
+    expected = expected_bytes(settings, "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert expected["update"]["gradients"] == expected["rollout"]["weights"] == 4 * policy.num_parameters()
+    assert expected_bytes(settings, "mps") == {"why": "fit-check knows cpu and cuda, not mps"}
