@@ -234,6 +234,7 @@ def test_runs_have_a_line_each_in_common_charts_and_their_own_pages(several: Vis
     assert len(set(strokes)) == 3 and len(strokes) > 100  # a run has the same colour in all charts
     assert page.locator("#settings-that-differ table").text_content().count("<img src=x>") == 1
     assert page.locator("#final-figures tbody tr").count() == 3
+    assert page.locator("#what-to-try-next ol").count() == 2  # nothing is wrong with the short one
     show(page, "other")
     assert page.locator("h1").text_content() == "otherended"
     assert page.evaluate(DRAWN) > 50 and page.locator("#timeline-chart").count() == 1

@@ -14,6 +14,8 @@ function comparisonParts() {
   const rows = [...settings, ...versions.map(([name, values]) => [`version of ${name}`, values])];
   const cells = rows.map(([field, values]) => [field, ...values.map((value) => (value === null ? "–" : value))]);
   parts.push(["Settings that differ", section("Settings that differ", about, rows.length ? table(["setting", ...content.runs.map(runName)], cells) : null)]);
+  const advised = content.runs.flatMap((run, index) => (run.advice.length ? [make("h3", { class: "advised" }, runName(run, index)), advice(run.advice)] : []));
+  if (advised.length) parts.push(["What to try next", section("What to try next", "", ...advised)]);
   for (const { title, about: text, metrics } of sections) {
     const charts = metrics.map((panel, index) => new Chart(panel, linesOfRuns(panel.title), `${anchor(title)}-${index}`));
     parts.push([title, section(title, text, make("div", { class: "panels" }, ...charts.map((chart) => chart.figure)))]);

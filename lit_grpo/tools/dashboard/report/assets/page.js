@@ -52,10 +52,10 @@ function timelineSection(run) {
   return section("Timeline", about, new SlotTimeline(run.timelines).figure);
 }
 
-/** Sentences with a figure and a setting to change; nothing where nothing is wrong. */
+/** Sentences with a figure and a setting to change. */
 function advice(rows) {
   const items = rows.map(({ sentence, page, heading }) => make("li", {}, sentence, " ", make("span", { class: "page" }, `(${page}, ${heading})`)));
-  return section("What to try next", "", make("ol", { class: "advice" }, ...items));
+  return make("ol", { class: "advice" }, ...items);
 }
 
 function settings(run) {
@@ -105,7 +105,7 @@ function drawAll() {
 /** The sections of one run: their titles and elements. */
 function runParts(run) {
   const made = run.sections.filter((each) => each.table.length).map((each) => [each.title, metricSection(run, each)]);
-  const parts = run.advice.length ? [["What to try next", advice(run.advice)]] : [];
+  const parts = run.advice.length ? [["What to try next", section("What to try next", "", advice(run.advice))]] : [];
   parts.push(...made.filter(([title]) => title !== "Own"));
   if (run.timelines.length) parts.push(["Timeline", timelineSection(run)]);
   if (run.lengths || run.samples.length) {
