@@ -25,7 +25,7 @@ RUNS: list[tuple[str, Metrics, str, Metrics]] = [
         "skipped steps",
         {"update/skipped": [0.0, 0.5, 0.0, 0.0]},
         "The loss or the gradient was not finite in 12.50% of the optimizer steps",
-        {"update/skipped": [0.0, 0.0]},
+        {"update/skipped": [0.0] * 999 + [1.0]},  # one of a thousand
     ),
     (
         "log-prob gap",
@@ -41,9 +41,9 @@ RUNS: list[tuple[str, Metrics, str, Metrics]] = [
     ),
     (
         "no reward",
-        {"num_reward_errors": [0, 3, 0, 0]},
+        {"num_reward_errors": [0.0, 3.0, 0.0, 0.0]},
         "Reward functions failed or took too long 0.75 times per batch",
-        {"num_reward_errors": [0, 0, 0, 0]},
+        {"num_reward_errors": [0.0] * 99 + [1.0]},
     ),
     (
         "zero variance",
@@ -161,3 +161,11 @@ def test_rows_name_metrics_settings_and_headings_that_there_are() -> None:
         page, _, heading = advice.page.partition("#")
         assert heading in anchors(DOCS / page), advice.page
         assert advice.sentence.endswith(".") and ". " not in advice.sentence, "one sentence"
+
+
+@pytest.mark.parametrize("place", [place for place, advice in enumerate(ADVICE) if advice.name == "zero variance"])
+def test_groups_without_variance_are_no_fault_of_a_run_that_also_learns_otherwise(place: int) -> None:
+    _, wrong, *_ = RUNS[place]
+    assert len(tried(wrong)) == 1
+    for loss in ("ce/loss", "token_loss"):
+        assert tried(wrong | {loss: [1.0] * 20}) == []

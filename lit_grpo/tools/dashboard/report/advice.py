@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lit_grpo.findings.rewards import OTHER_LOSSES
+
 MOST = 5
 NOISE = 2.0
 """A mean that moved by fewer of its standard errors may not have moved."""
@@ -136,7 +138,7 @@ FLAT = {"above": -NOISE, "below": NOISE, "least": ENOUGH}
 ADVICE = (
     Advice(
         "skipped steps",
-        (Condition("update/skipped", "mean", above=0.0, least=1),),
+        (Condition("update/skipped", "mean", above=0.005, least=1),),
         "The loss or the gradient was not finite in {0.mean:.2%} of the optimizer steps, which changed no weight "
         "(update/skipped): lower model.optimizer.lr.",
         ("model.optimizer.lr",),
@@ -160,7 +162,7 @@ ADVICE = (
     ),
     Advice(
         "no reward",
-        (Condition("num_reward_errors", "mean", above=0.0, least=1),),
+        (Condition("num_reward_errors", "mean", above=0.05, least=1),),
         "Reward functions failed or took too long {0.mean:.2g} times per batch (num_reward_errors): look at the "
         "warnings, and raise model.reward_timeout_s if they took too long.",
         ("model.reward_timeout_s",),
@@ -173,6 +175,7 @@ ADVICE = (
         "and pass@1 is {1.last:.0%}: use easier prompts or a finer reward, or raise model.num_generations.",
         ("model.num_generations",),
         CHOOSING,
+        without=OTHER_LOSSES,
     ),
     Advice(
         "zero variance",
@@ -184,6 +187,7 @@ ADVICE = (
         "and pass@1 is {1.last:.0%}: use harder prompts, or set rollout.plugins to dars_equal.",
         ("rollout.plugins",),
         CHOOSING,
+        without=OTHER_LOSSES,
     ),
     Advice(
         "zero variance",
@@ -193,7 +197,7 @@ ADVICE = (
         "model.num_generations.",
         ("model.num_generations",),
         LEARNING,
-        without=("val/pass@1",),
+        without=("val/pass@1", *OTHER_LOSSES),
     ),
     Advice(
         "collapse",
