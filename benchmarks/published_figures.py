@@ -70,7 +70,7 @@ def main(options: Options) -> int:
             config = str(ROOT / "configs" / f"{run.config}.yaml")
             _command(folder, "fit", "--config", config, "--trainer.enable_progress_bar", "false", *words)
             logged = _logged(Path(folder, "runs", run.config, "metrics.csv"))
-            _command(folder, "evaluate", run.base, f"runs/{run.config}")
+            _command(folder, "evaluate", run.base, f"runs/{run.config}", "--samples", "4")
             found = json.loads(Path(folder, "runs", run.config, "evaluation", "evaluation.json").read_text())
         (comparison,) = found["comparisons"]
         for when, policy, told, own in zip(("before", "after"), found["policies"], published, logged, strict=True):
@@ -79,8 +79,8 @@ def main(options: Options) -> int:
                 "run": run.config, "policy": when, "updates": 0 if when == "before" else run.updates,
                 "rows": found["conditions"]["num_rows"], "published": told, "validation": own,
                 "greedy": greedy["value"], "greedy_low": greedy["low"], "greedy_high": greedy["high"],
-                "pass@1": sampled["pass@1"]["value"], "pass@8": sampled["pass@8"]["value"],
-                "majority@8": sampled["majority@8"]["value"],
+                "pass@1": sampled["pass@1"]["value"], "pass@4": sampled["pass@4"]["value"],
+                "majority@4": sampled["majority@4"]["value"],
                 **({} if when == "before" else {"p_greedy": comparison["greedy"]["p"]}),
             })  # fmt: skip
             note(str(rows[-1]))

@@ -309,8 +309,8 @@ def test_a_task_of_the_harness(tmp_path: Path) -> None:
         Prompt("test/0", (1,), "<user>2+3?", {"answer": 5}, messages=messages),
         Prompt("test/1", (1,), "<user>?", {"answer": None}, messages=messages),
     ]
-    command = task_of(prompts, ExactMatch(pattern=r"(\d+)\D*$")).write(tmp_path / "task")
-    settings = yaml.safe_load((tmp_path / "task" / "my_run_test.yaml").read_text())
+    command = task_of(prompts, ExactMatch(pattern=r"(\d+)\D*$")).write(tmp_path)
+    settings = yaml.safe_load((tmp_path / "my_run_test.yaml").read_text())
     lines = Path(settings["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
     (row,) = map(json.loads, lines)
     assert row == {"prompt_id": "test/0", "prompt": "2+3?", "answer": "5", "system": "Be {{short}}."}

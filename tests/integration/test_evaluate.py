@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import random_policy, save_tokenizer
 
 from lit_grpo.__main__ import start
 from lit_grpo.cli.command_line import GRPOCLI, cli_arguments, run
+from lit_grpo.policy import load_policy
 from lit_grpo.policy.named import NAMED
 from lit_grpo.tools.evaluation.command import main
 from lit_grpo.training.run_folder import RunFolder
@@ -128,6 +130,22 @@ def test_a_gguf_file_is_a_policy(tmp_path: Path) -> None:
     assert len(lines_of(tmp_path / "out")) == 6 * 3
 
 
+def test_a_policy_is_freed_before_the_next_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(NAMED["tiny"].folder, tmp_path / "copy")
+    loaded: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def load(*args: Any) -> Any:
+        alive.append(sum(one() is not None for one in loaded))
+        policy = load_policy(*args)
+        loaded.append(weakref.ref(policy))
+        return policy
+
+    monkeypatch.setattr("lit_grpo.module.load_policy", load)
+    main(["tiny", "copy", "tiny_hybrid", *DEMO, "--samples", "0"])
+    assert alive == [0, 0, 0]
+
+
 def test_policies_share_their_random_numbers(tmp_path: Path) -> None:
     """A copy of a policy samples the same completions, so that a difference is the policies' and not of chance."""
     shutil.copytree(NAMED["tiny"].folder, tmp_path / "copy")
@@ -199,6 +217,7 @@ REFUSED = {
     "the same policy": (["tiny", "tiny", *DEMO], "'tiny' is given twice"),
     "too large a k": (["tiny", *DEMO, "--k", "9"], "--k is 9"),
     "no rows": (["tiny", *DEMO, "--data.validation", "null"], "neither data.test nor data.validation is set"),
+    "no place": (["tiny", *DEMO, "--lm-eval", "/dev/null/task"], "The folder '/dev/null/task' cannot be made"),
     "no such split": (["tiny", *DEMO, "--split", "test"], "data.test is not set, and test needs it"),
     "no rewards": (["tiny", *DEMO, "--model.rewards", "[]"], "model.rewards is empty"),
     "no group": (["tiny", *DEMO, "--answer", "x"], "--answer 'x' has no group"),

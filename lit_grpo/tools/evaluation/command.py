@@ -189,11 +189,12 @@ class EvaluateCLI(LikeFitCLI):
         self._task = None
         if self._options.lm_eval is not None:
             self._task = self._make_task(self._candidates[0])
-        if (folder := self._options.output) is not None:
+        for option, folder in (("--lm-eval", self._options.lm_eval), ("--output", self._options.output)):
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                said = f"The folder {str(folder)!r} cannot be made ({error.strerror}); give another as --output."
+                said = f"The folder {str(folder)!r} cannot be made ({error.strerror}); give another as {option}."
                 raise ValueError(said) from error
 
     def _make_task(self, candidate: Candidate) -> HarnessTask:
@@ -205,10 +206,10 @@ class EvaluateCLI(LikeFitCLI):
         sampling = self._passes[0].sampling
         return make_task(name, data.prompts[self._split], module.rewards, module.pass_rule, sampling)
 
-    def fit(self, **_: Any) -> None:
-        """Evaluate one policy after another, show the figures, and write the files."""
+    def _conditions(self) -> Conditions:
+        """Return what is the same for all policies."""
         module, data = self._candidates[0].module, self._candidates[0].data
-        conditions = Conditions(
+        return Conditions(
             split=self._split,
             source=f"data.{self._split}",
             num_rows=len(data.prompts[self._split]),
@@ -221,6 +222,10 @@ class EvaluateCLI(LikeFitCLI):
             majority=self._answers.rule,
             has_answers=self._answers.of is not None,
         )
+
+    def fit(self, **_: Any) -> None:
+        """Evaluate one policy after another, each freed before the next, show the figures, and write the files."""
+        conditions = self._conditions()
         if self._task is not None and self._options.lm_eval is not None:
             say(f"A task for the lm-evaluation-harness: {self._task.write(self._options.lm_eval)}")
             if self._task.is_rendered:

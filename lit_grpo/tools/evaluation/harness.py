@@ -40,7 +40,6 @@ class HarnessTask:
 
     def write(self, folder: Path) -> str:
         """Write ``NAME.yaml`` and the rows into a folder; return the command that evaluates a policy on the task."""
-        folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(row) + "\n" for row in self.rows)
         replace_file(folder / ROWS, lines.encode())
         data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str((folder / ROWS).resolve())}}}
