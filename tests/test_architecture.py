@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -132,3 +134,13 @@ def test_a_forward_that_ignores_positions_is_refused_as_such() -> None:
 def test_layers_that_run_several_times_and_chunks_share_no_prefix() -> None:
     assert prefix_refusal(small_model("hrm_text")) == "some of its layers run several times"
     assert prefix_refusal(small_model("llama4_text")) == "its attention is cut into chunks"
+
+
+def test_a_model_that_has_been_looked_at_is_freed() -> None:
+    """Transformers keeps functions of attention and of masks for the whole process."""
+    model = small_model("llama")
+    attention_calls(model, 128)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

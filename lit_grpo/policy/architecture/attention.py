@@ -117,10 +117,12 @@ class OwnAttention(ValueError):
 def _probed(model: PreTrainedModel, context: int) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    device = model.device  # without the model, which the registry of masks would keep alive
+
     def mask(*_: Any, mask_function: Callable[..., torch.Tensor], dtype: Any = None, **about: Any) -> torch.Tensor:
         sizes = (int(about["q_length"]), int(about["kv_length"]))
-        marked = torch.zeros((about.get("batch_size", 1), 1, *sizes), dtype=dtype, device=model.device)
-        setattr(marked, _SIGHT, _sight_of(mask_function, min(context, _FARTHEST), model.device))
+        marked = torch.zeros((about.get("batch_size", 1), 1, *sizes), dtype=dtype, device=device)
+        setattr(marked, _SIGHT, _sight_of(mask_function, min(context, _FARTHEST), device))
         return marked
 
     before = attention_name(model)
