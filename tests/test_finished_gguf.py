@@ -116,6 +116,22 @@ def test_transformers_own_reader_opens_the_file(tmp_path: Path) -> None:
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.bos_token is None
 
 
+def test_scaled_frequencies_of_llama_3_are_kept(tmp_path: Path) -> None:
+    """transformers' reader passes over them, so ours gives them to it as factors of another kind."""
+    scaled = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    folder, path = made("llama", tmp_path / "policy", "llama-bpe", rope_parameters=scaled), tmp_path / "model.gguf"
+    write_gguf(folder, path, "f32", "a model")
+    policy, again = load_policy(str(folder)), load_policy(str(path))
+    torch.testing.assert_close(logits(policy), logits(again), rtol=0, atol=1e-4)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    assert (logits(policy) - logits(plain)).abs().max() > 0.1
+    again.save_pretrained(tmp_path / "again")
+    load_tokenizer(str(folder)).save_pretrained(tmp_path / "again")
+    write_gguf(tmp_path / "again", tmp_path / "again.gguf", "f32", "a model")
+    torch.testing.assert_close(logits(again), logits(load_policy(str(tmp_path / "again.gguf"))), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
 def test_other_kinds_hold_the_rounded_weights(kind: str, tmp_path: Path) -> None:
     folder, path = made("qwen3", tmp_path / "policy"), tmp_path / "model.gguf"
@@ -232,23 +248,10 @@ def test_rows_in_pairs_turn_as_halves_do() -> None:
         ("gemma2", {}, r"is of the family gemma2, which is not written as GGUF \(llama, mistral, qwen2, qwen3 are\)"),
         ("llama", {"attention_bias": True}, "has attention_bias True, which a GGUF file of the architecture llama"),
         ("mistral", {"sliding_window": 8}, "has sliding_window 8, which"),
-        *(
-            ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": kind, "factor": 4.0} | more}, kind)
-            for kind, more in (
-                ("linear", {}),
-                ("yarn", {"original_max_position_embeddings": 32}),
-                (
-                    "llama3",
-                    {
-                        "low_freq_factor": 1.0,
-                        "high_freq_factor": 4.0,
-                        "original_max_position_embeddings": 32,
-                    },
-                ),
-            )
-        ),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, "rope_type linear"),
         ("llama", {"hidden_act": "gelu"}, "has hidden_act gelu, which"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "has sliding_window 8"),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type yarn"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic"),
     ],
 )

@@ -23,6 +23,8 @@ SUFFIX = ".gguf"
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor of the numbers that a rotary embedding divides its frequencies by."""
 _FEW = 0.01
 """Quantization types that fewer of the weights have are not told."""
 
@@ -40,12 +42,14 @@ class Header:
         num_weights: The number of weights by their type, such as ``Q4_1``.
         num_bytes: The bytes of the weights by their type.
         num_tensors: The number of tensors.
+        rope_factors: The numbers that a rotary embedding divides its frequencies by; empty if it does not.
     """
 
     facts: dict[str, Any]
     num_weights: Counter[str]
     num_bytes: Counter[str]
     num_tensors: int
+    rope_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,11 +149,20 @@ class GGUFFile:
             ) from error
 
     def complete(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Set the size of a head, which transformers' reader leaves at the default of some families."""
-        facts = self.header.facts
-        head_dim = facts.get(f"{facts.get('general.architecture')}.attention.key_length")
+        """Add what transformers' reader passes over: the size of a head, and Llama 3.1's scaled frequencies."""
+        facts, factors = self.header.facts, self.header.rope_factors
+        architecture = facts.get("general.architecture")
+        head_dim = facts.get(f"{architecture}.attention.key_length")
         if isinstance(head_dim, int) and hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
             config.head_dim = head_dim
+        if factors:
+            kept = {
+                "rope_theta": config.rope_parameters["rope_theta"],
+                "rope_type": "longrope",
+                "attention_factor": 1.0,
+            }
+            kept |= {"factor": 1.0, "original_max_position_embeddings": config.max_position_embeddings}
+            config.rope_parameters = {**kept, "short_factor": list(factors), "long_factor": list(factors)}
         return config
 
     def finish(self, model: PreTrainedModel) -> None:
@@ -264,7 +277,7 @@ def _read_header(reader: _Reader, size: int) -> Header:
             reader.skip_list()
         else:
             facts[name] = reader.text() if kind == _TEXT else reader.numbers(_FORMATS[kind])[0]
-    num_weights, num_bytes, end = Counter[str](), Counter[str](), 0
+    num_weights, num_bytes, end, factors = Counter[str](), Counter[str](), 0, None
     for _ in range(num_tensors):
         name, (dimensions,) = reader.text(), reader.numbers("I")
         count = 1
@@ -276,8 +289,11 @@ def _read_header(reader: _Reader, size: int) -> Header:
         num_weights[told.name] += count
         num_bytes[told.name] += count // block * block_bytes
         end = max(end, begin + count // block * block_bytes)
+        if name == ROPE_FACTORS and told == GGMLQuantizationType.F32:
+            factors = begin, count
     alignment = facts.get("general.alignment", 32)
     begin = -(-reader.place // alignment) * alignment
     if begin + end > size:
         raise ValueError(f"it has {size:,} bytes and its tensors end at {begin + end:,}")
-    return Header(facts, num_weights, num_bytes, num_tensors)
+    reader.place = begin + (factors or (0, 0))[0]
+    return Header(facts, num_weights, num_bytes, num_tensors, reader.numbers("f", factors[1]) if factors else ())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -54,7 +56,7 @@ def find_family(config: PreTrainedConfig) -> Family:
     odd = {field: settings[field] for field in (*found.plain, "sliding_window") if settings.get(field)}
     odd |= {"layer_types": ", ".join(sorted(layers))} if layers else {}
     odd |= {"hidden_act": settings["hidden_act"]} if settings["hidden_act"] != "silu" else {}
-    odd |= {"rope_type": kind} if (kind := rope(config).get("rope_type", "default")) != "default" else {}
+    odd |= {} if _has_form(rope(config), found) else {"rope_type": rope(config)["rope_type"]}
     if odd:
         field, value = next(iter(odd.items()))
         raise ValueError(
@@ -67,6 +69,25 @@ def find_family(config: PreTrainedConfig) -> Family:
 def rope(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the settings of the rotary position embedding."""
     return dict(config.to_dict().get("rope_parameters") or {})
+
+
+def _has_form(told: Mapping[str, Any], family: Family) -> bool:
+    """Whether GGUF can say what a rotary embedding computes."""
+    kind = told.get("rope_type", "default")
+    same = told.get("short_factor") == told.get("long_factor") and told.get("attention_factor") == 1.0
+    return kind == "default" or (family.architecture == "llama" and (kind == "llama3" or (kind == "longrope" and same)))
+
+
+def rope_factors(config: PreTrainedConfig) -> np.ndarray | None:
+    """Return the numbers that a rotary embedding divides its frequencies by, (head_dim / 2,); None for ones."""
+    told = rope(config)
+    if told.get("rope_type", "default") == "default":
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS[told["rope_type"]](config, torch.device("cpu"))
+    plain = told["rope_theta"] ** -(np.arange(len(scaled)) / len(scaled))
+    return (plain / scaled.double().numpy()).astype(np.float32)
 
 
 def in_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:

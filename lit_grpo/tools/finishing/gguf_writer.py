@@ -14,8 +14,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType, LlamaFileType
 from safetensors import safe_open
 
+from lit_grpo.policy.gguf import ROPE_FACTORS
 from lit_grpo.policy.loading import load_config, load_tokenizer
-from lit_grpo.tools.finishing.families import find_family, in_pairs, rope
+from lit_grpo.tools.finishing.families import find_family, in_pairs, rope, rope_factors
 from lit_grpo.tools.finishing.vocabulary import Vocabulary, describe
 
 if TYPE_CHECKING:
@@ -112,6 +113,9 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_sizes(writer, config, num_rows)
     _add_vocabulary(writer, describe(load_tokenizer(str(folder)), num_rows, _end_ids(folder)))
+    factors = rope_factors(config)
+    if factors is not None:
+        writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
     for tensor in tensors:
         dtype, shape = tensor.stored
         writer.add_tensor_info(tensor.name, shape, dtype, tensor.num_bytes, raw_dtype=tensor.kind)
@@ -119,6 +123,8 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
         for tensor in tensors:
             with safe_open(files[tensor.source][0], "pt") as file:
                 weight = file.get_tensor(tensor.source).to(torch.float32).numpy()
