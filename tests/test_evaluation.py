@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lit_grpo.types import PassRule, Prompt, SamplingParams
 
 def scored(row: int, sample: int = 0, text: str = "", correct: bool = False, **fields: Any) -> Scored:
     """A completion of a row, right or wrong."""
-    values: dict[str, Any] = {"policy": "a", "greedy": False, "reward": float(correct), "answer": text or None}
+    values: dict[str, Any] = {"policy": "a", "greedy": False, "reward": float(correct), "answer": text}
     values |= {"length": 3, "truncated": False}
     return Scored(f"test/{row}", f"{row}?", sample=sample, completion=text, correct=correct, **(values | fields))
 
@@ -118,7 +119,7 @@ def test_intervals_and_tests_are_those_of_scipy() -> None:
 def test_figures_of_greedy_completions() -> None:
     rows = passed("1", "0", "1", "1")
     rows[1] = scored(1, length=9, truncated=True, reward=math.nan)
-    figures = Pass(rows, 1, (), True).figures()
+    figures = Pass(rows, 1, ()).figures()
     assert list(figures) == ["accuracy", "reward", "length", "truncated"]
     assert figures["accuracy"] == (0.75, *wilson(3, 4))
     assert figures["reward"].value == 1.0  # of the three that have one, as validate takes the mean
@@ -128,7 +129,7 @@ def test_figures_of_greedy_completions() -> None:
 
 def test_figures_of_sampled_completions() -> None:
     """pass@2 of two right ones of four is 1 - C(2, 2) / C(4, 2)."""
-    figures = Pass(passed("1100", "0000", "1111"), 4, (1, 2, 4), False).figures()
+    figures = Pass(passed("1100", "0000", "1111", answer=None), 4, (1, 2, 4)).figures()
     assert list(figures) == ["pass@1", "pass@2", "pass@4", "reward", "length", "truncated"]
     values = [figures[f"pass@{k}"].value for k in (1, 2, 4)]
     assert values == pytest.approx([0.5, (5 / 6 + 0 + 1) / 3, 2 / 3])
@@ -136,13 +137,24 @@ def test_figures_of_sampled_completions() -> None:
     assert figures["pass@1"][1:] == (0.0, 1.0)  # of three rows
 
 
+def test_figures_of_several_data_sets() -> None:
+    """The majority is that of the rows whose answers are told apart."""
+    told = [scored(0, place, text, text == "7", dataset="sums") for place, text in enumerate(("7", "7", "8"))]
+    others = [scored(1, place, correct=False, dataset="words", answer=None) for place in range(3)]
+    figures = Pass([*told, *others], 3, (1,)).figures()
+    assert figures["majority@3"] == (1.0, *wilson(1, 1))
+    assert [figures[name].value for name in ("pass@1", "pass@1 sums")] == pytest.approx([1 / 3, 2 / 3])
+    assert figures["pass@1 words"] == (0.0, *wilson(0, 1))
+    assert Pass(others[:1], 1, ()).figures()["accuracy words"].value == 0.0
+
+
 def test_figures_of_nothing_are_none(tmp_path: Path) -> None:
     rows = [scored(row, reward=math.nan) for row in range(2)]
-    assert math.isnan(Pass(rows, 1, (), True).figures()["reward"].value)
+    assert math.isnan(Pass(rows, 1, ()).figures()["reward"].value)
 
 
 def test_the_comparison_is_paired() -> None:
-    first, other = (Pass(passed(*rows), 2, (1,), False) for rows in (("11", "00", "10"), ("11", "11", "00")))
+    first, other = (Pass(passed(*rows), 2, (1,)) for rows in (("11", "00", "10"), ("11", "11", "00")))
     found = compare(first, other)
     assert (found.difference, found.better, found.worse) == (pytest.approx(1 / 6), 1, 1)
     assert found.p == brute_force_p([0, 2, -1])
@@ -159,12 +171,12 @@ def test_the_comparison_is_paired() -> None:
         (["4", "4", "5"], [True, True, False], 1.0),
         (["4", "5", "5"], [True, False, False], 0.0),
         (["4", "5"], [True, False], 0.5),  # a tie
-        (["4", None, None], [True, False, False], 1.0),
-        ([None, None], [False, False], 0.0),
+        (["4", "", ""], [True, False, False], 1.0),
+        (["", ""], [False, False], 0.0),
         (["4", "4", "5"], [True, False, False], 0.5),  # the same answer is right once
     ],
 )
-def test_the_majority(answers: list[str | None], correct: list[bool], chance: float) -> None:
+def test_the_majority(answers: list[str], correct: list[bool], chance: float) -> None:
     assert majority_correct(answers, correct) == chance
 
 
@@ -175,15 +187,18 @@ def test_how_answers_are_told_apart() -> None:
         return len(completion)
 
     other = RewardFunction.of(length, "length")
+    row, sum_row = Prompt("a", (1,), ""), Prompt("b", (1,), "", dataset="sums")
     of_reward = find_answers(None, [other, exact], "correct").of
-    assert of_reward is not None and of_reward("2=A") == "a" and of_reward("2") is None
+    assert of_reward(row, "2=A") == "a" and of_reward(row, "2") == ""
     (vote,) = fresh(MajorityVote(pattern=r"\[(\d)\]")).rewards
     of_vote = find_answers(None, [other, vote, exact], "length").of  # the first that has answers
-    assert of_vote is not None and of_vote("[3]") == "3"
+    assert of_vote(row, "[3]") == "3"
+    of_sums = find_answers(None, [replace(vote, datasets=frozenset({"sums"}))], "length").of
+    assert of_sums(sum_row, "[3]") == "3" and of_sums(row, "[3]") is None
     of_option = find_answers(r"(\d)", [exact], "correct").of
-    assert of_option is not None and of_option("1 2") == "2"
+    assert of_option(row, "1 2") == "2"
     none = find_answers(None, [other], "length")
-    assert none.of is None and "the reward length does not say which answer" in none.rule
+    assert not none.exist and none.of(row, "1") is None and "the reward length does not say which answer" in none.rule
     with pytest.raises(ValueError, match=r"--answer .* has no group"):
         find_answers(r"\d", [other], "length")
 
@@ -276,7 +291,7 @@ def test_the_files_of_an_evaluation(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert lines[0] == {
         "prompt_id": "test/0", "prompt": "0?", "policy": "a", "greedy": True, "sample": 0, "completion": "",
-        "reward": 1.0, "correct": True, "answer": None, "length": 3, "truncated": False, "columns": {},
+        "reward": 1.0, "correct": True, "answer": "", "length": 3, "truncated": False, "columns": {},
     }  # fmt: skip
     assert [line["policy"] for line in lines] == ["a", "a", "b", "b"] and lines[2]["reward"] is None
     content = json.loads((tmp_path / "evaluation.json").read_text())

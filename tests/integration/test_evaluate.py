@@ -17,6 +17,7 @@ from lit_grpo.__main__ import start
 from lit_grpo.cli.command_line import GRPOCLI, cli_arguments, run
 from lit_grpo.policy import load_policy
 from lit_grpo.policy.named import NAMED
+from lit_grpo.tools.dashboard.report.folder import read_folder
 from lit_grpo.tools.evaluation.command import main
 from lit_grpo.training.run_folder import RunFolder
 from tests.task_folders import write_task
@@ -94,6 +95,8 @@ def test_a_run_is_compared_with_its_base(tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(r"runs/short compared with tiny, greedy: [+-].* points .* p = .*McNemar's exact test", said)
     assert (tmp_path / "runs" / "short" / "metrics.csv").exists()  # the run's folder stays as it is
     assert not (tmp_path / "runs" / "short-1").exists()
+    shown = read_folder(tmp_path / "runs" / "short").evaluated  # by the report
+    assert {row["policy"] for row in shown} == {"tiny", "runs/short/checkpoints/last.ckpt", "runs/short"}
 
 
 def test_a_checkpoint_of_adapters_samples_what_the_merged_policy_does(tmp_path: Path) -> None:
@@ -165,6 +168,20 @@ def test_tools_are_called_as_in_validate(tmp_path: Path) -> None:
     values = validated("validate", *told, "--model.eval_sampling", greedy)
     assert found["greedy"]["accuracy"] == pytest.approx(values["val/pass@1"], abs=1e-6)
     assert any(len(line["messages"]) > 2 for line in lines_of(tmp_path / "out"))
+
+
+def test_figures_of_several_data_sets_are_those_of_validate(tmp_path: Path) -> None:
+    """Rows of one have tools and answers, those of the other have neither."""
+    rows = [f"--data.validation.init_args.sources.{name}.init_args.num_rows=8" for name in ("exact", "rough")]
+    main(["--config", "mixture", *rows, "--samples", "2", "--output", "out"])
+    found = evaluated(tmp_path / "out")["tiny_calculator"]
+    sampled = validated("validate", "--config", "mixture", *rows, "--model.eval_num_generations", "2")
+    for name in ("exact", "rough"):
+        assert found["sampled"][f"pass@1 {name}"] == pytest.approx(sampled[f"val/datasets/{name}/pass@1"], abs=1e-6)
+    assert {(line["dataset"], line["answer"] is None) for line in lines_of(tmp_path / "out")} == {
+        ("exact", False),
+        ("rough", True),
+    }
 
 
 def test_rows_that_a_policy_cannot_be_asked_are_left_out_for_all(

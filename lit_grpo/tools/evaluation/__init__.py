@@ -18,11 +18,13 @@ A line of ``completions.jsonl``::
 
 ``policy`` is the policy as the command line names it. ``sample`` counts the completions of a row from 0; a greedy
 completion is number 0. ``reward`` is the weighted sum of the rewards, null if no reward function applies. ``correct``
-says whether the completion passes ``model.pass_threshold``. ``answer`` is what the majority is taken of, null without
-an answer. ``length`` counts sampled tokens. ``columns`` are the columns of the row that reward functions need.
-Completions of several turns also have ``messages``, the conversation after the prompt.
+says whether the completion passes ``model.pass_threshold``. ``answer`` is what the majority is taken of: empty without
+an answer, null if answers to the row are not told apart. ``length`` counts sampled tokens. ``columns`` are the columns
+of the row that reward functions need. Completions of several turns also have ``messages``, the conversation after the
+prompt; rows of several data sets have ``dataset``.
 
 ``evaluation.json`` has, for each policy, ``figures.greedy`` (``accuracy``, ``reward``, ``length``, ``truncated``) and
-``figures.sampled`` (``pass@K``, ``majority@N``, ``reward``, ``length``, ``truncated``). Each figure is a mapping with
-``value``, ``low`` and ``high``, the bounds of the 95% interval.
+``figures.sampled`` (``pass@K``, ``majority@N``, ``reward``, ``length``, ``truncated``). Rows of
+several data sets also have ``accuracy NAME`` and ``pass@1 NAME``. Each figure is a mapping with ``value``, ``low`` and
+``high``, the bounds of the 95% interval.
 """

@@ -220,7 +220,7 @@ class EvaluateCLI(LikeFitCLI):
             seed=module.sampling_seed,
             pass_rule=str(module.pass_rule),
             majority=self._answers.rule,
-            has_answers=self._answers.of is not None,
+            has_answers=self._answers.exist,
         )
 
     def fit(self, **_: Any) -> None:
@@ -324,7 +324,7 @@ def _completions(
     """Load a policy, and return its completions of each pass."""
     source, trainer, module, data, scheduler, sync = candidate
     data.num_passes = len(passes)
-    collector = Collector(passes, -(-len(data.prompts[split]) // data.eval_batch_size))
+    collector = Collector(source.name, passes, -(-len(data.prompts[split]) // data.eval_batch_size))
     cast(Any, trainer).callbacks = [collector, scheduler, sync]
     if source.checkpoint is not None:
         with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
@@ -357,10 +357,11 @@ def _scored(group: RolloutGroup, policy: str, how: SamplingPass, module: GRPOMod
                 completion=completion.text,
                 reward=rollout.reward,
                 correct=module.pass_rule.passes(rollout.rewards),
-                answer=None if answers.of is None else answers.of(text) or None,
+                answer=answers.of(rollout.prompt, text),
                 length=completion.num_sampled,
                 truncated=completion.finish_reason == "length",
                 columns={name: value for name, value in rollout.prompt.columns.items() if name in needed},
+                dataset=rollout.prompt.dataset,
                 messages=None if completion.episode is None else completion.episode.messages,
             )
         )

@@ -38,6 +38,12 @@ class RowValues:
     values_R: np.ndarray
     counts_R: np.ndarray
 
+    @property
+    def shares_R(self) -> np.ndarray:
+        """The mean of each row that has a value."""
+        has_value_R = self.counts_R > 0
+        return self.values_R[has_value_R] / self.counts_R[has_value_R]
+
 
 class Pass:
     """The completions of one policy to all rows, in one way of decoding.
@@ -46,10 +52,9 @@ class Pass:
         completions: All completions; those of a row follow each other, and all rows have equally many.
         num_samples: Number of completions per row.
         ks: Values of k for pass@k; of greedy completions none.
-        has_answers: Whether answers are told apart, so that there is a majority.
     """
 
-    def __init__(self, completions: Sequence[Scored], num_samples: int, ks: Sequence[int], has_answers: bool) -> None:
+    def __init__(self, completions: Sequence[Scored], num_samples: int, ks: Sequence[int]) -> None:
         self.num_samples = num_samples
         self.rows = [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
         self.num_correct_R = np.array([sum(one.correct for one in row) for row in self.rows])
@@ -60,9 +65,16 @@ class Pass:
         for k in ks:
             passed = [pass_at_k(num_samples, int(number), k) for number in self.num_correct_R]
             self.by_row[f"pass@{k}"] = RowValues(np.array(passed), ones_R)
-        if ks and has_answers:
-            votes = [majority_correct([one.answer for one in row], [one.correct for one in row]) for row in self.rows]
-            self.by_row[f"majority@{num_samples}"] = RowValues(np.array(votes), ones_R)
+        told_R = np.array([row[0].answer is not None for row in self.rows], float)
+        if ks and told_R.any():
+            votes = [
+                majority_correct([one.answer or "" for one in row], [one.correct for one in row]) for row in self.rows
+            ]
+            self.by_row[f"majority@{num_samples}"] = RowValues(np.array(votes) * told_R, told_R)
+        for dataset in sorted({row[0].dataset for row in self.rows} - {""}):
+            name = "pass@1" if ks else "accuracy"
+            of_dataset_R = np.array([row[0].dataset == dataset for row in self.rows], float)
+            self.by_row[f"{name} {dataset}"] = RowValues(self.num_correct_R / num_samples * of_dataset_R, of_dataset_R)
         rewards = [[one.reward for one in row if math.isfinite(one.reward)] for row in self.rows]
         self.by_row["reward"] = RowValues(np.array([*map(sum, rewards)], float), np.array([*map(len, rewards)], float))
         lengths, cut = ([[getattr(one, name) for one in row] for row in self.rows] for name in ("length", "truncated"))
@@ -82,8 +94,8 @@ class Pass:
             total, count = float(row.values_R.sum()), float(row.counts_R.sum())
             if not count:
                 figures[name] = Figure(math.nan, math.nan, math.nan)
-            elif name.startswith(FRACTIONS) and np.isin(shares_R := row.values_R / row.counts_R, (0.0, 1.0)).all():
-                figures[name] = Figure(total / count, *wilson(float(shares_R.sum()), len(self.rows)))
+            elif name.startswith(FRACTIONS) and np.isin(shares_R := row.shares_R, (0.0, 1.0)).all():
+                figures[name] = Figure(total / count, *wilson(float(shares_R.sum()), len(shares_R)))
             else:
                 figures[name] = Figure(total / count, *percentile_interval(_ratio(sums_SC, place)))
         return figures

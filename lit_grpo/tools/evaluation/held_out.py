@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -9,8 +10,9 @@ from typing import Any, cast
 import lightning.pytorch as pl
 
 from lit_grpo.data.loaders import EvalLoader
-from lit_grpo.data.module import PromptDataModule
+from lit_grpo.data.module import TELL_EVERY_S, PromptDataModule
 from lit_grpo.module import GRPOModule
+from lit_grpo.process.terminal import say
 from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
 
 
@@ -42,10 +44,11 @@ class Scored:
         completion: Text of the sampled tokens.
         reward: Weighted sum of the rewards, NaN if no reward function applies.
         correct: Whether it passes the run's threshold.
-        answer: What the majority is taken of; None without an answer.
+        answer: What the majority is taken of: empty without an answer, None if answers to the row are not told apart.
         length: Number of sampled tokens.
         truncated: Whether it ended at ``max_tokens``.
         columns: The columns of the row that reward functions need.
+        dataset: Data set of the row, if the rows are of several.
         messages: The conversation after the prompt, if there is an environment.
     """
 
@@ -61,6 +64,7 @@ class Scored:
     length: int
     truncated: bool
     columns: dict[str, Any] = field(default_factory=dict)
+    dataset: str = ""
     messages: list[dict[str, Any]] | None = None
 
     def line(self) -> dict[str, Any]:
@@ -68,6 +72,8 @@ class Scored:
         line = asdict(self)
         if self.messages is None:
             del line["messages"]
+        if not self.dataset:
+            del line["dataset"]
         return line
 
 
@@ -116,6 +122,7 @@ class Collector(pl.Callback):
     a batch.
 
     Args:
+        policy: Name of the policy, for messages.
         passes: The passes over the rows, in their order.
         num_batches: Number of batches of one pass.
 
@@ -123,8 +130,9 @@ class Collector(pl.Callback):
         collected: The groups of each pass, in the order of the rows.
     """
 
-    def __init__(self, passes: Sequence[SamplingPass], num_batches: int) -> None:
-        self.passes, self._num_batches = passes, num_batches
+    def __init__(self, policy: str, passes: Sequence[SamplingPass], num_batches: int) -> None:
+        self.policy, self.passes, self._num_batches = policy, passes, num_batches
+        self._began = self._told = time.monotonic()
         self.collected: list[list[RolloutGroup]] = [[] for _ in passes]
 
     def on_validation_batch_start(
@@ -149,7 +157,11 @@ class Collector(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the groups, whose completions have their rewards."""
+        """Keep the groups, whose completions have their rewards, and say now and then how far the evaluation is."""
         self.collected[batch_idx // self._num_batches] += batch.groups
+        done, total, now = batch_idx + 1, len(self.passes) * self._num_batches, time.monotonic()
+        if done < total and now - self._told >= TELL_EVERY_S:
+            self._told = now
+            say(f"{self.policy}: {done} of {total} batches in {now - self._began:.0f} s", flush=True)
 
     on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end

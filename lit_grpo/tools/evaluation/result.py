@@ -98,9 +98,7 @@ class Result:
         self._passes: dict[str, dict[str, Pass]] = {}
         for name, collected in completions.items():
             self._passes[name] = {
-                GREEDY if how.greedy else SAMPLED: Pass(
-                    rows, how.num_samples, () if how.greedy else conditions.ks, conditions.has_answers
-                )
+                GREEDY if how.greedy else SAMPLED: Pass(rows, how.num_samples, () if how.greedy else conditions.ks)
                 for how, rows in zip(conditions.passes, collected, strict=True)
             }
 
