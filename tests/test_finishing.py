@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -370,3 +373,70 @@ def test_a_dead_hub_is_a_sentence_at_once(
     hub.faults["/api/whoami-v2"] = Answer(delay_s=1.0)
     assert "did not accept your token (" in refused(run, *PUSH, capsys=capsys)
     assert time.monotonic() - begun < 8 and not (run / "finished").exists()
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------
+
+
+def odd(completion: str) -> float:
+    return len(completion) + sum(map(int, filter(str.isdigit, completion))) % 7
+
+
+@pytest.mark.integration
+def test_a_lora_run_is_finished_from_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter is merged into the policy, and is also there alone, for its base by name."""
+    import peft
+
+    import lit_grpo
+    from lit_grpo.tasks import ArithmeticRows
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = lit_grpo.train(
+        "tiny",
+        ArithmeticRows(64, "train"),
+        odd,
+        max_steps=2,
+        batch_size=2,
+        validation=ArithmeticRows(8, "validation"),
+        name="lora",
+        lora={"r": 2},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        num_generations=4,
+        sampling={"max_tokens": 24},
+        eval_sampling={"max_tokens": 24, "temperature": 0.0},
+        trainer={"accelerator": "cpu", "val_check_interval": 1, "enable_progress_bar": False},
+        callbacks={"checkpoint": {"every_n_updates": 1}},
+    )
+    run = Path("runs/lora")
+    (run / "policy").rename(tmp_path / "policy")  # what is finished is the checkpoint
+    main([str(run), "--gguf", "f32"])
+    ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        trained: Any = made.module.policy.eval()(ids).logits
+        base: Any = load_policy("tiny").eval()
+        assert (base(ids).logits - trained).abs().max() > 1e-4
+        for folder in (run / "finished", run / "finished" / "lora-f32.gguf"):
+            torch.testing.assert_close(load_policy(str(folder)).eval()(ids).logits, trained, rtol=0, atol=1e-4)
+        adapter = run / "finished" / "adapter"
+        told = json.loads((adapter / "adapter_config.json").read_text())
+        assert told["base_model_name_or_path"] == "tiny"
+        alone: Any = peft.PeftModel.from_pretrained(base, str(adapter))
+        torch.testing.assert_close(alone(ids).logits, trained, rtol=0, atol=1e-4)
+    card = (run / "finished" / "README.md").read_text()
+    assert "`tiny` trained with LoRA, merged into the base's weights here, by GRPO" in card
+    assert "for 2 updates" in card and "`adapter/`" in card and str(tmp_path) not in card
+    main([str(run), "--gguf", "none", "--checkpoint", "best", "--output", "best"])
+    card = Path("best/README.md").read_text()
+    assert "The checkpoint was chosen by this held-out score, so the score is optimistic." in card
+
+
+@pytest.mark.integration
+def test_the_command_finds_hub_and_token_in_the_environment(run: Path, hub: HubServer) -> None:
+    places = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | places
+    command = [sys.executable, "-m", "lit_grpo", "finish", str(run), *PUSH, "--gguf", "none"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"{hub.url}/{USER}/a-model\n") and TOKEN not in done.stdout + done.stderr
+    assert set(hub.repositories[f"{USER}/a-model"]) == {path.name for path in (run / "finished").iterdir()}
