@@ -300,6 +300,7 @@ def test_the_finished_folder_and_nothing_else_is_sent(
     main([str(run), *PUSH])
     name, folder = f"{USER}/a-model", run / "finished"
     assert hub.repositories == {name: {path.name: path.read_bytes() for path in folder.iterdir()}}
+    assert f'AutoModelForCausalLM.from_pretrained("{name}")'.encode() in hub.repositories[name]["README.md"]
     assert hub.private == {name: True} and hub.tokens <= {TOKEN, None}
     assert capsys.readouterr().out.endswith(f"{hub.url}/{name}\n")
     shutil.rmtree(folder)

@@ -32,6 +32,7 @@ class Contents:
         has_adapter: Whether the folder ``adapter`` has the adapter alone.
         has_picture: Whether there is a picture of the curves.
         gguf: The GGUF files by their kinds: name, size in bytes, and the comparison with the policy.
+        place: What ``from_pretrained`` takes: the repository on the hub, or the folder that holds the card.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Contents:
     has_adapter: bool
     has_picture: bool
     gguf: Mapping[str, tuple[str, int, Cost]]
+    place: str = "."
 
 
 def write_card(run: RunRecords, origin: Origin, contents: Contents) -> str:
@@ -112,13 +114,13 @@ def _result(run: RunRecords, contents: Contents) -> str:
 
 
 def _use(contents: Contents) -> str:
-    lines = ["## Use", _fenced("\n".join((
+    code = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        'folder = "."  # this repository, or its id',
-        "model = AutoModelForCausalLM.from_pretrained(folder)",
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
-    )), "python")]  # fmt: skip
+        f'model = AutoModelForCausalLM.from_pretrained("{contents.place}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{contents.place}")',
+    )
+    lines = ["## Use", _fenced("\n".join(code), "python")]
     if contents.gguf:
         name = next(iter(contents.gguf.values()))[0]
         lines += ["With llama.cpp:", _fenced(f"llama-cli -m {name}", "bash")]

@@ -120,18 +120,20 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
     source = Source.find(options.run, options.checkpoint, int(run.steps[-1]))
     sizes = {kind: source.gguf_bytes(kind) for kind in kinds}
     _check_room(output, source.num_bytes + sum(sizes.values()) + _ROOM)
+    version, num_weights = source.version, source.num_weights
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     said: list[str] = []
     try:
         folder = aside / output.name
         source.export(folder)
+        del source  # its memory is for the models that are compared
         _name_base(folder, origin)
         for text in origin.texts():
             shutil.copy(text, folder)
         texts = [
             f"{row.get('prompt') or ''}{row.get('completion') or ''}"
-            for _, rows in record.sampled(run, source.version)
+            for _, rows in record.sampled(run, version)
             for row in rows
         ]
         reference = Reference(folder, texts) if kinds else None
@@ -144,16 +146,24 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             write_gguf(folder, path, kind, name, origin.licence.get("license"))
             files[kind] = path.name, path.stat().st_size, reference.cost(path, kind)
             said.append(f"  {path.name}: {cost_sentence(files[kind][2])}.")
-        drawn = draw_curves(run, folder / "curves.png", source.version)
-        has_adapter = (folder / "adapter").is_dir()
-        contents = Contents(name, source.version, options.checkpoint, source.num_weights, has_adapter, drawn, files)
+        drawn = draw_curves(run, folder / "curves.png", version)
+        contents = Contents(
+            name=name,
+            version=version,
+            checkpoint=options.checkpoint,
+            num_weights=num_weights,
+            has_adapter=(folder / "adapter").is_dir(),
+            has_picture=drawn,
+            gguf=files,
+            place=options.push or ".",
+        )
         (folder / "README.md").write_text(write_card(run, origin, contents), encoding="utf-8")
         folder.rename(output)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     if not drawn and find_spec("matplotlib") is None:
         said.append("  The card has no curves, because matplotlib is not installed (the extra lit_grpo[plots]).")
-    found = record.progress(run, source.version)
+    found = record.progress(run, version)
     if found is not None and not found.learnt:
         said.append(f"  {str(found).replace('**', '')}")
     if not origin.licence:
