@@ -75,7 +75,9 @@ def byte_level(pre: str, **special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **({"eos_token": "<|endoftext|>"} | special))
 
 
-def made(kind: str, folder: Path, pre: str = "qwen2", **changes: Any) -> Path:
+def made(
+    kind: str, folder: Path, pre: str = "qwen2", chat_template: str = "{{ messages[0]['content'] }}", **changes: Any
+) -> Path:
     """Save a random model whose vectors are not those of a new one, with a byte-level tokenizer."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -85,7 +87,7 @@ def made(kind: str, folder: Path, pre: str = "qwen2", **changes: Any) -> Path:
             if weight.ndim == 1:
                 weight.data.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
-    byte_level(pre, chat_template="{{ messages[0]['content'] }}").save_pretrained(folder)
+    byte_level(pre, chat_template=chat_template).save_pretrained(folder)
     return folder
 
 

@@ -114,7 +114,7 @@ class CalculatorRows(DrawnRows):
 class EstimateRows(DrawnRows):
     """Expressions of two numbers, whose size is to be estimated at once, without the calculator.
 
-    A row has the columns ``prompt`` (``37*48=``) and ``answer`` (``1776``); :func:`right_size` is its reward. With
+    A row has the columns ``prompt`` (``=37*48=``) and ``answer`` (``1776``); :func:`right_size` is its reward. With
     :class:`CalculatorRows` it is the second data set of ``configs/mixture.yaml``.
 
     Args:
@@ -131,7 +131,7 @@ class EstimateRows(DrawnRows):
         while True:
             expression = f"{rng.randint(11, 99)}{rng.choice('+-*')}{rng.randint(11, 99)}"
             if split_of(zlib.crc32(expression.encode())) == self.split:
-                return {"prompt": f"{expression}=", "answer": calculate(expression)}
+                return {"prompt": f"={expression}=", "answer": calculate(expression)}
 
 
 def right_size(completion: str, answer: str) -> float:

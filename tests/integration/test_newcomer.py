@@ -15,11 +15,12 @@ from test_docs import FENCE, ROOT
 
 pytestmark = pytest.mark.integration
 SNIPPET = "train_smollm2.py"
+README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
     """The blocks of README.md in a language, in order."""
-    return [code for kind, code in FENCE.findall((ROOT / "README.md").read_text()) if kind == language]
+    return [code for kind, code in FENCE.findall(README) if kind == language]
 
 
 def greedy(run: Path) -> list[float]:
@@ -40,7 +41,8 @@ def test_the_readme_is_followed_word_for_word_in_a_fresh_clone_and_a_fresh_home(
     # An index of one's own is the only setting that the README takes as given; so is a Python that is new enough.
     environment |= {"HOME": str(home), "PYTHON": getattr(sys, "_base_executable", sys.executable)}
     (clone / SNIPPET).write_text(blocks("python")[0])
-    script = "\n".join(["set -euo pipefail", *blocks("bash"), f"python {SNIPPET}"])
+    steps = [f"python {SNIPPET}" if kind == "python" else code for kind, code in FENCE.findall(README) if kind]
+    script = "\n".join(["set -euo pipefail", *steps])
     done = subprocess.run(["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True)
     said = done.stdout
     assert done.returncode == 0, said[-3000:] + done.stderr[-3000:]
@@ -56,9 +58,11 @@ def test_the_readme_is_followed_word_for_word_in_a_fresh_clone_and_a_fresh_home(
     assert start < 0.6 and end > 0.9
     # The chat model.
     before, *_, after = greedy(clone / "runs" / "grpo")
-    told = [float(each) for each in re.findall(r"from (\d+\.\d)% to (\d+\.\d)%", (ROOT / "README.md").read_text())[0]]
+    told = [float(each) for each in re.findall(r"from (\d+\.\d)% to (\d+\.\d)%", README)[0]]
     assert told[0] - 5 < 100 * before < told[0] + 5 and 100 * after > told[1] - 15
     assert (home / ".cache" / "lit_grpo").is_dir()
+    assert (clone / "runs" / "grpo" / "evaluation" / "evaluation.json").is_file()
+    assert list((clone / "runs" / "grpo" / "finished").glob("*-q8_0.gguf"))
     resume = re.search(r"^resume  (python -m lit_grpo fit .*)--trainer\.max_steps 20$", said, re.MULTILINE)
     assert resume is not None
     resumed = ["bash", "-c", f". .venv/bin/activate && {resume[1]} --trainer.max_steps 11"]
