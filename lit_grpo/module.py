@@ -70,6 +70,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+SHOWN_LOSSES = {True: ("ce/loss",), False: ("ce/loss", "loss")}
+"""Losses in the progress line, by whether the run has rewards, which show by themselves what is learned."""
+
+
 class GRPOModule(EvaluationModule):
     """Train a causal language model with GRPO (DeepSeekMath, arXiv 2402.03300).
 
@@ -554,7 +558,7 @@ class GRPOModule(EvaluationModule):
         """Learn from one batch of whole rollout groups, or of examples alone."""
         with self.phases.of("update"):
             if batch.without_rollouts:
-                self.log_anew("update", self.learner.learn_examples(), shown=self._shown_losses)
+                self.log_anew("update", self.learner.learn_examples(), shown=SHOWN_LOSSES[bool(self.rewards)])
                 self.log("step", float(self.policy_version))
                 batch.trained = True
                 return
@@ -588,14 +592,9 @@ class GRPOModule(EvaluationModule):
                 sentence = self._batch_watch.missing_signal(update | {"frac_reward_zero_std": frac_uniform}, version)
                 if sentence is not None:
                     self.ranks.warn(sentence)
-            self.log_anew("update", update, shown=self._shown_losses)
+            self.log_anew("update", update, shown=SHOWN_LOSSES[bool(self.rewards)])
             self.log("step", float(self.policy_version))
             batch.trained = True
-
-    @property
-    def _shown_losses(self) -> tuple[str, ...]:
-        """Losses in the progress line: that of examples, and the objective's if no reward shows what is learnt."""
-        return ("ce/loss",) if self.rewards else ("ce/loss", "loss")
 
     def log_anew(self, source: str, values: Mapping[str, float], shown: Collection[str] = ()) -> None:
         """Log values, and NaN for what ``source`` logged before and not now: Lightning would repeat its last value.

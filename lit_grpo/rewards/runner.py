@@ -278,7 +278,7 @@ def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: 
 
     There is none if the function does not apply to the group's data set.
     """
-    if not function.applies_to(group.prompt):
+    if function.datasets and group.prompt.dataset not in function.datasets:
         return []
     columns = group.prompt.columns
     names = function.names
