@@ -43,7 +43,7 @@ def test_a_notebook_is_kept_with_its_outputs_and_runs(
     monkeypatch.setattr("jupyter_client.launcher.Popen", kernel_of)
     if "POLICY" in path.read_text():  # in place of a chat model from the network, and many updates
         template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-        monkeypatch.setenv("POLICY", str(made("llama", tmp_path / "policy", "gpt2", chat_template=template)))
+        monkeypatch.setenv("POLICY", str(made("llama", tmp_path / "policy", chat_template=template)))
         monkeypatch.setenv("STEPS", "2")
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
