@@ -745,7 +745,7 @@ DECISIONS = (
     Decision(
         "how many more completions each prompt gets", ROUNDS, frozenset({"whole_rollouts", "separate_completions"})
     ),
-    Decision("what turns are answered by", ("on_turn",), by_rows=True),
+    Decision("what turns are answered by", ("on_turn",)),
     Decision(
         "which rollouts are learnt from",
         ("choose_rollouts", "choose_from_batch", "token_mask", "token_weights"),

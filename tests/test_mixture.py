@@ -30,6 +30,7 @@ from lit_grpo.update.by_dataset import joined, restricted
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import LearningBatch
 
+CALCULATE = ["lit_grpo.tasks.calculator.calculate"]
 pytestmark = pytest.mark.usefixtures("exact_norms")
 SIZES = {"sums": 5, "puzzles": 3, "never": 4}
 DATASETS = [name for name, size in SIZES.items() for _ in range(size)]
@@ -173,6 +174,13 @@ def test_a_row_without_the_name_of_its_data_set_is_named() -> None:
     rows = [{"prompt": "1%2=", "dataset": "sums"}, {"prompt": "2%3="}]
     data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyright: ignore
     with pytest.raises(ValueError, match="row 1 of the list given has None in column 'dataset'"):
+        data.setup("fit")
+
+
+def test_a_column_that_names_no_data_sets_is_refused() -> None:
+    rows = [{"prompt": "1%2=", "dataset": str(number)} for number in range(101)]
+    data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyright: ignore
+    with pytest.raises(ValueError, match="column 'dataset' of the list given names 101 data sets"):
         data.setup("fit")
 
 
@@ -359,6 +367,10 @@ def test_names_and_fields_of_limited_plugins() -> None:
         ([{"gigpo": {"datasets": "a"}}, {"return_to_go": {"datasets": ["b", "a"]}}], "both decide what each turn"),
         ([{"gigpo": {"datasets": "a"}}, "return_to_go"], "or limit each to other data sets"),
         ([{"distill": {"datasets": "a"}}, {"distill": {"datasets": "b"}}], "both decide which further tokens"),
+        (
+            [{"environments": {"datasets": name, "tools": CALCULATE}} for name in "ab"],
+            "both decide what turns are answered by",
+        ),
         ([{"dars_equal": {"datasets": "a"}}], "spends the completions of all prompts, which cannot be limited"),
         ([{"april": {"datasets": "a"}}], "does nothing by rows, which cannot be limited"),
         ([{"treepo": {"datasets": "a"}}], "acts on all requests of a rollout, which cannot be limited"),

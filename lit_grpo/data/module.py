@@ -40,6 +40,7 @@ SPLITS_OF_STAGE = {
     "predict": ("predict",),
 }
 NUM_ROWS_SHOWN = 5
+MOST_DATASETS = 100
 TELL_EVERY_S = 10.0
 """Seconds of reading rows after which their number is shown, again and again."""
 LARGE_FILE = 256 * 2**20
@@ -283,6 +284,12 @@ class PromptDataModule(LightningDataModule):
                 if split in SPLITS_OF_STAGE["fit"]:
                     self._rows[prompts[-1].prompt_id] = row
         self._report(source, len(prompts), reasons)
+        if (number := len({prompt.dataset for prompt in prompts})) > MOST_DATASETS:
+            raise ValueError(
+                f"column {DATASET!r} of {source.describe()} names {number} data sets, and each has metrics of its own, "
+                f"so that at most {MOST_DATASETS} are allowed; write the names of the data sets into it, or leave "
+                "data.mixture out."
+            )
         if spelled:
             names = list(dict.fromkeys(name for each in spelled.values() for name in each))
             rank_zero_warn(
