@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
 from lit_grpo.rollout.session import RolloutSession
-from lit_grpo.types import Prompt, PromptBatch
+from lit_grpo.types import PromptBatch
 from lit_grpo.update.learner_settings import check_arriving
 
 
@@ -95,7 +94,7 @@ class RolloutScheduler(pl.Callback):
             for function in pl_module.rewards:
                 for row in itertools.islice(filter(function.applies_to, rows), 1):
                     function.check_columns(row.columns)
-        self._check_datasets(pl_module, loaded_prompts(trainer))
+        self._check_datasets(trainer, pl_module)
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         facts = pl_module.facts(getattr(data, "batch_size", None))
         if stage == "fit":
@@ -114,12 +113,13 @@ class RolloutScheduler(pl.Callback):
                 data.plug_in(self.session.prompt_rule, self.session.rewriting, on_demand=self.session.mode.carries)
         self.session.prepare(facts)
 
-    def _check_datasets(self, module: GRPOModule, prompts: Mapping[str, Sequence[Prompt]]) -> None:
+    def _check_datasets(self, trainer: pl.Trainer, module: GRPOModule) -> None:
         """Check that reward functions and plug-ins are limited to data sets that there are, and each has a reward.
 
         Raises:
             ValueError: They are not, or a data set has none.
         """
+        prompts = loaded_prompts(trainer)
         rows = [row for split in ("train", "validation", "test") for row in prompts.get(split, ())]
         known = dict.fromkeys(row.dataset for row in rows if row.dataset)
         limited = {f"reward {function.name!r}": function.datasets for function in module.rewards}
@@ -132,12 +132,12 @@ class RolloutScheduler(pl.Callback):
         if not module.rewards:
             return
         of_dataset = {row.dataset: row for row in prompts.get("train", ())}
-        weights = getattr(module.trainer.datamodule, "mixture", None)  # pyright: ignore[reportAttributeAccessIssue]
+        weights = getattr(trainer.datamodule, "mixture", None)  # pyright: ignore[reportAttributeAccessIssue]
         unrewarded = [plugin for plugin in self.session.plugins.values() if plugin.learns_unrewarded]
         for dataset, row in of_dataset.items() if known else ():
             sampled = weights is None or not weights.weights or any(w.get(dataset) for w in weights.all)
             rewarded = any(function.weight and function.applies_to(row) for function in module.rewards)
-            if sampled and not rewarded and not any(plugin.acts_on(row) for plugin in unrewarded):
+            if sampled and not rewarded and not any(row.is_of(plugin.datasets) for plugin in unrewarded):
                 raise ValueError(
                     f"Data set {dataset!r} has no reward function with a weight; add its name to the datasets of one, "
                     "or set its weight in data.mixture.weights to 0."

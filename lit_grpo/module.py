@@ -606,8 +606,11 @@ class GRPOModule(EvaluationModule):
         """
         names = self._names_logged.setdefault(source, set())
         names.update(values)
-        for name, value in (dict.fromkeys(names, math.nan) | dict(values)).items():
-            self.log(name, value, prog_bar=name in shown)
+        logged = dict.fromkeys(names, math.nan) | dict(values)
+        for name in shown:
+            if name in logged:
+                self.log(name, logged.pop(name), prog_bar=True)
+        self.log_dict(logged)
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""

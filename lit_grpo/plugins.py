@@ -247,10 +247,6 @@ class Plugin(Listener):
 
     # ---- before a run ---------------------------------------------------------------------------------
 
-    def acts_on(self, prompt: Prompt) -> bool:
-        """Whether a prompt is of the data sets that it is limited to."""
-        return not self.datasets or prompt.dataset in self.datasets
-
     def requirement(self, name: str) -> Requirement:
         """Return what it needs of a run and takes away from others; overridden where that depends on a field's value.
 

@@ -184,6 +184,10 @@ class Prompt:
     extra: dict[str, float] = field(default_factory=dict)
     dataset: str = ""
 
+    def is_of(self, datasets: Collection[str]) -> bool:
+        """Whether its data set is one of these; of an empty collection, always."""
+        return not datasets or self.dataset in datasets
+
     def own_columns(self, names: Collection[str] | None = None) -> dict[str, Any]:
         """Return copies of its columns, all or those named, which others may change as they like.
 

@@ -98,7 +98,7 @@ class MixtureWeights:
     default each data set has as many prompts per epoch as it has rows.
     """
     final_weights: dict[str, Weight] = field(default_factory=dict)
-    """Weights after ``ramp_prompts``, for a curriculum. The weights change linearly from ``weights`` to these."""
+    """Weights after ``ramp_prompts``, if the mixture changes. The weights change linearly from ``weights`` to these."""
     ramp_prompts: Count | None = None
     """Number of drawn prompts, over all ranks, during which the weights change to ``final_weights``."""
 
@@ -143,7 +143,7 @@ class MixtureWeights:
 
     @property
     def all(self) -> list[dict[str, float]]:
-        """The weights at the beginning, and those at the end of a curriculum."""
+        """The weights at the beginning, and those at the end of the change."""
         return [self.weights, self.final_weights]
 
     def at(self, index: int) -> Mapping[str, float]:

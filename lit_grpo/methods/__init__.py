@@ -15,7 +15,6 @@ from typing import Any
 
 from lit_grpo.plugins import Plugin, check_decisions
 from lit_grpo.settings import by_name
-from lit_grpo.update.by_dataset import restricted
 
 SETTING = "rollout.plugins"
 
@@ -50,6 +49,8 @@ def make_plugins(specs: Sequence[str | Mapping[str, Any]]) -> dict[str, Plugin]:
         spec, datasets = _without_datasets(name, spec)
         plugin = by_name(SETTING, spec, shipped(), Plugin)
         if datasets:
+            from lit_grpo.update.by_dataset import restricted  # imports torch, which a simulation does not need
+
             plugin, name = restricted(name, plugin, datasets), f"{name} ({', '.join(datasets)})"
         if name in plugins:
             raise ValueError(f"{SETTING} has {name} twice; leave one out.")

@@ -67,7 +67,7 @@ class SelfTeacher(TeacherPlugin):
         self._shares_prefix = run.shares_prefix
         if run.data is not None:
             self._writer = run.data.writer
-            self.check_prompts([prompt for prompt in run.data.prompts["train"] if self.acts_on(prompt)])
+            self.check_prompts([prompt for prompt in run.data.prompts["train"] if prompt.is_of(self.datasets)])
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Check that the teacher's prompt can be made of training prompts.

@@ -116,7 +116,7 @@ class SFT(Plugin):
                 self._held_out = run.data.examples_of(self.validation, self.prompt_column, self.column, self.turns)
             return
         self._examples = run.data.answered("train", self.column, self.turns, self.datasets)
-        held_out = [prompt for prompt in run.data.prompts.get("validation", ()) if self.acts_on(prompt)]
+        held_out = [prompt for prompt in run.data.prompts.get("validation", ()) if prompt.is_of(self.datasets)]
         if held_out and (not self.column or any(self.column in prompt.columns for prompt in held_out)):
             self._held_out = run.data.answered("validation", self.column, self.turns, self.datasets)
 

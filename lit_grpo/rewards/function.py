@@ -320,7 +320,7 @@ class RewardFunction:
 
     def applies_to(self, prompt: Prompt) -> bool:
         """Whether it scores completions of a prompt."""
-        return not self.datasets or prompt.dataset in self.datasets
+        return prompt.is_of(self.datasets)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check that the data has every column that the function requires.

@@ -28,8 +28,8 @@ Hook = Callable[..., Any]
 
 def part_of(plugin: Plugin, batch: GroupBatch) -> tuple[Any, list[int]]:
     """Return the part of a batch that a plug-in acts on, and the places of its rollouts in the batch."""
-    own = [number for number, group in enumerate(batch.groups) if plugin.acts_on(group.prompt)]
-    places = [place for place, rollout in enumerate(batch.rollouts) if plugin.acts_on(rollout.prompt)]
+    own = [number for number, group in enumerate(batch.groups) if group.prompt.is_of(plugin.datasets)]
+    places = [place for place, rollout in enumerate(batch.rollouts) if rollout.prompt.is_of(plugin.datasets)]
     if isinstance(batch, LearningBatch):
         groups = [batch.groups[number] for number in own]
         return replace(batch, groups=groups, rewards=batch.rewards.of_groups(own)), places
@@ -84,7 +84,7 @@ def _shaping(whole: Hook) -> Hook:
     """Limit the shaping of advantages: those of other groups stay."""
 
     def limited(self: Plugin, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        own = [number for number, group in enumerate(batch.groups) if self.acts_on(group.prompt)]
+        own = [number for number, group in enumerate(batch.groups) if group.prompt.is_of(self.datasets)]
         returned = whole(self, part_of(self, batch)[0], [advantages[number] for number in own])
         if len(returned) != len(own):
             return returned
@@ -98,7 +98,7 @@ def _masking(whole: Hook) -> Hook:
     """Limit the mask of tokens: those of others are all trained on."""
 
     def limited(self: Plugin, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Any:
-        returned = whole(self, part_of(self, batch)[0], [each for each in rollouts if self.acts_on(each.prompt)])
+        returned = whole(self, part_of(self, batch)[0], [each for each in rollouts if each.prompt.is_of(self.datasets)])
         return None if returned is None else _filled(self, rollouts, torch.bool) | dict(returned)
 
     return limited
@@ -108,7 +108,7 @@ def _weighing(whole: Hook) -> Hook:
     """Limit the weights of tokens: those of others are 1."""
 
     def limited(self: Plugin, rollouts: Sequence[Rollout], version: int) -> Any:
-        returned = whole(self, [each for each in rollouts if self.acts_on(each.prompt)], version)
+        returned = whole(self, [each for each in rollouts if each.prompt.is_of(self.datasets)], version)
         return None if returned is None else _filled(self, rollouts, torch.float32) | dict(returned)
 
     return limited
@@ -116,7 +116,7 @@ def _weighing(whole: Hook) -> Hook:
 
 def _filled(plugin: Plugin, rollouts: Sequence[Rollout], dtype: torch.dtype) -> dict[Any, torch.Tensor]:
     """Return ones for the tokens of rollouts that a plug-in does not act on."""
-    others = [each.completion for each in rollouts if not plugin.acts_on(each.prompt)]
+    others = [each.completion for each in rollouts if not each.prompt.is_of(plugin.datasets)]
     return {each.request.key: torch.ones(each.num_trained, dtype=dtype) for each in others}
 
 
@@ -126,7 +126,7 @@ def _of_completion(nothing: Any) -> Callable[[Hook], Hook]:
     def limit(whole: Hook) -> Hook:
         def limited(self: Plugin, of: Any, *others: Any) -> Any:
             prompt: Prompt = of.prompt if hasattr(of, "prompt") else of.request.prompt
-            return whole(self, of, *others) if self.acts_on(prompt) else nothing
+            return whole(self, of, *others) if prompt.is_of(self.datasets) else nothing
 
         return limited
 
@@ -137,14 +137,14 @@ def _of_prompt(whole: Hook) -> Hook:
     """Limit a hook that returns a prompt: others stay."""
 
     def limited(self: Plugin, prompt: Prompt, writer: Any) -> Prompt:
-        return whole(self, prompt, writer) if self.acts_on(prompt) else prompt
+        return whole(self, prompt, writer) if prompt.is_of(self.datasets) else prompt
 
     return limited
 
 
 def _of_requests(whole: Hook) -> Hook:
     def limited(self: Plugin, requests: Sequence[Any]) -> Any:
-        return whole(self, [request for request in requests if self.acts_on(request.prompt)])
+        return whole(self, [request for request in requests if request.prompt.is_of(self.datasets)])
 
     return limited
 

@@ -79,7 +79,7 @@ class LearnerSettings:
     def learns_without_reward(self, prompt: Prompt) -> bool:
         """Whether completions of a prompt are trained on if they have no reward."""
         unrewarded = (plugin for plugin in self.plugins if plugin.learns_unrewarded)
-        return not self.has_rollouts or any(plugin.acts_on(prompt) for plugin in unrewarded)
+        return not self.has_rollouts or any(prompt.is_of(plugin.datasets) for plugin in unrewarded)
 
     @property
     def updates_per_batch(self) -> int:
