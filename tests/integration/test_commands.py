@@ -49,6 +49,7 @@ NOT_RUN = (
     *("generators/vllm", "serve ", "--trainer.devices ", "reasoning_gym"),  # need vLLM, a second rank or a chat model
     *("smollm2", "word_problems", "dashboard --wandb"),  # need a network
     "--model.policy runs/warm/policy",  # needs the run of the command before it
+    "finish runs/grpo",  # needs the run of the README's lines in Python
 )
 """What commands hold that are not run here; tests of their own run their like."""
 NO_ARGUMENTS = {"lit_grpo fit-check", "lit_grpo doctor"}  # without the reader's arguments
