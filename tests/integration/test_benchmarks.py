@@ -116,6 +116,7 @@ WITHOUT_VLLM = (
         "learning stability",
         "learning_per_hour",
         "methods",
+        "mixture",
         "planner_cost",
         "plans",
         "same_curves",
