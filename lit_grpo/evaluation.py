@@ -89,9 +89,10 @@ class EvaluationModule(pl.LightningModule):
                 if k <= num_samples:
                     passed = pass_at_k(num_samples, num_passed, k) if self.rewards else math.nan
                     self._count(self.means[f"pass@{k}"], passed)
-            if group.prompt.dataset and num_samples:
-                reward = math.fsum(rollout.reward for rollout in group.rollouts) / num_samples
-                self._held_out.setdefault(group.prompt.dataset, []).append((num_passed / num_samples, reward))
+            rewarded = [rollout.reward for rollout in group.rollouts if not math.isnan(rollout.reward)]
+            if group.prompt.dataset and rewarded:
+                values = num_passed / num_samples, math.fsum(rewarded) / len(rewarded)
+                self._held_out.setdefault(group.prompt.dataset, []).append(values)
             for rollout in group.rollouts:
                 completion = rollout.completion
                 means = (rollout.reward, completion.num_sampled, completion.finish_reason == "length")

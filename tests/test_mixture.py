@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,17 +20,20 @@ from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradi
 from lit_grpo.data import Mixture, MixtureWeights, PromptDataModule
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.data.mixture import MixtureOrder
-from lit_grpo.methods import make_plugins
+from lit_grpo.methods import make_plugins, shipped
+from lit_grpo.methods.pods import Subset
 from lit_grpo.metrics import dataset_metrics
-from lit_grpo.plugins import Plugin, check_decisions
+from lit_grpo.plugins import Plugin, check_decisions, fresh, overriding
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, RewardSpec, load_rewards
+from lit_grpo.tools.doctor.samples import by_turns
 from lit_grpo.types import PassRule, Prompt, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.by_dataset import joined, restricted
+from lit_grpo.update.by_dataset import WHOLE_RUN, joined, restricted
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import LearningBatch
 
+JOINING = ("choose_rollouts", "shape_advantages", "credit", "ce_weights", "token_mask", "token_weights")
 CALCULATE = ["lit_grpo.tasks.calculator.calculate"]
 pytestmark = pytest.mark.usefixtures("exact_norms")
 SIZES = {"sums": 5, "puzzles": 3, "never": 4}
@@ -175,6 +179,19 @@ def test_a_row_without_the_name_of_its_data_set_is_named() -> None:
     data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyright: ignore
     with pytest.raises(ValueError, match="row 1 of the list given has None in column 'dataset'"):
         data.setup("fit")
+
+
+def test_doctor_samples_each_data_set() -> None:
+    prompts = prompts_of(DATASETS)
+    assert [prompt.dataset for prompt in by_turns(prompts)[:4]] == ["sums", "puzzles", "never", "sums"]
+    assert by_turns(prompts_of([""] * 5)) == prompts_of([""] * 5)
+
+
+def test_prompts_to_complete_need_no_data_set() -> None:
+    rows = [{"prompt": "1%2="}, {"prompt": "2%3=", "dataset": "sums"}]
+    data = PromptDataModule("tiny", train=rows, predict=rows, mixture=MixtureWeights())  # pyright: ignore
+    data.setup("predict")
+    assert [prompt.dataset for prompt in data.prompts["predict"]] == ["", "sums"]
 
 
 def test_a_column_that_names_no_data_sets_is_refused() -> None:
@@ -386,6 +403,40 @@ def test_limits_that_cannot_hold_are_refused(specs: Any, message: str) -> None:
 def test_two_for_the_same_rows_are_refused_as_before() -> None:
     with pytest.raises(ValueError, match="which both decide what each turn is learnt from with; take one of them"):
         check_decisions([("a", Alternating()), ("b", Falling())])
+
+
+ROW_WISE = [name for name, plugin in shipped().items() if not overriding([plugin], *WHOLE_RUN) and name != "agent"]
+
+
+@pytest.mark.parametrize("name", ROW_WISE)
+def test_a_shipped_method_does_nothing_in_a_batch_without_rows_of_its_data_set(name: str) -> None:
+    """Small data sets are in some batches alone."""
+    plugin = shipped()[name]
+    if not overriding([plugin], *JOINING):
+        return
+    plugin = replace(plugin, keep=2) if isinstance(plugin, Subset) else plugin
+    limited, groups = fresh(restricted(name, plugin, ["none"])), mixed_groups()
+    if limited.asks_teacher:
+        vars(limited)["teacher"] = SimpleNamespace(score=lambda _, rollouts, *others: dict.fromkeys(rollouts))
+    batch, rollouts = learning_batch(groups), [rollout for group in groups for rollout in group.rollouts]
+    arguments: dict[str, tuple[Any, ...]] = {
+        "shape_advantages": (batch, [[0.5] * len(group.rollouts) for group in groups]),
+        "token_mask": (batch, rollouts),
+        "token_weights": (rollouts, 0),
+    }
+    for hook in JOINING:
+        if overriding([limited], hook):
+            returned = getattr(limited, hook)(*arguments.get(hook, (batch,)))
+            match hook:
+                case "choose_rollouts":
+                    kept_R = ~returned.rewards_R.isnan() if isinstance(returned, GroupRewards) else returned
+                    assert torch.equal(kept_R, ~batch.rewards.rewards_R.isnan())
+                case "shape_advantages":
+                    assert returned == arguments[hook][1]
+                case "token_mask" | "token_weights":
+                    assert returned is None or all(bool((its == 1).all()) for its in returned.values())
+                case _:
+                    assert returned is None or not any(value is not None for value in returned)
 
 
 # ---- metrics ---------------------------------------------------------------------------------------

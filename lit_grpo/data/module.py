@@ -277,7 +277,7 @@ class PromptDataModule(LightningDataModule):
             else:
                 if not self.renderer.split_special_tokens and (names := self.renderer.spelled(row, self._tokenizer)):
                     spelled[number] = names
-                dataset = self._dataset_of(row, place) if self._is_mixed else ""
+                dataset = self._dataset_of(row, place, split) if self._is_mixed else ""
                 prompts.append(
                     Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages, dataset=dataset)
                 )
@@ -305,8 +305,10 @@ class PromptDataModule(LightningDataModule):
         """Whether rows name their data sets."""
         return self.mixture is not None or isinstance(self.sources["train"], Mixture)
 
-    def _dataset_of(self, row: Row, place: str) -> str:
+    def _dataset_of(self, row: Row, place: str, split: str) -> str:
         name = row.get(DATASET)
+        if name is None and split == "predict":  # prompts that nobody has scored may be of none
+            return ""
         if not isinstance(name, str) or not name:
             raise ValueError(
                 f"{place} has {name!r} in column {DATASET!r}, which names the data set of each row, because "

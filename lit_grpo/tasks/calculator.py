@@ -111,7 +111,7 @@ class CalculatorRows(DrawnRows):
         return {"prompt": expression, "answer": calculate(expression)}
 
 
-class EstimateRows(DrawnRows):
+class EstimateRows(CalculatorRows):
     """Expressions of two numbers, whose size is to be estimated at once, without the calculator.
 
     A row has the columns ``prompt`` (``=37*48=``) and ``answer`` (``1776``); :func:`right_size` is its reward. With
@@ -122,9 +122,6 @@ class EstimateRows(DrawnRows):
         split: Split of the expressions: ``train`` or ``validation``.
         seed: Seed of the draw of expressions from the split, and of their order.
     """
-
-    def __init__(self, num_rows: int = 2048, split: Split = "train", seed: int = 0) -> None:
-        super().__init__(num_rows, split, seed)
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw an expression."""

@@ -226,8 +226,13 @@ def joined(plugins: Sequence[Plugin]) -> Plugin | None:
     """Return the one plug-in of a list, a plug-in that asks each of several for its data sets, or None for none."""
     if len(plugins) < 2:
         return next(iter(plugins), None)
-    names = " and ".join(type(plugin).__name__ for plugin in plugins)
-    return type(names, (_Joined,), {"__module__": __name__})(plugins)
+    return _joining(" and ".join(type(plugin).__name__ for plugin in plugins))(plugins)
+
+
+@cache
+def _joining(names: str) -> Any:
+    """Return the class that asks several plug-ins, under their names, which messages show."""
+    return type(names, (_Joined,), {"__module__": __name__})
 
 
 class _Joined(Plugin):

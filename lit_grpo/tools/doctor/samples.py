@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,6 +15,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import Finding
 from lit_grpo.tools.doctor.trial import disturb, undone
+from lit_grpo.types import Prompt
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 
 NUM_PROMPTS = 4
@@ -51,6 +53,15 @@ def check_sync(patient: Patient) -> Iterator[Finding]:
     yield Finding("pass", "weight sync", f"{how}, every weight changed")
 
 
+def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts with the data sets by turns, the first of each before the second of any."""
+    num_before, places = Counter[str](), list[int]()
+    for prompt in prompts:
+        places.append(num_before[prompt.dataset])
+        num_before[prompt.dataset] += 1
+    return [prompts[row] for row in sorted(range(len(prompts)), key=places.__getitem__)]
+
+
 def check_samples(patient: Patient) -> Iterator[Finding]:
     """Sample a few completions as the run will, and check how they end."""
     module = patient.module
@@ -58,7 +69,7 @@ def check_samples(patient: Patient) -> Iterator[Finding]:
     with patient.trainer.precision_plugin.forward_context():
         loop = RolloutLoop(module.generator, listeners=patient.scheduler.session.evaluating)
         patient.groups, stats = loop.collect(
-            patient.prompts[:NUM_PROMPTS], num_generations, module.sampling, module.sampling_seed
+            by_turns(patient.prompts)[:NUM_PROMPTS], num_generations, module.sampling, module.sampling_seed
         )
     completions = [rollout.completion for rollout in patient.rollouts]
     lengths = [completion.num_tokens for completion in completions]
