@@ -68,10 +68,10 @@ types: .venv/dev
 unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
 
 unit: .venv/dev
-	.venv/bin/python -m pytest -m "not integration and not nightly" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
+	.venv/bin/python -m pytest -m "not nightly" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
-	.venv/bin/python -m pytest -m "integration and not nightly" --numprocesses 3 --dist loadfile --durations 10
+	.venv/bin/python -m pytest -m "not nightly" tests/integration --numprocesses 3 --dist loadfile --durations 10
 
 # Which lines no test runs. No part of `test`, for it makes what runs in the tests' own processes take half as long again.
 coverage: export OMP_NUM_THREADS = 1
@@ -81,7 +81,7 @@ coverage: .venv/dev
 
 # Versions other than those of constraints.txt, each kind in an environment of its own.
 NEWEST_PYTHON ?= 3.13
-UNIT_TESTS = -m pytest -m "not integration" --ignore tests/integration --numprocesses 2 --dist loadfile
+UNIT_TESTS = -m pytest --ignore tests/integration --numprocesses 2 --dist loadfile
 THREE_UPDATES = -m lit_grpo fit --config configs/arithmetic.yaml --trainer.max_steps 3
 
 # The lowest that pyproject.toml allows of each package that it names, on the Python of .venv. All but torch, whose build is

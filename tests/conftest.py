@@ -65,14 +65,11 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_parser(request: pytest.FixtureRequest) -> Iterator[None]:
+def _one_parser() -> Iterator[None]:
     """Runs of this process share what the command line takes more than a second for.
 
     These are the parsers of the four subcommands, and what jsonargparse finds out of classes and protocols.
     """
-    if not any(item.get_closest_marker("integration") for item in request.session.items):
-        yield
-        return
     from jsonargparse import _typehints
 
     from lit_grpo.cli.command_line import GRPOCLI

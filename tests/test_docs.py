@@ -152,7 +152,6 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
             yield match[1], shlex.split(match[2] or "", comments=True)
 
 
-@pytest.mark.integration
 @every_page
 def test_every_command_is_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for module, arguments in commands(page):

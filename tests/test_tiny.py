@@ -167,7 +167,6 @@ def loss(policy: Any, whole: bool) -> float:
 
 
 @pytest.mark.nightly
-@pytest.mark.integration
 def test_the_script_learns_at_the_pace_at_which_it_made_what_is_shipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,12 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 class WandbRun:
     """What a run has told W&B.
 
-    ``rows`` are those of its history, ``summaries`` the rule of each metric that has one.
+    ``rows`` are those of its history, ``summaries`` the rule of each metric that has one, ``ended`` whether its end is
+    in the file.
     """
 
     id: str = ""
+    ended: bool = False
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -39,6 +41,7 @@ def read_wandb(path: Path) -> WandbRun:
             run.id, run.tags = record.run.run_id, list(record.run.tags)
         updates = record.run.config.update if kind == "run" else record.config.update if kind == "config" else ()
         run.config |= {update.key: json.loads(update.value_json) for update in updates if update.key}
+        run.ended |= kind == "exit"
         if kind == "metric":
             rules = {rule.name for rule, on in record.metric.summary.ListFields() if on}
             run.summaries[record.metric.name or record.metric.glob_name] = rules

@@ -24,8 +24,6 @@ from lit_grpo.rollout.weights.adapters import AdapterWeights
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import Prompt, SamplingParams
 
-pytestmark = pytest.mark.integration
-
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("c", tuple(2 + i * 7 % 30 for i in range(40)), "")]
 SAMPLING = SamplingParams(max_tokens=24)
 
@@ -75,6 +73,7 @@ def sampled_right(generator: VLLMServerGenerator, policy: Any, version: int) -> 
     return all(torch.allclose(r.completion.logprobs_T, full_logprobs(policy, r), atol=1e-4) for r in rollouts)
 
 
+@pytest.mark.nightly
 def test_a_run_sends_its_weights_once_and_then_its_adapters(folder: Path, generator: VLLMServerGenerator) -> None:
     syncs = Syncs()
     policy = train(folder, generator, syncs).eval()

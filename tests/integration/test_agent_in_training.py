@@ -23,7 +23,6 @@ from lit_grpo.tasks.calculator import calculate
 from lit_grpo.types import Completion
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
-pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 GIVEN: list[list[list[int]]] = []
 """The token ids of each trajectory's turns, as agents got them."""

@@ -10,8 +10,6 @@ from conftest import table_rows
 from benchmarks import architectures_vllm
 from benchmarks.architectures import judge
 
-pytestmark = pytest.mark.integration
-
 DECODED = (
     *("cohere2", "gpt2", "granite", "minicpm3"),  # scaled logits, learnt positions, and latent attention
     *("gemma2", "gpt_oss", "granite_swa"),  # capped scores, sinks, windows

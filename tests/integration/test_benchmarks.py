@@ -28,8 +28,6 @@ from lit_grpo.policy.weights import digest
 from lit_grpo.tasks import WordProblemRows
 from lit_grpo.types import Prompt
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.mark.parametrize(
     ("value", "relation", "limit", "holds"),

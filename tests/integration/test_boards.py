@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from lit_grpo.cli.command_line import run
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.tools.dashboard import explain, sections
 from lit_grpo.tools.dashboard.tensorboard import tag
-
-pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 STEP = "trainer/global_step"
@@ -75,7 +74,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Pat
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> list[WandbRun]:
     """What W&B was told before the interruption, and after it."""
-    return [read_wandb(path) for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb"))]
+    paths = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+    for _ in range(200):  # finish may return before a busy machine has written the last of it
+        runs = [read_wandb(path) for path in paths]
+        if all(run.ended for run in runs):
+            return runs
+        time.sleep(0.1)
+    raise TimeoutError(f"{[run.ended for run in runs]} of the runs have ended in 20 seconds")
 
 
 @pytest.fixture(scope="module")

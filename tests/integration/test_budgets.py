@@ -15,8 +15,6 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 
-pytestmark = pytest.mark.integration
-
 NUM_PROMPTS, BATCH, GROUP, UPDATES = 6, 3, 4, 9
 RULES: dict[str, dict[str, Any]] = {
     "greso, balanced, PODS": {

@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 
 from tests.task_folders import write_task
 
-pytestmark = pytest.mark.integration
-
 
 def lit_grpo(folder: Path, *arguments: str) -> str:
     """Run a command; return what it printed."""

@@ -20,8 +20,6 @@ from lit_grpo.tools.commands.simulate import main as simulate
 from lit_grpo.training.run_folder import RunFolder
 from tests.task_folders import computed_metrics, write_task
 
-pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).parents[2]
 GREEDY = '{"temperature": 0, "max_tokens": 16}'
 REWARD = "def score(completion, answer):\n    return sum(c.isdigit() for c in completion) / max(len(completion), 1)\n"

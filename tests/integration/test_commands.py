@@ -25,8 +25,6 @@ from test_readme import block
 
 from lit_grpo.__main__ import start
 
-pytestmark = pytest.mark.integration
-
 STANDS_FOR = {
     "Qwen/Qwen3-0.6B": "own_model",  # no network
     "NAME": "arithmetic",

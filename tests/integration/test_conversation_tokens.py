@@ -8,8 +8,6 @@ from conftest import table_rows
 from benchmarks.conversation_tokens import NUM_CONVERSATIONS, NUM_REWRITTEN, check, wrong
 from tests.doubles.conversations import FAMILIES, GENERATORS, play, template_of
 
-pytestmark = pytest.mark.integration
-
 FEW = 6
 OF_VLLM = [name for name in GENERATORS if name != "slots"]
 REWRITTEN = [(generator, "qwen3", NUM_REWRITTEN) for generator in OF_VLLM]

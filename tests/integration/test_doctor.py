@@ -25,8 +25,6 @@ from lit_grpo.tools.commands.doctor import main
 from lit_grpo.types import Completion, Request, StepEvents
 from tests.task_folders import write_task
 
-pytestmark = pytest.mark.integration
-
 REWARDS = """
 def digits(completion):
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)

@@ -29,7 +29,6 @@ from lit_grpo.tools.dashboard.report import read_folder
 from lit_grpo.tools.dashboard.report.content import report_content
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
-pytestmark = pytest.mark.integration
 SIZE = 4
 
 

@@ -19,7 +19,6 @@ from lit_grpo.environments.calls import ToolCall, Turn
 from lit_grpo.environments.chat import Chat
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
-pytestmark = pytest.mark.integration
 ROWS = [{"prompt": f"Count {number}.", "number": number} for number in range(4)]
 PLUGINS: dict[str, list[Any]] = {
     "alone": [],

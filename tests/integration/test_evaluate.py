@@ -22,8 +22,6 @@ from lit_grpo.tools.evaluation.command import main
 from lit_grpo.training.run_folder import RunFolder
 from tests.task_folders import write_task
 
-pytestmark = pytest.mark.integration
-
 DEMO = ("--config", "arithmetic", "--data.validation.init_args.num_rows", "24", "--data.eval_batch_size", "16")
 
 
@@ -99,6 +97,7 @@ def test_a_run_is_compared_with_its_base(tmp_path: Path, capsys: pytest.CaptureF
     assert {row["policy"] for row in shown} == {"tiny", "runs/short/checkpoints/last.ckpt", "runs/short"}
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_adapters_samples_what_the_merged_policy_does(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     lora = ["--model.lora", "{r: 2, alpha: 64}", "--model.optimizer.init_args.lr", "0.01"]
@@ -133,6 +132,7 @@ def test_a_gguf_file_is_a_policy(tmp_path: Path) -> None:
     assert len(lines_of(tmp_path / "out")) == 6 * 3
 
 
+@pytest.mark.nightly
 def test_a_policy_is_freed_before_the_next_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(NAMED["tiny"].folder, tmp_path / "copy")
     loaded: list[weakref.ref[Any]] = []

@@ -10,8 +10,6 @@ import forks
 import pytest
 from conftest import table_rows
 
-pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
     "train": "The trained policy, metrics and samples are in",

@@ -27,8 +27,6 @@ from scripts.make_tiny import make_tokenizer
 from scripts.what_fits import MODELS
 from tests.doubles.small_models import small_model
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.mark.nightly
 def test_the_forecast_is_above_the_measured_peaks_by_at_most_two_fifths(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from conftest import read_metrics
 
 from lit_grpo.cli.command_line import run
 
-pytestmark = pytest.mark.integration
-
 OUTSIDE = """
 from dataclasses import dataclass
 

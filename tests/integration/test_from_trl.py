@@ -13,8 +13,6 @@ from conftest import read_metrics, table_rows
 from lit_grpo.cli.command_line import run
 from lit_grpo.tools.commands.from_trl import main as from_trl
 
-pytestmark = pytest.mark.integration
-
 PLAIN: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen2-0.5B-Instruct",
     "dataset_name": "prompts.jsonl",

@@ -16,8 +16,6 @@ from conftest import table_rows
 import lit_grpo
 from tests.task_folders import computed_metrics, write_task
 
-pytestmark = pytest.mark.integration
-
 REWARD = """
 import itertools, os
 from pathlib import Path

@@ -23,7 +23,7 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.training.run_folder import RunConfig
 
-pytestmark = [pytest.mark.integration, pytest.mark.fuzz]
+pytestmark = pytest.mark.fuzz
 
 NUM_EXAMPLES = int(os.environ.get("LIT_GRPO_FUZZ", "25"))
 SETTINGS = settings(

@@ -19,7 +19,7 @@ from lit_grpo.update.metrics import LogprobGapError
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 
 Cause = Callable[[Any], None]
 

@@ -19,8 +19,6 @@ from lit_grpo.rollout.slots.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, Prompt, SamplingParams
 
-pytestmark = pytest.mark.integration
-
 SIZES = {
     "vocab_size": 35,
     "hidden_size": 32,

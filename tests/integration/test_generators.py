@@ -30,8 +30,6 @@ from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import EMPTY, OBSERVED, Completion, Prompt, Request, Rollout, SamplingParams, Trajectory
 
-pytestmark = pytest.mark.integration
-
 NUM_SLOTS = 4
 PROMPTS = [
     Prompt("a", (2, 3, 4), ""),

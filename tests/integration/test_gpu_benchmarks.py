@@ -12,8 +12,6 @@ from benchmarks import gpu
 from benchmarks.gpu_stages import STAGES
 from benchmarks.report import Options
 
-pytestmark = pytest.mark.integration
-
 
 def test_the_stages_for_a_gpu_run_at_a_tiny_size_under_the_pretended_one(tmp_path: Path) -> None:
     result, printed = run_quick("gpu", tmp_path / "result.json")

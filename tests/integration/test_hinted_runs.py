@@ -22,8 +22,6 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 
-pytestmark = pytest.mark.integration
-
 NUM_PROMPTS, BATCH, GROUP, UPDATES = 6, 3, 4, 12
 RUNS: dict[str, dict[str, Any]] = {
     "reference": {"plugins": ["reference_hint"]},

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-import pytest
 from pins import installed, pinned
-
-pytestmark = pytest.mark.integration
 
 ONLY_PRERELEASES = {
     "cwevals",

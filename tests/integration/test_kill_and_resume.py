@@ -7,8 +7,6 @@ from quick_runs import check_result, run_quick
 
 from benchmarks.kill_and_resume import ENVIRONMENT
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.mark.nightly
 def test_runs_that_are_killed_and_resumed_end_as_one_that_was_left_alone(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from conftest import read_metrics
 from lit_grpo.types import PromptBatch
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
-pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 ASKING, SILENT, LATER, NEVER = 2, 3, 6, 8
 """Rows whose agents are at work when the run is killed: two since the first update, with a turn and without one, and

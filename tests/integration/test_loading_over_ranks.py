@@ -25,7 +25,6 @@ from lit_grpo.policy.loading import load_policy
 from lit_grpo.policy.sharding import gather, shard
 from tests.task_folders import write_task
 
-pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 STATUS = Path("/proc/self/status")
 

@@ -16,8 +16,6 @@ from forks import Forked
 
 from tests.task_folders import write_task
 
-pytestmark = pytest.mark.integration
-
 REWARD = """
 import os, time
 from pathlib import Path

@@ -13,8 +13,6 @@ from conftest import table_rows
 from lit_grpo import __version__
 from lit_grpo.rewards import MathEquivalence
 
-pytestmark = pytest.mark.integration
-
 HIDE = """
 import importlib.machinery, importlib.metadata, os
 
@@ -61,6 +59,7 @@ def without(packages: str, folder: Path, *arguments: str) -> subprocess.Complete
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.nightly
 def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_folder: Path) -> None:
     done = without(EXTRAS, tmp_path, *FIT, *REWARD, *ROWS, "--model.policy", str(policy_folder))
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from conftest import read_metrics
 import lit_grpo
 from lit_grpo.rewards import RewardSpec
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = [
     {"prompt": f"{number}+1=", "answer": str(number), **({"hint": "x"} if name == "b" else {}), "dataset": name}
     for name, size in (("a", 6), ("b", 4))

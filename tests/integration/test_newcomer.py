@@ -13,7 +13,6 @@ import pytest
 from conftest import read_metrics
 from test_docs import FENCE, ROOT
 
-pytestmark = pytest.mark.integration
 SNIPPET = "train_smollm2.py"
 README = (ROOT / "README.md").read_text()
 

@@ -15,8 +15,6 @@ from test_finished_gguf import made
 nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
 pytest.importorskip("matplotlib", reason="the pictures need matplotlib")
 pytest.importorskip("ipykernel")
-pytestmark = pytest.mark.integration
-
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 

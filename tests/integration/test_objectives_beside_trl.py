@@ -23,7 +23,7 @@ from lit_grpo.update.objective.tokens import StepTotals, entropy_threshold, spre
 from lit_grpo.update.plugin import OptimizerStep
 
 pytest.importorskip("trl")
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 MAX_TOKENS = 11
 

@@ -28,8 +28,6 @@ from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.vllm.streams import EngineRequests
 from lit_grpo.types import SamplingParams
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -92,6 +90,7 @@ def test_keys_and_values_of_older_weights_are_used_where_the_mode_keeps_them(
         assert salts and {*salts} == {at_sync == "recompute"}
 
 
+@pytest.mark.nightly
 def test_a_periodic_run_takes_the_steps_of_a_synchronous_one(folder: Path, tmp_path: Path, server: Any) -> None:
     runs = []
     for mode in (None, "periodic"):

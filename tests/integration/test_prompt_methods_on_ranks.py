@@ -31,7 +31,7 @@ from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
 from lit_grpo.update.plugin import OptimizerStep
 
-pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
 TESTS = Path(__file__).parent.parent
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]

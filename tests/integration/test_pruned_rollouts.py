@@ -15,8 +15,6 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 
-pytestmark = pytest.mark.integration
-
 AT, BATCH, GROUP, UPDATES = 4, 6, 12, 5
 
 

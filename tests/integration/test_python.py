@@ -28,8 +28,6 @@ from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.training.quiet import LOGGERS
 from lit_grpo.types import SamplingParams
 
-pytestmark = pytest.mark.integration
-
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
 
 

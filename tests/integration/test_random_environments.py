@@ -16,7 +16,6 @@ from random_environments import NUM_UPDATES, Case, Killed, Play
 
 from lit_grpo.checkpoints import check_whole, read
 
-pytestmark = pytest.mark.integration
 SCRIPT = Path(__file__).parents[1] / "random_environments.py"
 LIMIT_S = 60.0
 """After so many seconds a case counts as hanging; one takes less than a second."""

@@ -25,7 +25,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed (lit_grpo[ray])")
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "several_machines" / "ray_train.py"

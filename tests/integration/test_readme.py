@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from conftest import read_metrics
 
-pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 OWN_TASK = (ROOT / "docs" / "own_task.md").read_text()

@@ -15,7 +15,6 @@ from lit_grpo.environments.calls import ToolCall, Turn
 from lit_grpo.environments.chat import Chat
 from tests.doubles.conversations import chat_tokenizer, chatty_policy
 
-pytestmark = pytest.mark.integration
 SAYS: list[Turn] = []
 
 

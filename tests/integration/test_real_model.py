@@ -23,7 +23,7 @@ from quick_runs import check_result, run_quick
 
 from lit_grpo.policy.named import NAMED, SMOLLM2
 
-pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--data.batch_size", "2", "--trainer.val_check_interval", "1", "--data.validation.init_args.num_rows", "8")

@@ -13,10 +13,7 @@ from test_conversations import save_tokenizer
 
 from lit_grpo.cli.command_line import run
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"),
-]
+pytestmark = pytest.mark.skipif(util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 SMALL = ["--trainer.val_check_interval", "3", "--data.validation.init_args.num_rows", "4"]

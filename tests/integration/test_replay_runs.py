@@ -21,7 +21,7 @@ from lit_grpo.types import PromptBatch, RolloutGroup
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 NUM_PROMPTS, BATCH, GROUP, BATCHES = 4, 2, 4, 8
 CORRECTED = Objective(correction=Correction("token_truncate"))

@@ -14,8 +14,6 @@ from made_runs import HOSTILE, make_run
 from lit_grpo.tools.dashboard.report import read_folder, write_report
 from lit_grpo.tools.dashboard.report.content import report_content
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,8 +15,6 @@ from forks import Forked
 
 from tests.task_folders import computed_metrics, write_task
 
-pytestmark = pytest.mark.integration
-
 REWARD = """
 import os, time
 from lit_grpo.checkpoints import files

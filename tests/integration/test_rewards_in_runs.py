@@ -12,8 +12,6 @@ from lit_grpo.cli.command_line import run
 from tests.doubles.judge_server import JudgeServer, judge_server, scores_by
 from tests.task_folders import write_task
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> Path:

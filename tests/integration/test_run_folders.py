@@ -13,8 +13,6 @@ from forks import Forked
 from lit_grpo.training.run_folder import RunFolder
 from tests.task_folders import write_task
 
-pytestmark = pytest.mark.integration
-
 FILES = """
 from pathlib import Path
 import lightning.pytorch as pl

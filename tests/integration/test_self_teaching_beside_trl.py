@@ -25,7 +25,6 @@ from lit_grpo.update.objective.objective import Objective
 
 pytest.importorskip("trl")
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("exact_norms"),
 ]

@@ -14,7 +14,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.update.learner_settings import check_arriving
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize(

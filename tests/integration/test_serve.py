@@ -28,8 +28,6 @@ from lit_grpo.rollout.vllm.guard import OWNER_PATH, TOKEN_VARIABLE
 from lit_grpo.tools.commands.doctor import main as doctor
 from tests.task_folders import write_task
 
-pytestmark = pytest.mark.integration
-
 ARGUMENTS = ["--num-slots", "2", "--max-model-len", "128", "--block-size", "32", "--kv-cache-memory-bytes", "8388608"]
 BEGUN = " max_tokens=80,"
 """What vLLM logs of a completion that begins, and not of sequences that it scores."""

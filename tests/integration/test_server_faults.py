@@ -37,8 +37,6 @@ from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 from lit_grpo.types import Prompt, SamplingParams
 from scripts.make_tiny import make_tokenizer
 
-pytestmark = pytest.mark.integration
-
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
 SAMPLING = SamplingParams(max_tokens=48)
 

@@ -23,7 +23,6 @@ from lit_grpo.rollout.slots.generator import KEPT_SHARE, SlotGenerator
 from lit_grpo.rollout.slots.kv.cache import KVBudget
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
-pytestmark = pytest.mark.integration
 SAMPLING = SamplingParams(max_tokens=100)
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), ""), Prompt("c", (7,) * 17, "")]
 

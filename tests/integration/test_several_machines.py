@@ -13,8 +13,6 @@ import torch
 from conftest import read_metrics
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "several_machines"
 TOLD = (

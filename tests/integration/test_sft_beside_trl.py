@@ -16,7 +16,6 @@ from lit_grpo.types import RolloutGroup
 
 pytest.importorskip("trl")
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("exact_norms"),
 ]

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from lit_grpo.checkpoints import CheckpointError, FolderIO, read
 from tests.task_folders import computed_metrics, write_task
 
-pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 
 REWARD = """

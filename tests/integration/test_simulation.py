@@ -24,7 +24,6 @@ from lit_grpo.tools.simulation.simulator import Engine, simulate
 from lit_grpo.tools.simulation.traces import Trace, noisy
 from lit_grpo.types import Prompt, SamplingParams
 
-pytestmark = pytest.mark.integration
 LIMIT = 150
 PROMPT_TOKENS = [3, 20, 33]
 GROUP_SIZE = 12

@@ -39,8 +39,6 @@ from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import SamplingParams
 
-pytestmark = pytest.mark.integration
-
 EVERY = 10
 """Updates from one count to the next."""
 PATIENCE_S = 8.0

@@ -14,8 +14,6 @@ from test_python import ROWS, digits
 import lit_grpo
 from lit_grpo.checkpoints import read
 
-pytestmark = pytest.mark.integration
-
 
 class Keeps(pl.Callback):
     """Keeps a value of each update.

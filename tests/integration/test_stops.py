@@ -15,8 +15,6 @@ from lit_grpo.cli.command_line import run
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from tests.task_folders import computed_metrics, write_task
 
-pytestmark = pytest.mark.integration
-
 REWARD = """
 import itertools, os
 from pathlib import Path
@@ -92,7 +90,7 @@ def version(path: str) -> int:
     return torch.load(path, weights_only=True)["policy_version"]
 
 
-def test_a_run_resumes_exactly_from_every_checkpoint_even_if_it_was_killed_right_after(
+def test_a_run_resumes_exactly_from_a_checkpoint_even_if_it_was_killed_right_after(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = RunCheckpoint._save_last
@@ -106,7 +104,7 @@ def test_a_run_resumes_exactly_from_every_checkpoint_even_if_it_was_killed_right
         fit("whole", "--checkpoint.every_n_updates", "1")
     killed = sorted((path.name for path in Path("runs").glob("killed-*")), key=lambda name: int(name[7:]))
     assert killed == [f"killed-{n}" for n in (2, 4, 6, 8, 10, 12)]
-    for name in killed:
+    for name in (killed[0], killed[3], killed[5]):  # the first, one between, and the last
         fit(name, "--ckpt_path", f"runs/{name}/checkpoints/last.ckpt")
         assert_same_run("whole", name)
 

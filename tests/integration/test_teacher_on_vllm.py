@@ -18,7 +18,7 @@ from hand_made import full_logprobs, random_groups, save_policy_for_vllm
 from lit_grpo.policy.loading import embeddings, load_policy, load_tokenizer
 from lit_grpo.update.logprobs.teacher import ServerTeacher, TeacherSettings
 
-pytestmark = [pytest.mark.integration, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 PATIENCE_S = 500
 
 

@@ -15,7 +15,7 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.update.logprobs.teacher import TeacherSettings
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES: dict[str, Any] = {"num_prompts": 4, "batch_size": 2, "max_steps": 4, "num_generations": 2, "rewards": []}
 
 

@@ -16,7 +16,7 @@ from lit_grpo.rollout.proof import given_logprobs, given_tokens
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 
-pytestmark = [pytest.mark.integration, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

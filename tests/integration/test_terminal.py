@@ -12,8 +12,6 @@ import pytest
 from conftest import random_policy, save_tokenizer, table_rows
 from terminals import run_on_terminal
 
-pytestmark = pytest.mark.integration
-
 TEMPLATE = "{% for turn in messages %}#{{ turn.content }}#{% endfor %}{% if add_generation_prompt %}a={% endif %}"
 REWARDS = """
 import logging, sys, warnings

@@ -25,8 +25,6 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import LearningBatch
 
-pytestmark = pytest.mark.integration
-
 NUM_PROMPTS, BATCH, GROUP, UPDATES = 5, 2, 4, 7
 MODES = [
     None,

@@ -10,8 +10,6 @@ from conftest import read_metrics, table_rows
 
 from lit_grpo.cli.command_line import run
 
-pytestmark = pytest.mark.integration
-
 TOOL = "{environments: {tools: [lit_grpo.tasks.calculator.calculate], max_turns: 3, tool_timeout_s: 10}}"
 RUNS = {
     "eptree": ("arithmetic", 6, "[{eptree: {tokens: 2, rounds: 1, branches: 2}}]", 30),

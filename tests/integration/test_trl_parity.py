@@ -38,7 +38,7 @@ from lit_grpo.update.objective.tokens import Normalization
 
 trl = pytest.importorskip("trl")
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3], [0.0, 2.0, -1.5, 0.25], [0.0, 0.0, 1.0, 0.1]]

@@ -7,8 +7,6 @@ import pytest
 from benchmarks.report import ROOT
 from benchmarks.update_trace import traced
 
-pytestmark = pytest.mark.integration
-
 
 def test_an_update_runs_through_no_more_files_functions_and_classes_than_it_did() -> None:
     """Lower these bounds where the code gets lighter; a feature that is off adds nothing to them."""

@@ -16,7 +16,7 @@ from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.rewards import RewardSpec
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES: dict[str, Any] = {"num_prompts": 6, "batch_size": 2, "max_steps": 6, "num_generations": 3}
 WARM = {"column": "solution", "warm_up": 3}
 

@@ -28,8 +28,6 @@ print(benchmarks.__file__, callbacks.__file__, lit_grpo.callbacks.__file__, sep=
 assert callbacks.Mine and lit_grpo.callbacks.WeightSync.__module__ == "lit_grpo.callbacks.weight_sync"
 """
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
