@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, save_tokenizer, table_rows
 
 from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
@@ -109,6 +109,7 @@ def test_fit_leaves_metrics_samples_checkpoints_and_a_policy_that_transformers_l
     assert generated.shape[1] > 4
 
 
+@pytest.mark.nightly
 def test_same_seed_gives_the_same_metrics_and_weights(folder: Path) -> None:
     for name, seed in (("one", "7"), ("two", "7"), ("other", "8")):
         fit("--run.name", name, "--seed_everything", seed, "--trainer.max_steps", "2")
@@ -169,7 +170,7 @@ def test_settings_that_a_checkpoint_would_override_are_refused_and_others_named(
         fit(*resume, linear, "--model.objective.loss", "gspo", *others)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", table_rows([False, True], [False]))
 def test_a_checkpoint_is_exported_as_the_run_itself_exports_it(
     folder: Path, lora: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
