@@ -67,8 +67,10 @@ types: .venv/dev
 # Tests start processes of their own; one thread each keeps them from waiting for each other's cores.
 unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
 
+UNIT_TESTS = -m pytest -m "not nightly" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
+
 unit: .venv/dev
-	.venv/bin/python -m pytest -m "not nightly" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
+	.venv/bin/python $(UNIT_TESTS)
 
 integration: .venv/dev
 	.venv/bin/python -m pytest -m "not nightly" tests/integration --numprocesses 3 --dist loadfile --durations 10
@@ -81,7 +83,6 @@ coverage: .venv/dev
 
 # Versions other than those of constraints.txt, each kind in an environment of its own.
 NEWEST_PYTHON ?= 3.13
-UNIT_TESTS = -m pytest --ignore tests/integration --numprocesses 2 --dist loadfile
 THREE_UPDATES = -m lit_grpo fit --config configs/arithmetic.yaml --trainer.max_steps 3
 
 # The lowest that pyproject.toml allows of each package that it names, on the Python of .venv. All but torch, whose build is
