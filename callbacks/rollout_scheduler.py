@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.checks import check_rewarded, total_updates
-from lit_grpo.compatibility import ONE_TURN, SHARDS, Requirement, clashing
+from lit_grpo.compatibility import ONE_TURN, SHARDS, Requirement, check_together, clashing
 from lit_grpo.data.module import PromptDataModule, asked_prompts, loaded_prompts, own_loader
 from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
@@ -100,10 +101,12 @@ class RolloutScheduler(pl.Callback):
         if stage == "fit":
             has_shards = hasattr(trainer.strategy, "shard")
             callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
-            answers = bool(overriding([*self.session.plugins.values(), *callbacks], "on_turn"))
-            others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answers)]
+            answering = overriding([*self.session.plugins.values(), *callbacks], "on_turn")
+            others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answering)]
             known = replace(facts, data=data) if isinstance(data, PromptDataModule) else facts
             self.session.check(known, [*self._other_parts(data, pl_module), *others])
+            if answering:
+                self._check_turns([getattr(each, "datasets", frozenset()) for each in answering])
             for sentence in self._unvisited(trainer, pl_module):
                 rank_zero_warn(sentence)
             if self.session.mode.overlap == "within":
@@ -142,6 +145,20 @@ class RolloutScheduler(pl.Callback):
                     f"Data set {dataset!r} has no reward function with a weight; add its name to the datasets of one, "
                     "or set its weight in data.mixture.weights to 0."
                 )
+
+    def _check_turns(self, answered: Sequence[frozenset[str]]) -> None:
+        """Check that plug-ins that need several turns are limited to data sets that have some.
+
+        Args:
+            answered: The data sets whose turns are answered, by each part that answers; an empty set is all.
+
+        Raises:
+            ValueError: A plug-in would find no second turn.
+        """
+        for plugin, part in zip(self.session.plugins.values(), self.session.parts(), strict=True):
+            alone = plugin.datasets and all(those and not those & plugin.datasets for those in answered)
+            limits = f"this run on {' and '.join(map(repr, sorted(plugin.datasets)))}"
+            check_together([part, replace(ONE_TURN, name=limits, chosen=bool(alone))])
 
     @property
     def conversing(self) -> Conversing | None:

@@ -11,6 +11,7 @@ import torch
 from conftest import read_metrics
 
 import lit_grpo
+from lit_grpo.plugins import Plugin
 from lit_grpo.rewards import RewardSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -27,6 +28,13 @@ def of_a(completion: str, answer: str) -> float:
 
 def of_b(completion: str, hint: str) -> float:
     return float(len(completion) % 2)
+
+
+class Answering(Plugin):
+    """Answers each turn with nothing."""
+
+    def on_turn(self, completion: Any) -> None:
+        return None
 
 
 REWARDS = [RewardSpec(f"{__file__}:of_a", datasets=["a"]), RewardSpec(f"{__file__}:of_b", datasets=["b"])]
@@ -86,6 +94,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a plug-in of an unknown data set": (
         {"callbacks": {"rollout": {"plugins": [{"drpo": {"datasets": ["d"]}}]}}},
         r"rollout\.plugins drpo \(d\) is limited to data set 'd'",
+    ),
+    "turns that another data set has": (
+        {
+            "callbacks": {
+                "rollout": {
+                    "plugins": [
+                        {f"{__name__}.Answering": {"datasets": ["b"]}},
+                        {"echo": {"datasets": ["a"]}},
+                    ]
+                }
+            }
+        },
+        r"echo \(a\) needs completions of several turns, but this run on 'a' has one turn per completion; add envir",
     ),
     "a data set without a reward": ({"rewards": REWARDS[:1]}, "Data set 'b' has no reward function with a weight"),
     "no data sets": ({"data": {}}, "no row names a data set; set data.mixture"),
