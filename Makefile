@@ -90,7 +90,7 @@ THREE_UPDATES = -m lit_grpo fit --config configs/arithmetic.yaml --trainer.max_s
 TORCH ?= $(shell grep ^torch== constraints.txt)
 
 .venv-lowest/done: pyproject.toml .venv/dev
-	$(UV) venv --quiet --clear --python .venv/bin/python .venv-lowest
+	$(UV) venv --quiet --clear --seed --python .venv/bin/python .venv-lowest
 	$(if $(TORCH),$(UV) pip install --quiet --python .venv-lowest $(TORCH))
 	$(UV) pip install --quiet --python .venv-lowest --resolution lowest-direct -e ".[all,test]"
 	touch $@
@@ -101,7 +101,7 @@ lowest: .venv-lowest/done
 
 # The newest of everything, on a newer Python.
 newest: .venv/dev
-	$(UV) venv --quiet --clear --python $(NEWEST_PYTHON) .venv-newest
+	$(UV) venv --quiet --clear --seed --python $(NEWEST_PYTHON) .venv-newest
 	$(UV) pip install --quiet --python .venv-newest -e ".[all,test]"
 	.venv-newest/bin/python $(UNIT_TESTS)
 	.venv-newest/bin/python $(THREE_UPDATES) --run.dir .venv-newest/runs

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch.loggers import WandbLogger
 from lit_grpo.callbacks.progress_bar import (  # pyright: ignore[reportMissingImports]
     RolloutCount,
@@ -20,6 +21,7 @@ from lit_grpo.callbacks.progress_bar import (  # pyright: ignore[reportMissingIm
     update_fields,
 )
 from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
+from packaging.version import Version
 from rich.cells import cell_len
 
 from lit_grpo.display.cards import folded
@@ -139,7 +141,8 @@ def test_kernels_that_are_missing_are_named_once_on_a_gpu_and_are_not_spoken_of_
     assert said.endswith("pip install causal_conv1d flash-linear-attention.")
     warning_once.cache_clear()
     policy(torch.tensor([[3, 4]]))
-    assert "falling back" in caplog.text  # not in this project's care any more
+    older = Version(transformers.__version__) < Version("5.19")  # which say it once, when they are imported
+    assert older or "falling back" in caplog.text  # not in this project's care any more
 
 
 def test_the_command_of_an_offline_run_names_the_folders_of_all_its_parts_in_order(tmp_path: Path) -> None:

@@ -25,6 +25,30 @@ def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
     assert [(tmp_path / name / "metrics.csv").read_text() for name in ("run-1", "run-2", "run")] == ["0", "1", "2"]
 
 
+def test_inputs_in_the_folder_that_would_be_moved_are_refused_before_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a file, a function of a file, nor a link may lead there; outputs and what is not there do not count."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/demo")
+    (folder / "policy").mkdir(parents=True)
+    for name in ("metrics.csv", "rows.jsonl", "rewards.py"):
+        (folder / name).touch()
+    Path("link").symlink_to(folder / "policy")
+    inside = ["runs/demo/policy", folder / "rows.jsonl", str(folder.resolve() / "rewards.py") + ":score", "link"]
+    outside = ["runs/demo", "runs/demo/other", "runs/demo-1", "tiny", "x" * 5000, "a\0b", "", None, 3]
+    with RunFolder() as run:
+        run.claim(folder, resumes=False)
+        run.check_inputs({"model": {"policy": outside, "rewards": [{"function": one} for one in outside]}})
+        for one in inside:
+            for settings in ({"model": {"teacher": {"policy": one}}}, {"model": {"teacher": [{"policy": one}]}}):
+                with pytest.raises(ValueError, match=r"^model\.teacher\.policy is .* give this run another run\.name"):
+                    run.check_inputs(settings)
+    with RunFolder() as run:
+        run.claim(folder, resumes=True)
+        run.check_inputs({"policy": inside})
+
+
 def test_a_run_that_still_goes_on_is_not_resumed(tmp_path: Path) -> None:
     with RunFolder() as first, RunFolder() as second:
         first.claim(tmp_path / "run", resumes=False)

@@ -166,6 +166,7 @@ def test_servers_on_cpus_get_no_more_than_their_slots_can_use_or_their_share(
 def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(
     monkeypatch: pytest.MonkeyPatch, policy_folder: Path
 ) -> None:
+    pytest.importorskip("vllm")
     monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
     monkeypatch.setattr(vllm_engine, "check_on_cpu", lambda *_: None)
     policy: Any = random_policy()
@@ -180,6 +181,7 @@ def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(
 
 
 def test_an_engine_in_this_process_is_for_the_first_gpu(monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> None:
+    pytest.importorskip("vllm")
     monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
     monkeypatch.setattr(PolicySpec, "device", torch.device("cuda:1"))
     policy: Any = random_policy()
@@ -397,6 +399,7 @@ def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Pa
 
 
 def test_a_family_that_vllm_computes_in_another_way_is_refused_with_a_remedy() -> None:
+    pytest.importorskip("vllm")
     check_family(small_config("qwen3"), {}, 128)
     with pytest.raises(ValueError, match=r"keeps old weights of gpt_oss .* \(its experts and attention sinks\), "):
         check_family(small_config("gpt_oss"), {}, 128)

@@ -127,8 +127,9 @@ def train(
     of_every_run = _with_turns(of_every_run, {name: one for name, one in turns.items() if one not in (None, [])})
     made = default_callbacks(of_every_run, [*own, *_displays(options, own)])
     with quiet(), RunFolder() as run_folder:
-        run = _opened(run_folder, RunConfig(name, dir))
-        told = {"model": for_model, "data": for_data, "trainer": options, **of_every_run}
+        read = {"model": for_model, "data": for_data, **of_every_run}
+        run = _opened(run_folder, RunConfig(name, dir), read)
+        told = {**read, "trainer": options}
         fitted = _trainer(run, made, options, as_plain(told))
         if is_first_rank():
             left = write_config(run.folder, {"run": {"name": run.name, "dir": run.dir}, **told}, seed)
@@ -171,11 +172,12 @@ def _with_turns(
     return {**callbacks, "rollout": rollout}
 
 
-def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:
-    """Open the run's folder; return the run with its final name."""
+def _opened(run_folder: RunFolder, run: RunConfig, read: Mapping[str, Any]) -> RunConfig:
+    """Open the run's folder, in which nothing of the settings ``read`` may lie; return the run with its final name."""
     if not is_first_rank():  # other ranks get the name from the first rank later
         return run
     run_folder.claim(run.folder, resumes=False)
+    run_folder.check_inputs(read)
     run_folder.open()
     return replace(run, name=run.name_of(run_folder.path))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
@@ -110,6 +110,28 @@ class RunFolder:
         self.path, self._resumes = path, resumes
         _check_nesting(path)  # after locking, so that of two runs that start together one sees the other
 
+    def check_inputs(self, settings: Mapping[str, Any]) -> None:
+        """Refuse inputs that lie in the folder of an earlier run, which :meth:`open` would move aside.
+
+        Args:
+            settings: What a run reads, by name, in mappings and lists; texts that are paths are looked at.
+
+        Raises:
+            ValueError: An input is there.
+        """
+        if self._resumes or not (self.path / "metrics.csv").exists():
+            return
+        for name, text in _texts(settings):
+            inside = False
+            with suppress(OSError, ValueError):  # of a text that is no path
+                path = Path(text.partition(":")[0])  # a function of a file stands after a colon
+                inside = self.path.resolve() in path.resolve().parents and path.exists()
+            if inside:
+                raise ValueError(
+                    f"{name} is {text!r}, in the folder of an earlier run, which this run would move aside; give this "
+                    "run another run.name."
+                )
+
     def open(self) -> Path | None:
         """Make the folder; first move the folder of an earlier run aside, unless this run resumes it.
 
@@ -131,6 +153,16 @@ class RunFolder:
             probe.unlink()
             (self.path / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
         return moved
+
+
+def _texts(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts in settings, each with its name."""
+    for name, value in settings.items():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, Mapping):
+                yield from _texts(one, f"{before}{name}.")
+            elif isinstance(one, str | Path):
+                yield f"{before}{name}", str(one)
 
 
 def versions() -> dict[str, str]:
