@@ -155,7 +155,7 @@ def check(name: str, *told: str, said: str) -> None:
         case "fit" if "--help-all" in told:
             assert said.startswith("  --model.objective.loss ") and "--model.num_generations" not in said
         case "fit":
-            run = Path("runs", CONFIGS[plain(values["--config"])][0])
+            run = Path("runs", values.get("--run.name", CONFIGS[plain(values["--config"])][0]))
             (*_, last) = read_metrics(run / "metrics.csv")
             assert int(last["step"]) >= int(values["--trainer.max_steps"]) and last["loss"]
             assert is_policy(run / "policy") and str(run) in said
