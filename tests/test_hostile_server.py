@@ -96,7 +96,12 @@ def client(server: ThreadingHTTPServer) -> Iterator[ServerClient]:
     loop = EventLoop()
     client = ServerClient(f"http://127.0.0.1:{server.server_port}", "a-token", "one", 0.3, loop)
     client.vocab_size, client.weights = 32, WEIGHTS
-    client.take()
+    for _ in range(20):  # a busy machine may not answer in time
+        try:
+            client.take()
+            break
+        except ServerError:
+            continue
     yield client
     client.release()
     loop.close()
