@@ -67,7 +67,7 @@ types: .venv/dev
 # Tests start processes of their own; one thread each keeps them from waiting for each other's cores.
 unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
 
-UNIT_TESTS = -m pytest -m "not nightly" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
+UNIT_TESTS = -m pytest -m "not nightly" --ignore tests/integration --numprocesses 3 --dist loadfile --durations 5
 
 unit: .venv/dev
 	.venv/bin/python $(UNIT_TESTS)

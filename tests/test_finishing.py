@@ -431,6 +431,7 @@ def test_a_lora_run_is_finished_from_its_checkpoints(tmp_path: Path, monkeypatch
     assert "The checkpoint was chosen by this held-out score, so the score is optimistic." in card
 
 
+@pytest.mark.nightly
 def test_the_command_finds_hub_and_token_in_the_environment(run: Path, hub: HubServer) -> None:
     places = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | places

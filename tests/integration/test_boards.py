@@ -75,12 +75,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Pat
 def runs(folder: Path) -> list[WandbRun]:
     """What W&B was told before the interruption, and after it."""
     paths = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
-    for _ in range(200):  # finish may return before a busy machine has written the last of it
+    until = time.monotonic() + 20
+    while True:
         runs = [read_wandb(path) for path in paths]
         if all(run.ended for run in runs):
             return runs
+        assert time.monotonic() < until, runs  # finish may return before a busy machine has written the last of it
         time.sleep(0.1)
-    raise TimeoutError(f"{[run.ended for run in runs]} of the runs have ended in 20 seconds")
 
 
 @pytest.fixture(scope="module")

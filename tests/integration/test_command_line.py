@@ -251,6 +251,7 @@ def test_a_wandb_run_is_the_same_one_after_resuming(folder: Path, tmp_path_facto
     assert other.name != first.name
 
 
+@pytest.mark.nightly
 def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
