@@ -141,7 +141,7 @@ def test_kernels_that_are_missing_are_named_once_on_a_gpu_and_are_not_spoken_of_
     assert said.endswith("pip install causal_conv1d flash-linear-attention.")
     warning_once.cache_clear()
     policy(torch.tensor([[3, 4]]))
-    older = Version(transformers.__version__) < Version("5.19")  # which say it once, when they are imported
+    older = Version(transformers.__version__) < Version("5.19")  # which do not say it again
     assert older or "falling back" in caplog.text  # not in this project's care any more
 
 

@@ -8,12 +8,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+from conftest import table_rows
 
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.rollout.vllm import http
@@ -97,11 +99,11 @@ def client(server: ThreadingHTTPServer) -> Iterator[ServerClient]:
     client = ServerClient(f"http://127.0.0.1:{server.server_port}", "a-token", "one", 0.3, loop)
     client.vocab_size, client.weights = 32, WEIGHTS
     for _ in range(20):  # a busy machine may not answer in time
-        try:
+        with suppress(ServerError):
             client.take()
             break
-        except ServerError:
-            continue
+    else:
+        client.take()
     yield client
     client.release()
     loop.close()
@@ -236,13 +238,14 @@ def test_a_server_that_talks_on_after_the_end_holds_nothing(server: ThreadingHTT
     assert sample(client) == [SampledChunk([5], [-1.0], "stop")]
 
 
-def test_forty_completions_leave_no_socket_open(server: ThreadingHTTPServer, client: ServerClient) -> None:
+@pytest.mark.parametrize("number", table_rows([40, 200], [40]))
+def test_many_completions_leave_no_socket_open(number: int, server: ThreadingHTTPServer, client: ServerClient) -> None:
     server.RequestHandlerClass.behave = lambda self: self.answer(  # pyright: ignore
         event(), kind="text/event-stream"
     )
     sample(client)
     before = len(list(Path("/proc/self/fd").iterdir())) if os.path.isdir("/proc/self/fd") else 0
-    for _ in range(40):
+    for _ in range(number):
         assert sample(client) == [SampledChunk([5], [-1.0], "stop")]
     after = len(list(Path("/proc/self/fd").iterdir())) if os.path.isdir("/proc/self/fd") else 0
     assert after <= before + 4

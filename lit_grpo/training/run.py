@@ -127,9 +127,9 @@ def train(
     of_every_run = _with_turns(of_every_run, {name: one for name, one in turns.items() if one not in (None, [])})
     made = default_callbacks(of_every_run, [*own, *_displays(options, own)])
     with quiet(), RunFolder() as run_folder:
-        read = {"model": for_model, "data": for_data, **of_every_run}
-        run = _opened(run_folder, RunConfig(name, dir), read)
-        told = {**read, "trainer": options}
+        told = {"model": for_model, "data": for_data, "trainer": options, **of_every_run}
+        places = {name: one for name, one in for_data.items() if not isinstance(one, list)}  # rows are there already
+        run = _opened(run_folder, RunConfig(name, dir), {"model": for_model, "data": places, **of_every_run})
         fitted = _trainer(run, made, options, as_plain(told))
         if is_first_rank():
             left = write_config(run.folder, {"run": {"name": run.name, "dir": run.dir}, **told}, seed)

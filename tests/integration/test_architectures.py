@@ -23,11 +23,7 @@ HYBRIDS = (
 UPDATED = ("bart", "bloom", "inkling_text", "nemotron", "recurrent_gemma", "rwkv")
 SLACK = 5.0
 """The benchmark's limits are for one processor; a test runs on any. What is really wrong is off by 1e-3 or more."""
-IN_VLLM_REFUSED = (  # one of them is not even started on some CPUs
-    "cohere2",
-    "deepseek_v3",
-    "gpt_oss",
-)
+IN_VLLM_REFUSED = ("cohere2", "deepseek_v3", "gpt_oss")
 IN_VLLM = ("exaone_moe", "falcon", "gemma4_text", "glm", "llama4_text", "minicpm3", "qwen3_moe", *IN_VLLM_REFUSED)
 REFUSED = ("bert", "bert-generation", "prophetnet", "xlnet")
 
@@ -60,6 +56,7 @@ def test_what_is_no_policy_is_refused_in_a_sentence(family: str, tmp_path: Path)
 def test_a_family_is_exact_in_vllm_after_its_weights_have_changed(family: str, tmp_path: Path) -> None:
     row = architectures_vllm.judge(family, tmp_path / "log", SLACK)
     if family in IN_VLLM_REFUSED:
-        assert row["outcome"] in ("refused", "not run here") and str(row["detail"]).endswith("."), row
+        not_started = ["not run here"] if family == "deepseek_v3" else []  # on some CPUs
+        assert row["outcome"] in ("refused", *not_started) and str(row["detail"]).endswith("."), row
     else:
         assert row["outcome"] == "exact", (row, (tmp_path / "log").read_text()[-2000:])

@@ -1,15 +1,19 @@
 """Runs of one name that are begun at once, by the command line and by torchrun: each in a folder of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from conftest import read_metrics
 from forks import Forked
 
+import lit_grpo
+from lit_grpo.cli.command_line import run as lit_grpo_run
 from lit_grpo.training.run_folder import RunFolder
 from tests.task_folders import write_task
 
@@ -110,3 +114,28 @@ def test_ranks_of_torchrun_share_the_folder_of_a_run_from_python(folder: Path, p
     assert run.returncode == 0, said
     assert len({(folder / f"rank-{rank}").read_text() for rank in (0, 1)}) == 1
     assert [path.name for path in (folder / "runs").iterdir() if path.is_dir()] == ["task"]
+
+
+def longer(completion: str) -> float:
+    return float(len(completion))
+
+
+def test_a_policy_in_the_folder_of_an_earlier_run_is_refused_before_it_is_moved(
+    folder: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command line and from Python; a row whose text is such a path is a text."""
+    monkeypatch.chdir(folder)
+    told = ["fit", "--config", "config.yaml", "--trainer.max_steps", "1"]
+    lit_grpo_run(told)
+    trained = Path("runs/task/policy")
+    said = r"model\.policy is 'runs/task/policy', in the folder of an earlier run, .* give this run another run\.name"
+    few: Any = {"max_steps": 1, "batch_size": 1, "name": "task", "num_generations": 2, "sampling": {"max_tokens": 4}}
+    few["trainer"] = {"accelerator": "cpu", "enable_progress_bar": False}
+    with pytest.raises(SystemExit, match="2"):
+        lit_grpo_run([*told, "--model.policy", str(trained)])
+    assert re.search(said, capsys.readouterr().err)
+    with pytest.raises(ValueError, match=said):
+        lit_grpo.train(str(trained), "prompts.jsonl", longer, **few)
+    assert trained.is_dir() and not Path("runs/task-1").exists()
+    lit_grpo.train(str(policy_folder), [{"prompt": str(trained)}], longer, **few)
+    assert Path("runs/task-1/policy").is_dir()
