@@ -7,13 +7,13 @@ import copy
 import pytest
 from conftest import table_rows
 
-from benchmarks.conversation_tokens import NUM_CONVERSATIONS, check, wrong
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
 from lit_grpo.plugins import fresh
 from lit_grpo.types import Prompt
+from tests.doubles.conversation_check import NUM_CONVERSATIONS, check, wrong
 from tests.doubles.conversations import (
     CHATML,
     FAMILIES,

@@ -15,7 +15,6 @@ from hand_made import full_logprobs, relative_error
 from test_buffer import ended
 from test_learner import make_learner, ragged_groups
 
-from benchmarks.conversation_tokens import check, wrong
 from lit_grpo.compatibility import check_together
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
@@ -27,6 +26,7 @@ from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
+from tests.doubles.conversation_check import check, wrong
 from tests.doubles.conversations import CHATML, FAMILIES, GENERATORS, chat_tokenizer, play, template_of
 
 THINKS = (

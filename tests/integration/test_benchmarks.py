@@ -107,7 +107,7 @@ def test_solved_word_problems_are_solved() -> None:
 
 
 WITHOUT_VLLM = (
-    *("beside_commit", "conversation_tokens", "decode_throughput"),
+    *("beside_commit", "decode_throughput"),
     *("decode_throughput decode_efficiency", "demo", "gguf_logprobs", "group_size_memory", "infinite_sampling"),
     *("kv_memory", "learning budgets", "learning catch_credit", "learning lora", "learning sorted_learning"),
     *(
@@ -130,7 +130,7 @@ WITHOUT_VLLM = (
         "update_vs_trl",
     ),
 )
-WITH_VLLM = ("architectures_vllm", "learning vllm_learning", "modes", "sync_proof", "vllm_plan", "weight_sync")
+WITH_VLLM = ("architectures_vllm", "learning vllm_learning", "modes", "vllm_plan", "weight_sync")
 EXACT = (
     "differ when it is run again",
     "difference to the validation",

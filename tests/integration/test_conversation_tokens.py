@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import table_rows
 
-from benchmarks.conversation_tokens import NUM_CONVERSATIONS, NUM_REWRITTEN, check, wrong
+from tests.doubles.conversation_check import NUM_CONVERSATIONS, NUM_REWRITTEN, check, wrong
 from tests.doubles.conversations import FAMILIES, GENERATORS, play, template_of
 
 FEW = 6

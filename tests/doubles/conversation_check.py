@@ -1,4 +1,4 @@
-"""Are the tokens learnt from those that were sampled? Random conversations, by chat template and generator.
+"""Whether the tokens learnt from are those that were sampled, for random conversations.
 
 A random policy talks with an environment that answers as a tool or as the user, over up to 16 turns. What the generator
 samples is noted as it comes, and what a chat template makes of each answer. Then all conversations are learnt from, and
@@ -8,14 +8,11 @@ what the update reads is held to these notes by id, and to a forward of each who
 from __future__ import annotations
 
 import copy
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.report import Claim, Options, Row, finish, need, note, parse_options
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.ranks import Ranks
@@ -27,7 +24,7 @@ from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
-from tests.doubles.conversations import FAMILIES, GENERATORS, GROUP_SIZE, MOST_TURNS, SAMPLING, History, Played, play
+from tests.doubles.conversations import GROUP_SIZE, SAMPLING, Played
 
 NUM_CONVERSATIONS = 50
 LEAST_TURNS = 8
@@ -38,6 +35,7 @@ EXACT = 1e-5
 """Max difference of a log-prob from that of the float64 forward, in nats, and of a logged figure from the true one."""
 EXACT_VLLM = 2e-5
 """The same for those that vLLM's CPU build tells in float32; they were off by 9.9e-6 at most."""
+Figures = dict[str, Any]
 COUNTS = ("wrong_sampled", "wrong_learnt", "wrong_observed", "wrong_members", "over_limits", "gradient_of_observed")
 """Figures that have to be 0."""
 SHARES = ("tokens", "kl", "entropy", "mean_length")
@@ -52,11 +50,11 @@ class Exact(NamedTuple):
     reference_logprobs_T: torch.Tensor
 
 
-def check(played: Played) -> Row:
+def check(played: Played) -> Figures:
     """Return the figures of conversations: what is wrong, and by how much numbers differ."""
     rollouts = [rollout for group in played.groups for rollout in group.rollouts]
     completions = [rollout.completion for rollout in rollouts]
-    row: Row = {
+    row: Figures = {
         "conversations": len(rollouts),
         "most_turns": max(len(completion.turns) for completion in completions),
         "sampled": sum(completion.num_sampled for completion in completions),
@@ -97,7 +95,7 @@ def _num_alone(played: Played) -> int:
     return num_alone
 
 
-def _compare_ids(row: Row, played: Played, rollouts: list[Rollout]) -> None:
+def _compare_ids(row: Figures, played: Played, rollouts: list[Rollout]) -> None:
     """Count the tokens that are not those that were sampled or said, in trajectories and in what the update reads."""
     sampled: dict[Key, list[list[int]]] = {}
     for key, turn in played.order:
@@ -183,7 +181,7 @@ class _NoStep:
         return 0.0
 
 
-def _compare_update(row: Row, played: Played, rollouts: list[Rollout], exact: dict[Key, Exact]) -> None:
+def _compare_update(row: Figures, played: Played, rollouts: list[Rollout], exact: dict[Key, Exact]) -> None:
     """Learn from all conversations, and compare what the update computes and logs."""
     for number, rollout in enumerate(rollouts):
         rollout.reward = float(number % 3)
@@ -223,7 +221,7 @@ def _compare_update(row: Row, played: Played, rollouts: list[Rollout], exact: di
         row[f"{name}_off"] = abs(logs[logged.get(name, name)] / expected[name] - 1)
 
 
-def _gradients(rollouts: list[Rollout], seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Row:
+def _gradients(rollouts: list[Rollout], seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Figures:
     """The largest gradient of a hidden state that predicts an observed token, and how many that predict sampled ones.
 
     Each last hidden state is used for the token after it alone.
@@ -244,7 +242,7 @@ def _gradients(rollouts: list[Rollout], seen: list[tuple[torch.Tensor, torch.Ten
     return {"gradient_of_observed": largest, "with_gradient": num_learnt}
 
 
-def wrong(row: Row, generator: str) -> list[str]:
+def wrong(row: Figures, generator: str) -> list[str]:
     """Return what is not as it should be."""
     limits = dict.fromkeys(COUNTS, 0.0) | {f"{name}_off": EXACT for name in SHARES}
     limits |= {"update_gap": EXACT, "generator_gap": limit_of(generator)}
@@ -260,58 +258,3 @@ def wrong(row: Row, generator: str) -> list[str]:
 def limit_of(generator: str) -> float:
     """Return how far the log-probs that a generator tells may be from the exact ones, in nats."""
     return EXACT if generator == "slots" else EXACT_VLLM
-
-
-def main(options: Options) -> int:
-    """Play and check each."""
-    generators = ["slots"] if options.quick else list(GENERATORS)
-    num = 8 if options.quick else NUM_CONVERSATIONS
-    plain: list[tuple[str, History, int]] = [(family, "appended", num) for family in FAMILIES]
-    cases = plain[-1:] if options.quick else [*plain, ("qwen3", "rerendered", NUM_REWRITTEN)]
-    rows: list[Row] = []
-    faults: list[str] = []
-    for generator in generators:
-        for family, history, number in cases:
-            began = time.perf_counter()
-            row: Row = {"generator": generator, "template": family, "history": history}
-            row |= check(play(family, GENERATORS[generator], number, history))
-            faults += wrong(row, generator)
-            rows.append(row | {"seconds": round(time.perf_counter() - began, 1)})
-            note(str(rows[-1]))
-    return finish("conversation_tokens", options, _settings(num), rows, _claims(rows, faults))
-
-
-def _settings(num_conversations: int) -> Row:
-    return {
-        "groups of one": f"{num_conversations}, {NUM_REWRITTEN} where the history is rerendered",
-        "max_tokens": SAMPLING.max_tokens,
-        "max_observed": SAMPLING.max_observed,
-        "policy": "a random Qwen3 in float32",
-        "chat templates": "as TRL's wheel has them; smollm2 is ChatML with calls",
-    }
-
-
-def _largest(names: Sequence[str], rows: Sequence[Row]) -> float:
-    return max(float(row[name]) for row in rows for name in names)
-
-
-def _claims(rows: list[Row], faults: list[str]) -> list[Claim]:
-    gaps = {"the update": (_largest(["update_gap"], rows), EXACT)}
-    for generator in dict.fromkeys(str(row["generator"]) for row in rows):
-        own = [row for row in rows if row["generator"] == generator]
-        gaps[generator] = _largest(["generator_gap"], own), limit_of(generator)
-    return [
-        Claim("figures that are not as they should be", float(len(faults)), "<=", 0),
-        Claim("wrong tokens and members", _largest(COUNTS, rows), "<=", 0),
-        Claim("turns of the longest conversation", _largest(["most_turns"], rows), ">=", MOST_TURNS),
-        *(
-            Claim(f"{which}: largest gap of a log-prob, in units of 1e-5 nats", 1e5 * gap, "<=", 1e5 * limit)
-            for which, (gap, limit) in gaps.items()
-        ),
-    ]
-
-
-if __name__ == "__main__":
-    assert __doc__ is not None
-    need("trl")
-    sys.exit(main(parse_options(__doc__)))
