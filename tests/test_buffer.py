@@ -107,7 +107,7 @@ def test_a_checkpoint_keeps_what_has_ended_and_what_has_begun() -> None:
     for request in (b0, b1):
         group = ended(buffer, request.after(tokens(1)).ended("length"))
     assert group is not None
-    group.rollouts[1].extra["feedback/right"] = "no sum"
+    group.rollouts[1].extra.update({"feedback/right": "no sum", "poise/value": 0.25, "judge": [1, "a"], "by": object()})
     group.rollouts[1].rewards, group.rollouts[1].reward, group.rollouts[1].kept = {"right": 1.0, "x": None}, 0.5, False
     file = io.BytesIO()
     torch.save(buffer.state_dict(), file)
@@ -119,6 +119,7 @@ def test_a_checkpoint_keeps_what_has_ended_and_what_has_begun() -> None:
     assert group.key == ("b", 1) and group.rollouts[1].rewards == {"right": 1.0, "x": None}
     assert math.isnan(group.rollouts[0].reward) and not group.rollouts[1].kept
     assert [rollout.feedback for rollout in group.rollouts] == ["", "no sum"]
+    assert group.rollouts[1].extra == {"feedback/right": "no sum", "poise/value": 0.25, "judge": [1, "a"]}
     (rest,) = other.unfinished
     assert rest == a1 and rest.prefix.segments == ((2, 3, True), (1, None, False)) and rest.prefix.entropy == 0.25
     whole = ended(other, rest.after(rest.prefix.followed_by([1], [-0.1], 3)).ended("stop"))

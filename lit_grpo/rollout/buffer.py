@@ -11,7 +11,6 @@ from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 from lit_grpo.scheduling.ledger import Entry, RequestLedger
 from lit_grpo.types import (
     EMPTY,
-    FEEDBACK,
     Completion,
     Episode,
     GroupKey,
@@ -389,6 +388,7 @@ def _group_state(group: _Open, unfinished: Sequence[Entry]) -> dict[str, Any]:
     """As plain values; what has not been scored yet is whole again when it is loaded.
 
     Columns that no checkpoint can hold, such as times, are left out: :meth:`RolloutBuffer.give_columns` brings them.
+    So is what a reward gave to ``log_extra`` that no checkpoint can hold.
     """
     if group.due is not None and group.due.rollouts and not any(rollout.rewards for rollout in group.due.rollouts):
         ended = {rollout.completion.request.path: rollout.completion for rollout in group.due.rollouts}
@@ -421,8 +421,7 @@ def _group(state: dict[str, Any]) -> _Open:
 def _rollout_state(rollout: Rollout) -> dict[str, Any]:
     own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept", "learnt")}
     own["turn_rewards"] = list(rollout.turn_rewards)
-    feedback = {name: text for name, text in rollout.extra.items() if name.startswith(FEEDBACK)}
-    own["extra"] = {name: text for name, text in feedback.items() if isinstance(text, str)}
+    own["extra"] = {name: value for name, value in rollout.extra.items() if find_foreign({name: value}) is None}
     return {"completion": _completion_state(rollout.completion), **own}
 
 
