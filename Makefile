@@ -78,7 +78,7 @@ integration: .venv/dev
 # Which lines no test runs. No part of `test`, for it makes what runs in the tests' own processes take half as long again.
 coverage: export OMP_NUM_THREADS = 1
 coverage: .venv/dev
-	.venv/bin/python -m pytest --cov --cov-report= --numprocesses 3 --dist loadfile
+	.venv/bin/python -m pytest -m "not nightly" --cov --cov-report= --numprocesses 3 --dist loadfile
 	.venv/bin/python -m coverage report --skip-covered --fail-under 90
 
 # Versions other than those of constraints.txt, each kind in an environment of its own.

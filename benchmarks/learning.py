@@ -193,21 +193,30 @@ def _beside(study: Study, seeds: Sequence[Curves], baseline: Sequence[Curves]) -
 
 def _claims(bound: Bound, rows: Sequence[Row]) -> list[Claim]:
     """The claims of a bound: one for each task and each system that it is of."""
-    claims = []
+    claims, other = [], bound.of_other or bound.column
+    over = (bound.over,) if isinstance(bound.over, str) else bound.over or ()
     for task in dict.fromkeys(str(row["task"]) for row in rows):
         by_system = {str(row["system"]): row for row in rows if row["task"] == task}
-        names = [name for name in bound.of or by_system if name in by_system and name not in (bound.less, bound.over)]
+        names = [name for name in bound.of or by_system if name in by_system and name not in (bound.less, *over)]
         if bound.best and names:
-            sign = 1 if bound.relation == "<=" else -1
-            names = [min(names, key=lambda name: _or_worst(sign * float(by_system[name][bound.column])))]
+            names = [_best(names, bound, by_system)]
         for name in names:
             value = float(by_system[name][bound.column])
             if bound.less is not None:
-                value -= float(by_system[bound.less][bound.of_other or bound.column])
-            if bound.over is not None:
-                value /= float(by_system[bound.over][bound.of_other or bound.column])
+                value -= float(by_system[bound.less][other])
+            if over:
+                value /= float(by_system[_best(over, replace(bound, column=other), by_system)][other])
             claims.append(Claim(f"{task}, {name}: {bound.text}", value, bound.relation, bound.limit))
     return claims
+
+
+def _best(names: Sequence[str], bound: Bound, by_system: Mapping[str, Row]) -> str:
+    """The system whose column is the best, by the bound's relation; one with NaN is the worst."""
+    sign = 1 if bound.relation == "<=" else -1
+    return min(
+        (name for name in names if name in by_system),
+        key=lambda name: _or_worst(sign * float(by_system[name][bound.column])),
+    )
 
 
 def _or_worst(value: float) -> float:

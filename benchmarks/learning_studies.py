@@ -43,6 +43,7 @@ class Bound:
     """A claim on a column, for all systems or those in ``of``, or for the best of them.
 
     ``less`` subtracts, and ``over`` divides by, the column ``of_other`` (by default the same one) of another system.
+    Of several in ``over`` the best counts.
     """
 
     text: str
@@ -51,7 +52,7 @@ class Bound:
     limit: float
     of: tuple[str, ...] = ()
     less: str | None = None
-    over: str | None = None
+    over: str | tuple[str, ...] | None = None
     of_other: str = ""
     best: bool = False
 
