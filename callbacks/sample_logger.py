@@ -35,23 +35,33 @@ class SampleLogger(Observer):
     loggers have the full texts, the value of each reward function as ``rewards/NAME``, and all columns of the data as
     ``columns/NAME``.
 
+    Each validation adds completions of the first validation prompts, the same ones every time, to ``val_samples.jsonl``
+    and to the loggers as ``val_samples``. They are not shown on the terminal.
+
     Args:
         every_n_updates: Show samples of the first batch, and whenever the policy's version reaches or passes a multiple
             of this number; 0 never shows any.
         num_samples: Number of completions to show, of as many different prompts as possible.
+        num_validation_samples: Number of completions to keep of a validation, for each of its data sets, from the first
+            rank; 0 keeps none.
     """
 
     @checks_arguments("sample_logger.")
-    def __init__(self, every_n_updates: Number = 20, num_samples: Count = 4) -> None:
+    def __init__(
+        self, every_n_updates: Number = 20, num_samples: Count = 4, num_validation_samples: Number = 16
+    ) -> None:
         self.every_n_updates = every_n_updates
         self.num_samples = num_samples
+        self.num_validation_samples = num_validation_samples
         self._version = 0  # the policy's version before this batch
+        self._validated: dict[int, list[Rollout]] = {}  # of this validation, by the number of the data set
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop the rows that a resumed run will write again."""
         self._version = trainer.global_step
         if trainer.is_global_zero and trainer.global_step:
-            forget_after(Path(trainer.default_root_dir) / "samples.jsonl", trainer.global_step)
+            for table in ("samples", "val_samples"):
+                forget_after(Path(trainer.default_root_dir) / f"{table}.jsonl", trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -68,7 +78,32 @@ class SampleLogger(Observer):
         column = getattr(getattr(data, "renderer", None), "prompt_column", "prompt")
         samples = [_sample(rollout, pl_module.rewards, column) for rollout in picked]
         the_console().print(Samples(f"samples at update {step}", samples))
-        self._keep(trainer, step, _same_columns([_row(step, rollout) for rollout in picked]))
+        self._keep(trainer, "samples", _same_columns([_row(step, rollout) for rollout in picked]))
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget the last validation."""
+        self._validated = {}
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        kept = self._validated.setdefault(dataloader_idx, [])
+        kept += batch.rollouts[: self.num_validation_samples - len(kept)]
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write completions of the first prompts."""
+        rollouts = [rollout for kept in self._validated.values() for rollout in kept]
+        if rollouts and trainer.is_global_zero and not trainer.sanity_checking:
+            rows = _same_columns([_row(trainer.global_step, rollout) for rollout in rollouts])
+            for row in rows:
+                del row["advantage"]  # nothing is learnt from them
+            self._keep(trainer, "val_samples", rows)
 
     def _pick(self, batch: PromptBatch) -> list[Rollout]:
         """Return best and worst rollouts of one prompt after another."""
@@ -76,16 +111,16 @@ class SampleLogger(Observer):
         rounds = zip_longest(*ordered)
         return [rollout for round_ in rounds for rollout in round_ if rollout is not None][: self.num_samples]
 
-    def _keep(self, trainer: pl.Trainer, step: int, rows: list[dict[str, Any]]) -> None:
-        folder = Path(trainer.default_root_dir)
+    def _keep(self, trainer: pl.Trainer, table: str, rows: list[dict[str, Any]]) -> None:
+        folder, step = Path(trainer.default_root_dir), trainer.global_step
         folder.mkdir(parents=True, exist_ok=True)  # with a user's own Trainer it may be missing
-        with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+        with (folder / f"{table}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json_line(row) for row in rows)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_table("samples", columns=list(rows[0]), data=_cells(rows), step=step)
+                logger.log_table(table, columns=list(rows[0]), data=_cells(rows), step=step)
             elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("samples", _markdown(rows), step)
+                logger.experiment.add_text(table, _markdown(rows), step)
 
 
 def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollout]:

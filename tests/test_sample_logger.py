@@ -203,3 +203,32 @@ def test_tables_and_pictures_reach_wandb_with_the_update_that_they_belong_to(tmp
         *(({"samples"}, 7), ({"timeline"}, 7))
     ]
     assert "columns/mixed" in logger.said[0]["samples"].columns
+
+
+def test_a_validation_adds_completions_of_the_first_prompts_of_each_data_set(tmp_path: Path) -> None:
+    table, logger = Heard(), SampleLogger(num_validation_samples=3)
+    for version in (0, 5):
+        trainer = a_trainer(version, tmp_path, [table])
+        trainer.sanity_checking = False
+        logger.on_validation_epoch_start(trainer, module())
+        for dataset in (0, 1):
+            for number in range(5):
+                batch = a_batch(Prompt(f"validation/{dataset}/{number}", (3,), "1"))
+                logger.on_validation_batch_end(trainer, module(), None, batch, number, dataset)
+        logger.on_validation_epoch_end(trainer, module())
+    rows = [json.loads(line) for line in (tmp_path / "val_samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["prompt_id"]) for row in rows] == [
+        (version, f"validation/{dataset}/{number}") for version in (0, 5) for dataset in (0, 1) for number in range(3)
+    ]
+    assert rows[0]["rewards/right"] == 1.0 and "advantage" not in rows[0]
+    assert [said["trainer/global_step"] for said in table.said] == [0, 5] and "val_samples" in table.said[0]
+    logger.on_train_start(SimpleNamespace(global_step=3, is_global_zero=True, default_root_dir=tmp_path), module())  # pyright: ignore
+    assert len((tmp_path / "val_samples.jsonl").read_text().splitlines()) == 6
+
+
+def test_no_completion_of_a_validation_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
+    logger, trainer = SampleLogger(num_validation_samples=0), a_trainer(0, tmp_path, [])
+    logger.on_validation_epoch_start(trainer, module())
+    logger.on_validation_batch_end(trainer, module(), None, a_batch(Prompt("a", (3,), "1")), 0)
+    logger.on_validation_epoch_end(trainer, module())
+    assert not (tmp_path / "val_samples.jsonl").exists()

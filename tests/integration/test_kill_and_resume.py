@@ -238,7 +238,7 @@ class Workplace:
                 for name in sorted(before.keys() | after.keys())
                 if before.get(name) != after.get(name)
             ]
-        for name in ("samples.jsonl", "trace.jsonl"):
+        for name in ("samples.jsonl", "val_samples.jsonl", "trace.jsonl"):
             if len({(folder / name).read_bytes() for folder in folders}) > 1:
                 found.append(name)
         weights = [load_file(folder / "policy" / "model.safetensors") for folder in folders]

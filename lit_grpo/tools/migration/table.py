@@ -214,7 +214,8 @@ TRL: dict[str, Counterpart] = {
             load_best_model_at_end=False, metric_for_best_model=None, greater_is_better=None),
     **_none("resume with --ckpt_path runs/NAME/checkpoints/last.ckpt", resume_from_checkpoint=None,
             ignore_data_skip=False, restore_callback_states_from_checkpoint=False),
-    **_none("samples are shown, and written to samples.jsonl, every sample_logger.every_n_updates",
+    **_none("samples are shown, and written to samples.jsonl, every sample_logger.every_n_updates; those of "
+            "validations to val_samples.jsonl",
             log_completions=False, log_multimodal=True, log_unique_prompts=False, log_completions_hub_repo=None),
     **_none(METRICS, logging_strategy="steps", logging_steps=10, logging_first_step=False, log_on_each_node=True,
             logging_nan_inf_filter=True, include_num_input_tokens_seen="no", log_level="passive",
@@ -342,6 +343,7 @@ VERL: dict[str, Counterpart] = {
     "custom_reward_function.path": _changed("path.py:name", None, "model.rewards"),
     "trainer.total_epochs": _changed("optimizer steps are counted", None, "trainer.max_steps"),
     "trainer.test_freq": _same("trainer.val_check_interval"),
+    "trainer.log_val_generations": _same("sample_logger.num_validation_samples"),
     "trainer.save_freq": _same("checkpoint.every_n_updates"),
     "trainer.n_gpus_per_node": _same("trainer.devices"),
     "trainer.experiment_name": _same("run.name"),
