@@ -462,18 +462,6 @@ def _as_all_weights(noise: float, *ranks: int) -> tuple[Bound, ...]:
     )
 
 
-LORA = Study(
-    tasks={
-        "arithmetic": Task(
-            "arithmetic",
-            _trained(1e-3, all_linear=(1, 8, 32), attention=(1, 8, 32)),
-            _length(32, 8, 16, 16) | {HELD_OUT: 256},
-        )
-    },
-    bounds=_as_all_weights(0.03, 1, 8, 32),
-    quick=(ALL_WEIGHTS, "all-linear, rank 1, 10 x", "attention, rank 1, 10 x"),
-)
-"""Adapters on the demo, of all linear layers or of attention alone, at one and ten times the rate of all weights."""
 WORD_PROBLEMS_LORA = Study(
     tasks={
         "word_problems": Task(
@@ -485,7 +473,10 @@ WORD_PROBLEMS_LORA = Study(
     seeds=(0,),
     bounds=_as_all_weights(0.08, 1, 32),
 )
-"""The same on a pretrained chat model, whose seeds differ by 0.02 (``real_model_learning``)."""
+"""Adapters of all linear layers or of attention alone, at one and ten times the rate of all weights.
+
+The seeds of this task differ by 0.02 (``real_model_learning``).
+"""
 
 STUDIES = {
     "modes_learning": MODES,
@@ -499,6 +490,5 @@ STUDIES = {
     "tool_use": TOOL_USE,
     "vllm_learning": VLLM_LEARNING,
     "real_model_generators": REAL_MODEL_GENERATORS,
-    "lora": LORA,
     "lora_word_problems": WORD_PROBLEMS_LORA,
 }
