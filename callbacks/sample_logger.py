@@ -56,6 +56,11 @@ class SampleLogger(Observer):
         self._version = 0  # the policy's version before this batch
         self._validated: dict[int, list[Rollout]] = {}  # of this validation, by the number of the data set
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Make the folder, which a user's own Trainer may not have; one that is moved during the run stays away."""
+        if trainer.is_global_zero:
+            Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop the rows that a resumed run will write again."""
         self._version = trainer.global_step
@@ -113,7 +118,6 @@ class SampleLogger(Observer):
 
     def _keep(self, trainer: pl.Trainer, table: str, rows: list[dict[str, Any]]) -> None:
         folder, step = Path(trainer.default_root_dir), trainer.global_step
-        folder.mkdir(parents=True, exist_ok=True)  # with a user's own Trainer it may be missing
         with (folder / f"{table}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json_line(row) for row in rows)
         for logger in trainer.loggers:

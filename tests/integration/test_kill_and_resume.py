@@ -75,6 +75,7 @@ class Life:
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self.announced: list[tuple[float, str]] = []
         self.said: list[str] = []
+        self.hit = "start"
         self._news = threading.Condition()
         self._process = subprocess.Popen(
             command,
@@ -118,6 +119,7 @@ class Life:
     def send(self, signum: int, group: bool) -> None:
         """Send a signal to its first rank, or to all."""
         if self._process.poll() is None:
+            self.hit = self.phase
             (os.killpg if group else os.kill)(self._process.pid, signum)
 
     def end(self) -> int:
@@ -164,7 +166,7 @@ class Workplace:
     def killed(self, name: str, plan: Plan, targets: list[str], rng: random.Random) -> Iterator[tuple[str, int]]:
         """Kill a run in ``targets``, from the last one on, and resume it until it ends or none is left.
 
-        Yields the phase announced last and the exit code of each process that was cut off.
+        Yields the phase in which the signal came, and the exit code, of each process that was cut off.
         """
         while True:
             life = self._begin(name, plan)
@@ -180,7 +182,7 @@ class Workplace:
                 return
             assert targets, f"{name} failed:\n" + "".join(life.said)
             targets.pop()
-            yield life.phase, code
+            yield life.hit, code
 
     def _begin(self, name: str, plan: Plan) -> Life:
         """Start a run, or resume it from its last checkpoint."""
