@@ -122,7 +122,8 @@ def test_a_list_that_is_given_later_replaces_the_earlier_one_whole(tmp_path: Pat
     options = [text for name in AFTER for text in (f"--task.{name}", json.dumps(AFTER[name]))]
     task = parse_lists(tmp_path, *(["--config", str(tmp_path / "after.yaml")] if by_file else options))
     assert [dict(reward) for reward in task.rewards] == [asdict(RewardSpec("b.py:g"))]
-    assert task.callbacks[0].init_args.as_dict() == {"every_n_updates": 3, "num_samples": 4}
+    given = task.callbacks[0].init_args.as_dict()
+    assert given == {"every_n_updates": 3, "num_samples": 4, "num_validation_samples": 16}
     assert task.points == [3]
     assert [dict(reward) for reward in task.owner.init_args.rewards] == [asdict(RewardSpec("b.py:g"))]
 
