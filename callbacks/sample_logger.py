@@ -55,15 +55,13 @@ class SampleLogger(Observer):
         self.num_validation_samples = num_validation_samples
         self._version = 0  # the policy's version before this batch
         self._validated: dict[int, list[Rollout]] = {}  # of this validation, by the number of the data set
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Make the folder, which a user's own Trainer may not have; one that is moved during the run stays away."""
-        if trainer.is_global_zero:
-            Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
+        self._is_training = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop the rows that a resumed run will write again."""
         self._version = trainer.global_step
+        self._is_training = True
+        self._make_folder(trainer)
         if trainer.is_global_zero and trainer.global_step:
             for table in ("samples", "val_samples"):
                 forget_after(Path(trainer.default_root_dir) / f"{table}.jsonl", trainer.global_step)
@@ -88,6 +86,8 @@ class SampleLogger(Observer):
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget the last validation."""
         self._validated = {}
+        if not self._is_training:
+            self._make_folder(trainer)
 
     def on_validation_batch_end(
         self,
@@ -115,6 +115,11 @@ class SampleLogger(Observer):
         ordered = [_best_and_worst(group.fresh, number % 2) for number, group in enumerate(batch.groups)]
         rounds = zip_longest(*ordered)
         return [rollout for round_ in rounds for rollout in round_ if rollout is not None][: self.num_samples]
+
+    def _make_folder(self, trainer: pl.Trainer) -> None:
+        """Make the run's folder, which a user's own Trainer may lack; not later, for one that was moved stays away."""
+        if trainer.is_global_zero:
+            Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
 
     def _keep(self, trainer: pl.Trainer, table: str, rows: list[dict[str, Any]]) -> None:
         folder, step = Path(trainer.default_root_dir), trainer.global_step

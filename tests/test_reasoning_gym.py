@@ -46,16 +46,12 @@ def row_of(task: str, **arguments: Any) -> dict[str, Any]:
     return row
 
 
-@pytest.fixture(scope="module")
-def one_of_each() -> dict[str, dict[str, Any]]:
-    return {task: row_of(task) for task in gym.known_tasks()}
-
-
 # ---- the reward ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.nightly
-def test_the_right_answer_of_every_task_scores_1(one_of_each: dict[str, dict[str, Any]]) -> None:
+def test_the_right_answer_of_every_task_scores_1() -> None:
+    one_of_each = {task: row_of(task) for task in gym.known_tasks()}
     answers = {task: row["answer"] for task, row in one_of_each.items()}
     assert len(answers) == 102 and {task for task, answer in answers.items() if answer is None} == WITHOUT_ANSWER
     marked = {task: f"It is <answer>\n{answer}</answer>." for task, answer in answers.items() if answer is not None}
@@ -64,8 +60,13 @@ def test_the_right_answer_of_every_task_scores_1(one_of_each: dict[str, dict[str
         assert 0 <= score(one_of_each[task], "<answer>no</answer>") < 1
 
 
-def test_no_answer_is_run_as_python(one_of_each: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    for task, row in one_of_each.items():
+RUNNING = "those whose graders run Python"
+
+
+@pytest.mark.parametrize("tasks", table_rows([RUNNING, "all"], [RUNNING]))
+def test_no_answer_is_run_as_python(tasks: str, tmp_path: Path) -> None:
+    for task in gym.PLAIN_ANSWERS if tasks == RUNNING else gym.known_tasks():
+        row = row_of(task)
         for number, attack in enumerate(ATTACKS):
             path = tmp_path / f"{task}-{number}"
             score(row, attack.format(path=str(path)))
