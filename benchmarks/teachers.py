@@ -3,7 +3,7 @@
 ``taught_demo``: the policy after the demo's 60 updates teaches the one before them, alone (completions are scored by
 the teacher, and rewards are only logged) or beside rewards. What is measured is when each seed's greedy exact match on
 held-out exercises first comes to 95%: updates, sampled tokens, and CPU seconds of rollouts and updates, with the
-teacher's scoring and without validations. Each is tried at one, two and four times the demo's learning rate, and the
+teacher's scoring and without validations. Each is tried at the demo's learning rate and at twice that, and the
 best counts. What it took to make the teacher is not counted.
 
 ``taught_smollm2``: the same with SmolLM2 after ten updates of word problems, until 65% are right (it begins with 40%),
@@ -52,7 +52,7 @@ from lit_grpo.tasks.word_problems import ANSWER_PATTERN, WordProblemRows
 
 LEVEL, SHARE = 0.95, 1 / 3
 CORRECT = {"function": "exact_match", "name": "correct", "args": {"pattern": r"(?:^|=)(\d+)$"}}
-RATES = (1, 2, 4)
+RATES = (1, 2)
 """Learning rates that each system is tried at, in multiples of the demo's 1e-3."""
 GRPO, BESIDE, ALONE, LIKELIEST = "GRPO", "distill beside rewards", "distill", "distill:top_k=15"
 
