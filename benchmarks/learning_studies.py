@@ -439,14 +439,14 @@ ALL_WEIGHTS, RATE, TARGETS = "all weights", "model.optimizer.init_args.lr", "mod
 ATTENTION = json.dumps(["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
-def _trained(rate: float, times: tuple[int, ...] = (1, 10), **kinds: tuple[int, ...]) -> dict[str, System]:
-    """All weights at a learning rate and ten times that, and adapters of each kind and rank at each of ``times``."""
+def _trained(rate: float, **kinds: tuple[int, ...]) -> dict[str, System]:
+    """All weights, and adapters of each kind and rank, at a learning rate and at ten times that."""
     targets = {"all_linear": "all-linear", "attention": ATTENTION}
     return {ALL_WEIGHTS: System({RATE: rate}), f"{ALL_WEIGHTS}, 10 x": System({RATE: 10 * rate})} | {
         f"{kind.replace('_', '-')}, rank {rank}, {time} x": System(
             {RATE: time * rate, TARGETS: targets[kind], "model.lora.r": rank, "model.lora.alpha": 32}
         )
-        for time in times
+        for time in (1, 10)
         for kind, ranks in kinds.items()
         for rank in ranks
     }

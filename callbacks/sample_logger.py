@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_grpo.display.due import is_due
 from lit_grpo.display.samples import Sample, Samples, transcript
@@ -55,12 +56,10 @@ class SampleLogger(Observer):
         self.num_validation_samples = num_validation_samples
         self._version = 0  # the policy's version before this batch
         self._validated: dict[int, list[Rollout]] = {}  # of this validation, by the number of the data set
-        self._is_training = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop the rows that a resumed run will write again."""
         self._version = trainer.global_step
-        self._is_training = True
         self._make_folder(trainer)
         if trainer.is_global_zero and trainer.global_step:
             for table in ("samples", "val_samples"):
@@ -86,7 +85,7 @@ class SampleLogger(Observer):
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget the last validation."""
         self._validated = {}
-        if not self._is_training:
+        if trainer.state.fn == TrainerFn.VALIDATING:  # outside of training
             self._make_folder(trainer)
 
     def on_validation_batch_end(
@@ -107,7 +106,7 @@ class SampleLogger(Observer):
         if rollouts and trainer.is_global_zero and not trainer.sanity_checking:
             rows = _same_columns([_row(trainer.global_step, rollout) for rollout in rollouts])
             for row in rows:
-                del row["advantage"]  # nothing is learnt from them
+                del row["advantage"]  # they are not trained on
             self._keep(trainer, "val_samples", rows)
 
     def _pick(self, batch: PromptBatch) -> list[Rollout]:

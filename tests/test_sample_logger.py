@@ -123,6 +123,8 @@ def a_trainer(version: int, folder: Path, loggers: list[Any]) -> Any:
         loggers=loggers,
         datamodule=None,
         callback_metrics={},
+        sanity_checking=False,
+        state=SimpleNamespace(fn="validate"),
     )
 
 
@@ -209,7 +211,6 @@ def test_a_validation_adds_completions_of_the_first_prompts_of_each_data_set(tmp
     table, logger = Heard(), SampleLogger(num_validation_samples=3)
     for version in (0, 5):
         trainer = a_trainer(version, tmp_path, [table])
-        trainer.sanity_checking = False
         logger.on_validation_epoch_start(trainer, module())
         for dataset in (0, 1):
             for number in range(5):
