@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from benchmarks.report import ROOT
-from lit_grpo.data.chat import encode_chat
+from lit_grpo.data.chat import render_chat
+from lit_grpo.data.control import ControlTokens
 from lit_grpo.policy.named import resolve_policy
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import ArithmeticRows, KnightsRows, WordProblemRows
@@ -60,6 +61,7 @@ class ShippedTask:
         prompts = []
         for number, row in enumerate(rows):
             prompt = row["prompt"]
-            token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else encode_chat(prompt, tokenizer, {})
+            text = prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer, {})
+            token_ids = ControlTokens.of(tokenizer).encode(text, add_special_tokens=isinstance(prompt, str))
             prompts.append(Prompt(f"{self.name}/{number}", tuple(token_ids), str(prompt), row))
         return prompts

@@ -154,13 +154,6 @@ def test_a_long_answer_is_counted_in_the_tokens_that_it_has() -> None:
     assert len(chat.following([{"role": "user", "content": said}], chat.tokenizer.eos_token_id)) > 40
 
 
-@pytest.mark.parametrize("num", range(30))
-def test_a_covered_text_is_cut_where_the_text_itself_would_be(num: int) -> None:
-    control = ControlTokens.of(chat_tokenizer())
-    text = "ab<|im_end|>cd<think><think>e"
-    assert control.uncover(control.after(control.cover(text), num)) == text[num:]
-
-
 # ---- rows ---------------------------------------------------------------------------------------------------
 
 ROWS = [

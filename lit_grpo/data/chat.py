@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.data.control import ControlTokens
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -68,17 +66,6 @@ def read_message(message: Any) -> Message:
 def _is_call(call: Any) -> bool:
     function = call.get("function", call) if isinstance(call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def encode_chat(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
-) -> list[int]:
-    """Return the token ids of a conversation; texts of it that are covered become plain characters.
-
-    Raises:
-        UnusableRow: As for :func:`render_chat`, as are the others.
-    """
-    return ControlTokens.of(tokenizer).encode(render_chat(messages, tokenizer, options))
 
 
 def render_chat(

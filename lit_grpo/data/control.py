@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,11 +30,24 @@ def written_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return templates if isinstance(templates, str) else "".join(templates.values())
 
 
+class PlacedTokens(NamedTuple):
+    """The tokens of a text, and where each stands.
+
+    Args:
+        ids: The token ids.
+        places: For each token, the numbers of characters before its begin and before its end; None if the tokenizer
+            does not tell them, as slow ones do not.
+    """
+
+    ids: list[int]
+    places: list[tuple[int, int]] | None
+
+
 class ControlTokens:
     """The control tokens of a tokenizer, and texts that spell them.
 
-    They are the special tokens, and of the other added ones those that the chat template names, and ``TAGS``. Added
-    tokens that are ordinary text, such as runs of line breaks, are none.
+    They are the special tokens, the end-of-sequence token, and of the other added ones those that the chat template
+    names, and ``TAGS``. Added tokens that are ordinary text, such as runs of line breaks, are none.
 
     Args:
         tokenizer: The policy's tokenizer.
@@ -49,7 +62,8 @@ class ControlTokens:
         self.ids: dict[str, int] = {
             token.content: number
             for number, token in tokenizer.added_tokens_decoder.items()
-            if token.content.strip() and (token.special or token.content in self._written or token.content in TAGS)
+            if token.content.strip()
+            and (token.special or token.content in self._written or token.content in (*TAGS, tokenizer.eos_token))
         }
         named = sorted(self.ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, named)) or r"(?!)")
@@ -85,25 +99,48 @@ class ControlTokens:
         """Whether a text has a placeholder."""
         return self._placeholder.search(text) is not None
 
-    def after(self, text: str, num: int) -> str:
-        """Return a covered text without its first ``num`` characters, counted as if it were not covered."""
-        place = 0
-        for found in self._placeholder.finditer(text):
-            before = found.start() - place
-            if num <= before:
-                break
-            spelled = self._texts[int(found[1])]
-            if num < before + len(spelled):
-                return spelled[num - before :] + text[found.end() :]
-            num, place = num - before - len(spelled), found.end()
-        return text[place + num :]
-
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text, which may be covered, or of a rendered conversation."""
-        if not self.is_covered(text):
-            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        own = self.pattern.sub(lambda found: self._renamed[found[0]], text)
-        return list(self._copy.encode(self.uncover(own), add_special_tokens=add_special_tokens).ids)
+        """Return the ids of a text, which may be covered, or of a rendered conversation.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether the tokens are added that the tokenizer puts before each text, such as one that
+                begins it. Those that it puts after each text never are, because prompts are continued.
+        """
+        return self._encoded(text, add_special_tokens, has_places=False).ids
+
+    def encode_in_place(self, text: str, add_special_tokens: bool = False) -> PlacedTokens:
+        """Return the ids of a text as :meth:`encode` does, with their places in ``spelled(text, is_covered(text))``."""
+        return self._encoded(text, add_special_tokens, has_places=bool(getattr(self._tokenizer, "is_fast", False)))
+
+    def spelled(self, text: str, is_covered: bool) -> str:
+        """Return the characters that are encoded for a part of a text; other ones only if the text is covered."""
+        if not is_covered:
+            return text
+        return self.uncover(self.pattern.sub(lambda found: self._renamed[found[0]], text))
+
+    def read_back(self, spelled: str) -> str:
+        """Return the text of which :meth:`spelled` has made these characters, as it was before it was covered."""
+        names = {renamed: name for name, renamed in self._renamed.items()}
+        return re.sub(f"\ue002{self._key}:\\d+\ue003", lambda found: names[found[0]], spelled)
+
+    def _encoded(self, text: str, add_special_tokens: bool, has_places: bool) -> PlacedTokens:
+        found: Any
+        if self.is_covered(text):
+            found = self._copy.encode(self.spelled(text, is_covered=True), add_special_tokens=add_special_tokens)
+            ids, mask, places = found.ids, found.special_tokens_mask, found.offsets
+        else:
+            wanted: dict[str, Any] = {
+                "return_offsets_mapping": has_places,
+                "return_special_tokens_mask": add_special_tokens,
+            }
+            wanted = {name: value for name, value in wanted.items() if value}
+            found = self._tokenizer(text, add_special_tokens=add_special_tokens, **wanted)
+            ids, mask, places = (found.get(name, ()) for name in ("input_ids", "special_tokens_mask", "offset_mapping"))
+        num = len(ids)
+        while add_special_tokens and num and mask[num - 1]:
+            num -= 1
+        return PlacedTokens(list(ids[:num]), list(places[:num]) if has_places else None)
 
     @property
     def _renamed(self) -> Mapping[str, str]:

@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.data.chat import Message, UnusableRow, read_message, render_chat
-from lit_grpo.data.control import ControlTokens
+from lit_grpo.data.control import TAGS, ControlTokens
+from lit_grpo.data.parts import PartTokens, num_common
 from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from lit_grpo.budgets.rewriting import TextWriter
     from lit_grpo.types import Prompt
 
+_MADE_UP = "MADEUPANSWER"
+_ASKED: Message = {"role": "user", "content": "Go on."}
+_NO_THOUGHT = "<think>\n\n</think>\n\n"
+_SHOWN = 30  # characters of a generation prompt in messages
 Turns = Literal["all", "last"]
 """The turns of the assistant in a conversation that are imitated."""
 SourceSpec = str | dict[str, Any] | Sequence[Row]
@@ -50,6 +56,20 @@ class Example(NamedTuple):
     def num_tokens(self) -> int:
         """Number of tokens of prompt and answer."""
         return len(self.prompt_ids) + len(self.answer_ids_T)
+
+
+class Part(NamedTuple):
+    """A text after the prompt.
+
+    Args:
+        text: The text.
+        is_learned: Whether the policy imitates it.
+        ends: Whether it ends with the token that ends a turn.
+    """
+
+    text: str
+    is_learned: bool
+    ends: bool
 
 
 class AnsweredData(Protocol):
@@ -103,17 +123,21 @@ def render_example(
 ) -> Example:
     """Return the tokens of a row with its answer.
 
+    They are the tokens of the whole text. The first of them are those that the prompt has alone, after which the policy
+    is sampled.
+
     Args:
         renderer: Renderer of the prompts.
         tokenizer: The policy's tokenizer.
         row: The row that has the prompt.
         answer: A text, or a list of chat messages that begins and ends with one of the assistant; None if the prompt's
             column holds the whole conversation.
-        turns: The turns of the assistant that are imitated.
+        turns: The turns of the assistant that are imitated, apart from those whose ``weight`` is 0.
         place: The row, for messages.
 
     Raises:
-        UnusableRow: There is no answer, or the tokenizer or the chat template cannot use it.
+        UnusableRow: There is no answer, the tokenizer or the chat template cannot use it, or a token belongs to both
+            the prompt and the answer.
     """
     if answer is None:  # the conversation has it
         renderer = replace(renderer, continue_final_message=True, cut_answers=False)
@@ -125,23 +149,52 @@ def render_example(
             kind = type(answer).__name__
             raise UnusableRow(f"has an answer of type {kind}, and a prompt that is a text needs a text as its answer")
         _check_text(answer)
-        prompt_ids, parts = renderer.render(row, tokenizer).token_ids, [(answer, True)]
+        parts, first_ids = [Part(answer, is_learned=True, ends=False)], renderer.render(row, tokenizer).token_ids
+        prompt = renderer.written(row, tokenizer).text
+        tokens = PartTokens(tokenizer, prompt, answer, add_special_tokens=True).divided(first_ids)
     else:
         asked, answers = _divided(conversation, answer, turns)
         prompt, parts = _written(asked, answers, tokenizer, options)
-        prompt_ids = tuple(ControlTokens.of(tokenizer).encode(prompt))
-        if len(prompt_ids) > renderer.max_prompt_tokens:
+        tokens = PartTokens(tokenizer, prompt, *(part.text for part in parts)).divided()
+        if len(tokens[0]) > renderer.max_prompt_tokens:
             limit = f"max_prompt_tokens={renderer.max_prompt_tokens}"
-            raise UnusableRow(f"has a prompt of {len(prompt_ids)} tokens, more than {limit}")
+            raise UnusableRow(f"has a prompt of {len(tokens[0])} tokens, more than {limit}")
     ids, learned = list[int](), list[bool]()
-    for text, is_learned in parts:
-        part = ControlTokens.of(tokenizer).encode(text)
-        check_known(part, text, tokenizer, "answer")
-        if is_learned and part[-1:] and part[-1] not in _special(tokenizer).values():
-            part.append(cast(int, tokenizer.eos_token_id))
-        ids += part
-        learned += [is_learned] * len(part)
-    return Example(place, prompt_ids, np.array(ids, np.int32), np.array(learned, np.bool_))
+    for part, of_part in zip(parts, tokens[1:], strict=True):
+        check_known(of_part, part.text, tokenizer, "answer")
+        ids += of_part
+        learned += [part.is_learned] * len(of_part)
+    if not parts[-1].ends and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(cast(int, tokenizer.eos_token_id))
+        learned.append(True)
+    return Example(place, tuple(tokens[0]), np.array(ids, np.int32), np.array(learned, np.bool_))
+
+
+class _NotBegun(UnusableRow):
+    """An answer that the chat template does not write after its own generation prompt.
+
+    Args:
+        begun: The conversation up to the answer, with the generation prompt.
+        message: The answer.
+
+    Attributes:
+        is_thinking: Whether the generation prompt begins a thought.
+    """
+
+    def __init__(self, begun: str, message: Message) -> None:
+        self.is_thinking = begun.rstrip().endswith("<think>")
+        if begun.rstrip().endswith("</think>"):
+            remedy = (
+                "take the thought out of the answer, or set data.chat_template_kwargs (often enable_thinking: true)"
+            )
+        elif self.is_thinking and "</think>" in (message["content"] or ""):
+            remedy = "give the policy's tokenizer a chat template that keeps the thoughts of answers"
+        else:
+            remedy = "set data.chat_template_kwargs (often enable_thinking: false), or mend the template"
+        super().__init__(
+            "has an answer that the chat template does not write after its own generation prompt, which ends in "
+            f"{begun[-_SHOWN:]!r}; {remedy}"
+        )
 
 
 def _check_text(text: str) -> None:
@@ -152,7 +205,7 @@ def _check_text(text: str) -> None:
 
 
 def _divided(conversation: list[Message], answer: Any, turns: Turns) -> tuple[list[Message], list[Message]]:
-    """Return the messages of the prompt, and those from the first that is imitated on."""
+    """Return the messages of the prompt, and those from the first to the last that are imitated."""
     if answer is None:
         messages, first = conversation, 0
         if messages[-1]["role"] != "assistant":
@@ -167,24 +220,79 @@ def _divided(conversation: list[Message], answer: Any, turns: Turns) -> tuple[li
         if not answers or {answers[0]["role"], answers[-1]["role"]} != {"assistant"}:
             raise UnusableRow("has an answer whose messages do not begin and end with one of the assistant")
         messages, first = [*conversation, *answers], len(conversation)
-    own = [place for place, message in enumerate(messages) if message["role"] == "assistant" and place >= first]
+    turns_of_row = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    own = [place for place in turns_of_row if place >= first and is_imitated(messages[place])]
+    own = own if turns == "all" else [place for place in own if place == turns_of_row[-1]]
+    if not own:
+        which = "each turn" if turns == "all" else "the last turn"
+        raise UnusableRow(f"has nothing to imitate, because {which} of the assistant has weight 0; leave the row out")
     for place in own:
         if not messages[place].get("tool_calls"):
             _check_text(messages[place]["content"])
-    begin = own[-1 if turns == "last" else 0]
-    if begin == 0:
+    if own[0] == 0:
         raise UnusableRow("has a conversation that begins with a message of the assistant, so that nothing is asked")
-    return messages[:begin], messages[begin:]
+    return messages[: own[0]], messages[own[0] : own[-1] + 1]
+
+
+def is_imitated(message: Message) -> bool:
+    """Whether a turn of the assistant is imitated: unless its ``weight`` is 0, as OpenAI's format for fine-tuning says.
+
+    Raises:
+        UnusableRow: The weight is neither 0 nor 1.
+    """
+    weight = message.get("weight", 1)
+    if not isinstance(weight, int | float) or weight not in (0, 1):
+        raise UnusableRow(f"has a turn with weight {weight!r}; give 0 (the turn is not imitated) or 1")
+    return weight == 1
 
 
 def _written(
     asked: list[Message], answers: list[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
-) -> tuple[str, list[tuple[str, bool]]]:
-    """Return the text of the prompt, and the texts after it, of which those of the assistant are imitated."""
-    ends = _special(tokenizer)
-    pattern = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or r"(?!)")
+) -> tuple[str, list[Part]]:
+    """Return the text of the prompt, and the texts after it, of which those of the assistant are imitated.
+
+    An ordinary answer gets an empty thought if the generation prompt begins one and the template does not end it, as
+    Qwen3.5's does.
+
+    Args:
+        asked: The messages before the first turn that is imitated.
+        answers: The messages from this turn on; the last one is imitated too.
+        tokenizer: The policy's tokenizer.
+        options: Variables of its chat template.
+    """
+    try:
+        return _divided_text(asked, answers, tokenizer, options)
+    except _NotBegun as reason:
+        thinking = [_with_thought(message) for message in answers] if reason.is_thinking else answers
+        if thinking == answers:
+            raise
+    written = _divided_text(asked, thinking, tokenizer, options)
+    rank_zero_warn(
+        "The generation prompt of the chat template begins a thought, and answers have none: they are imitated with an "
+        "empty thought. Give answers with thoughts (<think> ... </think>), or set data.chat_template_kwargs (often "
+        "enable_thinking: false) so that no thought is begun."
+    )
+    return written
+
+
+def _with_thought(message: Message) -> Message:
+    """Return an answer with an empty thought before it, if it has none."""
+    content = message["content"] or ""
+    if message["role"] != "assistant" or not is_imitated(message) or "</think>" in content:
+        return message
+    return {**message, "content": _NO_THOUGHT + content}
+
+
+def _divided_text(
+    asked: list[Message], answers: list[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> tuple[str, list[Part]]:
+    """Return what :func:`_written` does for answers as they are.
+
+    Raises:
+        _NotBegun: The template does not write an answer after its own generation prompt.
+    """
     whole = render_chat([*asked, *answers], tokenizer, options, is_closed=True)
-    prompt, parts = "", list[tuple[str, bool]]()
+    prompt, parts = "", list[Part]()
     end = 0
     for number, message in enumerate(answers):
         before = [*asked, *answers[:number]]
@@ -192,24 +300,65 @@ def _written(
             continue
         if before[-1]["role"] == "assistant":
             raise UnusableRow("has two messages of the assistant one after another; join them")
+        if not is_imitated(message):
+            continue
         begun = render_chat(before, tokenizer, options)
         turn = render_chat([*before, message], tokenizer, options, is_closed=True)
-        found = [*pattern.finditer(turn, len(begun))]
-        turn = turn[: found[-1].end()] if found else turn
-        if not (whole.startswith(turn) and turn.startswith(begun)):
+        if not turn.startswith(begun):
+            raise _NotBegun(begun, message)
+        closing = _closing(turn, message, tokenizer, options)
+        begin = len(turn) - len(closing)
+        shared = num_common(closing, whole[begin:])  # the last turn may have an end of the whole text too
+        length, ends = _end(closing[:shared], tokenizer)
+        turn = turn[: begin + length] if ends else turn
+        if not whole.startswith(turn):
             raise UnusableRow(
-                "has turns that the chat template writes in another way once they are followed by others, or before "
-                "they are answered; set turns to last, or mend the template"
+                "has turns that the chat template writes in another way once they are followed by others; set turns "
+                "to last, or mend the template"
             )
+        if not ends and len(turn) < len(whole):
+            following = ControlTokens.of(tokenizer).pattern.match(whole, len(turn))
+            if following is None:
+                raise UnusableRow(
+                    "has turns that the chat template ends with no token, so that the policy would not learn to end "
+                    "them; set turns to last, or mend the template"
+                )
+            turn, ends = whole[: following.end()], True
         if parts:
-            parts.append((whole[end : len(begun)], False))
+            parts.append(Part(whole[end : len(begun)], is_learned=False, ends=True))
         else:
             prompt = begun
-        parts.append((whole[len(begun) : len(turn)], True))
+        parts.append(Part(whole[len(begun) : len(turn)], is_learned=True, ends=ends))
         end = len(turn)
     return prompt, parts
 
 
-def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the special tokens, with which turns end, by their texts."""
-    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+def _closing(turn: str, message: Message, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+    """Return what the chat template writes after the content of a turn and after its tool calls.
+
+    It is the longest text with which both this turn and a made-up one end.
+
+    Raises:
+        UnusableRow: The template does not show what the assistant says.
+    """
+    made_up = {**message, "content": _MADE_UP}
+    if calls := message.get("tool_calls"):
+        call = {"name": _MADE_UP, "arguments": {}}
+        made_up["tool_calls"] = [{**calls[0], "function": call} if "function" in calls[0] else {**calls[0], **call}]
+    other = render_chat([_ASKED, made_up], tokenizer, options, is_closed=True)
+    if _MADE_UP not in other:
+        raise UnusableRow(
+            "has an answer that the chat template does not show; mend the template, or choose another policy"
+        )
+    after = other[other.rindex(_MADE_UP) + len(_MADE_UP) :]
+    return after[len(after) - num_common(turn[::-1], after[::-1]) :]
+
+
+def _end(closing: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, bool]:
+    """Return the length of a closing up to the token that ends the turn, and whether it has one.
+
+    This is the end-of-sequence token, or else the last control token; tags of thoughts and calls end nothing.
+    """
+    found = [each for each in ControlTokens.of(tokenizer).pattern.finditer(closing) if each[0] not in TAGS]
+    last = next((each for each in found if each[0] == tokenizer.eos_token), found[-1] if found else None)
+    return (0, False) if last is None else (last.end(), True)

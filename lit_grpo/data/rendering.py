@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import string
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from lit_grpo.compatibility import Clash, check_clashes
-from lit_grpo.data.chat import Message, UnusableRow, encode_chat, read_message
+from lit_grpo.data.chat import Message, UnusableRow, read_message, render_chat
 from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.mixture import DATASET
+from lit_grpo.data.parts import PartTokens, num_common
 from lit_grpo.data.sources import Row
 from lit_grpo.limits import Count, check_fields
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_MOST_OF_WORD = 16  # tokens of a word that may depend on what follows it
 RESERVED_CHAT_KWARGS = {
     "conversation",
     "tokenize",
@@ -100,6 +103,18 @@ class Rendered(NamedTuple):
     messages: list[Message] | None
 
 
+class Written(NamedTuple):
+    """The text of a prompt as it is encoded.
+
+    Args:
+        text: The text, which may be covered (:class:`lit_grpo.data.control.ControlTokens`).
+        adds_special_tokens: Whether the tokenizer puts its tokens before it: it is no conversation.
+    """
+
+    text: str
+    adds_special_tokens: bool
+
+
 @dataclass(frozen=True)
 class PromptRenderer:
     r"""Turns a row into the token ids and the text of its prompt.
@@ -177,22 +192,37 @@ class PromptRenderer:
         (:class:`lit_grpo.data.control.ControlTokens`). Raises what :meth:`render` does.
         """
         prompt, messages = _reworded(self._read(row), reword), None
-        if self._renders_as_chat(prompt, row):
+        text, adds_special_tokens = self._written(prompt, row, tokenizer)
+        others: Sequence[tuple[list[Message], Mapping[str, Any]]] = ()
+        if not adds_special_tokens:  # a conversation
             conversing = self._conversing_with(row)
             messages = None if isinstance(prompt, str) and conversing is None else self._conversation(prompt)
-            conversation, options = self._covered(prompt, tokenizer), self._options(row)
-            token_ids = encode_chat(conversation, tokenizer, options)
-            text = str(tokenizer.decode(token_ids))
-            if conversing is not None:
-                others = conversing.alternatives(row, conversation)
-                token_ids = _unchanging(token_ids, others, tokenizer, options)
+            others = () if conversing is None else conversing.alternatives(row, self._covered(prompt, tokenizer))
+        if others:
+            token_ids = _unchanging(text, others, tokenizer, self._options(row))
         else:
-            token_ids = _encode_text(prompt, tokenizer, self.split_special_tokens)
-            text = ControlTokens.of(tokenizer).uncover(prompt)
+            token_ids = ControlTokens.of(tokenizer).encode(text, adds_special_tokens)
+        while adds_special_tokens and token_ids and token_ids[-1] == tokenizer.eos_token_id:
+            token_ids.pop()
         if not token_ids:
             raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
+        text = ControlTokens.of(tokenizer).uncover(text)
         check_known(token_ids, text, tokenizer)
         return Rendered(tuple(token_ids), text, messages)
+
+    def written(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Written:
+        """Return the text of a row's prompt as it is encoded.
+
+        Raises:
+            UnusableRow: As for :meth:`render`.
+        """
+        return self._written(self._read(row), row, tokenizer)
+
+    def _written(self, prompt: str | list[Message], row: Row, tokenizer: PreTrainedTokenizerBase) -> Written:
+        if self._renders_as_chat(prompt, row):
+            return Written(render_chat(self._covered(prompt, tokenizer), tokenizer, self._options(row)), False)
+        assert isinstance(prompt, str)
+        return Written(ControlTokens.of(tokenizer).cover(prompt) if self.split_special_tokens else prompt, True)
 
     def conversation(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message] | None, dict[str, Any]]:
         """Return the conversation that a row's prompt is rendered from, and the variables of the chat template.
@@ -322,21 +352,31 @@ def with_added(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _unchanging(
-    token_ids: list[int],
+    text: str,
     others: Sequence[tuple[list[Message], Mapping[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
     options: Mapping[str, Any],
 ) -> list[int]:
-    """Return the first tokens of a conversation, those that each of the others has too."""
-    kept = len(token_ids)
+    """Return the first tokens of a rendered conversation, those that it has whichever of the others it becomes.
+
+    The tokens of the last word before the place where the others differ are left out, because they may depend on what
+    follows.
+    """
+    control = ControlTokens.of(tokenizer)
+    token_ids, length = control.encode(text), len(text)
+    num_alike = len(token_ids)
     for messages, more in others:
-        try:
-            other_ids = encode_chat(messages, tokenizer, {**options, **more})
-        except UnusableRow:
-            continue
-        pairs = zip(token_ids[:kept], other_ids, strict=False)
-        kept = next((place for place, (mine, other) in enumerate(pairs) if mine != other), min(kept, len(other_ids)))
-    return token_ids[:kept]
+        with contextlib.suppress(UnusableRow):
+            other = render_chat(messages, tokenizer, {**options, **more})
+            length = min(length, num_common(text, other))
+            num_alike = min(num_alike, num_common(token_ids, control.encode(other)))
+    if length == len(text):
+        return token_ids
+    last_word = re.search(r"\S*\s*\Z", text[:length])
+    assert last_word is not None, "the pattern finds an empty text at least"
+    word = max(last_word.start(), *(found.end() for found in control.pattern.finditer(text[:length])), 0)
+    num_certain = PartTokens(tokenizer, text[:word], text[word:]).num_within(1)
+    return token_ids[: min(num_alike, max(num_certain, num_alike - _MOST_OF_WORD))]
 
 
 def _reworded(prompt: Any, reword: Callable[[str], str] | None) -> Any:
@@ -385,11 +425,3 @@ def column_of(row: Row, column: str) -> Any:
     if row[column] is None:
         raise UnusableRow(f"has no value in column {column!r}")
     return row[column]
-
-
-def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, is_plain: bool) -> list[int]:
-    control = ControlTokens.of(tokenizer)
-    token_ids = control.encode(control.cover(text) if is_plain else text, add_special_tokens=True)
-    while token_ids and token_ids[-1] == tokenizer.eos_token_id:
-        token_ids.pop()
-    return token_ids

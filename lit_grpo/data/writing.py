@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.control import ControlTokens
+from lit_grpo.data.parts import PartTokens
 from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
 from lit_grpo.types import Prompt
@@ -50,15 +51,15 @@ class PromptWriter:
                 number.
         """
         with _told_as_value_errors():
-            token_ids = self._token_ids(text)
-            kept = len(token_ids)
+            tokens = self._tokens(text)
+            kept = len(tokens.ids)
             while kept > 0:
                 rendered = self._renderer.rendered(self._rows[prompt.prompt_id], self._tokenizer, text.__add__)
                 over = len(rendered.token_ids) - self.most_tokens
                 if over <= 0:
                     return replace(prompt, **rendered._asdict())
                 kept -= over
-                text = self._decode(token_ids[: max(kept, 0)])
+                text = tokens.head(max(kept, 0))[1]
             return prompt
 
     def put_after(self, prompt: Prompt, text: str, share: float = 1.0) -> Prompt:
@@ -69,18 +70,23 @@ class PromptWriter:
         Args:
             prompt: As its row says.
             text: The text of the answer.
-            share: Fraction of the text's tokens to append, rounded down, but one token at least.
+            share: Fraction of the text's tokens to append, rounded down, but one token at least; no character is cut.
 
         Raises:
-            ValueError: The tokenizer cannot use the text; the message goes on after the row's number.
+            ValueError: The tokenizer cannot use the text, or joins its beginning with the prompt's end; the message
+                goes on after the row's number.
         """
+        if not text:
+            return prompt
         with _told_as_value_errors():
-            token_ids = self._token_ids(text)
-        room = max(self.most_tokens - len(prompt.token_ids), 0)
-        shown = token_ids[: max(int(share * len(token_ids)), 1)][:room]
+            self._tokens(text)  # checks it
+            asked = self._renderer.written(self._rows[prompt.prompt_id], self._tokenizer)
+            tokens = PartTokens(self._tokenizer, asked.text, text, add_special_tokens=asked.adds_special_tokens)
+            num = len(tokens.divided(prompt.token_ids)[-1])
+            room = max(self.most_tokens - len(prompt.token_ids), 0)
+            shown, given = tokens.head(min(max(int(share * num), 1), room), prompt.token_ids)
         if not shown:
             return prompt
-        given = self._decode(shown)
         return replace(prompt, token_ids=(*prompt.token_ids, *shown), text=prompt.text + given, given=given)
 
     def reworded(self, prompt: Prompt, template: str, texts: Mapping[str, str]) -> Prompt:
@@ -113,15 +119,17 @@ class PromptWriter:
         """Return the text of sampled tokens, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _token_ids(self, text: str) -> list[int]:
+    def _tokens(self, text: str) -> PartTokens:
+        """Return the tokens of a text alone, by which it is cut.
+
+        Raises:
+            UnusableRow: The tokenizer lacks a character.
+        """
         if not isinstance(text, str):  # a rule of the user's own makes it
             raise ValueError(f"gets {text!r} of type {type(text).__name__}, not a text")
-        token_ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-        check_known(token_ids, text, self._tokenizer, "text")
-        return token_ids
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+        tokens = PartTokens(self._tokenizer, text)
+        check_known(tokens.ids, text, self._tokenizer, "text")
+        return tokens
 
 
 def check_rewriting(rule: Plugin, writer: PromptWriter, prompts: Sequence[Prompt], source: str) -> list[Prompt]:

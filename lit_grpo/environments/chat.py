@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.data.chat import Message, UnusableRow, apply_template, render_chat
 from lit_grpo.data.control import ControlTokens
+from lit_grpo.data.parts import PartTokens, num_common
 from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import (
     FORMATS,
@@ -52,7 +53,7 @@ class _Following(NamedTuple):
     """The tokens that follow a turn, counted from the first control token after the turn's text.
 
     Args:
-        head: The tokens before the answer; a turn may end with any of them.
+        head: The tokens before the answer; a turn may end with any control token among them.
         end: The place of the one that ends the turn; all from there on follow a turn that did not end with one of them.
         last: Tokens that end the last turn of a conversation in place of the first of them, as GPT-OSS has it.
     """
@@ -191,20 +192,25 @@ class Chat:
     def beginning(
         self, prompt: Prompt, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int] | None:
-        """Return the tokens of a whole conversation that follow a prompt; None where it begins with something else.
+        """Return the tokens of a whole conversation that follow a prompt; None if they do not begin with the prompt's.
 
         Raises:
             UnusableRow: The chat template refuses the conversation.
         """
-        text = render_chat(messages, self.tokenizer, self.options | ({"tools": list(tools)} if tools else {}))
-        token_ids = self._control.encode(text)
-        start = len(prompt.token_ids)
-        if tuple(token_ids[:start]) == prompt.token_ids:
-            return token_ids[start:]
-        begins = str(self.tokenizer.decode(list(prompt.token_ids)))
-        if not self._control.uncover(text).startswith(begins):
-            return None
-        return self._control.encode(self._control.after(text, len(begins)))
+        token_ids = self._control.encode(self._rendered(messages, tools))
+        num = len(prompt.token_ids)
+        return token_ids[num:] if tuple(token_ids[:num]) == prompt.token_ids else None
+
+    def text_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a conversation that the policy answers.
+
+        Raises:
+            UnusableRow: The chat template refuses the conversation.
+        """
+        return self._control.uncover(self._rendered(messages, tools))
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        return render_chat(messages, self.tokenizer, self.options | ({"tools": list(tools)} if tools else {}))
 
     def following(self, messages: Sequence[Message], last: int) -> list[int]:
         """Return the tokens between a turn and the next one: messages of tools or the user, and the next one's start.
@@ -225,23 +231,20 @@ class Chat:
         except UnusableRow as error:
             raise ValueError(f"A conversation with an answer to a turn {error}.") from None
         token_ids = self._control.encode(self._after_mark(text))
-        if last in after.head:
+        if last in after.head and last in self._control.ids.values():
             return token_ids[after.head.index(last) + 1 :]
         return token_ids[1 if last in after.last else after.end :]
 
     def shorten(self, text: str, most: int) -> tuple[str, bool]:
         """Cut the middle out of a text of more than ``most`` tokens and say so in it; return whether it was cut."""
-        whole, reach = text, _CHARACTERS * most
-        if len(text) <= 2 * reach:
-            token_ids = self._encode(text)
-            if len(token_ids) <= most:
-                return text, False
-            head, tail = token_ids[: most // 2], token_ids[len(token_ids) - (most - most // 2) :]
-        else:
-            head = self._encode(text[:reach])[: most // 2]
-            tail = self._encode(text[-reach:])[-(most - most // 2) :]
-        ends = [str(self.tokenizer.decode(ids, skip_special_tokens=False)) for ids in (head, tail)]
-        return CUT.format(len(whole) - sum(map(len, ends))).join(ends), True
+        reach = _CHARACTERS * most
+        is_long = len(text) > 2 * reach
+        first = PartTokens(self.tokenizer, self._control.cover(text[:reach] if is_long else text))
+        if not is_long and len(first.ids) <= most:
+            return text, False
+        last = PartTokens(self.tokenizer, self._control.cover(text[-reach:])) if is_long else first
+        head, tail = first.head(most // 2)[1], last.tail(most - most // 2)
+        return CUT.format(len(text) - len(head) - len(tail)).join([head, tail]), True
 
     # ---- before anything is sampled --------------------------------------------------------------------
 
@@ -375,7 +378,7 @@ class Chat:
             alone = "" if self._refusal(turn) else self._text(turn)
             if _MARK not in alone:
                 continue
-            start = _num_common(alone, asked)
+            start = num_common(alone, asked)
             tokens = self._control.pattern.finditer(alone)  # none of which is cut
             start = next((token.start() for token in tokens if token.start() < start < token.end()), start)
             self._written = self._written or alone[start:]
@@ -434,9 +437,9 @@ class Chat:
         head = () if self._refusal(turn, answer) else self._head(self._text([*turn, answer]))
         if not head:
             return None
-        num_common = _num_common(head, self._control.encode(self._after_mark(self._text(turn))))
+        alone = self._control.encode(self._after_mark(self._text(turn)))
         known = {number: token for token, number in self._control.ids.items()}
-        last = max((place for place, token in enumerate(head[:num_common]) if token in known), default=0)
+        last = max((place for place, token in enumerate(head[: num_common(head, alone)]) if token in known), default=0)
         last += _ends_calls(self._template(form) if form not in FORMATS else FORMATS[form], known[head[last]])
         end = next((place for place, token in enumerate(head) if token in self._ends), last)
         return _Following(head, end)
@@ -476,10 +479,6 @@ class Chat:
     def _text(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str:
         return str(apply_template(messages, self.tokenizer, {**self.options, **(options or {}), "tokenize": False}))
 
-    def _encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that is plain characters."""
-        return self._control.encode(self._control.cover(text)) if text else []
-
 
 def _ends_calls(form: CallFormat | Mapping[str, Any], token: str) -> bool:
     """Whether a token is a part of what ends each call."""
@@ -487,8 +486,3 @@ def _ends_calls(form: CallFormat | Mapping[str, Any], token: str) -> bool:
         return form.closing == token
     field = form["fields"].get("tool_calls", {})
     return token in str(field.get("close") or field.get("close_pattern")).replace("\\", "")
-
-
-def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many items two begin with alike."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

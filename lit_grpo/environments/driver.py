@@ -200,7 +200,7 @@ class TrajectoryDriver:
                 f"but model.sampling.max_observed is {most}. Raise max_observed, or return less text."
             )
         if self.said:
-            self.asked = str(self.chat.tokenizer.decode([*prompt.token_ids, *observed]))
+            self.asked = self.chat.text_of(self.chat.conversation(prompt, self.said), self.kind.schemas)
         return self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
 
     async def _restore(self, request: Request, state: Mapping[str, Any]) -> Request:

@@ -75,7 +75,7 @@ class SFT(Plugin):
     """Number of examples per update and rank; by default ``data.batch_size``."""
     turns: Literal["all", "last"] = "all"
     """Turns of the assistant that are imitated: ``all`` in one row, or the ``last`` alone. ``all`` needs a chat
-    template that writes earlier turns as they were sampled.
+    template that writes earlier turns as they were sampled. A message with ``weight: 0`` is not imitated.
     """
 
     def __post_init__(self) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from lit_grpo.trajectory import Trajectory
+    from lit_grpo.types import Prompt
+
+_NUM_BEFORE = 8  # tokens of a prompt with which a text that continues it is decoded
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,24 @@ class PolicySpec:
         """All tokens that end a completion."""
         return eos_token_ids(self.module, self.tokenizer)
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a completion as reward functions get it, without the tokens that end it."""
-        if not self.keep_special_tokens:
-            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-        kept = list(token_ids)
-        while kept and kept[-1] in self._ends:
+    def text_of(self, token_ids: Sequence[int], prompt: Prompt | None = None) -> str:
+        """Return the text of a completion as reward functions get it, without the tokens that end it.
+
+        Args:
+            token_ids: The tokens that were sampled.
+            prompt: The prompt. If it is a text, or gave the beginning of the answer, the completion's text continues
+                it, with the space before its first word that tokenizers of SentencePiece's kind leave out of a text
+                alone. A message in a conversation is a text of its own.
+        """
+        kept, skips = list(token_ids), not self.keep_special_tokens
+        while not skips and kept and kept[-1] in self._ends:
             kept.pop()
-        return str(self.tokenizer.decode(kept, skip_special_tokens=False))
+        continues = prompt is not None and (prompt.given or prompt.messages is None)
+        asked = list(prompt.token_ids[-_NUM_BEFORE:]) if prompt is not None and continues else []
+        before, text = (str(self.tokenizer.decode(ids, skip_special_tokens=skips)) for ids in (asked, asked + kept))
+        if not text.startswith(before):  # a character began in the prompt
+            return str(self.tokenizer.decode(kept, skip_special_tokens=skips))
+        return text[len(before) :]
 
     def unseen_tokens(self, completions: Iterable[Trajectory]) -> list[str]:
         """Return the special tokens that completions hold and their texts do not show, end tokens excepted."""

@@ -432,7 +432,7 @@ class SlotGenerator(Versioned):
         for row in ended:
             reason = "stop" if stopped_B[row] else "length"
             completion = Completion.of(rows.requests[row].after(EMPTY), rows.trajectory(row), reason)
-            completion.text = self._text_of(completion.sampled_ids)
+            completion.text = self._text_of(completion.sampled_ids, completion.request.prompt)
             events.finished.append(completion)
         for row in reversed(ended):
             self._leave(row, ended=True)

@@ -245,7 +245,7 @@ class EngineRequests:
             self.take_ticket(stream)
         assert self._policy is not None
         ended = stream.so_far
-        text = self._policy.text_of(ended.prefix.sampled_ids)
+        text = self._policy.text_of(ended.prefix.sampled_ids, ended.prompt)
         events.finished.append(ended.ended(reason, text))
 
     # ---- what a step reports ----------------------------------------------------------------------
