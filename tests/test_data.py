@@ -225,7 +225,7 @@ def test_unusable_row_is_refused_with_its_number_and_reason(
     with pytest.raises(ValueError) as error:
         prompts_of(chat, {"prompt": "one"}, row, **options)
     assert reason in str(error.value)
-    assert str(error.value).startswith("1 of the 2 rows of Rows is unusable (rows count from 0): ")
+    assert str(error.value).startswith("data.train: 1 of the 2 rows of Rows is unusable (rows count from 0): ")
     assert str(error.value).endswith("; mend them, or set data.unusable_rows to drop to go on without them.")
 
 
@@ -246,18 +246,20 @@ def test_prompt_with_characters_that_the_tokenizer_does_not_know_is_refused(plai
 
 
 def test_source_without_rows_is_an_error(plain: str) -> None:
-    with pytest.raises(ValueError, match=r"^Rows has no rows; give a source that has at least one\.$"):
+    with pytest.raises(ValueError, match=r"^data\.train: Rows has no rows; give a source that has at least one\.$"):
         prompts_of(plain)
 
 
 def test_row_that_is_no_dict_is_an_error(plain: str) -> None:
-    with pytest.raises(ValueError, match=r"^row 1 of Rows is of type str, not a dict; give one dict a row\.$"):
+    with pytest.raises(
+        ValueError, match=r"^data\.train: row 1 of Rows is of type str, not a dict; give one dict a row\.$"
+    ):
         prompts_of(plain, {"prompt": "one"}, "two")
 
 
 def test_column_that_is_to_be_renamed_and_lacks_is_an_error(plain: str) -> None:
     expected = (
-        r"^data\.columns takes 'answer' from column 'solution', which row 0 of Rows lacks; "
+        r"^data\.train: data\.columns takes 'answer' from column 'solution', which row 0 of Rows lacks; "
         r"it has 'prompt', 'result'\.$"
     )
     with pytest.raises(ValueError, match=expected):

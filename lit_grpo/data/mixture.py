@@ -38,6 +38,8 @@ class Mixture(RowSource):
         ValueError: There is no source, one cannot be read, or ``columns`` names another data set.
     """
 
+    names_datasets = True
+
     def __init__(
         self,
         sources: dict[str, RowSource | dict[str, Any] | str],

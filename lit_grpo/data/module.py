@@ -15,9 +15,9 @@ from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.examples import Example, SourceSpec, Turns, render_example
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
-from lit_grpo.data.mixture import DATASET, Mixture, MixtureWeights
+from lit_grpo.data.mixture import DATASET, MixtureWeights
 from lit_grpo.data.rendering import Converses, PromptRenderer, column_of
-from lit_grpo.data.sources import FileRows, HubRows, Row, RowSource, check_size, make_source
+from lit_grpo.data.sources import FileRows, HubRows, Row, RowSource, check_size, make_source, naming
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
@@ -39,6 +39,7 @@ SPLITS_OF_STAGE = {
     "test": ("test",),
     "predict": ("predict",),
 }
+SPLITS = ("train", "validation", "test", "predict")
 NUM_ROWS_SHOWN = 5
 MOST_DATASETS = 100
 TELL_EVERY_S = 10.0
@@ -52,7 +53,8 @@ class PromptDataModule(LightningDataModule):
 
     A source is the path of a .jsonl, .json, .csv or .parquet file, a folder written by ``save_to_disk``,
     the id of a dataset on the Hugging Face hub, or a :class:`lit_grpo.data.sources.RowSource` by class path. From
-    Python also a ``datasets.Dataset`` or a list of dicts, and for ``policy`` a loaded model with its tokenizer.
+    Python also an object that :class:`lit_grpo.data.sources.GivenRows` reads, such as a list of dicts, and for
+    ``policy`` a loaded model with its tokenizer.
 
     Args:
         policy: The policy whose tokenizer renders the prompts: ``tiny``, a folder or a hub id.
@@ -158,7 +160,8 @@ class PromptDataModule(LightningDataModule):
         self._converse()
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
-            self.prompts[split] = self._load(split, source)
+            with naming(f"data.{split}"):
+                self.prompts[split] = self._load(split, source)
         going_on = self.trainer is not None and self.trainer.global_step > 0
         if stage == "fit" and not (going_on and self._train_loader):
             self._train_loader = self._new_train_loader()
@@ -283,7 +286,7 @@ class PromptDataModule(LightningDataModule):
                 )
                 if split in SPLITS_OF_STAGE["fit"]:
                     self._rows[prompts[-1].prompt_id] = row
-        self._report(source, len(prompts), reasons)
+        self._report(f"data.{split}", source, len(prompts), reasons)
         if (number := len({prompt.dataset for prompt in prompts})) > MOST_DATASETS:
             raise ValueError(
                 f"column {DATASET!r} of {source.describe()} names {number} data sets, and each has metrics of its own, "
@@ -293,8 +296,8 @@ class PromptDataModule(LightningDataModule):
         if spelled:
             names = list(dict.fromkeys(name for each in spelled.values() for name in each))
             rank_zero_warn(
-                f"{len(spelled)} of the {len(prompts)} prompts of {source.describe()} spell control tokens "
-                f"({', '.join(names[:NUM_ROWS_SHOWN])}{', ...' * (len(names) > NUM_ROWS_SHOWN)}; row {min(spelled)} is "
+                f"data.{split}: {len(spelled)} of the {len(prompts)} prompts of {source.describe()} spell control "
+                f"tokens ({', '.join(names[:NUM_ROWS_SHOWN])}{', ...' * (len(names) > NUM_ROWS_SHOWN)}; row {min(spelled)} is "
                 "the first, counted from 0), and the policy reads them as control tokens. Unless that is meant, set "
                 "data.split_special_tokens to true, which encodes them as plain characters."
             )
@@ -303,7 +306,8 @@ class PromptDataModule(LightningDataModule):
     @property
     def _is_mixed(self) -> bool:
         """Whether rows name their data sets."""
-        return self.mixture is not None or isinstance(self.sources["train"], Mixture)
+        train = self.sources["train"]
+        return self.mixture is not None or (isinstance(train, RowSource) and train.names_datasets)
 
     def _dataset_of(self, row: Row, place: str, split: str) -> str:
         name = row.get(DATASET)
@@ -325,17 +329,19 @@ class PromptDataModule(LightningDataModule):
                 continue
             number = prompt.prompt_id.rpartition("/")[2]
             rows.append((f"row {number} of {source.describe()}", self._rows[prompt.prompt_id], prompt.columns))
-        return self._examples(source, rows, self.renderer, column, turns)
+        with naming(f"data.{split}"):
+            return self._examples(f"data.{split}", source, rows, self.renderer, column, turns)
 
     def examples_of(self, data: SourceSpec, prompt_column: str, column: str, turns: Turns = "all") -> list[Example]:
         """Return a data set's examples, as :class:`lit_grpo.data.examples.AnsweredData` says."""
         source = HubRows(**data) if isinstance(data, dict) else make_source(data)
         renderer = replace(self.renderer, prompt_column=prompt_column) if prompt_column else self.renderer
         rows = ((place, row, row) for place, row in _checked(source))
-        return self._examples(source, rows, renderer, column, turns)
+        return self._examples("rollout.plugins", source, rows, renderer, column, turns)
 
     def _examples(
         self,
+        place: str,
         source: RowSource,
         rows: Iterable[tuple[str, Row, Row]],
         renderer: PromptRenderer,
@@ -346,24 +352,24 @@ class PromptDataModule(LightningDataModule):
         examples: list[Example] = []
         reasons: dict[int, str] = {}
         longest = longest_sequence(self.policy)
-        for place, row, columns in rows:
+        for row_place, row, columns in rows:
             try:
                 answer = column_of(columns, column) if column else None
-                example = render_example(renderer, self._tokenizer, row, answer, turns, place)
+                example = render_example(renderer, self._tokenizer, row, answer, turns, row_place)
                 if longest is not None and example.num_tokens > longest:
                     raise UnusableRow(
                         f"has {example.num_tokens} tokens with its answer, and the policy's context is {longest}"
                     )
             except UnusableRow as reason:
-                reasons[int(place.split()[1])] = str(reason)
+                reasons[int(row_place.split()[1])] = str(reason)
             except EndlessTemplate as error:
-                raise ValueError(f"{place} {error}; mend the template, or the row.") from None
+                raise ValueError(f"{row_place} {error}; mend the template, or the row.") from None
             else:
                 examples.append(example)
-        self._report(source, len(examples), reasons)
+        self._report(place, source, len(examples), reasons)
         return examples
 
-    def _report(self, source: RowSource, num_usable: int, reasons: dict[int, str]) -> None:
+    def _report(self, place: str, source: RowSource, num_usable: int, reasons: dict[int, str]) -> None:
         if num_usable + len(reasons) == 0:
             raise ValueError(f"{source.describe()} has no rows; give a source that has at least one.")
         if not reasons:
@@ -382,7 +388,7 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(f"{report}; no row is left: check data.prompt_column, data.template and the data.")
         if self.unusable_rows == "refuse":
             raise ValueError(f"{report}; mend them, or set data.unusable_rows to drop to go on without them.")
-        rank_zero_warn(f"{report}; they are left out.")
+        rank_zero_warn(f"{place}: {report}; they are left out.")
 
 
 def _checked(source: RowSource) -> Iterator[tuple[str, Row]]:
@@ -425,10 +431,8 @@ def _rows(numbers: list[int], reason: str) -> str:
 
 
 def _source_of(split: str, source: Any) -> RowSource:
-    try:
+    with naming(f"data.{split}"):
         return make_source(source)
-    except ValueError as error:
-        raise ValueError(f"data.{split}: {error}") from error
 
 
 def _rename(row: Row, columns: dict[str, str], place: str) -> Row:

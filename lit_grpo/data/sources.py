@@ -8,10 +8,14 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import itertools
 import json
+import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,12 @@ class RowSource(ABC):
                 def rows(self):
                     for a in range(10):
                         yield {"prompt": f"{a} + {a} =", "answer": str(a + a)}
+
+    Attributes:
+        names_datasets: Whether each row names its data set, in the column ``dataset``.
     """
+
+    names_datasets: bool = False
 
     @abstractmethod
     def rows(self) -> Iterator[Row]:
@@ -143,34 +152,165 @@ class HubRows(RowSource):
 
 
 class GivenRows(RowSource):
-    """Rows from Python: a ``datasets.Dataset``, a list of dicts, or another collection that can be read repeatedly."""
+    """Rows of an object from Python. It is read once, however often the rows are asked for.
 
-    def __init__(self, given: Iterable[Any]) -> None:
+    Args:
+        given: A list of dicts, a ``datasets.Dataset`` or ``IterableDataset``, a map-style dataset of torch or another
+            object with ``len`` and ``[i]``, a data frame of pandas or polars, a table of pyarrow, a generator or
+            another iterable of dicts, or a RowSource.
+
+    Raises:
+        ValueError: It holds no rows: it is a ``DatasetDict``, say, or a function.
+    """
+
+    def __init__(self, given: RowSource | Iterable[Any] | Any) -> None:
+        if (fault := _fault_of(given)) is not None:
+            raise ValueError(f"{fault}.")
         self.given = given
+        self.names_datasets = isinstance(given, RowSource) and given.names_datasets
+        self._read: list[Any] = []
+        self._rest = _rows_of(given, self.describe())
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows in order."""
-        for row in self.given:
-            yield dict(row) if isinstance(row, Mapping) else row
+        """Yield the rows in order.
+
+        Raises:
+            ValueError: There are none, more than the object's length says, or more than ``MOST_UNCOUNTED`` of an object
+                without a length.
+        """
+        yield from self._read
+        for row in self._rest:
+            self._read.append(dict(row) if isinstance(row, Mapping) else row)
+            yield self._read[-1]
+        if not self._read and isinstance(self.given, Iterator):
+            raise ValueError(f"{self.describe()} has no rows; if it has been read before, give a list of its rows.")
 
     def describe(self) -> str:
-        """Return the collection's type."""
-        return f"the {type(self.given).__name__} given"
+        """Return the object's type; of a RowSource what that says."""
+        return self.given.describe() if isinstance(self.given, RowSource) else f"the {type(self.given).__name__} given"
 
 
-def make_source(source: str | RowSource | Iterable[Any]) -> RowSource:
-    """Make a source of the value in a config or of a Python collection.
+MOST_UNCOUNTED = 200_000
+"""The most rows of an object without a length, which may have no end."""
+TABLES: dict[str, Callable[[Any], Iterable[Any]]] = {
+    "datasets.Dataset": iter,  # ten times as fast as [i]
+    "pandas.DataFrame": lambda frame: frame.astype(object).where(frame.notna(), None).to_dict("records"),
+    "polars.DataFrame": lambda frame: frame.iter_rows(named=True),
+    "pyarrow.Table": lambda table: table.to_pylist(),
+    "pyarrow.RecordBatch": lambda batch: batch.to_pylist(),
+}
+"""How kinds of other packages give their rows."""
+
+
+def _fault_of(given: Any) -> str | None:
+    """Say why an object is no source of rows, and what to give in its place; None if it may be one."""
+    kind = type(given).__name__
+    is_one = f"the source is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
+    if isinstance(given, type):
+        return f"the source is the class {given.__name__}; give an object of it, such as {given.__name__}()"
+    if isinstance(given, Mapping):
+        names = ", ".join(map(repr, given)) or "nothing"
+        if any(isinstance(value, str) for value in given.values()):
+            return f"{is_one} of {names}, one row; give a list of rows"
+        if given and all(map(_is_column, given.values())):
+            return f"{is_one} of the columns {names}; give one dict per row, or a datasets.Dataset"
+        return f"{is_one} of the splits {names}; give one split, as in data[{next(iter(given), 'train')!r}]"
+    if isinstance(given, AbstractSet):
+        return f"{is_one}, which has no order; give a list of rows"
+    if hasattr(given, "__aiter__"):
+        return f"{is_one}, which is asynchronous; give a list of its rows"
+    if hasattr(given, "batch_sampler") and hasattr(given, "dataset"):
+        return f"{is_one}, which gives batches; give its dataset"
+    if isinstance(given, RowSource) or hasattr(given, "__iter__") or hasattr(given, "__getitem__"):
+        return f"{is_one}; give rows, or the path of a file as text" if isinstance(given, bytes | bytearray) else None
+    if callable(given):
+        return f"{is_one}, {getattr(given, '__name__', 'callable')}; call it, and give the rows that it returns"
+    return f"{is_one}, {given!s:.80}; give a file, a list of rows or another source"
+
+
+def _is_column(values: Any) -> bool:
+    is_list = isinstance(values, Sequence) and not (values and isinstance(values[0], Mapping))
+    return is_list or getattr(values, "ndim", 0) == 1
+
+
+def _rows_of(given: Any, name: str) -> Iterator[Any]:
+    """Yield the rows of an object by the protocol that it has.
+
+    Raises:
+        ValueError: It has none, or more rows than it may have.
+    """
+    if isinstance(given, RowSource):
+        yield from given.rows()
+        return
+    kinds = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(given).__mro__]
+    if (kind := next((kind for kind in kinds if kind in TABLES), None)) is not None:
+        yield from TABLES[kind](given)
+        return
+    length = _length_of(given)
+    if length is not None and not isinstance(given, Sequence) and _has_places(given):
+        for number in range(length):
+            try:
+                yield given[number]
+            except LookupError as error:
+                raise ValueError(
+                    f"{name} has a length of {length}, but [{number}] fails ({type(error).__name__}: {error}); mend "
+                    "its __getitem__ or its __len__, or give a list of rows."
+                ) from error
+        return
+    try:
+        rows = iter(given)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be read row by row ({error}); give a list of rows.") from error
+    most = MOST_UNCOUNTED if length is None else length
+    read = list(itertools.islice(rows, most + 1))  # before the first of an endless number is rendered
+    if len(read) > most:
+        said = f"a length of {most}, but more rows"
+        if length is None:
+            said = f"no length and more than {most:,} rows, perhaps without end"
+        raise ValueError(
+            f"{name} has {said}; give its first rows, for example list(itertools.islice(rows, 1000)), or "
+            "rows.take(1000) of an IterableDataset."
+        )
+    yield from read
+
+
+def _length_of(given: Any) -> int | None:
+    try:
+        return len(given)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _has_places(given: Any) -> bool:
+    """Whether an object has ``[i]`` of its own; torch's IterableDataset inherits one that only raises."""
+    from torch.utils.data import Dataset
+
+    return getattr(type(given), "__getitem__", None) not in (None, Dataset.__getitem__)
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Begin the message of a ValueError with the place, such as ``data.train``."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def make_source(source: str | os.PathLike[str] | RowSource | Iterable[Any]) -> RowSource:
+    """Make a source of the value in a config or of an object from Python.
 
     A string is the path of a file with a known suffix, else a folder written by ``save_to_disk``, else the id of a
     dataset on the Hugging Face hub.
 
     Raises:
-        ValueError: The string is none of these.
+        ValueError: The string is none of these, or the object holds no rows.
     """
     if isinstance(source, RowSource):
         return source
-    if not isinstance(source, str):
+    if not isinstance(source, str | os.PathLike):
         return GivenRows(source)
+    source = os.fspath(source)
     path = Path(source).expanduser()
     if path.suffix.lower() in READERS or path.is_file():
         return FileRows(path)

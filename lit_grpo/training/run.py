@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 
 from lit_grpo.callbacks import GRPOProgressBar, RunSummary
-from lit_grpo.data.module import PromptDataModule
+from lit_grpo.data.module import SPLITS, PromptDataModule
+from lit_grpo.data.sources import GivenRows, naming
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards.function import listed
 from lit_grpo.settings import as_plain
@@ -80,7 +82,9 @@ def train(
     Args:
         policy: ``tiny``, a folder, a Hugging Face id, or a loaded model (or a pair of it and its tokenizer), which is
             trained in place.
-        train: Training prompts: a file, folder or id, a RowSource, a ``datasets.Dataset`` or a list of dicts.
+        train: Training prompts: a file, folder or id, a RowSource, a ``datasets.Dataset``, a data frame, a list or a
+            generator of dicts, or a map-style dataset of torch. Objects are read once. A stream without end is refused;
+            give its first rows.
         rewards: One reward or a list: functions, paths (``file.py:name`` or an import path) or RewardSpecs. Those that
             an environment brings join them.
         max_steps: Optimizer steps of the run.
@@ -119,6 +123,8 @@ def train(
     module = GRPOModule(**for_model)
     for_data: Any = {"policy": model, "train": train, "validation": validation, "batch_size": batch_size, "seed": seed}
     for_data |= data or {}
+    for split in SPLITS:
+        for_data[split] = _read_once(split, for_data.get(split))
     datamodule = PromptDataModule(**for_data)
     options: dict[str, Any] = {"max_steps": max_steps, **(trainer or {})}
     of_every_run = callbacks if isinstance(callbacks, Mapping) else {}
@@ -128,8 +134,7 @@ def train(
     made = default_callbacks(of_every_run, [*own, *_displays(options, own)])
     with quiet(), RunFolder() as run_folder:
         told = {"model": for_model, "data": for_data, "trainer": options, **of_every_run}
-        places = {name: one for name, one in for_data.items() if not isinstance(one, list)}  # rows are there already
-        run = _opened(run_folder, RunConfig(name, dir), {"model": for_model, "data": places, **of_every_run})
+        run = _opened(run_folder, RunConfig(name, dir), {"model": for_model, "data": for_data, **of_every_run})
         fitted = _trainer(run, made, options, as_plain(told))
         if is_first_rank():
             left = write_config(run.folder, {"run": {"name": run.name, "dir": run.dir}, **told}, seed)
@@ -139,6 +144,14 @@ def train(
             fitted.validate(module, datamodule, verbose=False)
         fitted.fit(module, datamodule)
     return Run(module, Path(fitted.default_root_dir))
+
+
+def _read_once(split: str, source: Any) -> str | GivenRows | None:
+    """Return the source of a split; rows of an object are read once, for ``config.yaml`` and for the run."""
+    if source is None or isinstance(source, str | PathLike):
+        return None if source is None else fspath(source)
+    with naming(f"data.{split}"):
+        return GivenRows(source)
 
 
 def _listed(given: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType
@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from lit_grpo.data.sources import RowSource, make_source
+from lit_grpo.data.module import SPLITS
+from lit_grpo.data.sources import RowSource, naming
 from lit_grpo.process.files import replace_file
 
 CLASSES = ("model.optimizer", "model.lr_scheduler")
@@ -74,7 +75,7 @@ def _text_of(place: str, value: Any, folder: Path, seed: int) -> Any:
     if place in CLASSES:
         return None if value is None else _class(value)
     group, _, name = place.partition(".")
-    if group == "data" and name in ("train", "validation", "test", "predict") and not isinstance(value, str | None):
+    if group == "data" and name in SPLITS and isinstance(value, RowSource):
         return _rows_file(value, folder / f"{name}.jsonl")
     return _plain(value)
 
@@ -153,10 +154,12 @@ def _origin(policy: tuple[Any, Any] | Any) -> str:
     return place
 
 
-def _rows_file(source: RowSource | Iterable[Any], path: Path) -> str:
+def _rows_file(source: RowSource, path: Path) -> str:
     """Write rows into a file, which must give the same rows again; return its path."""
     lines: list[str] = []
-    for number, row in enumerate(make_source(source).rows()):
+    with naming(f"data.{path.stem}"):
+        rows = list(source.rows())
+    for number, row in enumerate(rows):
         try:
             lines.append(json.dumps(row))
             same = json.loads(lines[-1]) == row
