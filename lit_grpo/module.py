@@ -32,6 +32,7 @@ from lit_grpo.checks import (
     total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
+from lit_grpo.faults.differing_ranks import CONTENTS, check_alike, of_policy, of_run
 from lit_grpo.findings.rewards import BatchWatch
 from lit_grpo.metrics import dataset_metrics, rollout_metrics, staleness_shares
 from lit_grpo.optim.rates import UnusualRate, unusual_rate
@@ -215,6 +216,7 @@ class GRPOModule(EvaluationModule):
         self._told, self._told_before = RunSettings(), RunSettings()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
         self.keep_special_tokens, self._plugins_started = keep_special_tokens, False
+        self.given: Mapping[str, Any] = {}  # all settings of a run by group and name, to compare them with other ranks'
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -315,6 +317,9 @@ class GRPOModule(EvaluationModule):
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""
         wait_without_spinning()
+        loaded = getattr(self.trainer.datamodule, "prompts", None)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.ranks.size > 1 and loaded is None:  # otherwise the data module has compared the ranks
+            check_alike(self.ranks, {"the stage": stage, **of_run(self.trainer, self)})
         self.pass_rule.check([function.name for function in self.rewards])
         if stage == "fit":
             check_rewarded(self.rewards, self.num_generations, self.settings.learns_unrewarded)
@@ -360,6 +365,9 @@ class GRPOModule(EvaluationModule):
         if getattr(self, "policy", None) is None:
             outline = isinstance(strategy, FSDP2Strategy) and self.ranks.rank > 0
             self.ranks.together(lambda: self._load(outline))
+            if self.ranks.size > 1:
+                has_weights, adds_adapters = not isinstance(strategy, FSDP2Strategy), not self._continues
+                check_alike(self.ranks, of_policy(self.policy, self.tokenizer, has_weights, adds_adapters))
             self._base, attention = self.ranks.gather((self._base, attention_name(self.policy)))[0]
             if attention != attention_name(self.policy):  # an outline's, of which nothing is known
                 self.policy.set_attn_implementation(attention)
@@ -444,6 +452,8 @@ class GRPOModule(EvaluationModule):
         self._told = recorded_settings(
             self.trainer, self.policy_name, self.settings, self.teacher_settings, optimizer, scheduler
         )
+        if self.ranks.size > 1:
+            check_alike(self.ranks, {name: one for name, one in self._told.items() if name not in CONTENTS})
         if self._told_before:
             check_optimizer(self._told_before, self._told)
         return optimizer if scheduler is None else ([optimizer], [{"scheduler": scheduler, "interval": "step"}])

@@ -56,7 +56,7 @@ class Ranks:
         """Return what ``do`` does here; where it fails on one rank it fails on all.
 
         Raises:
-            ValueError: It raised one on a rank, here or elsewhere.
+            ValueError: It raised one on a rank, here or elsewhere; the message then begins with that rank.
         """
         try:
             done, failure = do(), None
@@ -67,8 +67,9 @@ class Ranks:
         failures = self.gather(None if failure is None else str(failure))
         if failure is not None:
             raise failure
-        if elsewhere := next(filter(None, failures), None):
-            raise ValueError(elsewhere)
+        for rank, elsewhere in enumerate(failures):
+            if elsewhere is not None:
+                raise ValueError(f"On rank {rank}: {elsewhere}")
         return cast(T, done)
 
     def warn(self, message: str) -> None:

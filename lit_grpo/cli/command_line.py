@@ -187,10 +187,12 @@ class GRPOCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Check everything, then open the run's folder, and validate the policy so that curves begin at update 0."""
-        settings = self._settings
+        settings, described = self._settings, self._described()
         if is_first_rank():
-            described = self._described()
             self.run_folder.check_inputs({name: described[name] for name in ("model", "data", "rollout")})
+        cast(GRPOModule, self.model).given = {
+            group: described[group] for group in (*GROUPS, "trainer") if group != "run"
+        }
         self._check(settings.get("ckpt_path"))
         device = self.trainer.strategy.root_device.type
         for callback in cast(Any, self.trainer).callbacks:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from datetime import date as Date
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -235,19 +239,34 @@ class PromptLoader:
 
 
 def _digest_of(prompts: Sequence[Prompt]) -> str:
-    """Digest all that prompts say; what JSON does not know counts by its type."""
+    """Digest all that prompts say."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        try:
-            columns = json.dumps(prompt.columns, sort_keys=True, default=_type_name)
-        except (TypeError, ValueError):  # keys that are no text or cannot be sorted, or a column that contains itself
-            columns = json.dumps({str(name): _type_name(value) for name, value in prompt.columns.items()})
-        digest.update(f"{prompt.prompt_id}{prompt.token_ids}{columns}\n".encode())
+        digest.update(f"{prompt.prompt_id}{prompt.token_ids}{_columns_of(prompt)}\n".encode())
     return digest.hexdigest()[:12]
 
 
-def _type_name(value: Any) -> str:
-    return type(value).__name__
+def row_digests(prompts: Iterable[Prompt]) -> list[str]:
+    """Return a digest of each row, its number apart: what the policy reads, and all columns."""
+    return [hashlib.sha256(f"{one.token_ids}{_columns_of(one)}".encode()).hexdigest()[:16] for one in prompts]
+
+
+def _columns_of(prompt: Prompt) -> str:
+    """Return a prompt's columns as text; a value that JSON does not know counts by its content, or else by its type."""
+    try:
+        return json.dumps(prompt.columns, sort_keys=True, default=_text_of)
+    except (TypeError, ValueError):  # keys that are no text or cannot be sorted, or a column that contains itself
+        return json.dumps({str(name): type(value).__name__ for name, value in prompt.columns.items()})
+
+
+def _text_of(value: Any) -> Any:
+    if isinstance(value, Date | Decimal | Path | complex | bytes):
+        return str(value)
+    if isinstance(value, AbstractSet):
+        return sorted(map(repr, value))
+    if hasattr(value, "tolist"):  # arrays, tensors and numbers of NumPy
+        return value.tolist()
+    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else type(value).__name__
 
 
 class EvalLoader:

