@@ -317,9 +317,8 @@ class GRPOModule(EvaluationModule):
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""
         wait_without_spinning()
-        loaded = getattr(self.trainer.datamodule, "prompts", None)  # pyright: ignore[reportAttributeAccessIssue]
-        if self.ranks.size > 1 and loaded is None:  # otherwise the data module has compared the ranks
-            check_alike(self.ranks, {"the stage": stage, **of_run(self.trainer, self)})
+        if self.ranks.size > 1 and not hasattr(self.trainer.datamodule, "prompts"):  # pyright: ignore[reportAttributeAccessIssue]
+            check_alike(self.ranks, {"the stage": stage, **of_run(self.trainer, self)})  # a PromptDataModule did it
         self.pass_rule.check([function.name for function in self.rewards])
         if stage == "fit":
             check_rewarded(self.rewards, self.num_generations, self.settings.learns_unrewarded)
@@ -460,6 +459,8 @@ class GRPOModule(EvaluationModule):
 
     def on_train_start(self) -> None:
         """On resuming let the optimizer's settings hold, and name all that differ from the checkpoint's."""
+        if self.ranks.size > 1:
+            check_alike(self.ranks, {"the number of updates in ckpt_path": self.policy_version})
         if not self._plugins_started:  # rollouts come from elsewhere
             self.start_plugins()
         total = self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)

@@ -17,6 +17,7 @@ import numpy as np
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
 from lit_grpo.budgets.spreading import spread
+from lit_grpo.data.examples import Example
 from lit_grpo.data.mixture import MixtureOrder, MixtureWeights
 from lit_grpo.types import Prompt, PromptBatch
 
@@ -246,9 +247,15 @@ def _digest_of(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:12]
 
 
-def row_digests(prompts: Iterable[Prompt]) -> list[str]:
-    """Return a digest of each row, its number apart: what the policy reads, and all columns."""
-    return [hashlib.sha256(f"{one.token_ids}{_columns_of(one)}".encode()).hexdigest()[:16] for one in prompts]
+def row_digests(rows: Iterable[Prompt | Example]) -> list[str]:
+    """Return a digest of each row, its number apart: what the policy reads, and all columns or what it imitates."""
+    texts = (
+        f"{row.token_ids}{_columns_of(row)}"
+        if isinstance(row, Prompt)
+        else f"{row.prompt_ids}{row.answer_ids_T.tolist()}{row.learned_T.tolist()}"
+        for row in rows
+    )
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
 
 def _columns_of(prompt: Prompt) -> str:

@@ -143,6 +143,7 @@ class PromptDataModule(LightningDataModule):
         )
         self.prompts: dict[str, list[Prompt]] = {}
         self.rewritten: list[Prompt] = []  # of training prompts, the longest and the one with the largest token
+        self._read_for_plugins: list[list[Example]] = []
         self._rows: dict[str, Row] = {}  # what training and validation prompts are made of, by their ids
         self._train_loader: PromptLoader | None = None
 
@@ -159,16 +160,23 @@ class PromptDataModule(LightningDataModule):
                 f"data.{splits[0]} is not set, and {stage} needs it; give it a file, a folder, a dataset id "
                 "or the class path of a RowSource."
             )
-        ranks = Ranks()
-        if ranks.size > 1:
+        if not self._is_shared:
+            self._converse()
+            self._read(splits)
+        else:
+            ranks = Ranks()
             check_alike(ranks, self._given(stage))
-        self._converse()
-        ranks.together(lambda: self._read(splits))
-        if ranks.size > 1:
+            self._converse()
+            ranks.together(lambda: self._read(splits))
             check_rows(ranks, {f"data.{split}": row_digests(self.prompts.get(split, ())) for split in splits})
         going_on = self.trainer is not None and self.trainer.global_step > 0
         if stage == "fit" and not (going_on and self._train_loader):
             self._train_loader = self._new_train_loader()
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether several ranks of one trainer share the rows."""
+        return self.trainer is not None and Ranks().size > 1
 
     def _given(self, stage: str) -> dict[str, object]:
         """Return what every rank must be given alike, by name."""
@@ -181,8 +189,7 @@ class PromptDataModule(LightningDataModule):
             "data.mixture": self.mixture,
         }
         given |= {f"data.{split}": "set" if self.sources[split] is not None else None for split in SPLITS}
-        assert self.trainer is not None, "several ranks have a trainer"
-        return given | of_run(self.trainer, self.trainer.lightning_module)
+        return given | of_run(self.trainer, self.trainer.lightning_module)  # pyright: ignore[reportOptionalMemberAccess]
 
     def _read(self, splits: Iterable[str]) -> None:
         """Read and render the splits that have a source and have not been read."""
@@ -228,6 +235,9 @@ class PromptDataModule(LightningDataModule):
             self.rewritten = check_rewriting(rewriting, writer, self.prompts["train"], source.describe())
             rewrite = partial(rewriting.rewrite, writer=writer)
         loader.plug_in(chooser, rewrite, on_demand)
+        if self._is_shared:
+            read = enumerate(self._read_for_plugins)
+            check_rows(Ranks(), {f"data set {number} of rollout.plugins": row_digests(rows) for number, rows in read})
 
     def train_dataloader(self) -> PromptLoader:
         """The one loader of this fit, wherever it stands in its stream."""
@@ -364,7 +374,8 @@ class PromptDataModule(LightningDataModule):
         source = HubRows(**data) if isinstance(data, dict) else make_source(data)
         renderer = replace(self.renderer, prompt_column=prompt_column) if prompt_column else self.renderer
         rows = ((place, row, row) for place, row in _checked(source))
-        return self._examples("rollout.plugins", source, rows, renderer, column, turns)
+        self._read_for_plugins.append(self._examples("rollout.plugins", source, rows, renderer, column, turns))
+        return self._read_for_plugins[-1]
 
     def _examples(
         self,

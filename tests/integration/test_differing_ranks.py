@@ -33,6 +33,13 @@ TESTS = Path(__file__).parent.parent
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": {number}} for number in range(6)]
 
 
+EXAMPLES = [{"prompt": f"{number}+2=", "answer": str(number + 2)} for number in range(40)]  # more than settings show
+
+
+def imitating(rows: list[dict[str, str]]) -> dict[str, Any]:
+    return {"rollout": {"plugins": [{"sft": {"data": rows, "column": "answer"}}]}}
+
+
 def first(completion: str) -> float:
     return float("1" in completion)
 
@@ -161,6 +168,10 @@ CASES: dict[str, Case] = {
         lambda *_: {"callbacks": {"rollout": {"plugins": [{"april": {"max_staleness": 2}}]}}},
         NOT_THE_SAME + r".*rollout\.plugins is \[\] on rank 0 and \[\{'april': \{'max_staleness': 2\}\}\] on rank 1",
     ),
+    "examples of a plug-in": (
+        lambda *_: {"callbacks": imitating(EXAMPLES[::-1])},
+        OTHER_ROWS + r"data set 0 of rollout\.plugins has the same 40 rows in another order on rank 1 than on rank 0",
+    ),
     "plan": (
         lambda *_: {"callbacks": {"rollout": {"plan": "lpt"}}},
         NOT_THE_SAME + r"rollout\.plan is not set on rank 0 and 'lpt' on rank 1",
@@ -234,6 +245,8 @@ def go(policy: str, output: Path, name: str, rank: int) -> str:
     }
     if name == "code of a reward":
         given["rewards"] = [f"{own_code(folder, '2.0')}/mine.py:score"]
+    if name == "examples of a plug-in":
+        given["callbacks"] = imitating(EXAMPLES)
     given |= CASES[name][0](policy, folder) if rank else {}
     own_version, version = given.pop("version", None), origins.version
     origins.version = lambda package: own_version if own_version and package == "transformers" else version(package)
