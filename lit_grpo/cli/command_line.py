@@ -190,9 +190,8 @@ class GRPOCLI(LightningCLI):
         settings, described = self._settings, self._described()
         if is_first_rank():
             self.run_folder.check_inputs({name: described[name] for name in ("model", "data", "rollout")})
-        cast(GRPOModule, self.model).given = {
-            group: described[group] for group in (*GROUPS, "trainer") if group != "run"
-        }
+        groups = {*GROUPS, "trainer"} - {"run"}
+        cast(GRPOModule, self.model).given = {name: value for name, value in described.items() if name in groups}
         self._check(settings.get("ckpt_path"))
         device = self.trainer.strategy.root_device.type
         for callback in cast(Any, self.trainer).callbacks:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +299,69 @@ def test_ranks_that_were_given_something_else_say_what(name: str, said: list[dic
     for of_rank in said:
         assert re.match(expected, of_rank[name]), of_rank[name]
         assert "\n" not in of_rank[name]
+
+
+COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "plan": (("--rollout.plan", "lpt"), r"rollout\.plan is 'short_last' on rank 0 and 'lpt' on rank 1"),
+    "generator": (
+        ("--model.generator.num_slots", "3"),
+        r"model\.generator\S*num_slots is \S+ on rank 0 and 3 on rank 1",
+    ),
+    "rewards": (
+        ("--model.rewards", '[{"function": "mine.py:score", "name": "other"}]'),
+        r"model\.rewards is \['score'\] on rank 0 and \['other'\] on rank 1",
+    ),
+    "rows in the folder of the machine": (
+        (),
+        r"data\.train has the same 6 rows in another order on rank 1 than on ran",
+    ),
+    "code in the folder of the machine": ((), r"the code of reward 'score' is '\w+' on rank 0 and '\w+' on rank 1"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COMMANDS)
+def test_machines_whose_commands_or_folders_differ_end_with_one_sentence(
+    name: str, policy_folder: Path, tmp_path: Path
+) -> None:
+    arguments, expected = COMMANDS[name]
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = str(listening.getsockname()[1])
+    machines: list[forks.Forked] = []
+    for rank in range(2):
+        folder = tmp_path / f"machine-{rank}"
+        folder.mkdir()
+        rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS]
+        rows = rows[::-1] if rank and name.startswith("rows in") else rows
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        value = "2.0" if rank and name.startswith("code in") else "1.0"
+        (folder / "mine.py").write_text(f"def score(completion):\n    return {value}\n")
+        of_torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+        of_torchrun |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+        command = [sys.executable, "-m", "lit_grpo", "fit", "--model.policy", str(policy_folder), *OF_ALL]
+        command += arguments if rank else ()
+        environment = os.environ | of_torchrun | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+        machines.append(forks.Forked(command, cwd=folder, env=environment, text=True, stdout=-1, stderr=-1))
+    said = [machine.communicate(timeout=200)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [2, 2], said[0][-2000:] + said[1][-2000:]
+    assert all(re.search(expected, each) for each in said), said
+
+
+OF_ALL = (
+    *("--data.train", "rows.jsonl", "--data.batch_size", "1", "--model.num_generations", "2"),
+    *("--model.rewards", '[{"function": "mine.py:score"}]', "--model.sampling.max_tokens", "4"),
+    *(
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.devices",
+        "2",
+        "--trainer.strategy",
+        "ddp",
+        "--trainer.max_steps",
+        "1",
+    ),
+)
 
 
 if __name__ == "__main__":
