@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -147,60 +147,120 @@ def test_conversations_show_what_all_begin_with_once() -> None:
         assert [each["task"] for each in server.documents[1]["completions"]] in ([prompt, other], [other, prompt])
 
 
-def of_broken(kind: str) -> Any:
-    """An answer that a relative judge may not give, by its kind."""
+Reply = Callable[[str, str], str]
+"""A judge's reply on a completion of one letter and on one of two, given their ids."""
+
+
+def good(one: str, two: str) -> str:
+    return json.dumps({"explanation": "see {foo: 1} and </think>", "scores": {one: 0.25, two: 0.75}})
+
+
+def scored(one: str, value: str, two: str, other: str = "0.75") -> str:
+    return f'{{"scores": {{"{one}": {value}, "{two}": {other}}}}}'
+
+
+READ: dict[str, Reply] = {
+    "plain": good,
+    "fenced": lambda one, two: f"```json\n{good(one, two)}\n```\n",
+    "a fence without line breaks": lambda one, two: f"```json{good(one, two)}```",
+    "prose around it": lambda one, two: f"I like {{{one}}} least.\n{good(one, two)}\nThat is all {{so far}}.",
+    "thoughts": lambda one, two: f"<think>{scored(one, '1', two)}</think>\n{good(one, two)}",
+    "thoughts in brackets": lambda one, two: f"[THINK]{scored(one, '1', two)}[/THINK]{good(one, two)}",
+    "thoughts that the template opens": lambda one, two: f"{scored(one, '1', two)} no.</think>{good(one, two)}",
+    "two answers": lambda one, two: f"{scored(one, '1', two)}\nNo, corrected: {good(one, two)}",
+    "an answer before another object": lambda one, two: good(one, two) + '{"done": true}',
+    "an unfinished object before it": lambda one, two: 'I shall write {"scores": ...}.\n' + good(one, two),
+    "an id of no completion": lambda one, two: scored(one, "0.25", two, '0.75, "zzzzz": 1'),
+    "a mark in prose": lambda one, two: f"The first never opens <think>. {good(one, two)}",
+}
+PARTLY_READ: dict[str, tuple[Reply, str]] = {
+    "missing": (lambda one, two: json.dumps({"scores": {two: 0.75}}), r"has no value for the id \w{5}$"),
+    "twice": (lambda one, two: scored(one, f'0.5, "{one}": 0.25', two), "has the score two values for"),
+    "too high": (lambda one, two: scored(one, "1.5", two), r"has the score 1.5 for \w{5}, which is no number from 0"),
+    "below 0": (lambda one, two: scored(one, "-0.1", two), "has the score -0.1 for"),
+    "NaN": (lambda one, two: scored(one, "NaN", two), "has the score nan for"),
+    "true": (lambda one, two: scored(one, "true", two), "has the score True for"),
+    "null": (lambda one, two: scored(one, "null", two), "has the score None for"),
+    "text": (lambda one, two: scored(one, '"0.25"', two), "has the score '0.25' for"),
+    "a list": (lambda one, two: scored(one, "[0.25]", two), r"has the score \[0.25\] for"),
+}
+UNREAD: dict[str, tuple[Reply, str]] = {
+    "empty": (lambda one, two: "", "has no JSON object$"),
+    "a fence alone": (lambda one, two: "```", "has no JSON object$"),
+    "half": (lambda one, two: good(one, two)[:-3], "has no JSON object; it was cut off at max_tokens, so raise that"),
+    "thoughts without an end": (lambda one, two: f"<think>{good(one, two)[:-9]}", "no JSON object after its thou"),
+    "an answer in thoughts": (lambda one, two: f"<think>{scored(one, '1', two)} but", "no JSON object after its tho"),
+    "list": (lambda one, two: "[0.25, 0.75]", "has no JSON object"),
+    "scores in a list": (
+        lambda one, two: json.dumps({"scores": [{"id": one, "score": 0.25}]}),
+        "has no JSON object with an object 'scores'",
+    ),
+    "no scores": (lambda one, two: json.dumps({one: 0.25, two: 0.75}), "has no JSON object with an object 'scores'"),
+    "no id": (lambda one, two: scored("00000", "1", "1"), r"has no value for 2 of 2 ids, such as \w{5}"),
+    "nothing right": (lambda one, two: scored(one, "2", two, "null"), "has the score (2|None) for"),
+    "deep": (lambda one, two: '{"a":' * 100_000, "the judge's reply"),
+    "digits": (lambda one, two: '{"scores": ' + "9" * 5000 + "}", "the judge's reply"),
+}
+
+
+@contextlib.contextmanager
+def replying(reply: Reply) -> Iterator[tuple[RelativeJudge, JudgeServer]]:
+    """A relative judge whose server replies so to the completions ``a`` and ``bb``."""
 
     def answer(body: dict[str, Any]) -> str:
-        ids = [each["id"] for each in document(body)["completions"]]
-        scores = dict.fromkeys(ids, 0.5)
-        twice = ", ".join(f'"{each}": 0.5' for each in [*ids, ids[0]])
-        return {
-            "missing": json.dumps({"scores": {ids[0]: 1.0}}),
-            "twice": f'{{"scores": {{{twice}}}}}',
-            "unknown": json.dumps({"scores": scores | {"zzzzz": 1.0}}),
-            "too high": json.dumps({"scores": scores | {ids[0]: 1.5}}),
-            "NaN": json.dumps({"scores": scores | {ids[0]: math.nan}}),
-            "true": json.dumps({"scores": scores | {ids[0]: True}}),
-            "text": json.dumps({"scores": scores | {ids[0]: "0.5"}}),
-            "list": json.dumps(list(scores.values())),
-            "no scores": json.dumps({"score": 1}),
-            "prose": f"I think the best is {ids[0]}. " + json.dumps({"scores": scores}),
-            "half": json.dumps({"scores": scores})[:-3],
-            "deep": "[" * 100_000,
-            "digits": '{"scores": ' + "9" * 5000 + "}",
-        }[kind]
+        ids = {each["completion"]: each["id"] for each in document(body)["completions"]}
+        return reply(ids["a"], ids["bb"])
 
-    return answer
+    with judge_server(answer) as server:
+        yield RelativeJudge(server.url, "m"), server
 
 
-@pytest.mark.parametrize(
-    ("kind", "problem"),
-    [
-        ("missing", r"has no value for 1 of 2 ids, such as \w{5}$"),
-        ("twice", r"has '\w{5}' twice"),
-        ("unknown", "has a value for the unknown id 'zzzzz'"),
-        ("too high", r"has the score 1.5 for \w{5}, which is no number from 0 to 1"),
-        ("NaN", "has the score nan for"),
-        ("true", "has the score True for"),
-        ("text", "has the score '0.5' for"),
-        ("list", "is no JSON object with an object 'scores'"),
-        ("no scores", "is no JSON object with an object 'scores'"),
-        ("prose", "is no JSON object"),
-        ("half", "is no JSON object; it was cut off at max_tokens, so raise that in options"),
-        ("deep", "the judge's reply"),
-        ("digits", "the judge's reply"),
-    ],
-)
-def test_an_answer_that_is_not_one_score_each_is_refused_and_never_repaired(kind: str, problem: str) -> None:
-    with judge_server(of_broken(kind)) as server:
-        server.finish_reason = "length" if kind == "half" else "stop"
-        judge = RelativeJudge(server.url, "m")
-        with pytest.raises(JudgeError, match=problem):
-            judge(["p"] * 2, ["a", "b"])
-        assert judge.take_counts()["failures"] == 1
-        with pytest.raises(JudgeError):  # it was not cached
-            judge(["p"] * 2, ["a", "b"])
-        assert len(server.seen) == 2
+@pytest.mark.parametrize("name", READ)
+def test_the_last_object_of_a_reply_counts_without_thoughts_and_prose(name: str) -> None:
+    with replying(READ[name]) as (judge, server):
+        assert judge(["p"] * 2, ["a", "bb"]) == [0.25, 0.75]
+        assert judge(["p"] * 2, ["a", "bb"]) == [0.25, 0.75] and len(server.seen) == 1  # it was cached
+        assert judge.take_counts()["failures"] == 0
+
+
+@pytest.mark.parametrize("name", PARTLY_READ)
+def test_a_score_that_cannot_be_read_costs_one_completion_and_is_never_repaired(name: str) -> None:
+    reply, problem = PARTLY_READ[name]
+    with replying(reply) as (judge, server):
+        error, score = judge(["p"] * 2, ["a", "bb"])
+        assert score == 0.75 and isinstance(error, JudgeError) and re.search(problem, str(error))
+        judge(["p"] * 2, ["a", "bb"])
+        assert len(server.seen) == 2 and judge.take_counts()["failures"] == 2  # it was not cached
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_reply_without_any_score_is_refused(name: str) -> None:
+    reply, problem = UNREAD[name]
+    with replying(reply) as (judge, server):
+        server.finish_reason = "length" if name == "half" else "stop"
+        for _ in range(2):  # it is not cached
+            with pytest.raises(JudgeError, match=problem):
+                judge(["p"] * 2, ["a", "bb"])
+        assert judge.take_counts()["failures"] == len(server.seen) == 2
+
+
+def test_a_reply_with_some_scores_is_asked_again_and_the_fullest_one_counts() -> None:
+    def partly(one: str, two: str) -> str:
+        return json.dumps({"scores": {two: 0.75}})
+
+    with replying(partly) as (judge, server):
+        server.faults = [Fault(503, {"error": "busy"})]
+        rewards = score(judge, "a", "bb", on_error="none")
+        assert math.isnan(rewards[0]) and rewards[1] == 0.75 and len(server.seen) == 4
+        with pytest.raises(RewardError, match="failed on prompt 'train/17', sample 0: JudgeError: the judge's reply"):
+            score(judge, "a", "bb")
+    replies = [partly, lambda one, two: "no", good]
+    with replying(lambda one, two: replies.pop(0)(one, two)) as (judge, server):
+        assert score(judge, "a", "bb") == [0.25, 0.75] and len(server.seen) == 3
+    replies = [partly] + [lambda one, two: "no"] * 3
+    with replying(lambda one, two: replies.pop(0)(one, two)) as (judge, server):
+        rewards = score(judge, "a", "bb", on_error="none")
+        assert math.isnan(rewards[0]) and rewards[1] == 0.75 and len(server.seen) == 4
 
 
 def test_a_broken_answer_is_asked_again_and_then_the_group_has_no_reward(relative: JudgeServer) -> None:
@@ -229,12 +289,6 @@ def test_structured_output_lets_a_server_answer_with_one_value_per_id_and_nothin
         ({one: 0.5, two: "1"}, False),
     ):
         assert accepts(grammar, json.dumps({"explanation": "the first", "scores": scores})) == is_allowed
-
-
-def test_an_answer_in_a_fence_is_read() -> None:
-    inner = scores_by(lambda place, completion: 0.25)
-    with judge_server(lambda body: f"```json\n{inner(body)}\n```\n") as server:
-        assert score(RelativeJudge(server.url, "m"), "a", "b") == [0.25, 0.25]
 
 
 def test_the_examples_of_the_page_are_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,6 +436,25 @@ def test_the_judge_is_asked_with_prompt_completion_columns_and_key(
     content = TEMPLATE.format(prompt="2+2?", completion="four", answer=4)
     body = {"model": "m", "messages": [{"role": "user", "content": content}], "temperature": 0}
     assert server.seen == [("/v1/chat/completions", "Bearer secret", body)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<think>2 of 10? No, 7.</think>It earns 8.", 8.0),
+        ("2 of 10? No, 7.\n</think>\nIt earns 8.", 8.0),
+        ("<think>I first gave 3, but 7", None),
+        ("[THINK]3[/THINK]none", None),
+    ],
+)
+def test_a_number_in_the_thoughts_of_a_judge_is_no_score(reply: str, score: float | None) -> None:
+    with judge_server(lambda body: reply) as server:
+        judge = HTTPJudge(server.url, "m", TEMPLATE)
+        if score is not None:
+            assert judge(prompt="p", completion="c", answer=1) == score
+        else:
+            with pytest.raises(JudgeError, match=r"no answer after them|holds no score"):
+                judge(prompt="p", completion="c", answer=1)
 
 
 def test_the_columns_of_the_template_are_checked_before_the_run(server: JudgeServer) -> None:

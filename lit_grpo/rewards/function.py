@@ -368,27 +368,34 @@ class RewardFunction:
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """Make one call; return a value or an error for each of its rollouts.
 
-        Each attempt gets copies of the row's columns and of messages, so that what it changes is seen by nobody else.
+        Each attempt gets copies of the row's columns and of messages, so that what it changes is seen by nobody else. A
+        call that returns errors for some rollouts is repeated too; the attempt with the fewest of them counts.
 
         Raises:
             ValueError: The function did not return one value for each rollout, or an argument cannot be copied.
             Exception: Any error of the function.
         """
-        for pause_s in self._pauses_s:
+        attempts = _Attempts(self._pauses_s)
+        while True:
             try:
-                return self._read(self.call(**self._own(arguments)), num_rollouts)
+                attempts.end(self._read(self.call(**self._own(arguments)), num_rollouts))
             except Exception as error:  # a user's function runs here, and may fail in any way
-                time.sleep(_pause_before_retry(error, pause_s))
-        return self._read(self.call(**self._own(arguments)), num_rollouts)
+                attempts.fail(error)
+            if attempts.are_over:
+                return attempts.best
+            time.sleep(attempts.pause_s)
 
     async def score_async(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """Do what :meth:`score` does, for an ``async`` function."""
-        for pause_s in self._pauses_s:
+        attempts = _Attempts(self._pauses_s)
+        while True:
             try:
-                return self._read(await self.call(**self._own(arguments)), num_rollouts)
+                attempts.end(self._read(await self.call(**self._own(arguments)), num_rollouts))
             except Exception as error:  # a user's function runs here, and may fail in any way
-                await asyncio.sleep(_pause_before_retry(error, pause_s))
-        return self._read(await self.call(**self._own(arguments)), num_rollouts)
+                attempts.fail(error)
+            if attempts.are_over:
+                return attempts.best
+            await asyncio.sleep(attempts.pause_s)
 
     def _own(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return arguments in which nothing but environments and what is of the run is anybody else's too."""
@@ -415,12 +422,33 @@ class RewardFunction:
         return read_values(returned, num_rollouts) if self.on_group else [read_value(returned)]
 
 
-def _pause_before_retry(error: Exception, pause_s: float) -> float:
-    """Return the seconds to wait after an error; raise it again if it says that a retry cannot help."""
-    wanted = getattr(error, "retry_after_s", 0.0)
-    if wanted == math.inf:
-        raise error
-    return max(pause_s, wanted)
+class _Attempts:
+    """The attempts of one call: the values so far, and the pause before the next attempt."""
+
+    def __init__(self, pauses_s: Sequence[float]) -> None:
+        self._pauses_s, self._errors = list(pauses_s), math.inf
+        self.best: list[float | Exception | None] = []
+        self.pause_s = 0.0
+        self.are_over = False
+
+    def end(self, values: list[float | Exception | None]) -> None:
+        """Take the values of an attempt; the attempts are over if all are there."""
+        errors = [value for value in values if isinstance(value, Exception)]
+        if len(errors) < self._errors:
+            self.best, self._errors = values, len(errors)
+        self._plan(errors)
+
+    def fail(self, error: Exception) -> None:
+        """Take the error of an attempt; raise it after the last one, if no attempt brought values."""
+        self._plan([error])
+        if self.are_over and not self.best:
+            raise error
+
+    def _plan(self, errors: Sequence[Exception]) -> None:
+        """Pause before the next attempt for as long as the errors ask, unless none is left or could help."""
+        wanted = max((getattr(error, "retry_after_s", 0.0) for error in errors), default=0.0)
+        self.are_over = not errors or not self._pauses_s or wanted == math.inf
+        self.pause_s = 0.0 if self.are_over else max(self._pauses_s.pop(0), wanted)
 
 
 def listed(rewards: Reward | Sequence[Reward] | None) -> list[Reward]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from lit_grpo.limits import Count, Number, Positive, checks_arguments
@@ -42,6 +42,19 @@ class JudgeError(RuntimeError):
     def __init__(self, sentence: str, retry_after_s: float = 0.0) -> None:
         super().__init__(sentence)
         self.retry_after_s = retry_after_s
+
+
+class PartlyRead(ValueError):
+    """A reply has only some of the values that were asked for.
+
+    Args:
+        values: Those that it has, by name.
+        problems: What is wrong with each of the others, by name; the text follows the reply.
+    """
+
+    def __init__(self, values: Mapping[str, Any], problems: Mapping[str, str]) -> None:
+        super().__init__("; it ".join(problems.values()))
+        self.values, self.problems = values, problems
 
 
 class JudgeLimitReached(JudgeError):
@@ -135,7 +148,8 @@ class Judge(StatefulReward):
 
         Args:
             messages: As in a chat completions request.
-            read: Reads a reply's text. A reply for which it raises a ``ValueError`` is not cached.
+            read: Reads a reply's text. A reply for which it raises a ``ValueError`` is not cached. If that is a
+                :class:`PartlyRead`, its values are returned, with a :class:`JudgeError` in place of each other.
             fields: Further fields of the request; ``options`` may override them.
 
         Raises:
@@ -155,7 +169,12 @@ class Judge(StatefulReward):
                     value = read(reply)
                 except (ValueError, RecursionError) as error:
                     cut = "" if is_whole else "; it was cut off at max_tokens, so raise that in options"
-                    raise JudgeError(f"the judge's reply {reply!r:.80} {error}{cut}") from error
+                    said = f"the judge's reply {reply!r:.80}"
+                    if not isinstance(error, PartlyRead):
+                        raise JudgeError(f"{said} {error}{cut}") from error
+                    self._count(failures=1)
+                    missing = {name: JudgeError(f"{said} {what}{cut}") for name, what in error.problems.items()}
+                    return cast(T, {**error.values, **missing})
             except BaseException:
                 self._count(failures=1)
                 raise

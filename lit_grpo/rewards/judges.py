@@ -24,11 +24,13 @@ from typing import Annotated, Any, NamedTuple
 
 from lit_grpo.limits import Limit, check_value, checks_arguments
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
-from lit_grpo.rewards.judge_client import Judge
+from lit_grpo.rewards.judge_client import Judge, PartlyRead
 from lit_grpo.types import Episode
 
 PLACES = ("prompt", "completion")
-_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
+_THOUGHT = r"(?:<{0}(?:think|thinking|thought|reasoning)>|\[{0}THINK\])"
+_OPENS, _CLOSES = re.compile(r"\s*" + _THOUGHT.format("")), re.compile(_THOUGHT.format("/"))
+_MARKS = re.compile(rf"(?P<opens>\A{_OPENS.pattern})|(?P<closes>{_CLOSES.pattern})|\{{(?=\s*[\"}}])")
 _Weight = Annotated[float, Limit(gt=0, finite=True)]
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _FRAMES = re.compile(r"[<\[]|[^\x00-\x7f]")
@@ -85,31 +87,74 @@ def _schema(name: str, ids: Sequence[str], kind: str, explain: bool) -> dict[str
     return {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": schema}}
 
 
-def _values(reply: str, name: str, ids: Sequence[str]) -> dict[str, Any]:
-    """Return the values by id of a reply that is one JSON object, or one in a Markdown fence, and nothing else.
+def _objects(reply: str) -> list[Any]:
+    """Return the JSON objects of a reply in their order, without those in its thoughts.
+
+    Thoughts are what a reply begins with up to ``</think>`` or its kind; a template may have opened them. Thoughts that
+    do not end are the whole reply. A mark in a string of an object is text.
+    """
+    objects, place = [], 0
+    while (found := _MARKS.search(reply, place)) is not None:
+        place = found.end()
+        if found["closes"]:
+            objects.clear()
+        elif found["opens"]:
+            closed = _CLOSES.search(reply, place)
+            place = len(reply) if closed is None else closed.start()
+        else:
+            try:
+                value, place = _DECODER.raw_decode(reply, found.start())
+                objects.append(value)
+            except json.JSONDecodeError as error:  # goes on where the object broke, so that no part is read twice
+                place = max(error.pos, place)
+    return objects
+
+
+def _after_thoughts(reply: str) -> str:
+    """Return the text of a reply without the thoughts that it begins with.
 
     Raises:
-        ValueError: It is not, or ids are missing, unknown or there twice; the message follows the reply.
+        ValueError: The thoughts do not end; the message follows the reply.
     """
+    ended = _CLOSES.search(reply)
+    if ended is None and _OPENS.match(reply):
+        raise ValueError("has thoughts and no answer after them")
+    return reply if ended is None else reply[ended.end() :]
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if twice:
-            raise ValueError(f"has {twice[0]!r:.20} twice")
-        return dict(pairs)
 
-    fenced = _FENCE.fullmatch(reply)
-    try:
-        answer = json.loads(reply if fenced is None else fenced[1], object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        raise ValueError("is no JSON object") from error
-    values = answer.get(name) if isinstance(answer, dict) else None
-    if not isinstance(values, dict):
-        raise ValueError(f"is no JSON object with an object {name!r}")
-    if missing := [each for each in ids if each not in values]:
-        raise ValueError(f"has no value for {len(missing)} of {len(ids)} ids, such as {missing[0]}")
-    if unknown := [each for each in values if each not in ids]:
-        raise ValueError(f"has a value for the unknown id {unknown[0]!r:.20}")
+class _Twice:
+    """The value of a name that an object has twice."""
+
+    def __repr__(self) -> str:
+        return "two values"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    counts = Counter(key for key, _ in pairs)
+    return {key: value if counts[key] == 1 else _Twice() for key, value in pairs}
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
+def _values(reply: str, name: str, ids: Sequence[str]) -> dict[str, Any]:
+    """Return the values by id of the last JSON object in a reply that has an object ``name``.
+
+    What stands before it counts for nothing: prose, a Markdown fence, thoughts, an earlier answer. Other ids than
+    ``ids`` are left out, for they are of no completion.
+
+    Raises:
+        ValueError: There is no such object, or it has none of the ids; the message follows the reply.
+    """
+    objects = _objects(reply)
+    if not objects:
+        raise ValueError("has no JSON object after its thoughts" if _OPENS.match(reply) else "has no JSON object")
+    answers = [each[name] for each in objects if isinstance(each.get(name), dict)]
+    if not answers:
+        raise ValueError(f"has no JSON object with an object {name!r}")
+    values = {each: answers[-1][each] for each in ids if each in answers[-1]}
+    if not values:
+        raise ValueError(f"has no value for {len(ids)} of {len(ids)} ids, such as {ids[0]}")
     return values
 
 
@@ -128,8 +173,9 @@ class RelativeJudge(Judge):
     shuffled, because judges prefer some positions; and equal completions are shown once, so that their scores are
     equal.
 
-    The order depends on ``seed`` and on what is shown alone, so equal runs ask equal questions. An answer that lacks an
-    id, has one twice or has a score outside of 0 to 1 is an error of the whole group, and is not repaired.
+    The order depends on ``seed`` and on what is shown alone, so equal runs ask equal questions. The last JSON object of
+    a reply counts; thoughts and prose before it are left out. A completion whose id is missing or there twice, or whose
+    score is no number from 0 to 1, has no score; the others keep theirs. Nothing is repaired.
 
     Args:
         url: As all of ``settings``, a setting of the client (:class:`Judge`).
@@ -169,11 +215,11 @@ class RelativeJudge(Judge):
             f'{{{first}"scores": {{"ID": a number from 0 to 1, ...}}}}, with each id of the completions once.'
         )
 
-    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        """Score a group in one call.
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | Exception]:
+        """Score a group in one call; an error stands in place of a score that cannot be read.
 
         Raises:
-            JudgeError: The judge gives no score for each completion.
+            JudgeError: The judge gives no score for any completion.
         """
         common, rest = _common_beginning(completions)
         is_one_task = all(prompt == prompts[0] for prompt in prompts)  # environments may add to the prompt
@@ -194,12 +240,19 @@ class RelativeJudge(Judge):
             "completions": [listed[place] for place in drawn.order],
         }
 
-        def read(reply: str) -> dict[str, float]:
-            scores = _values(reply, "scores", drawn.ids)
-            for each, score in scores.items():
-                if type(score) not in (int, float) or not 0 <= score <= 1:
-                    raise ValueError(f"has the score {score!r:.20} for {each}, which is no number from 0 to 1")
-            return {each: float(score) for each, score in scores.items()}
+        def read(reply: str) -> dict[str, float | Exception]:
+            scores, problems = {}, {}
+            values = _values(reply, "scores", drawn.ids)
+            for each in drawn.ids:
+                if each not in values:
+                    problems[each] = f"has no value for the id {each}"
+                elif type(score := values[each]) not in (int, float) or not 0 <= score <= 1:
+                    problems[each] = f"has the score {score!r:.20} for {each}, which is no number from 0 to 1"
+                else:
+                    scores[each] = float(score)
+            if problems:
+                raise PartlyRead(scores, problems) if scores else ValueError(next(iter(problems.values())))
+            return scores
 
         messages = [{"role": "system", "content": self._system}, {"role": "user", "content": framed(document)}]
         shown_order = [listed[place]["id"] for place in drawn.order]
@@ -300,6 +353,8 @@ class RubricJudge(Judge):
 
         def read(reply: str) -> list[bool]:
             met = _values(reply, "met", ids)
+            if missing := [each for each in ids if each not in met]:
+                raise ValueError(f"has no value for {len(missing)} of {len(ids)} ids, such as {missing[0]}")
             for each, value in met.items():
                 if not isinstance(value, bool):
                     raise ValueError(f"has {value!r:.20} for {each}, which is neither true nor false")
@@ -379,8 +434,9 @@ class HTTPJudge(Judge):
         """
 
         def read(reply: str) -> float:
+            said = _after_thoughts(reply)
             try:
-                return float(last_answer(self._pattern, reply) or "") / self.scale
+                return float(last_answer(self._pattern, said) or "") / self.scale
             except ValueError:
                 raise ValueError("holds no score that pattern matches") from None
 
