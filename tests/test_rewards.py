@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import textwrap
@@ -408,3 +409,74 @@ def test_the_arguments_that_clash_are_named() -> None:
         "reward function 'scores' takes 'episode', which is of one rollout, and 'environments', which is of a whole "
         "group; leave 'environments' out, or leave 'episode' out and take 'episodes', which has it for each."
     )
+
+
+# ---- rewards from Python --------------------------------------------------------------------------------
+
+
+def right(completion: str, answer: Any) -> float:
+    return float(completion == answer)
+
+
+class Scaled:
+    def __init__(self, scale: float = 2.0) -> None:
+        self.scale = scale
+
+    def __call__(self, completion: str) -> float:
+        return self.scale
+
+
+WITH_A_FUNCTION: dict[str, tuple[Any, tuple[str, float]]] = {
+    "a weight": ({"function": right, "weight": 0.1}, ("right", 0.1)),
+    "a spec": (RewardSpec(right, weight=0.1), ("right", 0.1)),
+    "a name": ({"function": right, "name": "mine"}, ("mine", 1.0)),
+    "a path": ({"path": right, "weight": 2}, ("right", 2)),
+    "an object": (RewardSpec(Scaled(3.0), weight=0.5), ("Scaled", 0.5)),
+    "a class with arguments": (RewardSpec(Scaled, args={"scale": 4.0}), ("Scaled", 1.0)),
+    "a class": (Scaled, ("Scaled", 1.0)),
+    "bound arguments": (RewardSpec(right, args={"answer": 7}), ("right", 1.0)),
+    "partial": ({"function": functools.partial(right, answer=7), "weight": 0.0}, ("right", 0.0)),
+    "a lambda": ({"function": lambda completion: 1.0, "name": "one"}, ("one", 1.0)),
+    "ours": ({"function": ExactMatch(), "weight": 0.25, "name": "exact"}, ("exact", 0.25)),
+}
+
+
+@pytest.mark.parametrize("case", WITH_A_FUNCTION)
+def test_a_function_object_may_have_a_weight_and_a_name(case: str) -> None:
+    given, expected = WITH_A_FUNCTION[case]
+    (function,) = load_rewards(given)
+    assert (function.name, function.weight) == expected
+
+
+def test_a_function_object_may_have_data_sets_retries_and_arguments() -> None:
+    given = {"function": Scaled, "args": {"scale": 4.0}, "datasets": ["a"], "retries": 2, "retry_pause_s": 0.5}
+    (function,) = load_rewards(given)
+    assert function.datasets == {"a"} and (function.retries, function.retry_pause_s) == (2, 0.5)
+    assert function.call(completion="") == 4.0
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"func": right}, "has no field 'func'; write 'function'."),
+        ({"reward_funcs": right, "weight": 0.1}, "has no field 'reward_funcs'; write 'function'."),
+        ({"function": right, "reward_weights": 0.1}, "has no field 'reward_weights'; write 'weight'."),
+        ({"function": right, "wieght": 0.1}, "has no field 'wieght'; did you mean 'weight'?"),
+        ({"function": right, "zzz": 1}, "has no field 'zzz'; it has function, weight, name, args, datasets, retries"),
+        ({"weight": 0.1}, "has no function; add 'function' with a function or its path."),
+        ({"function": 3}, "the reward 3 is no function, path or RewardSpec; give one of these, or a mapping such as"),
+        ({"function": right, "weight": "a"}, "reward function 'right': weight must be a finite number, not 'a'"),
+        ({"function": right, "weight": float("nan")}, "reward function 'right': weight must be a finite number"),
+        ({"function": right, "process": True}, "give its path (file.py:name or module:name), or leave process out."),
+        ([right, {"function": right}], "2 rewards have the name 'right' (right, right); set a name for each."),
+        ({"function": Scaled, "args": {"scal": 1}}, "reward function 'Scaled' cannot be built with args {'scal': 1}"),
+        (
+            lambda data_source, solution_str, ground_truth, extra_info=None: 1.0,
+            "has verl's parameters (data_source, solution_str, ground_truth, extra_info); wrap it in a fun",
+        ),
+    ],
+)
+def test_a_reward_that_is_wrong_is_refused_in_a_sentence(given: Any, problem: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_rewards(given)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)

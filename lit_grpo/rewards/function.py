@@ -10,7 +10,7 @@ import numbers
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -33,12 +33,13 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A reward function by name."""
+    """A reward function with its weight and name."""
 
-    function: str
+    function: str | Callable[..., Any]
     """An import path (``my_package.my_module:score``) or a file and a name (``my_rewards.py:score``, relative to the
     working directory) of a function or class; or ``exact_match``, ``math_equivalence``, ``format_match``,
-    ``soft_overlong_penalty``, ``relative_judge``, ``rubric_judge``, ``http_judge`` or ``reward_model``.
+    ``soft_overlong_penalty``, ``relative_judge``, ``rubric_judge``, ``http_judge`` or ``reward_model``. From Python
+    also the function, object or class itself.
     """
     weight: Annotated[float, Limit(finite=True)] = 1.0
     """The factor of the function's value in the sum of the rewards. With 0 the value is only logged."""
@@ -62,11 +63,31 @@ class RewardSpec:
     """
 
     def __post_init__(self) -> None:
-        check_fields(self, f"reward function {self.function!r}: ")
-        if self.name == "":
+        if not isinstance(self.function, str) and not callable(self.function):
             raise ValueError(
-                f"the name of reward function {self.function!r} is empty; leave it out for the default name."
+                f"the reward {self.function!r} is no function, path or RewardSpec; give one of these, or a mapping "
+                'such as {"function": score, "weight": 0.1}.'
             )
+        check_fields(self, f"reward function {self.path!r}: ")
+        if self.name == "":
+            raise ValueError(f"the name of reward function {self.path!r} is empty; leave it out for the default name.")
+
+    @property
+    def path(self) -> str:
+        """The path of the function, or the name of one that is given itself."""
+        return self.function if isinstance(self.function, str) else _name_of(self.function)
+
+    @property
+    def default_name(self) -> str:
+        """The name in the logs if none is given."""
+        is_path = isinstance(self.function, str) and self.function not in REWARDS
+        return split_path(self.path)[1].split(".")[-1] if is_path else self.path
+
+
+def _name_of(call: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the class of an object."""
+    call = call.func if isinstance(call, functools.partial) else call
+    return getattr(call, "__name__", type(call).__name__)
 
 
 def read_value(value: Any) -> float | None:
@@ -208,24 +229,25 @@ class RewardFunction:
         Raises:
             ValueError: It cannot be imported, built or called as a reward function.
         """
-        loaded = load_object(spec.function)
+        is_path, named = isinstance(spec.function, str), f"reward function {spec.path!r}"
+        loaded = load_object(spec.function) if isinstance(spec.function, str) else spec.function
         if not callable(loaded):
             raise ValueError(
-                f"reward function {spec.function!r} is a {type(loaded).__name__}, which cannot be called; "
-                "name a function or a class."
+                f"{named} is a {type(loaded).__name__}, which cannot be called; name a function or a class."
             )
-        short = spec.function if spec.function in REWARDS else split_path(spec.function)[1].split(".")[-1]
-        name = spec.name or short
         call, args = (_build(loaded, spec), {}) if inspect.isclass(loaded) else (loaded, spec.args)
-        function = cls.of(call, name, spec.weight, spec.function, args)
+        function = cls.of(call, spec.name or spec.default_name, spec.weight, spec.path, args)
         if not spec.process:
-            check_signals(
-                call, f"reward function {spec.function!r}", "leave it out, or set process: true for the reward"
+            remedy = "set process: true for the reward" if is_path else "give it as a path, with process: true"
+            check_signals(call, named, f"leave it out, or {remedy}")
+        elif not isinstance(spec.function, str):
+            raise ValueError(
+                f"{named} is given itself, but a process of its own has to import it; give its path (file.py:name or "
+                "module:name), or leave process out."
             )
         elif isinstance(call, StatefulReward):
             raise ValueError(
-                f"reward function {spec.function!r} has a state, which a process of its own would not share with the "
-                "run; leave process out."
+                f"{named} has a state, which a process of its own would not share with the run; leave process out."
             )
         else:
             load = functools.partial(_load_call, spec.function, spec.args)
@@ -233,8 +255,8 @@ class RewardFunction:
                 call = ProcessCall(load, timeout_s, recorded=("log_metric", "log_extra", "log_feedback"))
             except Exception as error:  # pickling runs code of the values' classes, which may fail in any way
                 raise ValueError(
-                    f"reward function {spec.function!r} cannot be called in a process with args {spec.args} "
-                    f"({error_text(error)}); give args that can be pickled, or leave process out."
+                    f"{named} cannot be called in a process with args {spec.args} ({error_text(error)}); give args "
+                    "that can be pickled, or leave process out."
                 ) from error
             function = replace(function, call=call)
         retries = function.retries if spec.retries is None else spec.retries
@@ -270,6 +292,11 @@ class RewardFunction:
             )
         if one is None and group is None:
             listed = ", ".join(one.name for one in free) or "none"
+            if "solution_str" in names:
+                raise ValueError(
+                    f"reward function {path!r} has verl's parameters ({listed}); wrap it in a function of completion, "
+                    "which is solution_str, and of columns of the data, as docs/migration.md shows."
+                )
             raise ValueError(
                 f"reward function {path!r} must take 'completion' (to score one rollout) or 'completions' (to score a "
                 f"group), but has neither among its parameters ({listed}); name one of them so."
@@ -473,29 +500,42 @@ def load_rewards(specs: Reward | Sequence[Reward] | None, timeout_s: float | Non
 
 def _load(reward: Reward, timeout_s: float | None) -> RewardFunction:
     if isinstance(reward, Mapping):
-        try:
-            reward = RewardSpec(**with_function(reward))
-        except TypeError as error:
-            raise ValueError(
-                f"the reward {reward} is no RewardSpec ({error_text(error)}); correct its names."
-            ) from error
-    if isinstance(reward, str):
-        reward = RewardSpec(reward)
-    if isinstance(reward, RewardSpec):
-        return RewardFunction.load(reward, timeout_s)
-    if not callable(reward) or inspect.isclass(reward):
-        raise ValueError(f"the reward {reward!r} is no function, path or RewardSpec; give one of these.")
-    name = getattr(reward, "__name__", type(reward).__name__)
-    check_signals(reward, f"reward function {name!r}", "leave it out, because reward_timeout_s limits each call")
-    return RewardFunction.of(reward, name)
+        reward = RewardSpec(**_checked(with_function(reward)))
+    return RewardFunction.load(reward if isinstance(reward, RewardSpec) else RewardSpec(reward), timeout_s)
+
+
+_NAMES_ELSEWHERE = {
+    **dict.fromkeys(("reward_funcs", "reward_func", "reward_function", "func", "fn", "reward"), "function"),
+    **dict.fromkeys(("reward_weights", "reward_weight", "weights"), "weight"),
+    **dict.fromkeys(("kwargs", "reward_kwargs", "params", "init_args"), "args"),
+    **dict.fromkeys(("class_path",), "function"),
+}
+"""Fields of rewards in other trainers, and ours."""
+
+
+def _checked(reward: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a reward.
+
+    Raises:
+        ValueError: A field is missing, or a :class:`RewardSpec` does not have it.
+    """
+    known = [each.name for each in fields(RewardSpec)]
+    for name in reward:
+        if name not in known:
+            ours = _NAMES_ELSEWHERE.get(name)
+            remedy = f"write {ours!r}." if ours else near_names(str(name), known) or f"it has {', '.join(known)}."
+            raise ValueError(f"the reward {dict(reward)} has no field {name!r}; {remedy}")
+    if "function" not in reward:
+        raise ValueError(f"the reward {dict(reward)} has no function; add 'function' with a function or its path.")
+    return dict(reward)
 
 
 def with_function(reward: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a :class:`RewardSpec`, where ``path`` may stand for ``function``."""
-    fields = dict(reward)
-    if "path" in fields and "function" not in fields:
-        fields["function"] = fields.pop("path")
-    return fields
+    given = dict(reward)
+    if "path" in given and "function" not in given:
+        given["function"] = given.pop("path")
+    return given
 
 
 def check_names(functions: Sequence[RewardFunction]) -> None:
@@ -522,16 +562,14 @@ def _build(loaded: type, spec: RewardSpec) -> Callable[..., Any]:
     try:
         built = loaded(**spec.args)
     except ValueError as error:
-        raise ValueError(f"reward function {spec.function!r}: {error}") from error
+        raise ValueError(f"reward function {spec.path!r}: {error}") from error
     except Exception as error:  # the user's class is built here, and may fail in any way
         raise ValueError(
-            f"reward function {spec.function!r} cannot be built with args {spec.args} ({error_text(error)}); "
+            f"reward function {spec.path!r} cannot be built with args {spec.args} ({error_text(error)}); "
             "correct its args."
         ) from error
     if not callable(built):
-        raise ValueError(
-            f"reward function {spec.function!r} is a class whose objects cannot be called; add a __call__."
-        )
+        raise ValueError(f"reward function {spec.path!r} is a class whose objects cannot be called; add a __call__.")
     return built
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
@@ -17,6 +19,7 @@ from lit_grpo.data.sources import GivenRows, naming
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards.function import listed
 from lit_grpo.settings import as_plain
+from lit_grpo.tools.migration.python import check_arguments
 from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks, saves_checkpoints
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import quiet
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     Source = str | RowSource | Iterable[Any]
 
 
+P = ParamSpec("P")
 _ENVIRONMENTS = "environments"
 _ARGUMENTS = {"factory": "environment", "tools": "tools"}
 """The arguments of :func:`train` by the fields of the plug-in that they are for."""
@@ -55,6 +59,26 @@ class Run(NamedTuple):
         )
 
 
+def _checks_names(train: Callable[P, Run]) -> Callable[P, Run]:
+    """Let :func:`train` refuse arguments that neither it nor what it makes has, before Python asks for missing ones."""
+
+    @functools.wraps(train)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Run:
+        own, module = _parameters(train), _parameters(GRPOModule)
+        check_arguments("lit_grpo.train has no argument", kwargs, (own | module) - {"settings", "kwargs"})
+        for name, taker in (("data", PromptDataModule), ("trainer", pl.Trainer)):
+            if isinstance(given := kwargs.get(name), Mapping):
+                check_arguments(f"{name} of lit_grpo.train has no setting", given, _parameters(taker) - {"kwargs"})
+        return train(*args, **kwargs)
+
+    return checked
+
+
+def _parameters(taker: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(taker).parameters)
+
+
+@_checks_names
 def train(
     policy: str | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase],
     train: Source,
@@ -85,8 +109,8 @@ def train(
         train: Training prompts: a file, folder or id, a RowSource, a ``datasets.Dataset``, a data frame, a list or a
             generator of dicts, or a map-style dataset of torch. Objects are read once. A stream without end is refused;
             give its first rows.
-        rewards: One reward or a list: functions, paths (``file.py:name`` or an import path) or RewardSpecs. Those that
-            an environment brings join them.
+        rewards: One reward or a list: functions, paths (``file.py:name`` or an import path), RewardSpecs, or mappings
+            of their fields such as ``{"function": score, "weight": 0.1}``. Those of an environment join them.
         max_steps: Optimizer steps of the run.
         batch_size: Prompts of one training iteration.
         environment: Environment of the trajectories: a class, or its path (``my_env.py:Game``), or several by the names
@@ -106,7 +130,8 @@ def train(
         **settings: Further settings of :class:`GRPOModule`; ``sampling``, ``lora`` and others may be dicts.
 
     Raises:
-        ValueError: A setting is wrong.
+        ValueError: A setting is wrong, or has no such name; for a name of TRL's GRPOTrainer or GRPOConfig the message
+            says ours.
     """
     model = (policy, tokenizer) if tokenizer is not None else policy
     for one in () if callbacks is None or isinstance(callbacks, Mapping) else _listed(callbacks):

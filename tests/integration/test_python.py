@@ -93,7 +93,7 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
         ),
         ({"environment": "a.py:A"}, "rollout.plugins environments: environment 'a.py:A': there is no file a.py"),
         ({"environment": {}}, "rollout.plugins environments: factory is an empty mapping; give at least one"),
-        ({"rewards": [3]}, "the reward 3 is no function, path or RewardSpec; give one of these."),
+        ({"rewards": [3]}, "the reward 3 is no function, path or RewardSpec; give one of these, or a mapping"),
         ({"policy": 3}, "policy is of type int; give a name, a folder or a PreTrainedModel."),
         ({"generator": "slots"}, "generator is of type str; give an object such as lit_grpo.rollout.slots.SlotGen"),
         ({"generator": SlotGenerator}, "generator is the class SlotGenerator; give an object such as"),

@@ -297,6 +297,33 @@ SFT: dict[str, Counterpart] = {name: row for name, row in TRL.items() if name no
 }  # fmt: skip
 """By the field of TRL 1.16: SFTConfig, ModelConfig, and the script's own arguments."""
 
+TRAINER: dict[str, Counterpart] = {
+    "model": _same("policy", None, "a name, a folder, a loaded model, or a pair of it and its tokenizer"),
+    "reward_funcs": _changed(
+        'functions, paths, or with a weight and a name {"function": score, "weight": 0.1, "name": "score"}', None,
+        "rewards",
+    ),
+    "args": _changed("lit_grpo.train(..., **train_arguments(config)), of lit_grpo.tools.commands.from_trl, or each "
+                     "setting by itself", None, "settings"),
+    "train_dataset": _same("train", None, "a datasets.Dataset, a list of dicts, a file or an id"),
+    "eval_dataset": _same("validation", None, "as train; one of them, not several by name"),
+    "processing_class": _same("tokenizer", None, "of a loaded model; otherwise that of policy"),
+    "peft_config": _changed('{"r": 8, "alpha": 16, "target_modules": "all-linear"}', None, "lora"),
+    "optimizers": _changed(
+        "functions of the parameters and of the optimizer, such as functools.partial(torch.optim.AdamW, lr=1e-6)",
+        None, "optimizer", "lr_scheduler",
+    ),
+    "callbacks": _changed("Lightning callbacks, or the settings of ours by name", None, "callbacks"),
+    "tools": _same("tools"),
+    "environment_factory": _same("environment", None, "a class, or classes by name"),
+    "quantization_config": _changed('{"base": "nf4"}', None, "lora"),
+    "reward_processing_classes": _changed(
+        "the reward reward_model loads the tokenizer of its model", None, "rewards"
+    ),
+    "rollout_func": _changed("write an environment, which has respond(text) for a turn", None, "environment"),
+}  # fmt: skip
+"""The arguments of TRL's GRPOTrainer, and those of ``lit_grpo.train``."""
+
 VERL: dict[str, Counterpart] = {
     "actor_rollout_ref.model.path": _same("model.policy"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _same("model.gradient_checkpointing"),

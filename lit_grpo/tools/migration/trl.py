@@ -46,6 +46,8 @@ REWARDS: dict[str, dict[str, Any]] = {
 }
 
 
+ROWS = (".jsonl", ".json", ".csv", ".parquet")
+"""Suffixes of files with rows."""
 Part = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 """Returns fields of ours, by their dotted names, of all fields with their values, and of those that are given."""
 OLD = {
@@ -114,6 +116,7 @@ def converted(
     Raises:
         ValueError: The trainer has no such field, or its value is not supported.
     """
+    given = _with_model_arguments(given)
     without = dict(_without_counterpart(given, table, trainer))
     problems = [] if drop else list(without.values())
     given = {name: value for name, value in given.items() if name in table and name not in without}
@@ -132,6 +135,18 @@ def converted(
     own = {name: table[name] for name, value in given.items() if value != table[name].default}
     notes = [f"{name}: {row.note}" for name, row in own.items() if row.kind in ("changed", "none")]
     return Converted(config, [*(f"Left out: {sentence}" for sentence in without.values()), *_merged(notes)])
+
+
+def _with_model_arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return fields in which those of ``model_init_kwargs`` that ModelConfig has too stand by themselves."""
+    arguments = given.get("model_init_kwargs")
+    if not isinstance(arguments, Mapping):
+        return given
+    names = {"torch_dtype": "dtype", "revision": "model_revision"}
+    arguments = {names.get(str(name), str(name)): value for name, value in arguments.items()}
+    if not arguments.keys() <= {"dtype", "model_revision", "attn_implementation", "trust_remote_code", "use_cache"}:
+        return given
+    return {**{name: value for name, value in given.items() if name != "model_init_kwargs"}, **arguments}
 
 
 def _without_counterpart(
@@ -400,7 +415,9 @@ def data_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         raise ValueError("dataset_name is not given; TRL needs it too.")
 
     def split_of(split: str) -> Any:
-        if Path(path).is_file():
+        if Path(split).suffix in ROWS:
+            return split
+        if Path(path).is_file() or Path(path).suffix in ROWS:
             return path
         given = {"path": path, "name": taken["dataset_config"], "split": split}
         return {"class_path": "HubRows", "init_args": {name: value for name, value in given.items() if value}}
@@ -425,10 +442,11 @@ def _rewards(taken: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = [names] if isinstance(names, str) else names
     if not names:
         raise ValueError("reward_funcs is empty; name at least one.")
-    if unknown := [name for name in names if name not in REWARDS and "." not in name]:
+    named = [name for name in names if isinstance(name, str)]  # a script may give arguments too
+    if unknown := [name for name in named if name not in REWARDS and "." not in name]:
         raise ValueError(f"reward_funcs has {unknown[0]!r}; TRL knows {', '.join(REWARDS)}, and import paths.")
     weights = taken["reward_weights"] or [1.0] * len(names)
     if len(weights) != len(names):
         raise ValueError(f"reward_weights has {len(weights)} weights for {len(names)} reward_funcs; give one each.")
-    specs = [dict(REWARDS.get(name, {"function": name})) for name in names]
+    specs = [dict(REWARDS.get(name, {"function": name})) if isinstance(name, str) else name for name in names]
     return [spec | {"weight": float(weight)} for spec, weight in zip(specs, weights, strict=True)]
