@@ -28,12 +28,13 @@ from .weight_sync import WeightSync
 
 
 class ThroughputMonitor(Observer):
-    """Log completion tokens per second, and the seconds of each phase.
+    """Log tokens and completions so far, completion tokens per second, and the seconds of each phase.
 
-    The figures of the rollout, of the update and of both count the completion tokens of all ranks, so they can be
-    compared. A step lasts from the end of the step before to its own end, so a validation counts as part of the step
-    after it. The callback comes after ``RolloutScheduler`` and ``WeightSync`` in the list; the sync counts as part of
-    the update.
+    ``num_tokens`` is TRL's: for each completion the tokens of its prompt, with what ``reset`` of an environment added,
+    and those that were sampled. The figures of the rollout, of the update and of both count the completion tokens of
+    all ranks, so they can be compared. A step lasts from the end of the step before to its own end, so a validation
+    counts as part of the step after it. The callback comes after ``RolloutScheduler`` and ``WeightSync`` in the list;
+    the sync counts as part of the update.
 
     Args:
         stall_minutes: Number of minutes without progress (no decoding step, micro-batch or change of phase) after which
@@ -89,14 +90,18 @@ class ThroughputMonitor(Observer):
 
     def _see(self, module: GRPOModule, batch: PromptBatch) -> None:
         """Count tokens and completions of the rollout on all ranks."""
-        rollouts, prompt_tokens, learnt = batch.rollouts, 0, 0
+        rollouts, prefilled, prompts, learnt = batch.rollouts, 0, 0, 0
         for group in batch.groups:
-            prompt_tokens += len(group.prompt.token_ids)
+            prefilled += len(group.prompt.token_ids)
         for rollout in rollouts:
             learnt += rollout.completion.num_sampled
-        local = torch.tensor([batch.metrics.get("rollout/tokens", learnt), len(rollouts), prompt_tokens])
-        tokens, completions, self._prompt_tokens = module.ranks.sum(local).tolist()
-        self._sampled = {"num_tokens": tokens, "num_completions": completions}
+            prompts += len(rollout.completion.request.prompt.token_ids)
+            for segment in rollout.completion.segments[:1]:
+                prompts += segment.num_tokens if segment.version is None else 0  # said by reset, before an answer
+        sampled = batch.metrics.get("rollout/tokens", learnt)
+        local = torch.tensor([sampled, sampled + prompts, len(rollouts), prefilled])
+        self._tokens, seen, completions, self._prefilled = module.ranks.sum(local).tolist()
+        self._sampled = {"num_tokens": seen, "num_completions": completions}
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Add the rollout to the totals; not earlier, because a batch that stops before is sampled again."""
@@ -118,10 +123,10 @@ class ThroughputMonitor(Observer):
         seconds = pl_module.phases.take()
         step_s, aside_s = sum(seconds.values()), {name: seconds.get(name, 0.0) for name in ("validation", "checkpoint")}
         self._totals["time/total_s"] += step_s
-        tokens = self._sampled["num_tokens"]
+        tokens = self._tokens
         learnt = float(trainer.callback_metrics["update/tokens"])
         both_s, generation_s = rollout_s + update_s, batch.metrics.get("time/generation_s", rollout_s)
-        flops = self._flops_per_token * (self._prompt_tokens + tokens + 3 * learnt)
+        flops = self._flops_per_token * (self._prefilled + tokens + 3 * learnt)
         pl_module.log_dict(
             {
                 "time/total_s": self._totals["time/total_s"],

@@ -183,6 +183,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
         **_plugins(trainer),
         **_shared(trainer),
         **_rate(module),
+        **_rows(module),
         "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
     }
 
@@ -197,6 +198,14 @@ def _shared(trainer: pl.Trainer) -> dict[str, str]:
     """Return a warning if validation prompts are trained on."""
     shared = shared_validation(loaded_prompts(trainer))
     return {"held out": f"{shared}, so pass@1 tells nothing of new prompts; {REMEDY}"} if shared else {}
+
+
+def _rows(module: GRPOModule) -> dict[str, str]:
+    """Return a line on the counter of updates, if it rises by more than 1 from one row of the metrics to the next."""
+    steps = module.settings.updates_per_batch
+    if steps == 1:
+        return {}
+    return {"metrics": f"one row per batch of {steps} updates, so step is {steps}, {2 * steps}, {3 * steps} ..."}
 
 
 def _rate(module: GRPOModule) -> dict[str, str]:

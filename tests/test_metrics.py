@@ -124,6 +124,7 @@ def test_token_means_do_not_depend_on_the_split() -> None:
         "sampling/ess_token": 4.067391897**2 / (4 * 4.262039092),  # of weights exp(0.1), exp(-0.3), 1, exp(0.2)
         "sampling/ess_sequence": 4.067391897**2 / (4 * 4.262039092),  # each completion has one token
         "update/tokens": 4.0,
+        "update/steps": 1.0,
         "grad_norm": 2.0,
         "lr": 0.5,
     }

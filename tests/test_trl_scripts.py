@@ -20,7 +20,9 @@ from lit_grpo.optim import WarmupDecayLR
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.tools.commands.from_trl import main as from_trl
 from lit_grpo.tools.commands.from_trl import train_arguments
+from lit_grpo.tools.dashboard import sections
 from lit_grpo.tools.migration import TRAINER, convert_trl, plain_fields, read_script
+from lit_grpo.tools.migration.metrics import METRICS
 from lit_grpo.tools.migration.python import about_argument, as_argument
 from lit_grpo.tools.migration.table import TRL
 
@@ -371,3 +373,15 @@ def test_trl_s_own_call_is_refused_before_missing_arguments_are() -> None:
     call: Any = lit_grpo.train
     with pytest.raises(ValueError, match="no argument 'model'; here it is policy"):
         call(model="tiny", reward_funcs=len, train_dataset=[])
+
+
+def test_every_metric_that_trl_logs_is_on_the_page_and_ours_is_explained() -> None:
+    trl = pytest.importorskip("trl")
+    source = (Path(trl.__file__).parent / "trainer" / "grpo_trainer.py").read_text()
+    logged = set(re.findall(r'self\._metrics\[(?:mode|"train")\]\[f?"([^"]+)"\]', source))
+    named = {re.sub(r"\{\w+\}", "*", name) for name in logged}
+    assert named | {"loss", "grad_norm", "learning_rate", "eval_*"} == set(METRICS) and len(named) > 30
+    known = [metric.name for section in sections() for metric in section.metrics]
+    for name, row in METRICS.items():
+        assert not row.ours or row.ours in (*known, "val/*"), name
+        assert row.ours or row.differs, name

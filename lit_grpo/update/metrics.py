@@ -231,7 +231,7 @@ class TokenMetrics:
         logs |= gap_metrics(gap)
         largest = float(reduce_max(self._largest.double()))
         logs["sampling/logprob_gap_max"] = largest if largest >= 0 else math.nan
-        logs["update/tokens"] = num_tokens
+        logs |= {"update/tokens": num_tokens, "update/steps": float(self.num_updates)}
         logs |= {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}
         if self._kl is not None:
             logs["kl"] = kl / num_kl if num_kl else math.nan

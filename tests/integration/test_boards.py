@@ -109,12 +109,14 @@ def test_a_reward_named_errors_keeps_its_name(table: list[dict[str, str]]) -> No
     assert any(row["rewards/errors/mean"] for row in table)
 
 
-def test_seconds_add_up_and_totals_go_on_after_a_resume(table: list[dict[str, str]]) -> None:
+def test_seconds_add_up_and_totals_go_on_after_a_resume(table: list[dict[str, str]], policy_folder: Path) -> None:
+    prompt_tokens = len(load_tokenizer(str(policy_folder))("0+1=")["input_ids"])
     trained = [{name: float(value) for name, value in row.items() if value} for row in table if row["reward"]]
     for before, row in zip([{}, *trained[:-1]], trained, strict=True):
         parts = sum(row[f"time/{name}_s"] for name in ("rollout", "update", "validation", "checkpoint", "other"))
         assert parts == pytest.approx(row["time/step_s"], rel=1e-3, abs=1e-3)
-        assert row["num_tokens"] == before.get("num_tokens", 0.0) + row["rollout/tokens"]
+        assert row["num_tokens"] == before.get("num_tokens", 0.0) + row["rollout/tokens"] + 16 * prompt_tokens
+        assert row["update/steps"] == row["step"] - before.get("step", 0.0) == 2
         assert row["num_completions"] == before.get("num_completions", 0.0) + 16
         assert row["time/total_s"] == pytest.approx(before.get("time/total_s", 0.0) + row["time/step_s"])
         assert 0 < row["perf/mfu"] < 1.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import yaml
 from conftest import read_metrics, table_rows
 
+import lit_grpo
 from lit_grpo.cli.command_line import run
 from lit_grpo.tools.commands.from_trl import main as from_trl
+from lit_grpo.tools.commands.from_trl import train_arguments
 
 PLAIN: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen2-0.5B-Instruct",
@@ -90,3 +93,55 @@ def test_a_config_that_cannot_be_had_is_one_sentence(tmp_path: Path, capsys: pyt
         from_trl([str(config)])
     said = capsys.readouterr().err
     assert said.startswith("error: top_k is 50, which cannot be had:") and said.count("\n") == 1
+
+
+SCRIPT = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import get_soft_overlong_punishment
+
+def score(completions, answer, **kwargs):
+    return [float(len(text) % 3) for text in completions]
+
+def main():
+    dataset = load_dataset("json", data_files="prompts.jsonl", split="train")
+    args = GRPOConfig(
+        "runs/trl", learning_rate=1e-3, max_steps=3, per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=12, beta=0.04, bf16=False, use_cpu=True, reward_weights=[1.0, 0.5], seed=7,
+    )
+    trainer = GRPOTrainer(
+        "tiny", [score, get_soft_overlong_punishment(max_completion_len=12, soft_punish_cache=4)], args, dataset
+    )
+    trainer.train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.nightly  # TRL's trainer imports vLLM
+def test_a_script_of_trl_is_converted_and_runs_and_so_does_its_config_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+) -> None:
+    """The script's config for ``fit``, and its GRPOConfig for ``lit_grpo.train``, are the same run."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(6)]
+    Path("train_dataset.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("script.py").write_text(SCRIPT)
+    from_trl(["script.py", "--output", "ours.yaml"])
+    assert 'dataset.to_json("train_dataset.jsonl")' in Path("ours.yaml").read_text().replace("\n#  ", "")
+    run(["fit", "--config", "ours.yaml", "--model.policy", str(policy_folder)])
+    trl = pytest.importorskip("trl")
+    config = trl.GRPOConfig(
+        "runs/python", learning_rate=1e-3, max_steps=3, per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=12, beta=0.04, bf16=False, use_cpu=True, seed=7,
+    )  # fmt: skip
+    score = runpy.run_path("script.py")["score"]
+    overlong = {"function": "soft_overlong_penalty", "weight": 0.5, "args": {"max_tokens": 12, "buffer": 4}}
+    lit_grpo.train(str(policy_folder), rows, [score, overlong], **train_arguments(config))
+    ours, python = (
+        [row for row in read_metrics(Path("runs") / name / "metrics.csv") if row["loss"]] for name in ("trl", "python")
+    )
+    assert [row["step"] for row in ours] == [row["step"] for row in python] == ["1", "2", "3"]
+    for name in ("reward", "loss", "grad_norm", "kl", "lr", "num_tokens", "completions/mean_length"):
+        assert [row[name] for row in ours] == [row[name] for row in python], name

@@ -29,8 +29,9 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
 )
 
 from lit_grpo.module import GRPOModule
+from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.types import RolloutGroup, SamplingParams
+from lit_grpo.types import Completion, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, ScaleBy
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
@@ -168,6 +169,8 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
         assert relative_error(ours.gradients[0][name], gradient) < 2e-6, name
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0  # there was something to clip
+    for which in ("low", "high"):
+        assert ours.logs[0][f"clip_ratio/{which}"] == pytest.approx(metrics[f"clip_ratio/{which}_mean"], abs=1e-6)
     if beta:
         assert metrics["kl"] > 1e-3
         assert ours.logs[0]["kl"] == pytest.approx(metrics["kl"], rel=1e-5)
@@ -199,3 +202,44 @@ def test_advantages_of_several_rewards_are_those_of_trl(policy_folder: Path, pol
     ours = recorded.advantages_R
     assert ours.isnan().tolist() == [index == 2 for index in range(16)]  # no function had a value
     torch.testing.assert_close(ours.nan_to_num(0.0), inputs["advantages"], rtol=1e-5, atol=1e-6)
+
+
+SHARED = {
+    *("reward", "reward_std", "frac_reward_zero_std", "loss", "entropy", "kl"),
+    *(f"completions/{which}_length" for which in ("mean", "min", "max")),
+    *(f"completions/{which}_terminated_length" for which in ("mean", "min", "max")),
+    *("completions/clipped_ratio", *(f"rewards/{name}/{figure}" for name in WEIGHTS for figure in ("mean", "std"))),
+}
+"""What both log under one name in a step with a KL term."""
+
+
+def test_metrics_of_the_same_name_have_the_same_values(policy_folder: Path, tmp_path: Path) -> None:
+    """All groups have variance, so that both train on all tokens; what differs otherwise is in docs/migration.md."""
+    nudged = random_policy()
+    nudge(nudged)
+    groups = random_groups(nudged, [row for row in REWARDS if len(set(row)) > 1], noise=0.3, temperature=TEMPERATURE)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    end = load_tokenizer(str(policy_folder)).eos_token_id
+    for index, rollout in enumerate(rollouts):
+        rollout.rewards = {"narrow": rollout.reward, "wide": None if index % 4 == 2 else float(index)}
+        rollout.reward += WEIGHTS["wide"] * (rollout.rewards["wide"] or 0.0)
+        whole = rollout.completion
+        tokens = [*whole.token_ids_T.tolist()[:-1], end] if index % 3 else whole.token_ids_T
+        reason = "stop" if index % 3 else "length"
+        rollout.completion = Completion(whole.request, tokens, whole.logprobs_T, whole.versions_T, reason)
+    module = make_module(
+        policy_folder,
+        rewards=[RewardSpec("lit_grpo.rewards.exact_match", weight, name) for name, weight in WEIGHTS.items()],
+        sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS),
+        objective=Objective(kl=KLTerm(0.04)),
+    )
+    ours = fit(module, groups, callbacks=[Nudge()]).logs[0]
+    trainer, _, loss = trl_step(policy_folder, groups, tmp_path, beta=0.04, reward_weights=list(WEIGHTS.values()))
+    logged = trainer._metrics["train"]
+    by_function = {f"rewards/{name}/{figure}": logged[f"rewards/<lambda>/{figure}"][number]
+                   for number, name in enumerate(WEIGHTS) for figure in ("mean", "std")}  # fmt: skip
+    theirs = {name: values[-1] for name, values in logged.items()} | by_function | {"loss": float(loss)}
+    assert theirs.keys() & ours.keys() == SHARED
+    assert {name: ours[name] for name in SHARED} == pytest.approx({name: theirs[name] for name in SHARED}, rel=1e-5)
+    seen = sum(len(rollout.prompt.token_ids) + rollout.completion.num_sampled for rollout in rollouts)
+    assert theirs["num_tokens"] == seen  # what ThroughputMonitor counts too

@@ -8,11 +8,18 @@ from lit_grpo.tools.dashboard.specification import Metric, Section, sections
 
 HEAD = """# Metrics
 
-A run writes one row per update to `metrics.csv`, and the same values to TensorBoard and Weights & Biases, in the
+A run writes one row per batch to `metrics.csv`, and the same values to TensorBoard and Weights & Biases, in the
 sections of this page. A `*` in a name stands for a name or a number. A metric that TRL logs by the same name has the
-same meaning. A mean over no values is `NaN`. A reward function adds its own metrics with `log_metric`. Curves can be
-drawn by updates, `num_tokens`, `num_completions` or `time/total_s`; all of these continue in a resumed run. Reports,
-TensorBoard and W&B show these texts too. All are made from `lit_grpo/tools/dashboard/metrics.yaml`.
+same meaning, except for what [From TRL](migration.md#metrics-of-trl) names. A mean over no values is `NaN`. A reward
+function adds its own metrics with `log_metric`. Curves can be drawn by updates, `num_tokens`, `num_completions` or
+`time/total_s`; all of these continue in a resumed run. Reports, TensorBoard and W&B show these texts too. All are made
+from `lit_grpo/tools/dashboard/metrics.yaml`.
+
+The column `step` counts optimizer steps (updates), as TRL's `global_step`. TRL with `logging_steps: 1` logs each step.
+Here a batch is one row. If `model.num_iterations` x `model.num_minibatches` is 4, a row stands for 4 steps, and `step`
+is 4, 8, 12 ...; `update/steps` is their number. In such a row `loss`, `grad_norm`, `entropy`, `kl`, the clip ratios and
+`lr` are means over the steps of the batch, `sampling/*` compares log-probs before its first step, and figures of
+rollouts are those of the batch.
 """
 
 

@@ -63,7 +63,7 @@ REWARDS = (
 )
 EVALUATION = "the policy is validated before the first update, and then every trainer.val_check_interval batches"
 SAVING = "checkpoint.every_n_updates; last.ckpt and best.ckpt are kept"
-METRICS = "every update is a row of metrics.csv, and of TensorBoard"
+METRICS = "every batch is a row of metrics.csv, and of TensorBoard; with several optimizer steps it has their means"
 HUB = "the trained policy is a Hugging Face folder, runs/NAME/policy; upload it with hf upload"
 LIGHTNING = "Lightning decides this; the Trainer's fields are in fit --help-all"
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 MAX_POINTS = 500  # of a metric; each point has a mean, a smallest and a largest value
-AXES = {"num_tokens": "sampled tokens", "time/total_s": "time in steps"}
+AXES = {"num_tokens": "tokens of prompts and completions", "time/total_s": "time in steps"}
 """Metrics that may be the axis of a chart in place of the update."""
 
 
