@@ -51,7 +51,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 PARSES = ("parse_args_and_config", "parse_args_into_dataclasses")
 """Methods of TrlParser and HfArgumentParser."""
 _DEPTH = 20
-"""Names and operators that a value may be behind."""
+"""Max number of names and operators between a field and its value."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class _Reader:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         return self._sources.get(name, name).rpartition(".")[2]
 
-    def _behind(self, node: ast.expr) -> ast.expr:
+    def _resolved(self, node: ast.expr) -> ast.expr:
         """Return what a name stands for, if it is assigned once; else the node itself."""
         for _ in range(_DEPTH):
             if not isinstance(node, ast.Name) or node.id not in self._values:
@@ -209,7 +209,7 @@ class _Reader:
         Raises:
             _Unknown: It is something else.
         """
-        node, deeper = self._behind(node), depth + 1
+        node, deeper = self._resolved(node), depth + 1
         if depth > _DEPTH:
             raise _Unknown
         match node:
@@ -246,7 +246,7 @@ class _Reader:
             if each.arg is not None:
                 given[each.arg] = each.value
                 continue
-            mapping = self._behind(each.value)
+            mapping = self._resolved(each.value)
             if isinstance(mapping, ast.Call) and self._called(mapping) == "dict":
                 given |= self._arguments(mapping)
             elif isinstance(mapping, ast.Dict):
@@ -292,7 +292,7 @@ class _Reader:
         return self._arguments(node, POSITIONS if self._script.trainer == "GRPO" else ("model", "args"))
 
     def _read_argument(self, name: str, given: ast.expr) -> None:
-        node = self._behind(given)
+        node = self._resolved(given)
         if isinstance(node, ast.Constant) and node.value is None:
             return
         if name in ("peft_config", "quantization_config") and self._is_of_flags(node):
@@ -385,7 +385,7 @@ class _Reader:
 
     def _reward(self, node: ast.expr) -> Any:
         """Return a reward function's name, path or fields; None if it cannot be named."""
-        node = self._behind(node)
+        node = self._resolved(node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             self._script.unread["reward_funcs"] = (
                 f"reward_funcs has the reward model {node.value!r}: leave it out here, and add the reward "
@@ -416,10 +416,10 @@ class _Reader:
 
     def _read_rows(self, given: ast.expr, split: Literal["train", "test"]) -> None:
         """Read ``load_dataset(...)``; rows that code of the script makes are to be written to a file."""
-        node = loaded = self._behind(given)
+        node = loaded = self._resolved(given)
         part = None
         if isinstance(node, ast.Subscript):
-            loaded, part = self._behind(node.value), node.slice
+            loaded, part = self._resolved(node.value), node.slice
         if isinstance(loaded, ast.Call) and self._called(loaded) == "load_dataset":
             taken = self._arguments(loaded, ("path", "name"))
             part = taken.pop("split", part)
