@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
-from hand_made import as_groups, make_rollout
+from hand_made import as_groups, make_module, make_rollout, random_groups
 
+from lit_grpo.callbacks import ThroughputMonitor
 from lit_grpo.findings.rewards import BatchWatch, NoSignalCount, has_no_signal
 from lit_grpo.metrics import Means, pass_at_k, rollout_metrics, staleness_shares
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import RolloutGroup
+from lit_grpo.types import OBSERVED, Completion, PromptBatch, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.metrics import GapLimits, TokenMetrics, gap_sums
 from lit_grpo.update.objective.objective import Objective
@@ -366,3 +368,22 @@ def test_three_batches_in_a_row_that_teach_nothing_are_told_once() -> None:
     watch = resumed
     assert [said(1.0, 0.0) for _ in range(5)] == [None] * 5
     assert count.is_worth_a_word and str(count).startswith("10 of 13 batches, in which no group")
+
+
+def test_num_tokens_counts_a_prompt_once_per_completion_and_what_reset_said_as_trl_does(
+    policy_folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = random_groups(policy, [[1.0, 0.0], [0.0, 1.0]])
+    whole = groups[0].rollouts[0].completion
+    versions = [OBSERVED] * 3 + [0] * whole.num_tokens
+    tokens, logprobs = [5] * 3 + whole.token_ids_T.tolist(), [0.0] * 3 + whole.logprobs_T.tolist()
+    groups[0].rollouts[0].completion = Completion(whole.request, tokens, logprobs, versions, "stop")
+    batch = PromptBatch([group.prompt for group in groups])
+    batch.groups = groups
+    module, logged = make_module(policy_folder), dict[str, float]()
+    monkeypatch.setattr(module, "log_dict", logged.update)
+    rollouts = batch.rollouts
+    sampled = sum(rollout.completion.num_sampled for rollout in rollouts)
+    prompts = sum(len(rollout.prompt.token_ids) for rollout in rollouts)
+    ThroughputMonitor(0).on_train_batch_start(cast(Any, None), module, batch, 0)
+    assert logged == {"num_tokens": sampled + prompts + 3, "num_completions": 4}

@@ -50,8 +50,9 @@ class RewardSpec:
     datasets: list[str] | None = None
     """Data sets whose rows it scores, by the names in the rows' column ``dataset``. By default it scores all rows."""
     retries: Annotated[int | None, Limit(ge=0, le=10)] = None
-    """Max number of repetitions of a call that raises, at most 10. ``reward_timeout_s`` limits all attempts together.
-    The default is 3 for judges, and 0 for other functions.
+    """Max number of repetitions of a call that raises, or that returns an error for a completion, at most 10. The
+    attempt with the fewest errors counts. ``reward_timeout_s`` limits all attempts together. The default is 3 for
+    judges, and 0 for other functions.
     """
     retry_pause_s: Annotated[float, Limit(ge=0, le=60)] = 1.0
     """Seconds before the first retry, at most 60. The pause doubles before each further retry. If the exception has an
