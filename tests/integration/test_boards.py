@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +66,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Pat
         (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (place / "rewards.py").write_text(REWARDS)
         (place / "config.yaml").write_text(json.dumps(CONFIG))
+        said = io.StringIO()
         for steps, more in ((4, []), (6, ["--ckpt_path", "runs/task/checkpoints/last.ckpt"])):
             policy = ["--model.policy", str(policy_folder), "--trainer.max_steps", str(steps)]
-            run(["fit", "--config", "config.yaml", *policy, *more])
+            with redirect_stdout(said):
+                run(["fit", "--config", "config.yaml", *policy, *more])
             wandb.finish()
+        (place / "said.txt").write_text(said.getvalue())
     return place / "runs" / "task"
 
 
@@ -97,6 +102,12 @@ def test_every_metric_is_explained_and_one_that_this_run_lacks_says_what_it_need
     known = {metric.name: metric for section in sections() for metric in section.metrics}
     seen = {name for name, metric in known.items() if any(metric.covers(one) for one in logged)}
     assert [name for name in known.keys() - seen if not known[name].when] == []  # the others say what they need
+
+
+def test_a_run_says_that_a_row_is_a_batch_of_several_updates(folder: Path, table: list[dict[str, str]]) -> None:
+    said = " ".join((folder.parents[1] / "said.txt").read_text().split())
+    assert "one row per batch of 2 updates, so step is 2, 4, 6 ..." in said
+    assert [row["step"] for row in table if row["reward"]] == ["2", "4", "6"]
 
 
 def test_every_value_is_a_number(table: list[dict[str, str]]) -> None:
