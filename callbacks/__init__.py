@@ -9,7 +9,7 @@ from .policy_exporter import PolicyExporter
 from .progress_bar import GRPOProgressBar
 from .rollout_scheduler import RolloutScheduler
 from .rollout_timeline import RolloutTimeline
-from .run_checkpoint import RunCheckpoint
+from .run_checkpoint import RunCheckpoint, SavedByRun
 from .run_summary import RunSummary
 from .sample_logger import SampleLogger
 from .weight_sync import WeightSync
@@ -24,6 +24,7 @@ __all__ = [
     "RunCheckpoint",
     "RunSummary",
     "SampleLogger",
+    "SavedByRun",
     "ThroughputMonitor",
     "WeightSync",
 ]

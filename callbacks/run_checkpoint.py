@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeFileIO, settled
@@ -77,6 +78,7 @@ class RunCheckpoint(pl.Callback):
         self._watch: RankWatch | None = None
         self._previous: dict[int, Any] = {}
         self._run_folder: Path | None = None  # on the first rank, if it exists
+        self.saved_best: Path | None = None  # in this run, before it was resumed too
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check the place in the list, and set the writer of checkpoints and the run's folder on all ranks."""
@@ -111,6 +113,8 @@ class RunCheckpoint(pl.Callback):
         path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
         self._newest = self._given = (pl_module.policy_version, None if path is None else str(path))
         self._several, self._phase, self._tried = trainer.world_size > 1, "learnt", False
+        best = self.path(trainer, "best")
+        self.saved_best = best if self._best > float("-inf") and settled(best).exists() else None
         folder = Path(trainer.default_root_dir)
         self._run_folder = folder if trainer.is_global_zero and folder.exists() else None
         self._listen()
@@ -197,10 +201,11 @@ class RunCheckpoint(pl.Callback):
     def _save_best(self, trainer: pl.Trainer) -> None:
         if self._best_is_due:
             self._best_is_due = False
-            self._save(trainer, self._path(trainer, "best"))
+            self.saved_best = self.path(trainer, "best")
+            self._save(trainer, self.saved_best)
 
     def _save_last(self, trainer: pl.Trainer, version: int) -> None:
-        path = self._path(trainer, "last")
+        path = self.path(trainer, "last")
         self._save(trainer, path)
         self._given = (version, str(path))
         if self._io is None:
@@ -224,7 +229,8 @@ class RunCheckpoint(pl.Callback):
             raise
         self._newest = self._given
 
-    def _path(self, trainer: pl.Trainer, name: str) -> Path:
+    def path(self, trainer: pl.Trainer, name: str) -> Path:
+        """Return where the run saves the checkpoint ``last`` or ``best``."""
         return Path(trainer.default_root_dir) / self.folder / f"{name}.ckpt"
 
     # ---- signals and errors ---------------------------------------------------------------------------
@@ -324,6 +330,55 @@ class RunCheckpoint(pl.Callback):
             f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {shlex.quote(path)} goes "
             "on from there."
         )
+
+
+class SavedByRun(ModelCheckpoint):
+    """Tells Lightning's Trainer what :class:`RunCheckpoint` saves, and saves nothing itself.
+
+    Lightning asks a ModelCheckpoint for the files that ``ckpt_path="best"`` and ``"last"`` mean, and adds one that
+    saves if the Trainer has none. RunCheckpoint cannot be one, because Lightning calls these last.
+
+    Args:
+        run: The callback that saves; None if nothing does.
+    """
+
+    def __init__(self, run: RunCheckpoint | None) -> None:
+        super().__init__(save_top_k=0)
+        self._run = run
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Do nothing, because nothing is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    @property
+    def best_model_path(self) -> str:
+        """The run's ``best.ckpt``.
+
+        Raises:
+            ValueError: This Trainer has not saved it.
+        """
+        best = None if self._run is None else self._run.saved_best
+        if best is None:
+            raise ValueError(
+                'ckpt_path is "best", but this Trainer has saved no best.ckpt, which is that of its best validation; '
+                "give the path of a checkpoint, such as runs/NAME/checkpoints/best.ckpt."
+            )
+        return str(settled(best))
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Do nothing: Lightning sets what it saves."""
+
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        if self._run is None:
+            return set()
+        last = settled(self._run.path(trainer, "last"))
+        return {str(last)} if last.exists() else set()
 
 
 def run_name(trainer: pl.Trainer) -> str:

@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, check_value
+from lit_grpo.process.terminal import first_line
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
 from lit_grpo.types import Prompt, SamplingParams
@@ -147,6 +148,60 @@ def total_updates(trainer: pl.Trainer, updates_per_batch: int) -> int | None:
     return min(limits, default=None)
 
 
+def check_intervals(options: Mapping[str, Any]) -> None:
+    """Refuse intervals of validations that Lightning refuses without naming the field, or divides by.
+
+    Args:
+        options: Arguments of a Trainer, or the fields of ``trainer``; what is missing has a run's default.
+
+    Raises:
+        ValueError: ``val_check_interval``, ``check_val_every_n_epoch`` or ``barebones`` cannot work.
+    """
+    epochs, interval = options.get("check_val_every_n_epoch"), options.get("val_check_interval")
+    if epochs is not None and (type(epochs) is not int or epochs < 1):
+        raise ValueError(
+            f"trainer.check_val_every_n_epoch is {epochs}, but it counts epochs between two validations; give a whole "
+            "number of at least 1, or leave it out and set trainer.val_check_interval."
+        )
+    if isinstance(interval, float) and (epochs is None or not 0 < interval <= 1):
+        raise ValueError(
+            f"trainer.val_check_interval is {interval}, but it counts updates, because prompts are drawn without "
+            "end; give a whole number, such as 10, or a fraction of an epoch with trainer.check_val_every_n_epoch 1."
+        )
+    if isinstance(interval, int) and interval < 1:
+        raise ValueError(
+            f"trainer.val_check_interval is {interval}, but it counts updates between two validations; give a whole "
+            "number of at least 1, or leave data.validation out for a run without validations."
+        )
+    if options.get("barebones"):
+        raise ValueError("trainer.barebones leaves out loggers and callbacks that a run needs; leave it out.")
+
+
+def epoch_length(trainer: pl.Trainer) -> int | None:
+    """Return the number of batches in an epoch of a trainer's training prompts; None if they are not known."""
+    data: Any = getattr(trainer, "datamodule", None)
+    if "train" not in getattr(data, "prompts", {}):
+        return None
+    length, limit = len(data.train_dataloader()), trainer.limit_train_batches
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)
+
+
+def check_epoch(trainer: pl.Trainer) -> None:
+    """Refuse an interval of validations that is longer than the epoch in which it is counted.
+
+    Raises:
+        ValueError: It is.
+    """
+    interval, length = _interval(trainer), epoch_length(trainer)
+    counts_in_epochs = trainer.check_val_every_n_epoch is not None and isinstance(interval, int)
+    if length is not None and counts_in_epochs and interval > length:
+        raise ValueError(
+            f"trainer.val_check_interval is {interval}, but with trainer.check_val_every_n_epoch it counts the batches "
+            f"of one epoch, which has {length}; give at most {length}, or leave check_val_every_n_epoch out, so that "
+            "it counts the batches of the run."
+        )
+
+
 def check_trainer(trainer: pl.Trainer, dtype: str) -> None:
     """Refuse strategies, precisions and callbacks that do not work, and what the trainer must leave to the module.
 
@@ -171,6 +226,8 @@ def check_trainer(trainer: pl.Trainer, dtype: str) -> None:
             f"trainer.precision bf16-true would make the weights bfloat16, but model.dtype is {dtype}; use bf16-mixed, "
             "or set model.dtype to bfloat16 too."
         )
+    interval = _interval(trainer)
+    check_intervals({**vars(trainer), "val_check_interval": interval if isinstance(interval, int) else None})
     check_left_to_module(
         trainer.gradient_clip_val, trainer.accumulate_grad_batches, trainer.gradient_clip_algorithm is not None
     )
@@ -180,19 +237,50 @@ def check_trainer(trainer: pl.Trainer, dtype: str) -> None:
                 raise ValueError(f"trainer.callbacks has {type(callback).__name__}, which {reason}.")
 
 
-def check_stepping(optimizer: torch.optim.Optimizer, scheduler: Any, total_updates: int | None) -> None:
-    """Refuse an optimizer or a schedule that cannot be stepped once per update with nothing but gradients.
+def make_part(field: str, make: Callable[[Any], Any], of: Any) -> Any:
+    """Make an optimizer of weights, or a schedule of an optimizer, as the user asks.
 
     Args:
-        optimizer: The optimizer that takes the steps.
-        scheduler: The schedule that is stepped after each; None for none.
-        total_updates: Updates of the whole run, if they are known.
+        field: ``model.optimizer`` or ``model.lr_scheduler``.
+        make: What makes it.
+        of: Its argument.
 
     Raises:
-        ValueError: The optimizer evaluates the loss itself or needs sparse gradients, or the schedule needs a metric or
-            has too few steps.
+        ValueError: It cannot be made with its arguments, or of these weights.
+    """
+    try:
+        return make(of)
+    except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, IndexError) as error:
+        name = getattr(getattr(make, "func", make), "__name__", "")
+        named = f"{field} {name}" if name.isidentifier() else field
+        other = "torch.optim.AdamW" if field == "model.optimizer" else "CosineAnnealingLR"
+        raise ValueError(
+            f"{named} cannot be made ({first_line(error).rstrip('.')}); change its arguments ({field}.init_args), or "
+            f"take another, such as {other}."
+        ) from error
+
+
+def check_stepping(optimizer: Any, weights: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse an optimizer that cannot take steps with nothing but gradients of the trained weights.
+
+    Args:
+        optimizer: What is to take the steps.
+        weights: The weights that are trained.
+
+    Raises:
+        ValueError: It is none, or holds none of the weights, evaluates the loss itself or needs sparse gradients.
     """
     name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"model.optimizer makes an object of type {name}; give a function of the weights that returns one "
+            "torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=1e-5)."
+        )
+    if not {id(one) for group in optimizer.param_groups for one in group["params"]} & {id(one) for one in weights}:
+        raise ValueError(
+            f"model.optimizer {name} holds no weight of the policy, so that nothing would be trained; make it of the "
+            "weights that it is given."
+        )
     if _needed(type(optimizer).step):
         raise ValueError(
             f"model.optimizer {name} computes the loss again within a step (its step needs a closure), but an update "
@@ -202,18 +290,29 @@ def check_stepping(optimizer: torch.optim.Optimizer, scheduler: Any, total_updat
         raise ValueError(
             f"model.optimizer {name} needs sparse gradients, and a policy has none; take torch.optim.AdamW."
         )
-    if scheduler is None:
-        return
+
+
+def check_schedule(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a schedule that cannot be stepped once per update of the optimizer.
+
+    Raises:
+        ValueError: It is none, or that of another optimizer, or needs a metric.
+    """
     kind = type(scheduler).__name__
+    if not callable(getattr(scheduler, "step", None)):
+        raise ValueError(
+            f"model.lr_scheduler makes an object of type {kind}; give a function of the optimizer that returns one "
+            "schedule of torch.optim.lr_scheduler, or leave it out for a constant rate."
+        )
     if needed := _needed(type(scheduler).step):
         raise ValueError(
             f"model.lr_scheduler {kind} needs {needed[0]} at each step, but a schedule is stepped after each update "
             "without any; take one that goes by steps, such as torch.optim.lr_scheduler.CosineAnnealingLR."
         )
-    if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR) and scheduler.total_steps < (total_updates or 0):
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
-            f"model.lr_scheduler {kind} has total_steps {scheduler.total_steps}, but the run makes {total_updates} "
-            f"updates (trainer.max_steps); set total_steps to {total_updates}."
+            f"model.lr_scheduler {kind} is that of another optimizer than model.optimizer; make it of the optimizer "
+            "that it is given."
         )
 
 
@@ -224,7 +323,7 @@ def _needed(method: Callable[..., Any]) -> list[str]:
 
 
 def check_monitors(trainer: pl.Trainer, validates: bool, names: Sequence[str], may_log: bool) -> str | None:
-    """Check that what EarlyStopping and ModelCheckpoint monitor is there after a validation.
+    """Check that what EarlyStopping and ModelCheckpoint monitor is there when they look at it.
 
     Args:
         trainer: The trainer of a run.
@@ -236,17 +335,29 @@ def check_monitors(trainer: pl.Trainer, validates: bool, names: Sequence[str], m
         A warning about a metric that only the user's own code could log; None if there is nothing to warn of.
 
     Raises:
-        ValueError: There is no validation, or no such metric.
+        ValueError: There is no validation, none before the end of an epoch, or no such metric.
     """
+    length = epoch_length(trainer)
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(callback, EarlyStopping | ModelCheckpoint):
             continue
         kind, name = type(callback).__name__, callback.monitor or ""
         held_out = name.startswith(("val", "eval", "test"))
-        if not validates and (held_out or isinstance(callback, EarlyStopping)):
+        stops, at_epochs = (
+            isinstance(callback, EarlyStopping),
+            bool(getattr(callback, "_check_on_train_epoch_end", False)),
+        )
+        if not validates and (held_out or (stops and not at_epochs)):
+            or_epochs = ", or let it look at the end of each epoch with check_on_train_epoch_end" if stops else ""
             raise ValueError(
                 f"trainer.callbacks has {kind}, which looks at its metric after each validation, but the run has no "
-                f"validation; give data.validation, or leave {kind} out."
+                f"validation; give data.validation, or leave {kind} out{'' if held_out else or_epochs}."
+            )
+        if held_out and at_epochs and length is not None and not _validates_within(trainer, length):
+            raise ValueError(
+                f"trainer.callbacks has {kind} with monitor {name!r} and check_on_train_epoch_end, but an epoch ends "
+                f"after {length} batches, before the first validation; leave check_on_train_epoch_end out, or set "
+                f"trainer.val_check_interval to {length} or less."
             )
         if held_out and name not in names:
             said = f"trainer.callbacks has {kind} with monitor {name!r}, but validation logs {', '.join(names)}"
@@ -254,6 +365,17 @@ def check_monitors(trainer: pl.Trainer, validates: bool, names: Sequence[str], m
                 return f"{said}; the run ends with an error unless a reward or callback of yours logs {name!r}."
             raise ValueError(f"{said}; take one of these.")
     return None
+
+
+def _validates_within(trainer: pl.Trainer, length: int) -> bool:
+    """Whether there is a validation in the first ``length`` batches for sure."""
+    interval, epochs = _interval(trainer), trainer.check_val_every_n_epoch
+    return interval is not None and (epochs == 1 or (epochs is None and interval <= length))
+
+
+def _interval(trainer: pl.Trainer) -> int | float | None:
+    """Return ``val_check_interval``, which is 1.0 by default, and None if validations go by time."""
+    return getattr(trainer, "val_check_interval", None)
 
 
 def check_ranks(

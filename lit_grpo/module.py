@@ -17,6 +17,7 @@ from lit_grpo.checks import (
     FORMAT,
     check_callbacks,
     check_checkpoint,
+    check_epoch,
     check_format,
     check_generations,
     check_micro_batch,
@@ -25,16 +26,19 @@ from lit_grpo.checks import (
     check_prompt_lengths,
     check_ranks,
     check_rewarded,
+    check_schedule,
     check_stepping,
     check_token_ids,
     check_trainer,
     check_training_sampling,
+    make_part,
     total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.faults.differing_ranks import CONTENTS, check_alike, of_policy, of_run
 from lit_grpo.findings.rewards import BatchWatch
 from lit_grpo.metrics import dataset_metrics, rollout_metrics, staleness_shares
+from lit_grpo.optim.course import Course
 from lit_grpo.optim.rates import UnusualRate, unusual_rate
 from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, overriding
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
@@ -213,6 +217,7 @@ class GRPOModule(EvaluationModule):
         self._batch_watch = BatchWatch(self.rewards, on_reward_error)
         self._longest_row: int | None = None
         self.unusual_rate: UnusualRate | None = None
+        self._course: Course | None = None
         self._told, self._told_before = RunSettings(), RunSettings()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
         self.keep_special_tokens, self._plugins_started = keep_special_tokens, False
@@ -329,6 +334,7 @@ class GRPOModule(EvaluationModule):
             self._check_plugins(self.settings.plugins, self.facts())
             self._check_teacher()
             prompts = getattr(data, "prompts", None)
+            check_epoch(self.trainer)
             self._check_monitors(validates=prompts is None or "validation" in prompts)
             check_ranks(self.trainer, self.policy_name, self.lora, self.settings)
         self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyright: ignore[reportAttributeAccessIssue]
@@ -442,10 +448,13 @@ class GRPOModule(EvaluationModule):
         trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         if not trained:
             raise ValueError("model.policy has no weight that may be trained; set requires_grad of some of them.")
-        optimizer = self.make_optimizer(trained)
-        scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
-        total = total_updates(self.trainer, self.settings.updates_per_batch)
-        check_stepping(optimizer, scheduler, total)
+        optimizer, scheduler = make_part("model.optimizer", self.make_optimizer, trained), None
+        check_stepping(optimizer, trained)
+        if self.make_lr_scheduler is not None:
+            scheduler = make_part("model.lr_scheduler", self.make_lr_scheduler, optimizer)
+            check_schedule(scheduler, optimizer)
+            self._course = Course(scheduler)
+            self._check_course()
         self._check_plugins(self.settings.plugins, replace(self.facts(), optimizer=optimizer))
         self.unusual_rate = unusual_rate(self.policy, optimizer)  # before a checkpoint's rate is restored
         self._told = recorded_settings(
@@ -457,16 +466,27 @@ class GRPOModule(EvaluationModule):
             check_optimizer(self._told_before, self._told)
         return optimizer if scheduler is None else ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
 
+    def _check_course(self) -> int | None:
+        """Check that the schedule is as long as the run; return the number of updates of the run if it is known."""
+        total = total_updates(self.trainer, self.settings.updates_per_batch)
+        if self._course is not None and total is not None:
+            self._course.check(total)
+        return total
+
     def on_train_start(self) -> None:
         """On resuming let the optimizer's settings hold, and name all that differ from the checkpoint's."""
         if self.ranks.size > 1:
             check_alike(self.ranks, {"the number of updates in ckpt_path": self.policy_version})
         if not self._plugins_started:  # rollouts come from elsewhere
             self.start_plugins()
-        total = self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
+        total = self.settings.total_updates = self._check_course()
         self._check_plugins(
             self.settings.plugins, replace(self.facts(), total_updates=math.inf if total is None else total)
         )
+        if self._course is not None and total is not None:
+            finding = self._course.finding(total, resumed=self.policy_version > 0)
+            if finding is not None:
+                self.ranks.warn(finding)
         differing = differences(self._told_before, self._told) if self._told_before else {}
         if differing:
             apply_to(cast("LightningOptimizer", self.optimizers()).optimizer, self._told_before, self._told)

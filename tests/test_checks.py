@@ -29,8 +29,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
-from torch.optim import LBFGS, SparseAdam
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim import LBFGS, SGD, Muon, SparseAdam
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 import lit_grpo
 from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, RunCheckpoint, ThroughputMonitor, WeightSync
@@ -42,6 +42,14 @@ from lit_grpo.plugins import Plugin
 from lit_grpo.policy.loading import load_policy
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+
+
+def other_weights() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(2))]
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
+    return OneCycleLR(optimizer, 1e-3, total_steps=2)
 
 
 class Sharded(DDPStrategy):
@@ -126,7 +134,34 @@ def test_callbacks_of_lightning_that_cannot_work_are_refused_with_a_remedy(callb
         ({"lr_scheduler": ReduceLROnPlateau}, "model.lr_scheduler ReduceLROnPlateau needs metrics at each step"),
         (
             {"lr_scheduler": lambda optimizer: OneCycleLR(optimizer, 1e-3, total_steps=3)},
-            "OneCycleLR has total_steps 3, but the run makes 4 updates .* set total_steps to 4",
+            "OneCycleLR can be stepped 3 times, but the run makes 4 updates .* give it 4 steps",
+        ),
+        (
+            {"lr_scheduler": lambda of: SequentialLR(of, [ConstantLR(of), one_cycle(of)], [1])},
+            "SequentialLR can be stepped 3 times, but the run makes 4 updates",
+        ),
+        (
+            {"optimizer": Muon},
+            r"model.optimizer Muon cannot be made \(Muon only supports 2D .*; change its",
+        ),
+        ({"optimizer": partial(SGD, lr=-1)}, r"model.optimizer SGD cannot be made \(Invalid learning rate: -1\)"),
+        (
+            {"optimizer": lambda weights: [SGD(weights)]},
+            "model.optimizer makes an object of type list; give a",
+        ),
+        ({"optimizer": lambda weights: None}, "model.optimizer makes an object of type NoneType"),
+        ({"optimizer": lambda weights: SGD(other_weights())}, "model.optimizer SGD holds no weight of the policy"),
+        (
+            {"lr_scheduler": lambda optimizer: None},
+            "model.lr_scheduler makes an object of type NoneType",
+        ),
+        (
+            {"lr_scheduler": CosineAnnealingLR},
+            r"lr_scheduler CosineAnnealingLR cannot be made \(.*'T_max'.*init_arg",
+        ),
+        (
+            {"lr_scheduler": lambda optimizer: CosineAnnealingLR(SGD(other_weights()), 4)},
+            "model.lr_scheduler CosineAnnealingLR is that of another optimizer",
         ),
     ],
 )
@@ -228,3 +263,54 @@ def test_checkpoints_and_progress_bars_of_the_users_own_work_and_go_on_exactly(
     module = train(callbacks=own).module
     saved = torch.load(tmp_path / "own" / "epoch=0-step=1.ckpt", weights_only=True)
     assert saved["policy_version"] == 1 and saved["state_dict"].keys() == module.state_dict().keys()
+
+
+TRAINERS = {
+    "half an update": (
+        {"val_check_interval": 0.5},
+        r"val_check_interval is 0\.5, but it counts updates, .* 10",
+    ),
+    "a float": ({"val_check_interval": 1.0}, r"val_check_interval is 1\.0, but it counts updates"),
+    "no update": ({"val_check_interval": 0}, "val_check_interval is 0, .* at least 1"),
+    "fewer": ({"val_check_interval": -1}, "val_check_interval is -1, .* at least 1"),
+    "no epoch": ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch is 0, .* at least 1"),
+    "half an epoch": ({"check_val_every_n_epoch": 0.5}, r"check_val_every_n_epoch is 0\.5, .* whole number"),
+    "more than an epoch": (
+        {"check_val_every_n_epoch": 1, "val_check_interval": 1.5},
+        r"val_check_interval is 1\.5, .* a fraction of an epoch",
+    ),
+    "longer than an epoch": (
+        {"check_val_every_n_epoch": 1, "val_check_interval": 3},
+        "val_check_interval is 3, .* which has 2; give at most 2, or leave check_val_every_n_epoch out",
+    ),
+    "longer than a limited epoch": (
+        {"check_val_every_n_epoch": 1, "val_check_interval": 2, "limit_train_batches": 0.5},
+        "val_check_interval is 2, .* which has 1; give at most 1",
+    ),
+    "barebones": ({"barebones": True}, "trainer.barebones leaves out loggers .*; leave it out"),
+    "an epoch ends before a validation": (
+        {"val_check_interval": 3, "callbacks": EarlyStopping("val/reward", check_on_train_epoch_end=True)},
+        "EarlyStopping with monitor 'val/reward' and check_on_train_epoch_end, but an epoch ends after 2 batches, .*"
+        "val_check_interval to 2 or less",
+    ),
+    "an epoch ends, and validations go by time": (
+        {"val_check_interval": "00:01:00:00", "callbacks": EarlyStopping("val/reward", check_on_train_epoch_end=True)},
+        "before the first validation; leave check_on_train_epoch_end out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_setting_of_the_trainer_that_cannot_work_is_refused_before_the_run(
+    name: str, policy_folder: Path, tmp_path: Path
+) -> None:
+    trainer, message = TRAINERS[name]
+    rows = [{"prompt": f"{number}+1="} for number in range(4)]
+    settings: dict[str, Any] = {"batch_size": 2, "num_generations": 2, "sampling": {"max_tokens": 3}}
+    trainer = {"accelerator": "cpu", "enable_progress_bar": False} | trainer
+    with pytest.raises(ValueError, match=message) as caught:
+        lit_grpo.train(
+            str(policy_folder), rows, differing, validation=rows, max_steps=2, dir=str(tmp_path), trainer=trainer,
+            **settings,
+        )  # fmt: skip
+    assert "\n" not in str(caught.value) and not list(tmp_path.glob("**/samples.jsonl"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import PromptChooser
@@ -310,8 +311,9 @@ def test_bad_argument_is_refused_before_anything_is_read(options: dict[str, Any]
     [("fit", "train"), ("validate", "validation"), ("test", "test"), ("predict", "predict")],
 )
 def test_stage_without_its_source_names_the_field(plain: str, stage: str, split: str) -> None:
-    with pytest.raises(ValueError, match=rf"^data\.{split} is not set, and {stage} needs it; give it"):
-        PromptDataModule(plain).setup(stage)
+    for given in (stage, TrainerFn(stage)):  # as Lightning gives it
+        with pytest.raises(ValueError, match=rf"^data\.{split} is not set, and {stage} needs it; give it"):
+            PromptDataModule(plain).setup(given)
 
 
 def test_setup_reads_only_what_the_stage_needs_and_only_once(plain: str, tmp_path: Path) -> None:

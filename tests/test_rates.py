@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,22 @@ import pytest
 import torch
 import yaml
 from conftest import random_policy
-from hand_made import Batches, make_module, make_trainer, random_groups
-from transformers import AutoModelForCausalLM, Qwen3Config
+from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups, sgd
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LinearLR,
+    PolynomialLR,
+    SequentialLR,
+    StepLR,
+)
+from transformers import AutoModelForCausalLM, Qwen3Config, get_cosine_schedule_with_warmup
 
 from lit_grpo.callbacks import RunSummary
+from lit_grpo.optim.course import Course
 from lit_grpo.optim.rates import highest_rate, judge, unusual_rate
 from lit_grpo.optim.schedule import WarmupDecayLR
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
@@ -145,3 +158,70 @@ def test_the_rate_that_a_schedule_reaches_is_the_one_that_counts() -> None:
     optimizer = torch.optim.AdamW([weight], lr=3e-5)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-5, total_steps=10)
     assert highest_rate(optimizer.param_groups[0]) == 5e-5
+
+
+COURSES: dict[str, tuple[Any, str | None]] = {
+    "cosine": (
+        lambda of: CosineAnnealingLR(of, 4),
+        "CosineAnnealingLR falls to 0 at update 5 and rises again",
+    ),
+    "cosine above 0": (lambda of: CosineAnnealingLR(of, 4, eta_min=0.1), "falls to 0.1 at update 5 and rises again"),
+    "cosine of the run": (lambda of: CosineAnnealingLR(of, 8), None),
+    "cosine of transformers": (lambda of: get_cosine_schedule_with_warmup(of, 1, 4), "LambdaLR falls to 0 at update 5"),
+    "chained": (
+        lambda of: ChainedScheduler([CosineAnnealingLR(of, 4), ExponentialLR(of, 0.99)]),
+        "ChainedScheduler falls to 0 at update 5 and rises again",
+    ),
+    "sequence": (
+        lambda of: SequentialLR(of, [LinearLR(of, 0.1, 1.0, 2), CosineAnnealingLR(of, 3)], [2]),
+        "SequentialLR falls to 0 at update 6 and rises again",
+    ),
+    "ours": (
+        lambda of: WarmupDecayLR(of, 4, 1),
+        "WarmupDecayLR is 0 from update 5 on, so that these updates",
+    ),
+    "ours of the run": (lambda of: WarmupDecayLR(of, 8, 2, decay_steps=2), None),
+    "polynomial": (lambda of: PolynomialLR(of, 4), "PolynomialLR is 0 from update 5 on"),
+    "linear": (lambda of: LinearLR(of, 1.0, 0.1, 4), None),
+    "steps": (lambda of: StepLR(of, 2), None),
+    "restarts": (lambda of: CosineAnnealingWarmRestarts(of, 3), None),
+    "cyclic": (lambda of: CyclicLR(of, 0.1, 1.0, 2, cycle_momentum=False), None),
+    "warm-up": (lambda of: LinearLR(of, 0.1, 1.0, 4), None),
+}
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_a_schedule_that_ends_before_the_run_is_told_of_and_stays_as_it_is(name: str) -> None:
+    make, said = COURSES[name]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    scheduler = make(optimizer)
+    before = optimizer.param_groups[0]["lr"]
+    course = Course(scheduler)
+    course.check(8)
+    fresh, resumed = course.finding(8, resumed=False), course.finding(8, resumed=True)
+    assert optimizer.param_groups[0]["lr"] == before
+    if said is None:
+        assert fresh is None and resumed is None
+    else:
+        assert fresh is not None and said in fresh and "give the schedule 8 steps, or set trainer.max_steps to" in fresh
+        assert resumed is not None and said in resumed and "or begin a new run on the policy that" in resumed
+    rates = course.rates(8)
+    for rate in rates:  # the rates that the run itself will have
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, abs=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_resumed_cosine_that_rises_again_is_told_of_in_the_run(policy_folder: Path, tmp_path: Path) -> None:
+    def fit(max_steps: int, ckpt_path: Path | None = None) -> None:
+        schedule = partial(CosineAnnealingLR, T_max=2)
+        module = make_module(policy_folder, optimizer=sgd(1e-3), lr_scheduler=schedule)
+        groups = random_groups(random_policy(), [[1.0, 0.0, 0.0, 1.0]])
+        trainer = make_trainer(Checkpoints(tmp_path), max_steps=max_steps)
+        trainer.fit(module, Batches([groups] * max_steps), ckpt_path=ckpt_path)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*learning rate of model.lr_scheduler.*")
+        fit(2)
+    with pytest.warns(UserWarning, match="falls to 0 at update 3 and rises again .* a resumed run keeps its schedule"):
+        fit(4, tmp_path / "1.ckpt")

@@ -19,13 +19,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lit_grpo.callbacks import GRPOProgressBar, MemoryMonitor, RunCheckpoint, RunSummary
+from lit_grpo.callbacks import GRPOProgressBar, MemoryMonitor, RunCheckpoint, RunSummary, SavedByRun
 from lit_grpo.checkpoints import read_state, settled
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.parsing.errors import InputParser, one_sentence, own_frames
 from lit_grpo.cli.parsing.help import add_short_help
 from lit_grpo.cli.parsing.names import DEFAULTS
-from lit_grpo.cli.parsing.refusals import check_settings, check_values, find_last
+from lit_grpo.cli.parsing.refusals import check_settings, check_values, find_checkpoint
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.faults import lost_rank
@@ -39,7 +39,7 @@ from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.tasks import DrawnRows as DrawnRows  # so that a config may name a task by its class alone
 from lit_grpo.tools.commands import TOOLS
-from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS, saves_checkpoints
+from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
 from lit_grpo.training.forecast import expected_bytes
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import silence
@@ -133,7 +133,7 @@ class GRPOCLI(LightningCLI):
         """Check the settings, claim the run's folder, and make it the folder of everything that is written."""
         settings = self._settings
         check_values(settings, GROUPS)
-        find_last(settings)
+        find_checkpoint(settings)
         check_settings(settings, fits=self.subcommand == "fit")
         settings["weights_only"] = True  # no checkpoint runs code
         if self.subcommand == "fit":
@@ -168,9 +168,9 @@ class GRPOCLI(LightningCLI):
             kwargs["logger"] = make_loggers(run, self._described(), resumes) if fits else False
         own = trainer["callbacks"] or []
         own = own if isinstance(own, list) else [own]
-        kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *own]
-        if saves_checkpoints(own):
-            kwargs["enable_checkpointing"] = True
+        checkpoint = cast(RunCheckpoint, self._get(self.config_init, "checkpoint"))
+        kwargs["callbacks"] = [checkpoint, *own, SavedByRun(checkpoint)]
+        kwargs["enable_checkpointing"] = True  # RunCheckpoint saves, and SavedByRun keeps Lightning from saving too
         if self.subcommand == "fit":
             kwargs["callbacks"].append(RunSummary())
         if trainer["enable_progress_bar"] is not False and not any(isinstance(one, ProgressBar) for one in own):

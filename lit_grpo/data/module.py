@@ -156,8 +156,9 @@ class PromptDataModule(LightningDataModule):
         """
         splits = SPLITS_OF_STAGE[stage]
         if self.sources[splits[0]] is None:
+            command = getattr(stage, "value", stage)  # Lightning gives a TrainerFn
             raise ValueError(
-                f"data.{splits[0]} is not set, and {stage} needs it; give it a file, a folder, a dataset id "
+                f"data.{splits[0]} is not set, and {command} needs it; give it a file, a folder, a dataset id "
                 "or the class path of a RowSource."
             )
         if not self._is_shared:

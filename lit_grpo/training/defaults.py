@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
 
 from lit_grpo.callbacks import (
     CompletionWriter,
@@ -16,6 +15,7 @@ from lit_grpo.callbacks import (
     RolloutTimeline,
     RunCheckpoint,
     SampleLogger,
+    SavedByRun,
     ThroughputMonitor,
     WeightSync,
 )
@@ -29,7 +29,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": -1,
     "check_val_every_n_epoch": None,
     "enable_model_summary": False,
-    "enable_checkpointing": False,  # RunCheckpoint saves
 }
 CALLBACKS: dict[str, type[pl.Callback]] = {
     "rollout": RolloutScheduler,
@@ -45,11 +44,6 @@ CALLBACKS: dict[str, type[pl.Callback]] = {
 
 RunCheckpoint, whose settings are called ``checkpoint``, is called before all of them.
 """
-
-
-def saves_checkpoints(callbacks: Sequence[pl.Callback]) -> bool:
-    """Whether a callback of the user's saves checkpoints too, for which the Trainer needs ``enable_checkpointing``."""
-    return any(isinstance(one, Checkpoint) for one in callbacks)
 
 
 def default_callbacks(
@@ -74,5 +68,6 @@ def default_callbacks(
         if name not in kinds:
             raise ValueError(f"callbacks has no {name!r}; it has {', '.join(kinds)}.")
     made = {name: kind(**(given.get(name) or {})) for name, kind in kinds.items() if given.get(name, {}) is not None}
-    first = [made.pop("checkpoint")] if "checkpoint" in made else []
-    return [*first, *own, *made.values()]
+    checkpoint = made.pop("checkpoint", None)
+    first = [] if checkpoint is None else [checkpoint]
+    return [*first, *own, *made.values(), SavedByRun(checkpoint)]

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 
 from lit_grpo.callbacks import GRPOProgressBar, RunSummary
+from lit_grpo.checks import check_intervals
 from lit_grpo.data.module import SPLITS, PromptDataModule
 from lit_grpo.data.sources import GivenRows, naming
 from lit_grpo.module import GRPOModule
@@ -231,8 +232,9 @@ def _trainer(
     run: RunConfig, callbacks: list[pl.Callback], settings: Mapping[str, Any], told: Mapping[str, Any]
 ) -> pl.Trainer:
     """Make the trainer; its loggers show the settings ``told``."""
-    saves = {"enable_checkpointing": saves_checkpoints(callbacks)}
-    options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **saves, **settings}
+    options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
+    options["enable_checkpointing"] = True  # RunCheckpoint saves, and SavedByRun keeps Lightning from saving too
+    check_intervals(options)
     if "logger" not in options:
         options["logger"] = make_loggers(run, told)
     return pl.Trainer(callbacks=callbacks, **options)

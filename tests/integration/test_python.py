@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import random_policy, read_metrics
 from hand_made import make_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lit_grpo
 from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, WeightSync
@@ -24,7 +25,9 @@ from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.rewards.function import listed
 from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.training import TRAINER_DEFAULTS, default_callbacks
 from lit_grpo.training.quiet import LOGGERS
 from lit_grpo.types import SamplingParams
 
@@ -278,3 +281,36 @@ def test_what_a_config_cannot_hold_is_said_when_the_run_begins(
     assert "rollout_timeline (the run is without it)" in said and all(one in said for one in lacks)
     config = (tmp_path / "runs" / "grpo" / "config.yaml").read_text()
     assert ("script.py:score" in config) == (not lacks)
+
+
+def test_an_own_trainer_saves_with_a_checkpoint_of_the_users_and_finds_best_and_last(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    def trainer(max_steps: int, *own: pl.Callback) -> pl.Trainer:
+        callbacks = default_callbacks({"policy_exporter": None}, own)
+        options = {**TRAINER_DEFAULTS, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+        return pl.Trainer(**options, max_steps=max_steps, default_root_dir=tmp_path, callbacks=callbacks)
+
+    def parts() -> tuple[GRPOModule, PromptDataModule]:
+        sources: Any = {"train": ROWS, "validation": ROWS, "test": ROWS}
+        module = GRPOModule(
+            str(policy_folder),
+            rewards=listed(digits),
+            num_generations=2,
+            sampling=SamplingParams(max_tokens=3),
+            pass_threshold=0.0,
+        )
+        return module, PromptDataModule(str(policy_folder), **sources, batch_size=2)
+
+    first = trainer(1, ModelCheckpoint(tmp_path / "own", save_top_k=-1, every_n_epochs=1))
+    with pytest.raises(ValueError, match=r'ckpt_path is "best", but this Trainer has saved no best\.ckpt'):
+        trainer(1).fit(*parts(), ckpt_path="best")
+    first.fit(*parts())
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    assert len(list((tmp_path / "own").iterdir())) == 1 and not (tmp_path / "lightning_logs").exists()
+    module, data = parts()
+    second = trainer(2)
+    second.fit(module, data, ckpt_path="last")
+    assert module.policy_version == 2
+    second.test(module, data, ckpt_path="best", verbose=False)
+    assert second.ckpt_path == str(tmp_path / "checkpoints" / "best.ckpt")  # pyright: ignore

@@ -13,7 +13,7 @@ import torch
 from jsonargparse import Namespace
 
 from lit_grpo.checkpoints import check_folder, check_whole, read_state, settled
-from lit_grpo.checks import check_format, check_left_to_module
+from lit_grpo.checks import check_format, check_intervals, check_left_to_module
 from lit_grpo.process.packages import require
 from lit_grpo.training.run_folder import RunConfig, is_first_rank
 
@@ -141,12 +141,8 @@ def _check_steps(settings: Mapping[str, Any], fits: bool) -> None:
 
 
 def _check_interval(settings: Mapping[str, Any], fits: bool) -> None:
-    interval = settings["trainer"]["val_check_interval"]
-    if fits and isinstance(interval, float) and settings["trainer"]["check_val_every_n_epoch"] is None:
-        raise ValueError(
-            f"trainer.val_check_interval is {interval}, but it counts updates, because prompts are drawn without "
-            "end; give a whole number, such as 10."
-        )
+    if fits:
+        check_intervals(settings["trainer"])
 
 
 def _check_wandb(settings: Mapping[str, Any], fits: bool) -> None:
@@ -176,7 +172,10 @@ def _check_resuming(settings: Mapping[str, Any], fits: bool) -> None:
 SETTINGS: tuple[tuple[Callable[[Mapping[str, Any], bool], None], dict[str, Any]], ...] = (
     (_check_devices, {"trainer.strategy": "auto", "trainer.accelerator": "auto"}),
     (_check_steps, {"trainer.gradient_clip_val": None, "trainer.accumulate_grad_batches": 1}),
-    (_check_interval, {"trainer.val_check_interval": None}),
+    (
+        _check_interval,
+        {"trainer.val_check_interval": None, "trainer.check_val_every_n_epoch": None, "trainer.barebones": False},
+    ),
     (_check_wandb, {"run.wandb": "disabled"}),
     (_check_weights_only, {"weights_only": True}),
     (_check_resuming, {"ckpt_path": None}),
@@ -184,11 +183,11 @@ SETTINGS: tuple[tuple[Callable[[Mapping[str, Any], bool], None], dict[str, Any]]
 """The checks of :func:`check_settings`, and values of the same fields with which the rest can be examined."""
 
 
-def find_last(settings: Namespace) -> None:
-    """Replace the ``ckpt_path`` ``last`` by the run's ``last.ckpt``: Lightning would not find it, and begin again."""
-    if settings.get("ckpt_path") == "last":
+def find_checkpoint(settings: Namespace) -> None:
+    """Replace the ``ckpt_path`` ``last`` or ``best`` by that file of the run: Lightning would not find it."""
+    if (name := settings.get("ckpt_path")) in ("last", "best"):
         folder = RunConfig(**settings["run"]).folder / settings["checkpoint"]["folder"]
-        settings["ckpt_path"] = str(settled(folder / "last.ckpt"))
+        settings["ckpt_path"] = str(settled(folder / f"{name}.ckpt"))
 
 
 def check_ckpt_path(path: str, fits: bool) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
 from lit_grpo.cli.parsing.errors import one_sentence, own_frames
 from lit_grpo.cli.parsing.mistakes import parse_or_exit
-from lit_grpo.cli.parsing.refusals import SETTINGS, check_values, find_last
+from lit_grpo.cli.parsing.refusals import SETTINGS, check_values, find_checkpoint
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.tools.doctor import CheckUp, Examined, Finding, Report
 from lit_grpo.training.run_folder import RunConfig, RunFolder
@@ -57,7 +57,7 @@ class DoctorCLI(LikeFitCLI):
         """Check the settings, and make a temporary folder on the run's disk the folder of everything."""
         settings = self._settings
         check_values(settings, GROUPS)
-        find_last(settings)
+        find_checkpoint(settings)
         for check, instead in SETTINGS:
             try:
                 check(settings, True)
