@@ -62,11 +62,18 @@ def _tags(settings: Mapping[str, Any]) -> list[str]:
     return [tag[:64] for tag in tags if tag]
 
 
+RESERVED = 100
+"""W&B steps that are written down in advance, so that a killed run has used none of those after them."""
+
+
 class WandB(WandbLogger):
     """Lightning's logger with the id of the W&B run in a file, so that a resumed run continues the same W&B run.
 
+    W&B counts its own step for each call that logs, and offline it would count from 0 again in a resumed run. So the
+    next free step is in the file ``wandb-step``.
+
     Args:
-        id_file: The file of the id.
+        id_file: The file of the id; ``wandb-step`` is beside it.
         resumes: Whether to continue the W&B run that the file names, if there is one.
         kwargs: Arguments of Lightning's logger.
     """
@@ -78,7 +85,9 @@ class WandB(WandbLogger):
         if self._offline:  # Lightning sets an environment variable, which W&B reads only once in a process
             self._wandb_init["mode"] = "offline"
         self._wandb_init.pop("anonymous")  # W&B warns of this argument, whatever its value
-        self._id_file = id_file
+        self._id_file, self._step_file = id_file, id_file.with_name("wandb-step")
+        self._first_step = int(self._step_file.read_text()) if "id" in kwargs and self._step_file.is_file() else 0
+        self._free_step = self._first_step
 
     @property
     def experiment(self) -> Any:
@@ -98,9 +107,29 @@ class WandB(WandbLogger):
             ) from error
         if begins and self._experiment is not None:  # on the first rank
             self._id_file.write_text(f"{run.id}\n")
+            if self._first_step > run.step:
+                run.log({}, step=self._first_step, commit=False)
             for name, best in _with_a_best():
                 run.define_metric(name, step_metric="trainer/global_step", step_sync=True, summary=f"last,{best}")
         return run
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log the metrics of an update."""
+        super().log_metrics(metrics, step)
+        if self.experiment.step + RESERVED // 2 > self._free_step:
+            self._write_step(self.experiment.step + RESERVED)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """End the log; no more steps are used."""
+        if self._experiment is not None:
+            self._write_step(self.experiment.step)
+        super().finalize(status)
+
+    def _write_step(self, step: int) -> None:
+        self._free_step = step
+        self._step_file.write_text(f"{step}\n")
 
 
 def _with_a_best() -> Iterator[tuple[str, str]]:

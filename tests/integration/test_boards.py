@@ -155,6 +155,13 @@ def test_tables_and_pictures_are_of_the_update_that_they_stand_at(runs: list[Wan
     )
 
 
+def test_steps_of_wandb_go_on_where_an_offline_run_is_resumed(runs: list[WandbRun], folder: Path) -> None:
+    first, second = ([row["_step"] for row in one.rows] for one in runs)
+    assert first == sorted(set(first)) and second == sorted(set(second))
+    assert second[0] == first[-1] + 1  # after a clean end no step is left out
+    assert int((folder / "wandb-step").read_text()) == second[-1] + 1
+
+
 def test_wandb_holds_config_tags_rules_and_resumes(runs: list[WandbRun], policy_folder: Path) -> None:
     first, second = runs
     assert first.id == second.id
