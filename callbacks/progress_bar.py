@@ -34,7 +34,8 @@ UNDER_WAY = {
     "checkpoint": "saving a checkpoint",
 }
 """Phases of a run in words; any other phase is called "getting ready"."""
-KNOWN = ("reward", "val/pass@1", "tokens/s", "peak_GiB")
+VALIDATED_AT = "update of val/pass@1"
+KNOWN = ("reward", "val/pass@1", VALIDATED_AT, "tokens/s", "peak_GiB")
 
 
 class UpdateCount:
@@ -176,7 +177,7 @@ class GRPOProgressBar(ProgressBar, Listener):
         self.screen.hide()
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return the metrics logged with ``prog_bar=True``, and the newest pass@1, perhaps from before the fit."""
+        """Return the metrics logged with ``prog_bar=True``, and the newest pass@1 with its update."""
         return self._scores | dict(trainer.progress_bar_metrics)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -312,6 +313,7 @@ class GRPOProgressBar(ProgressBar, Listener):
         """Print a line, unless Lightning prints a table."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._scores = {name: value for name, value in metrics.items() if name == "val/pass@1"}
+        self._scores |= {VALIDATED_AT: float(trainer.global_step)} if self._scores else {}
         self._metrics = self.get_metrics(trainer, pl_module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self.is_enabled and (fitting or not trainer.validate_loop.verbose):
@@ -389,9 +391,13 @@ def reward_text(metrics: Mapping[str, float], functions: Mapping[str, float] = {
 
 
 def pass_text(metrics: Mapping[str, float], passes: str = "") -> str:
-    """Return ``pass@1 94.1%``, of validation prompts, or ``pass@1 (correct >= 1) 94.1%``."""
+    """Return ``pass@1 94.1%``, of validation prompts, or ``pass@1 (correct >= 1) 94.1%``.
+
+    Beside metrics of a later update it is ``pass@1 94.1% at update 10``.
+    """
     name = f"pass@1 ({passes})" if passes else "pass@1"
-    return "" if math.isnan(metrics.get("val/pass@1", math.nan)) else f"{name} {metrics['val/pass@1']:.1%}"
+    at = f" at update {metrics[VALIDATED_AT]:.0f}" if VALIDATED_AT in metrics else ""
+    return "" if math.isnan(metrics.get("val/pass@1", math.nan)) else f"{name} {metrics['val/pass@1']:.1%}{at}"
 
 
 def speed_text(metrics: Mapping[str, float]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.display.due import is_due
 from lit_grpo.faults import forget_after
@@ -64,11 +63,7 @@ class RolloutTimeline(Observer):
         row = timeline_row(step, batch, _seconds(trainer, batch))
         with (folder / "timeline.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
-        if find_spec("matplotlib") is None:
-            rank_zero_warn(
-                "No timelines are drawn, because matplotlib is not installed (it is in the extra lit_grpo[plots]); "
-                "timeline.jsonl has their data."
-            )
+        if find_spec("matplotlib") is None:  # timeline.jsonl has the data
             return
         steps_over_bound = batch.metrics["rollout/steps_over_bound"]
         title = (

@@ -166,10 +166,13 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
     device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else str(module.device)
     data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
     slots = getattr(module.generator, "num_slots", None)
-    parts = (
-        f"{_prompts(data)} x {counted(module.num_generations, 'completion')}",
+    samples = (
+        f"{_rows(data, 'prompt')} x {counted(module.num_generations, 'completion')}",
         "" if slots is None else counted(slots, "slot"),
         type(module.generator).__name__,
+    )
+    parts = (
+        *(samples if module.settings.has_rollouts else [_rows(data, "example")]),
         counted(trainer.max_steps, "update") if trainer.max_steps >= 0 else "",
         f"goes on from update {module.policy_version}" if module.policy_version else "",
     )
@@ -214,9 +217,9 @@ def _rate(module: GRPOModule) -> dict[str, str]:
     return {} if unusual is None else {"learning rate": f"{unusual.figure}; {unusual.remedy}"}
 
 
-def _prompts(data: Any) -> str:
+def _rows(data: Any, noun: str) -> str:
     size = getattr(data, "batch_size", None)
-    return "? prompts" if size is None else counted(size, "prompt")
+    return f"? {noun}s" if size is None else counted(size, noun)
 
 
 def _plugins(trainer: pl.Trainer) -> dict[str, str]:

@@ -13,9 +13,11 @@ import torch
 import transformers
 from lightning.pytorch.loggers import WandbLogger
 from lit_grpo.callbacks.progress_bar import (  # pyright: ignore[reportMissingImports]
+    VALIDATED_AT,
     RolloutCount,
     UpdateCount,
     function_fields,
+    pass_text,
     reward_text,
     run_fields,
     update_fields,
@@ -62,6 +64,16 @@ def test_lines_have_the_reward_of_each_function_where_there_are_several() -> Non
     assert as_text(live, 80).plain == "rewards  correct 0.0469  short none  form 0.99"
     assert as_text(live, 40).plain == "rewards  correct 0.0469  short none"
     assert all(cell_len(as_text(live, width).plain) <= width for width in range(1, 60))
+
+
+def test_pass_at_1_beside_the_reward_of_a_later_update_has_its_own_update() -> None:
+    later = METRICS | {VALIDATED_AT: 10.0}
+    assert pass_text(METRICS, "digits >= 1") == "pass@1 (digits >= 1) 94.1%"
+    assert "reward 0.812  pass@1 94.1% at update 10  2.31k tokens/s" in as_plain(
+        update_fields(UpdateCount(0, 60), later)
+    )
+    line = as_text(run_fields("updates", UpdateCount(12, 60), later), 120).plain
+    assert "pass@1 94.1% at update 10" in line and "update of" not in line
 
 
 def test_a_rollout_counts_what_ends_and_estimates_the_rest() -> None:

@@ -41,7 +41,7 @@ from lit_grpo.tasks import DrawnRows as DrawnRows  # so that a config may name a
 from lit_grpo.tools.commands import TOOLS
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
 from lit_grpo.training.forecast import expected_bytes
-from lit_grpo.training.loggers import make_loggers
+from lit_grpo.training.loggers import make_loggers, with_table
 from lit_grpo.training.quiet import silence
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 from lit_grpo.update.metrics import LogprobGapError
@@ -162,10 +162,12 @@ class GRPOCLI(LightningCLI):
         """Make the trainer with the run's loggers, unless the config names others, and with the first callbacks."""
         settings = self._settings
         trainer = self._get(self.config_init, "trainer")
-        if trainer["logger"] is None:
-            fits, resumes = self.subcommand == "fit", bool(settings.get("ckpt_path"))
-            run = RunConfig(**settings["run"])
+        run, fits, given = RunConfig(**settings["run"]), self.subcommand == "fit", trainer["logger"]
+        if given in (None, True):
+            resumes = bool(settings.get("ckpt_path"))
             kwargs["logger"] = make_loggers(run, self._described(), resumes) if fits else False
+        elif fits:
+            kwargs["logger"] = with_table(run, given)
         own = trainer["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         checkpoint = cast(RunCheckpoint, self._get(self.config_init, "checkpoint"))

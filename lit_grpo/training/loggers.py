@@ -1,4 +1,4 @@
-"""The loggers of a run: its own CSV file, TensorBoard, and W&B."""
+"""The loggers of a run: its own CSV file, TensorBoard and W&B, or the user's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_grpo.process.files import replace_file
 from lit_grpo.process.terminal import first_line
 from lit_grpo.tools.dashboard import sections
 from lit_grpo.tools.dashboard.tensorboard import hyperparameters, layout, scalars, tag
-from lit_grpo.training.run_folder import RunConfig, is_first_rank, versions
+from lit_grpo.training.run_folder import RunConfig, versions
 
 
 def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool = False) -> list[Logger]:
@@ -34,8 +34,6 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
     loggers: list[Logger] = [MetricsCSV(config.folder / "metrics.csv", config.name)]
     if util.find_spec("tensorboard"):
         loggers.append(TensorBoard(config.dir, shown, resumes, name=config.name, version=""))
-    elif is_first_rank():
-        print("Nothing is written for TensorBoard, which is not installed; the extra is lit_grpo[tensorboard].")
     if config.wandb != "disabled":
         os.environ.setdefault("WANDB_SILENT", "true")
         loggers.append(
@@ -51,6 +49,26 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
             )
         )
     return loggers
+
+
+def with_table(config: RunConfig, given: Any) -> Any:
+    """Return a user's loggers followed by that of the run's ``metrics.csv``, which other commands read.
+
+    Args:
+        config: Name and place of the run.
+        given: One logger or several; False, or an empty list, is for a run that logs nothing.
+
+    Raises:
+        ValueError: Something else is given.
+    """
+    loggers = given if isinstance(given, list | tuple) else [given] if given else []
+    for one in loggers:
+        if not isinstance(one, Logger):
+            raise ValueError(
+                f"trainer.logger holds {one!r}, which is no Lightning Logger; give loggers, such as "
+                "lightning.pytorch.loggers.MLFlowLogger(), or leave it out for those of every run."
+            )
+    return [*loggers, MetricsCSV(config.folder / "metrics.csv", config.name)] if loggers else False
 
 
 def _tags(settings: Mapping[str, Any]) -> list[str]:

@@ -21,8 +21,8 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rewards.function import listed
 from lit_grpo.settings import as_plain
 from lit_grpo.tools.migration.python import check_arguments
-from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks, saves_checkpoints
-from lit_grpo.training.loggers import make_loggers
+from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks
+from lit_grpo.training.loggers import make_loggers, with_table
 from lit_grpo.training.quiet import quiet
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 from lit_grpo.training.written import write_config
@@ -235,6 +235,6 @@ def _trainer(
     options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
     options["enable_checkpointing"] = True  # RunCheckpoint saves, and SavedByRun keeps Lightning from saving too
     check_intervals(options)
-    if "logger" not in options:
-        options["logger"] = make_loggers(run, told)
+    given = options.get("logger")
+    options["logger"] = make_loggers(run, told) if given in (None, True) else with_table(run, given)
     return pl.Trainer(callbacks=callbacks, **options)

@@ -46,7 +46,7 @@ ROWS = ["--data.train", "rows.jsonl"]
 
 def hiding(packages: str, folder: Path) -> dict[str, str]:
     """Variables with which a Python, and those that it starts, do not find the packages."""
-    (folder / "hide").mkdir()
+    (folder / "hide").mkdir(exist_ok=True)
     (folder / "hide" / "sitecustomize.py").write_text(HIDE)
     path = os.pathsep.join(filter(None, [str(folder / "hide"), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "HIDDEN_PACKAGES": packages}
@@ -59,17 +59,21 @@ def without(packages: str, folder: Path, *arguments: str) -> subprocess.Complete
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.nightly
-def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_folder: Path) -> None:
-    done = without(EXTRAS, tmp_path, *FIT, *REWARD, *ROWS, "--model.policy", str(policy_folder))
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if "tensorboard" in line] == [
-        "Nothing is written for TensorBoard, which is not installed; the extra is lit_grpo[tensorboard]."
-    ]
+def test_a_run_and_the_commands_that_it_names_work_without_any_extra(tmp_path: Path, policy_folder: Path) -> None:
+    held_out = ["--data.validation", "rows.jsonl"]
+    done = without(EXTRAS, tmp_path, *FIT, *REWARD, *ROWS, *held_out, "--model.policy", str(policy_folder))
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert not [name for name in ("tensorboard", "matplotlib", "warning") if name in done.stdout.lower()]
     made = {path.name for path in (tmp_path / "runs" / "grpo").iterdir()}
     assert "metrics.csv" in made and not any(name.startswith("events.out") for name in made)
-    assert "because matplotlib is not installed" in done.stderr
     assert len((tmp_path / "runs" / "grpo" / "timeline.jsonl").read_text().splitlines()) == 1
+    named = [line.split()[3:] for line in done.stdout.splitlines() if line.startswith("  python -m lit_grpo ")]
+    assert [words[0] for words in named] == ["predict", "report", "fit", "finish"]
+    for words in (named[1], named[3], ["evaluate", str(policy_folder), "runs/grpo", "--samples", "2", "--k", "1"]):
+        done = without(EXTRAS, tmp_path, *words)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        needs_gguf = "A GGUF file needs gguf, which the extra lit_grpo[smollm2] installs." in done.stdout
+        assert "matplotlib" not in done.stdout and needs_gguf == (words[0] == "finish")
 
 
 NEEDS = [

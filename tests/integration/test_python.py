@@ -17,6 +17,8 @@ import torch
 from conftest import random_policy, read_metrics
 from hand_made import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 import lit_grpo
 from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, WeightSync
@@ -102,6 +104,10 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
         ({"generator": SlotGenerator}, "generator is the class SlotGenerator; give an object such as"),
         ({"optimizer": {"lr": 1e-5}}, "optimizer is of type dict; give a function of the parameters, such as"),
         ({"lr_scheduler": 0.1}, "lr_scheduler is of type float; give a function of the optimizer, such as"),
+        (
+            {"trainer": {"logger": "csv"}},
+            "trainer.logger holds 'csv', which is no Lightning Logger; give loggers, such",
+        ),
         ({"tokenizer": object()}, "tokenizer belongs to a loaded model; leave it out"),
         (
             {"policy": (random_policy(), object()), "tokenizer": object()},
@@ -314,3 +320,24 @@ def test_an_own_trainer_saves_with_a_checkpoint_of_the_users_and_finds_best_and_
     assert module.policy_version == 2
     second.test(module, data, ckpt_path="best", verbose=False)
     assert second.ckpt_path == str(tmp_path / "checkpoints" / "best.ckpt")  # pyright: ignore
+
+
+LOGGERS_OF_A_USER: dict[str, Any] = {
+    "one": lambda place: CSVLogger(place / "mine"),
+    "several": lambda place: [CSVLogger(place / "mine"), DummyLogger()],
+    "Lightning's own": lambda place: True,
+}
+
+
+@pytest.mark.parametrize("name", LOGGERS_OF_A_USER)
+def test_loggers_of_the_users_leave_the_runs_own_table(name: str, tmp_path: Path, policy_folder: Path) -> None:
+    trainer = {"accelerator": "cpu", "enable_progress_bar": False, "logger": LOGGERS_OF_A_USER[name](tmp_path)}
+    settings: dict[str, Any] = {"batch_size": 2, "num_generations": 2, "sampling": {"max_tokens": 4}}
+    run = lit_grpo.train(
+        str(policy_folder), ROWS, digits, max_steps=1, dir=str(tmp_path / "runs"), trainer=trainer, **settings
+    )
+    (row,) = read_metrics(run.folder / "metrics.csv")
+    assert row["step"] == "1" and row["reward"]
+    mine = list((tmp_path / "mine").glob("**/metrics.csv"))
+    assert len(mine) == (name != "Lightning's own")
+    assert all(float(read_metrics(path)[0]["reward"]) == pytest.approx(float(row["reward"])) for path in mine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from hand_made import make_module, make_trainer, sgd
 from sampled_runs import Trained, train_on_sums
 
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
+from lit_grpo.callbacks import RolloutScheduler, RunSummary, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.rewards import RewardSpec
 
@@ -78,9 +79,9 @@ def test_a_warm_start_is_whole_batches(policy_folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_examples_alone_need_no_reward_and_validation_logs_their_loss(
-    lora: bool, policy_folder: Path, tmp_path: Path
+    lora: bool, policy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With LoRA and checkpointed gradients too."""
+    """With LoRA and checkpointed gradients too; the card tells of no completions and no slots."""
     rows = [{"prompt": f"{n}+{n}=", "solution": f"{n}bcd"} for n in range(6)]
     settings: dict[str, Any] = {"lora": {"r": 4}, "gradient_checkpointing": True} if lora else {}
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[4:]))
@@ -101,8 +102,10 @@ def test_examples_alone_need_no_reward_and_validation_logs_their_loss(
 
     scheduler = RolloutScheduler(plugins=[{"sft": {"column": "solution", "warm_up": "all"}}])
     limits: dict[str, Any] = {"max_steps": 6, "max_epochs": -1, "val_check_interval": 1}
-    trainer = make_trainer(scheduler, WeightSync(), Watch(), default_root_dir=tmp_path, **limits)
+    trainer = make_trainer(RunSummary(), scheduler, WeightSync(), Watch(), default_root_dir=tmp_path, **limits)
     trainer.fit(module, datamodule=data)
+    card = capsys.readouterr().out
+    assert re.search(r"^step +2 examples, 6 updates$", card, re.M) and not re.search("completion|slot|Generator", card)
     assert len(losses) == 6 and losses[-1] < losses[0]
     own, number = 0.0, 0
     for example in scheduler.session.plugins["sft"]._held_out:  # pyright: ignore[reportAttributeAccessIssue]

@@ -258,8 +258,6 @@ class EvaluateCLI(LikeFitCLI):
         else:
             files = result.write(self._options.output)
             say(f"Written to {self._options.output}: {', '.join(files)}.")
-            if "evaluation.svg" not in files:
-                say("There is no picture, because matplotlib is not installed; install the extra lit_grpo[plots].")
 
 
 def _set_up(candidate: Candidate, stage: str, split: Split) -> None:

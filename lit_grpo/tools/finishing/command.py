@@ -25,6 +25,7 @@ ABOUT = (
     "Nothing leaves this machine without --push."
 )
 FORMATS = ("f32", "f16", "bf16", "q8_0", "none")
+DEFAULT = "q8_0"
 _NAME = re.compile(r"[\w.+-]+( [\w.+-]+)*")
 _ROOM = 64 * 2**20
 """Bytes for the card, the picture, the tokenizer and what a file system takes."""
@@ -47,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--gguf",
         nargs="+",
         choices=FORMATS,
-        default=["q8_0"],
-        help="Kinds of GGUF files; none for no file. Default: q8_0.",
+        help=f"Kinds of GGUF files; none for no file. Default: {DEFAULT}, if the package gguf is installed.",
     )
     parser.add_argument("--name", help="Name of the model. Default: the run's name.")
     parser.add_argument(
@@ -84,12 +84,14 @@ def _finish(options: argparse.Namespace) -> None:
     output: Path = options.output or options.run / "finished"
     if output.exists() or output.is_symlink():
         raise ValueError(f"{str(output)!r} exists already; remove it, or choose another --output.")
-    kinds = [] if options.gguf == ["none"] else list(dict.fromkeys(options.gguf))
+    has_gguf = find_spec("gguf") is not None
+    asked = options.gguf or [DEFAULT if has_gguf else "none"]
+    kinds = [] if asked == ["none"] else list(dict.fromkeys(asked))
     if "none" in kinds:
         raise ValueError("--gguf has none and other kinds; give one or the other.")
     if options.name is not None and not _NAME.fullmatch(options.name):
         raise ValueError(f"--name is {options.name!r}; take letters, digits, spaces and . _ + - for it.")
-    if kinds and find_spec("gguf") is None:
+    if kinds and not has_gguf:
         raise ValueError("--gguf needs gguf; install the extra lit_grpo[smollm2], or leave GGUF out with --gguf none.")
     if options.public and options.push is None:
         raise ValueError("--public is about a repository that --push creates; give --push OWNER/NAME too.")
@@ -102,6 +104,8 @@ def _finish(options: argparse.Namespace) -> None:
         )
     hub = None if options.push is None else Hub(options.push, options.public)
     said = _write(options, run, origin, kinds, output)
+    if not options.gguf and not has_gguf:
+        said.append("  A GGUF file needs gguf, which the extra lit_grpo[smollm2] installs.")
     print("\n".join([f"The finished model is in {output}.", *said]))
     if hub is not None:
         print(f"It is on the hub, {'public' if options.public else 'private'} if it was not there before: ", end="")
@@ -161,8 +165,6 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
         folder.rename(output)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    if not drawn and find_spec("matplotlib") is None:
-        said.append("  The card has no curves, because matplotlib is not installed (the extra lit_grpo[plots]).")
     found = record.progress(run, version)
     if found is not None and not found.learnt:
         said.append(f"  {str(found).replace('**', '')}")
