@@ -17,7 +17,7 @@ from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.plugins import fresh
 from lit_grpo.policy import load_policy, load_tokenizer
-from lit_grpo.policy.named import NAMED, TINY, TINY_CALCULATOR, TINY_CATCH, TINY_KNIGHTS
+from lit_grpo.policy.named import NAMED, TINY, TINY_CALCULATOR, TINY_CATCH, TINY_KNIGHTS, is_packaged
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.rollout.loop import RolloutLoop
@@ -208,3 +208,14 @@ def test_the_warm_start_learns() -> None:
     before = model(input_ids=ids_BT, labels=ids_BT).loss.item()
     warm_start(model, tokenizer, recipe, seed=0)
     assert model(input_ids=ids_BT, labels=ids_BT).loss.item() < 0.7 * before
+
+
+def test_only_the_policies_of_the_package_surely_have_their_own_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_packaged("tiny") and is_packaged("tiny_catch")
+    assert not is_packaged("smollm2") and not is_packaged("./tiny") and not is_packaged(object())
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    assert not is_packaged("tiny")  # a folder of the user's

@@ -212,7 +212,7 @@ class PromptHistory:
         self._lengths = []
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """What a checkpoint keeps, in plain types."""
+        """Return the state that a checkpoint needs, in plain types."""
         return {
             prompt_id: [*astuple(record)[:-2], [[*outcome] for outcome in record.recent], [*record.lengths]]
             for prompt_id, record in self.records.items()

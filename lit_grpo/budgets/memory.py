@@ -135,7 +135,7 @@ class CompletionMemory:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: lists by completion, and the tokens of all one after another, 13 bytes each."""
+        """Return the state that a checkpoint needs: lists by completion, and all tokens in a row, 13 bytes each."""
         import torch
 
         known = [each for some in self._known.values() for each in some]

@@ -83,7 +83,7 @@ class PromptChooser:
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little") * 2.0**-56
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the history is kept by its owner."""
+        """Return the state that a checkpoint needs, without the history, which its owner saves."""
         return dict(self.state)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

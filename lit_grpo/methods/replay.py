@@ -138,7 +138,7 @@ class Replay(Plugin):
         self._num_fresh = self._num_groups = self._num_revived = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the memory."""
+        """Return the state that a checkpoint needs: the memory."""
         return self._memory.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ class SDPO(SelfTeacher):
     feedback: Literal["always", "without_solution", "never"] = "always"
     """When the teacher sees the feedback: ``without_solution`` only if there is no right completion that fits."""
     own_solution: bool = False
-    """Show a right completion to its own teacher if it is the first."""
+    """Let a right completion see itself, if it is the first of its group."""
     keep_thinking: bool = True
     """Keep what stands in ``<think>...</think>`` in the text of a right completion."""
 

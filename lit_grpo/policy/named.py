@@ -48,6 +48,12 @@ package.
 """
 
 
+def is_packaged(policy: object) -> bool:
+    """Whether a policy is one that comes with the package, together with its tokenizer."""
+    named = NAMED.get(own_folder(policy)) if isinstance(policy, str) else None
+    return named is not None and named.folder.parent == Path(__file__).parent
+
+
 def own_folder(policy: str) -> str:
     """Return ``./NAME`` if a name of :data:`NAMED` is also that of a policy's folder in the working directory.
 

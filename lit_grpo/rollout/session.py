@@ -532,7 +532,7 @@ class RolloutSession:
         return {"mode": self._mode_name, "ranks": ranks.gather(own), "plugins": common}
 
     def load_state_dict(self, state: Mapping[str, Any], ranks: Ranks) -> None:
-        """Go on with what this rank had learnt; of N ranks that saved, rank r takes what r modulo N has left.
+        """Load this rank's state; if N ranks have saved, rank r loads the state of rank r modulo N.
 
         Raises:
             ValueError: Prompts are open that another mode has begun with, or as many ranks as are not there.

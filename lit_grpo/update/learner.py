@@ -30,7 +30,7 @@ from lit_grpo.update.step import (
     PROVISIONAL,
     Step,
     problem_of,
-    taking_part_and_learnt,
+    counted_and_trained,
     thinned,
     with_advantage,
     with_ce,
@@ -140,7 +140,7 @@ class Learner:
         return {name: logs[name] for name in logs if name.startswith(("loss", "ce/", "grad_norm", "lr", "update/"))}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint needs."""
         budget = self.passes.budget
         own: dict[str, Any] = {
             "beta": self.beta,
@@ -249,7 +249,7 @@ class Learner:
         objective, max_tokens, kept = settings.objective, settings.max_tokens, None
         if is_whole and (imitating := settings.plugin("examples")) is not None:
             rollouts = [*rollouts, *imitating.examples(version, ranks)]
-        taking_part, learnt = taking_part_and_learnt(rollouts, objective.mask_truncated)
+        taking_part, learnt = counted_and_trained(rollouts, objective.mask_truncated)
         own = StepTotals(sum(rollout.completion.num_trained for rollout in learnt), len(taking_part), max_tokens)
         totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)
         if is_whole:

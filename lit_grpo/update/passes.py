@@ -291,7 +291,7 @@ class PolicyPasses:
         return [*norms, SquaredNorm(self._squared_norm(), 1.0, 1 / max(num_prompts, 1))]
 
     def _squared_norm(self) -> float:
-        """Of the gradient that there is on this rank."""
+        """The squared gradient norm on this rank."""
         gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
 

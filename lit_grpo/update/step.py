@@ -79,7 +79,7 @@ def problem_of(rollouts: Sequence[Rollout]) -> str | None:
     return None
 
 
-def taking_part_and_learnt(rollouts: Sequence[Rollout], mask_truncated: bool) -> tuple[list[Rollout], list[Rollout]]:
+def counted_and_trained(rollouts: Sequence[Rollout], mask_truncated: bool) -> tuple[list[Rollout], list[Rollout]]:
     """Return the rollouts that count as completions of a step, and those that are trained on.
 
     Those without an advantage (NaN) or a token to learn from, and those that are not kept, count in nothing. Those that

@@ -59,6 +59,7 @@ def without(packages: str, folder: Path, *arguments: str) -> subprocess.Complete
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.nightly
 def test_a_run_and_the_commands_that_it_names_work_without_any_extra(tmp_path: Path, policy_folder: Path) -> None:
     held_out = ["--data.validation", "rows.jsonl"]
     done = without(EXTRAS, tmp_path, *FIT, *REWARD, *ROWS, *held_out, "--model.policy", str(policy_folder))

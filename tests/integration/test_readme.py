@@ -39,6 +39,15 @@ def test_own_task_page_trains_and_the_reward_rises(tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.2, rewards
 
 
+@pytest.mark.nightly
+def test_doctor_finds_nothing_to_warn_of_in_the_own_task_page(tmp_path: Path) -> None:
+    for name in ("my_prompts.jsonl", "my_rewards.py"):
+        (tmp_path / name).write_text(block(name))
+    command = [sys.executable, "-m", "lit_grpo", "doctor", "--config", "own_task"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and "warn" not in done.stdout, done.stdout
+
+
 def test_every_file_that_the_readme_names_is_there() -> None:
     for path in re.findall(r"`((?:configs|benchmarks|callbacks|lit_grpo)/[\w./-]+\.\w+)`", README + OWN_TASK):
         assert (ROOT / path).exists(), path

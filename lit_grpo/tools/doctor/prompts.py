@@ -11,6 +11,7 @@ import torch
 
 from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.policy.loading import embeddings
+from lit_grpo.policy.named import is_packaged
 from lit_grpo.policy.spec import eos_token_ids
 from lit_grpo.process.terminal import on_one_line
 from lit_grpo.tools.doctor.patient import Patient
@@ -166,7 +167,12 @@ def _there_and_back(patient: Patient) -> Finding:
 
 
 def _likelihood(patient: Patient) -> Finding:
-    """Compare how much prompts surprise the policy with how much their tokens in another order do."""
+    """Compare how much prompts surprise the policy with how much their tokens in another order do.
+
+    A policy of the package has never been trained to predict prompts, and always has its own tokenizer.
+    """
+    if is_packaged(patient.module.policy_name):
+        return Finding("pass", "likelihood", "not needed: the policy and its tokenizer come with the package")
     rng = random.Random(0)
     rows = [prompt.token_ids[-_NUM_TOKENS:] for prompt in patient.prompts[:16] if len(prompt.token_ids) > 2]
     own = _surprise(patient, rows)

@@ -70,9 +70,7 @@ class Conditions:
             ]
             at = ", ".join([f"temperature {sampled.sampling.temperature:g} ({self.temperature_from})", *changed])
             said.append(f"Sampled: {counted(sampled.num_samples, 'completion')} per row at {at}, seed {self.seed}.")
-            said.append(
-                f"Majority: {self.majority}." if self.has_answers else f"{self.majority[0].upper()}{self.majority[1:]}."
-            )
+            said.append(f"{'Majority: ' if self.has_answers else ''}{self.majority}.")
         said.append(
             "In parentheses: 95% intervals over rows, of fractions of rows by Wilson, otherwise by the bootstrap."
         )

@@ -24,7 +24,7 @@ LEAST_SHARED = 32
 
 @dataclass
 class PackedRow:
-    """What goes through the policy at once: one row without padding, and what is learnt from its tokens.
+    """What goes through the policy at once: one row without padding, and what its tokens are trained on.
 
     A prompt stands in it once, with its responses after it, each of which counts its positions from the prompt's end.
     Tokens that several responses begin with stand there once too, wherever they come from: a tree of rollouts, or equal
