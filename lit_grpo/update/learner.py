@@ -29,8 +29,8 @@ from lit_grpo.update.plugin import LearningBatch, OptimizerStep, SquaredNorm
 from lit_grpo.update.step import (
     PROVISIONAL,
     Step,
-    problem_of,
     counted_and_trained,
+    problem_of,
     thinned,
     with_advantage,
     with_ce,

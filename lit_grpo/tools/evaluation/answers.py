@@ -49,8 +49,8 @@ def find_answers(pattern: str | None, rewards: Sequence[RewardFunction], pass_re
     known.sort(key=lambda one: one.name != pass_reward)
     if not known:
         rule = (
-            f"Majority vote: not computed, because the reward {pass_reward} does not say which answer a completion gives; "
-            "give --answer REGEX"
+            f"Majority vote: not computed, because the reward {pass_reward} does not say which answer a completion "
+            "gives; give --answer REGEX"
         )
         return Answers(lambda *_: None, rule, exist=False)
 
