@@ -150,8 +150,9 @@ def crowded() -> Pulse:
     (group,) = play(worker, says, num_generations=NUM, num_slots=64, listeners=[pulse])
     assert crowd.begun == NUM  # all were away at a time
     answers = {each.completion.request.path[0]: said(each.completion) for each in group.rollouts}
-    assert sorted(answers) == [path for path in range(NUM) if KINDS[path % len(KINDS)] not in ("die", "lose")]
-    errors = {"hang": "{'error': 'the call took longer than 8 s'}", "raise": "{'error': 'oops'}"}
+    failing = ("hang", "die", "lose")
+    assert sorted(answers) == [path for path in range(NUM) if KINDS[path % len(KINDS)] not in failing]
+    errors = {"raise": "{'error': 'oops'}"}
     for path, answer in answers.items():
         kind = KINDS[path % len(KINDS)]
         if kind == "megabyte":
@@ -160,7 +161,7 @@ def crowded() -> Pulse:
             assert answer == errors.get(kind, "fine")
     metrics = worker.metrics()
     assert metrics["environments/tool_timeouts"] == metrics["environments/shortened_answers"] == NUM / 10
-    assert metrics["environments/dropped"] == metrics["environments/failures"] == NUM / 5
+    assert metrics["environments/dropped"] == metrics["environments/failures"] == 3 * NUM / 10
     return pulse
 
 

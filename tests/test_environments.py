@@ -338,17 +338,22 @@ def test_a_trajectory_that_keeps_failing_leaves_its_group_and_is_no_reward_of_0(
     assert group.rollouts == [] and worker.metrics()["environments/dropped"] == 2
 
 
-class Slow(Guess):
+class Hanging(Guess):
+    """The first call waits until the test is over."""
+
+    over = threading.Event()
+
     def _before(self, number: int) -> None:
-        time.sleep(30 if number == 1 else 0)
+        if number == 1:
+            self.over.wait()
 
 
 def test_an_environment_that_hangs_is_left_alone_and_replaced() -> None:
-    worker = worker_of(Slow, tool_timeout_s=0.1, retries=1)
-    began = time.monotonic()
+    worker = worker_of(Hanging, tool_timeout_s=0.1, retries=1)
     (group,) = play(worker)
-    assert group.rollouts == [] and time.monotonic() - began < 25
+    assert group.rollouts == []
     assert worker.metrics()["environments/tool_timeouts"] == 2
+    Hanging.over.set()
 
 
 def sleepy(seconds: float) -> str:
@@ -372,12 +377,22 @@ async def async_sleepy(seconds: float) -> str:
 
 
 @pytest.mark.parametrize("tool", [sleepy, async_sleepy])
-def test_a_tool_that_takes_too_long_is_the_policys_fault_and_it_is_told(tool: Any) -> None:
-    worker = worker_of(tools=[tool], tool_timeout_s=0.1)
-    says = lambda _, turn: call(tool.__name__, seconds=20 if not turn else 0) if turn < 2 else "ok"  # noqa: E731
+def test_a_tool_that_waits_for_too_long_is_a_failure_and_its_policy_has_no_reward(tool: Any) -> None:
+    worker = worker_of(tools=[tool], tool_timeout_s=0.1, retries=1)
+    says = lambda _, turn: "ok" if turn else call(tool.__name__, seconds=20)  # noqa: E731
+    (group,) = play(worker, says)
+    metrics = worker.metrics()
+    assert group.rollouts == [] and metrics["environments/tool_timeouts"] == 2
+    assert metrics["environments/dropped"] == 1 and metrics["environments/tool_failures"] == 0
+
+
+def test_a_tool_that_computes_for_too_long_is_the_policys_fault_and_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that sleeps counts as one that computes here, so that no test computes for as long as it may."""
+    monkeypatch.setattr("lit_grpo.environments.live.COMPUTED", 0.0)
+    worker = worker_of(tools=[sleepy], tool_timeout_s=0.1)
+    says = lambda _, turn: "ok" if turn else call("sleepy", seconds=20)  # noqa: E731
     messages = only(play(worker, says)).episode.messages  # pyright: ignore
     assert messages[1]["content"] == "{'error': 'the call took longer than 0.1 s'}"
-    assert messages[3]["content"] == "awake"
 
 
 class Apart(BaseException):
@@ -427,7 +442,10 @@ def test_an_error_that_would_end_what_waits_for_it_is_an_answer_too(tool: Any, t
 
 
 class ClosesSlowly(Guess):
+    """The first one fails, and takes longer to close than a trajectory may."""
+
     made = 0
+    closed = threading.Event()
 
     def __init__(self) -> None:
         type(self).made += 1
@@ -436,28 +454,28 @@ class ClosesSlowly(Guess):
     def _before(self, number: int) -> None:
         if self.number_made == 1:
             raise ConnectionError("gone")
-        time.sleep(0.2)
 
     def close(self) -> None:
         if self.number_made == 1:
-            time.sleep(0.9)
+            time.sleep(3.0)
+            self.closed.set()
 
 
 def test_what_a_failed_environment_takes_to_close_is_not_the_next_ones_time() -> None:
     worker = worker_of(ClosesSlowly, trajectory_timeout_s=1.0, retries=1)
 
     def slowly(request: Request, turn: int) -> str:
-        time.sleep(0.4)  # so that it is closed before the last calls
+        assert ClosesSlowly.made == 1 or ClosesSlowly.closed.wait(300)  # before the last calls
         return counting(request, turn)
 
     assert only(play(worker, slowly)).episode.reward == 1.0  # pyright: ignore
 
 
 def test_all_calls_of_a_trajectory_together_are_limited() -> None:
-    worker = worker_of(tools=[sleepy], trajectory_timeout_s=0.3)
-    says = lambda _, turn: call("sleepy", seconds=0.2) if turn < 3 else "ok"  # noqa: E731
-    messages = only(play(worker, says)).episode.messages  # pyright: ignore
-    assert [message["content"][:9] for message in messages[1::2]] == ["awake", "{'error':", "{'error':"]
+    worker = worker_of(tools=[sleepy], trajectory_timeout_s=0.5, retries=0)
+    says = lambda _, turn: call("sleepy", seconds=0.2) if turn < 9 else "ok"  # noqa: E731
+    (group,) = play(worker, says)
+    assert group.rollouts == [] and worker.metrics()["environments/tool_timeouts"] == 1
 
 
 def test_a_long_answer_is_cut_in_the_middle_and_says_so() -> None:
@@ -500,13 +518,23 @@ def test_what_is_no_failure_of_an_environment_ends_the_run() -> None:
 def test_the_rollout_does_not_wait_for_one_while_others_can_decode() -> None:
     """Of two trajectories one waits for a slow tool; the other takes all its turns meanwhile, in the only slot."""
     order: list[str] = []
+    other_ended = threading.Event()
+
+    def slow(waits: bool) -> str:
+        """Wait for the other trajectory.
+
+        Args:
+            waits: Whether to.
+        """
+        return str(other_ended.wait(300) if waits else True)
 
     def says(request: Request, turn: int) -> str:
         order.append(f"{request.path[0]}:{turn}")
-        slow = request.path[0] == 0 and turn == 0
-        return call("sleepy", seconds=0.5 if slow else 0) if turn < 3 else "ok"
+        if order[-1] == "1:3":
+            other_ended.set()
+        return call("slow", waits=order[-1] == "0:0") if turn < 3 else "ok"
 
-    play(worker_of(tools=[sleepy]), says, num_generations=2, num_slots=1)
+    play(worker_of(tools=[slow], tool_timeout_s=600), says, num_generations=2, num_slots=1)
     assert order.index("1:3") < order.index("0:1") and len(order) == 8
 
 
@@ -763,7 +791,7 @@ def test_environments_are_closed_once_they_have_been_scored() -> None:
 
 
 def _until(so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 300
     while not so() and time.monotonic() < end:
         time.sleep(0.01)
     assert so()

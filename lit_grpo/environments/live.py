@@ -56,6 +56,11 @@ class NotText(ValueError):
     """A tool or environment returns something that is not text. The run ends."""
 
 
+COMPUTED = 0.9
+"""Fraction of ``tool_timeout_s`` that a function has used as CPU time if the policy is to read that it took too long.
+
+A call that has used less has waited, for a busy machine or for somebody else: that is a failure, and decides no score.
+"""
 FAILURES = (EnvironmentFailed, ConnectionError, SystemExit, KeyboardInterrupt, GeneratorExit)
 """Exceptions of a tool that are the environment's fault, not the policy's."""
 
@@ -224,11 +229,12 @@ class LiveEnvironment:
             result = await self._within(lambda: tool.function(*own, **arguments), tool.is_async)
             if not isinstance(result, str):  # printing it is a call of the user's code too
                 result = await self._within(lambda: text_of(result, f"the tool {call.name}"), False)
-        except CallTimeout:
+        except CallTimeout as error:
             counts["tool_timeouts"] += 1
             limit = f"the call took longer than {self.limits.tool_timeout_s:g} s"
             called(call.name, limit)
-            if tool.is_method:  # the call goes on, and holds the environment
+            computed = error.cpu_s >= COMPUTED * self.limits.tool_timeout_s
+            if tool.is_method or not computed:  # a method goes on, and holds the environment
                 raise Failure(f"hangs in {call.name}") from None
             counts["tool_failures"] += 1
             return {"error": limit}

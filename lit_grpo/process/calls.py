@@ -189,12 +189,20 @@ _STREAMS = {1: "stdout", 2: "stderr"}
 
 
 class CallTimeout(TimeoutError):
-    """A call has taken too long; it may go on, and its result is dropped."""
+    """A call has taken too long; it may go on, and its result is dropped.
+
+    Attributes:
+        cpu_s: Seconds of CPU time that the call had used, as far as they are known: of a call in a thread, on Linux.
+    """
+
+    cpu_s: float = 0.0
 
     @classmethod
-    def after(cls, timeout_s: float | None) -> CallTimeout:
+    def after(cls, timeout_s: float | None, cpu_s: float = 0.0) -> CallTimeout:
         """Return the error of a call that has taken longer than its limit."""
-        return cls(f"it took longer than {timeout_s:g} s; make it faster, or raise its time limit")
+        error = cls(f"it took longer than {timeout_s:g} s; make it faster, or raise its time limit")
+        error.cpu_s = cpu_s
+        return error
 
 
 class TooManyHang(RuntimeError):
@@ -474,7 +482,7 @@ class _CallThread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[_Series, asyncio.Future[None]] | None] = SimpleQueue()
         self._number: int | None = None  # of the call that is being made
-        self._began_s = 0.0
+        self._began_s = self._cpu_began_s = 0.0
         self._is_abandoned = False
         self._thread = threading.Thread(target=self._work, name="lit_grpo-call", daemon=True)
         self._thread.start()
@@ -502,9 +510,15 @@ class _CallThread:
         with series.lock:
             if self._number is None or time.monotonic() < self._began_s + timeout_s:
                 return False
-            series.put(self._number, CallResult(error=CallTimeout.after(timeout_s)))
+            series.put(self._number, CallResult(error=CallTimeout.after(timeout_s, self._cpu_s())))
             self._is_abandoned = True
             return True
+
+    def _cpu_s(self) -> float:
+        """Return the seconds of CPU time of the call that is being made; 0 where the system does not say them."""
+        if self._thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)) - self._cpu_began_s
 
     def end(self) -> None:
         """End after the call that is being made."""
@@ -528,6 +542,7 @@ class _CallThread:
                 if self._number is not None and result is not None:
                     series.put(self._number, result)
                 self._number, self._began_s = series.take(), time.monotonic()
+                self._cpu_began_s = time.thread_time()
                 if self._number is None:
                     return
             result = _made(series.functions[self._number])
