@@ -53,7 +53,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.packages import MISSING_KERNELS
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, load_rewards
-from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts
+from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts, warn_of_doubts
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
@@ -215,6 +215,7 @@ class GRPOModule(EvaluationModule):
         reference.check(objective.kl.without_term, lora is not None)
         self.policy_version = 0
         self._batch_watch = BatchWatch(self.rewards, on_reward_error)
+        self._doubted: set[str] = set()  # splits whose rows were looked at for answers that cannot be won
         self._longest_row: int | None = None
         self.unusual_rate: UnusualRate | None = None
         self._course: Course | None = None
@@ -431,6 +432,9 @@ class GRPOModule(EvaluationModule):
         """
         if self.on_reward_error == "raise":
             check_prompts(prompts, self.rewards)
+        if self.ranks.rank == 0:
+            warn_of_doubts({split: rows for split, rows in prompts.items() if split not in self._doubted}, self.rewards)
+        self._doubted |= prompts.keys()
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
         context = context_length(self.policy)
         self._longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None

@@ -105,6 +105,12 @@ def test_the_last_mark_counts_and_a_text_without_one_as_a_whole() -> None:
     assert score(row, "<answer> </answer>") == score(row, "") == 0
 
 
+def test_usual_signs_are_graded_as_well() -> None:
+    row = row_of("chain_sum", levels=0)
+    answer = str(row["answer"])
+    assert score(row, f"<answer>\ufeff{answer}\u200b</answer>") == 1.0
+
+
 def test_a_part_of_the_score_is_given_where_the_grader_gives_it() -> None:
     row = row_of("word_sorting", levels=0)
     assert 0 < score(row, ", ".join(reversed(row["answer"].split(", ")))) < 1

@@ -20,7 +20,6 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import (
     ExactMatch,
     FormatMatch,
-    MathEquivalence,
     RewardFunction,
     RewardRunner,
     RewardSpec,
@@ -270,57 +269,6 @@ def test_overlong_penalty_refuses_a_buffer_that_does_not_fit() -> None:
         SoftOverlongPenalty(buffer=20, max_tokens=10)
     with pytest.raises(ValueError, match=r"buffer 20 is larger than max_tokens 10; make it smaller."):
         SoftOverlongPenalty(buffer=20)("", 5, max_tokens=10)
-
-
-@pytest.fixture(scope="module")
-def maths() -> MathEquivalence:
-    return MathEquivalence(timeout_s=20.0)
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (r"so it is \boxed{72}", "72", 1.0),
-        ("The answer is 72.", 72, 1.0),
-        ("The answer is 71.", 72, 0.0),
-        ("0.5", r"\frac{1}{2}", 1.0),
-        ("$1 + x^2$", "x^2+1", 1.0),
-        (r"$2\pi$", r"2\pi", 1.0),
-        ("2", r"2\pi", 0.0),
-        ("18 dollars", "18 dollars", 1.0),
-        ("0.00001", 1e-5, 1.0),
-        ("", "72", 0.0),
-        ("no idea", "72", 0.0),
-        ("72", None, None),
-    ],
-)
-def test_math_equivalence_compares_values(
-    maths: MathEquivalence, completion: str, answer: Any, reward: float | None
-) -> None:
-    assert maths(completion, answer=answer) == reward
-
-
-def test_math_equivalence_extracts_the_expected_answer() -> None:
-    score = MathEquivalence("solution", answer_pattern=r"####\s*(.+)", timeout_s=20.0)
-    assert score.columns == ("solution",)
-    assert score(r"\boxed{1072}", solution="40 + 32 = 72 #### 1,072") == 1.0
-    with pytest.raises(ValueError) as caught:
-        score("72", solution="it is 72")
-    assert str(caught.value) == (
-        r"the expected answer 'it is 72' does not match answer_pattern '####\\s*(.+)'; mend one"
-    )
-
-
-def test_math_equivalence_refuses_an_expected_answer_that_is_no_mathematics(maths: MathEquivalence) -> None:
-    with pytest.raises(ValueError) as caught:
-        maths("72", answer="???")
-    assert str(caught.value) == "the expected answer '???' is no mathematics; mend it, or set answer_pattern"
-
-
-def test_answer_that_cannot_be_computed_is_wrong_and_the_next_is_scored() -> None:
-    score = MathEquivalence(timeout_s=0.5)
-    assert score("The answer is 9^9^9^9", answer="72") == 0.0
-    assert score("72", answer="72") == 1.0
 
 
 def test_one_reward_may_stand_for_a_list_of_it() -> None:

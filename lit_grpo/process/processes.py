@@ -27,8 +27,8 @@ sys.path[:] = pickle.loads(link.recv_bytes())
 from lit_grpo.process.processes import answer
 answer(link)
 """
-_LOADING_S = 60.0  # that a process may take to load its function, or as long as a call where that is longer
-_ENDING_S = 0.5  # that a process may take to end, once it does not answer any more
+_LOADING_S = 300.0  # that a process may take to load its function, or as long as a call where that is longer
+_ENDING_S = 10.0  # that a process may take to end, once it does not answer any more
 
 
 class ProcessEnded(RuntimeError):
@@ -44,22 +44,33 @@ class ProcessEnded(RuntimeError):
         self.code = code
 
 
+class TooMuchComputing(RuntimeError):
+    """A call has used more CPU time than it may."""
+
+
 class ProcessCall:
     """Calls a function in a process that has loaded it; each thread that calls at the same time has its own process.
 
-    Arguments and values must be picklable. All processes end with this object, and with this process.
+    Arguments and values must be picklable. All processes end with this object, and with this process. The start of a
+    process does not count in either limit. How much CPU time a call uses does not depend on what else the machine
+    does, so ``cpu_s`` may decide a score, and ``timeout_s`` may not.
 
     Args:
         load: Returns the function, sync or async; it is pickled, and called in the process.
         timeout_s: The most seconds for one call; a process that takes longer is ended.
+        cpu_s: The most seconds of CPU time for one call, of all threads of its process together; by default any number.
         recorded: Names of arguments that are functions of this process. Their calls are recorded, and made here once
             the function has returned.
     """
 
     def __init__(
-        self, load: Callable[[], Callable[..., Any]], timeout_s: float | None, recorded: Sequence[str] = ()
+        self,
+        load: Callable[[], Callable[..., Any]],
+        timeout_s: float | None,
+        cpu_s: float = 0.0,
+        recorded: Sequence[str] = (),
     ) -> None:
-        self._load, self._timeout_s, self._recorded = pickle.dumps(load), timeout_s, recorded
+        self._load, self._timeout_s, self._cpu_s, self._recorded = pickle.dumps(load), timeout_s, cpu_s, recorded
         self._idle: list[_Process] = []
         self._running: set[_Process] = set()
         weakref.finalize(self, _end_all, self._running)
@@ -68,12 +79,13 @@ class ProcessCall:
         """Make one call.
 
         Raises:
-            CallTimeout: The call takes too long.
+            CallTimeout: The call, or the start of its process, takes too long.
+            TooMuchComputing: The call uses more than ``cpu_s``.
             ProcessEnded: The process ends.
             Exception: Any error of the function.
         """
         functions = {name: arguments.pop(name) for name in self._recorded if name in arguments}
-        message = pickle.dumps((arguments, list(functions)))
+        message = pickle.dumps((arguments, list(functions), self._cpu_s))
         try:
             process = self._idle.pop()
         except IndexError:
@@ -82,6 +94,10 @@ class ProcessCall:
             if not process.has_loaded:
                 process.load(self._load, None if self._timeout_s is None else max(self._timeout_s, _LOADING_S))
             result, calls = process.ask(message, self._timeout_s)
+        except ProcessEnded as error:
+            if error.code == -signal.SIGPROF and self._cpu_s:
+                raise TooMuchComputing(f"it used more than {self._cpu_s:g} s of CPU time") from None
+            raise
         except BaseException:
             process.end()
             raise
@@ -144,6 +160,7 @@ def _end_all(processes: set[_Process]) -> None:
 
 def answer(link: Connection) -> None:
     """Load the function, and answer each call until the other process has ended."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it may be ignored by inheritance
     for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the other process, with which this one ends
         signal.signal(ignored, signal.SIG_IGN)
     with suppress(OSError):  # there may be no standard error
@@ -157,17 +174,19 @@ def answer(link: Connection) -> None:
     runner = asyncio.Runner()  # one event loop for all calls, so that the function may keep a client
     while True:
         try:
-            arguments, names = pickle.loads(link.recv_bytes())
+            arguments, names, cpu_s = pickle.loads(link.recv_bytes())
         except (EOFError, ConnectionError):
             return
         calls: list[tuple[str, tuple[Any, ...]]] = []
         for name in names:
             arguments[name] = functools.partial(_record, calls, name)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # whose signal ends the process
         try:
             value = call(**arguments)
             result = CallResult(runner.run(value) if inspect.iscoroutine(value) else value)
         except Exception as error:  # a user's function runs here: every error must reach the caller
             result = CallResult(error=error)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         if os.getpid() != process:  # the function has forked, and its child returned here as well
             os._exit(0)
         link.send_bytes(_pickled(result, calls))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from lit_grpo.limits import Count, checks_arguments
+from lit_grpo.rewards.function import StatefulReward
 from lit_grpo.rewards.inputs import begun
+from lit_grpo.rewards.texts import comparable, is_same_answer, last_answer
 
 
 def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bool = False) -> re.Pattern[str]:
@@ -24,21 +27,39 @@ def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bo
     return compiled
 
 
-def last_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Return group 1 of the pattern's last match, or the whole text without a pattern; ``None`` without a match."""
-    if pattern is None:
-        return text.strip()
-    answer = None
-    for match in pattern.finditer(text):
-        answer = match.group(1)
-    return None if answer is None else answer.strip()
+def accepted_answers(answer: Any, column: str) -> list[str]:
+    """Return the texts of a row's answer: one, or several of a list, each of which is right.
+
+    Args:
+        answer: The row's answer: a text, a number, or a list of these.
+        column: Name of the column, for messages.
+
+    Raises:
+        ValueError: It is anything else.
+    """
+    given = answer.tolist() if getattr(answer, "ndim", 0) else answer
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    texts = [each.item() if hasattr(each, "numel") else each for each in listed]  # tensors
+    if not texts or not all(isinstance(each, str) or not _is_container(each) for each in texts):
+        raise ValueError(
+            f"the answer {answer!r:.80} is neither a text, a number nor a list of these, of which each is right; mend "
+            f"the column {column!r}"
+        )
+    return [str(each) for each in texts]
 
 
-class ExactMatch:
+def _is_container(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping | Sequence | Set)
+
+
+class ExactMatch(StatefulReward):
     """1.0 if the completion's answer equals the row's, else 0.0; ``None`` if the row has none.
 
-    Answers are compared as text without surrounding white space. A column may hold numbers: ``72`` equals the text 72,
-    and differs from 72.0.
+    Answers are compared as texts without surrounding white space, in Unicode's NFC; kinds of spaces and of minus signs
+    are equal, and characters without width are left out (:func:`lit_grpo.rewards.texts.comparable`). A column may hold
+    numbers: ``72`` equals the text 72, and differs from 72.0. Each answer of a list is right.
+
+    Before a run, rows whose answer no match of ``pattern`` can give are counted and named.
 
     Args:
         answer_column: Column with the expected answer.
@@ -52,21 +73,75 @@ class ExactMatch:
         self.answer_column = answer_column
         self.pattern = None if pattern is None else compile_pattern("pattern", pattern, needs_group=True)
         self.ignore_case = ignore_case
+        self._group = None if self.pattern is None else _first_group(self.pattern)
 
     def __call__(self, completion: str, **columns: Any) -> float | None:
-        """Score one completion."""
+        """Score one completion.
+
+        Raises:
+            ValueError: The row's answer is neither a text, a number nor a list of these.
+        """
         expected = columns[self.answer_column]
         if expected is None:
             return None
-        return float(self.answer_of(completion) == self._comparable(str(expected).strip()))
+        answers = accepted_answers(expected, self.answer_column)
+        return float(is_same_answer(completion, answers, self.pattern, self.ignore_case))
 
     def answer_of(self, completion: str) -> str | None:
         """Return the answer of a completion as it is compared; None without one."""
         answer = last_answer(self.pattern, completion)
-        return None if answer is None else self._comparable(answer)
+        return answer.casefold() if answer is not None and self.ignore_case else answer
 
-    def _comparable(self, answer: str) -> str:
-        return answer.casefold() if self.ignore_case else answer
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Check the answer of a row, before the run.
+
+        Raises:
+            ValueError: It is neither a text, a number nor a list of these.
+        """
+        if columns[self.answer_column] is not None:
+            accepted_answers(columns[self.answer_column], self.answer_column)
+
+    def doubt(self, columns: Mapping[str, Any]) -> str | None:
+        """Return why no completion can give the row's answer; None if one can."""
+        expected = columns[self.answer_column]
+        if self._group is None or expected is None:
+            return None
+        answers = [comparable(each) for each in accepted_answers(expected, self.answer_column)]
+        if any(self._can_give(answer) for answer in answers):
+            return None
+        pattern = None if self.pattern is None else self.pattern.pattern
+        return f"no match of the pattern {pattern!r} gives the answer {answers[0]!r:.80}; mend one of the two"
+
+    def _can_give(self, answer: str) -> bool:
+        assert self._group is not None
+        cases = {answer, answer.upper(), answer.lower()} if self.ignore_case else {answer}
+        spaced = [f"{before}{each}{after}" for each in cases for before in ("", " ") for after in ("", " ")]
+        return any(self._group.fullmatch(each) for each in spaced)
+
+
+def _first_group(pattern: re.Pattern[str]) -> re.Pattern[str] | None:
+    """Return group 1 of a pattern as a pattern of its own; None if it depends on what stands around it."""
+    starts: list[bool] = []  # of open parentheses: whether it is that of group 1
+    begin = place = 0
+    in_class, text = False, pattern.pattern
+    while place < len(text):
+        one, place = text[place], place + (2 if text[place] == "\\" else 1)
+        if one == "[" and not in_class:
+            in_class = True
+            place += len(re.match(r"\^?\]?", text[place:])[0])  # type: ignore[index]
+        elif one == "]":
+            in_class = False
+        elif one == "(" and not in_class:
+            captures = re.match(r"\?P<\w+>|(?!\?)", text[place:])
+            is_first = captures is not None and not begin
+            begin = place + captures.end() if is_first and captures is not None else begin
+            starts.append(is_first)
+        elif one == ")" and not in_class and starts.pop():
+            group = text[begin : place - 1]
+            outside = re.sub(r"(\\.)|\[\^?\]?(?:\\.|[^\]\\])*\]", lambda each: each[1] or "", group)  # of classes
+            around = re.search(r"\(\?<?[=!]|\\[1-9bBAZ]|\(\?P=|\(\?\(|[\^$]", outside)
+            return None if around or pattern.flags & re.VERBOSE else re.compile(group, pattern.flags)
+    return None
 
 
 exact_match = ExactMatch()

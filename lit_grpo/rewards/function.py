@@ -8,6 +8,7 @@ import inspect
 import math
 import numbers
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -25,6 +26,10 @@ from lit_grpo.types import Episode, Prompt, own_copy
 
 if TYPE_CHECKING:
     import torch
+
+
+MOST_NAMED = 10
+"""The most rows that a warning names."""
 
 
 class RewardError(RuntimeError):
@@ -51,8 +56,8 @@ class RewardSpec:
     """Data sets whose rows it scores, by the names in the rows' column ``dataset``. By default it scores all rows."""
     retries: Annotated[int | None, Limit(ge=0, le=10)] = None
     """Max number of repetitions of a call that raises, or that returns an error for a completion, at most 10. The
-    attempt with the fewest errors counts. ``reward_timeout_s`` limits all attempts together. The default is 3 for
-    judges, and 0 for other functions.
+    attempt with the fewest errors counts. ``reward_timeout_s`` limits all attempts together, and with ``process`` each
+    attempt. The default is 3 for judges, and 0 for other functions.
     """
     retry_pause_s: Annotated[float, Limit(ge=0, le=60)] = 1.0
     """Seconds before the first retry, at most 60. The pause doubles before each further retry. If the exception has an
@@ -146,10 +151,12 @@ class StatefulReward:
     Attributes:
         columns: Names of the columns that it needs among ``**columns``.
         retries: The default of ``RewardSpec.retries``.
+        limits_itself: Whether each call ends by itself, so that ``reward_timeout_s`` need not end it.
     """
 
     columns: tuple[str, ...] = ()
     retries: int = 0
+    limits_itself: bool = False
 
     def check(self, columns: Mapping[str, Any]) -> None:
         """Check the columns of a row, before the run.
@@ -157,6 +164,13 @@ class StatefulReward:
         Raises:
             ValueError: It cannot score completions of this row.
         """
+
+    def doubt(self, columns: Mapping[str, Any]) -> str | None:
+        """Return why completions of a row cannot earn its reward, as far as its columns show it; None if they can.
+
+        It is asked before the run, and a warning names the rows.
+        """
+        return None
 
     def begin(self, device: torch.device, folder: Path) -> None:
         """Prepare for the first rollout.
@@ -169,6 +183,12 @@ class StatefulReward:
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call, by name; an update logs it as ``rewards/NAME/...``."""
         return {}
+
+    @property
+    def keeps_something(self) -> bool:
+        """Whether it prepares or counts, so that it must be called in this process."""
+        of, base = type(self), StatefulReward
+        return of.begin is not base.begin or of.take_counts is not base.take_counts
 
 
 Reward = RewardSpec | str | Mapping[str, Any] | Callable[..., Any]
@@ -203,6 +223,7 @@ class RewardFunction:
         retries: Max number of repetitions of a call that raises.
         retry_pause_s: Seconds before the first retry.
         datasets: Data sets whose rows it scores; all if empty.
+        state: The function as a :class:`StatefulReward`, also where a process calls it; None if it is none.
     """
 
     name: str
@@ -218,6 +239,7 @@ class RewardFunction:
     retries: int = 0
     retry_pause_s: float = 1.0
     datasets: frozenset[str] = frozenset()
+    state: StatefulReward | None = None
 
     @classmethod
     def load(cls, spec: RewardSpec, timeout_s: float | None = None) -> RewardFunction:
@@ -246,7 +268,7 @@ class RewardFunction:
                 f"{named} is given itself, but a process of its own has to import it; give its path (file.py:name or "
                 "module:name), or leave process out."
             )
-        elif isinstance(call, StatefulReward):
+        elif isinstance(call, StatefulReward) and call.keeps_something:
             raise ValueError(
                 f"{named} has a state, which a process of its own would not share with the run; leave process out."
             )
@@ -304,6 +326,7 @@ class RewardFunction:
             )
         required = tuple(one.name for one in free if one.default is one.empty)
         declared = _declared(call, path)
+        state = call if isinstance(call, StatefulReward) else None
         if args:
             _check_bound(call, path, args, [one.name for one in parameters], takes_columns)
             call = functools.partial(call, **args)
@@ -318,7 +341,8 @@ class RewardFunction:
             declared=declared,
             on_group=group is not None,
             bound=frozenset(args),
-            retries=call.retries if isinstance(call, StatefulReward) else 0,
+            retries=state.retries if state is not None else 0,
+            state=state,
         )
 
     @property
@@ -327,9 +351,9 @@ class RewardFunction:
         return GROUP_INPUTS if self.on_group else ROLLOUT_INPUTS
 
     @property
-    def state(self) -> StatefulReward | None:
-        """The function as a :class:`StatefulReward`; None if it is none."""
-        return self.call if isinstance(self.call, StatefulReward) else None
+    def limits_itself(self) -> bool:
+        """Whether each call ends by itself: in a process with a time limit, whose start does not count."""
+        return isinstance(self.call, ProcessCall) or (self.state is not None and self.state.limits_itself)
 
     @property
     def may_log(self) -> bool:
@@ -623,3 +647,27 @@ def check_prompts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[R
         for function in functions:
             if function.applies_to(prompt):
                 function.check_row(prompt)
+
+
+def warn_of_doubts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[RewardFunction]) -> None:
+    """Warn of rows that no completion can win, as far as their own columns show it (:meth:`StatefulReward.doubt`)."""
+    for function in (function for function in functions if function.state is not None):
+        for split, rows in prompts.items():
+            scored = [prompt for prompt in rows if split != "predict" and function.applies_to(prompt)]
+            doubts = {each.prompt_id: why for each in scored if (why := _doubt(function, each)) is not None}
+            if doubts:
+                named = ", ".join([*doubts][:MOST_NAMED]) + (" ..." if len(doubts) > MOST_NAMED else "")
+                first, why = next(iter(doubts.items()))
+                warnings.warn(
+                    f"{len(doubts)} of {len(scored)} rows of {split} cannot be won by reward {function.name!r} as they "
+                    f"are ({named}): of {first}, {why}.",
+                    stacklevel=2,
+                )
+
+
+def _doubt(function: RewardFunction, prompt: Prompt) -> str | None:
+    assert function.state is not None
+    try:
+        return function.state.doubt(prompt.columns)
+    except (KeyError, ValueError):  # what check_row says, whose failure may be no error
+        return None

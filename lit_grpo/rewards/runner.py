@@ -97,7 +97,8 @@ class RewardRunner(Listener):
         functions: The reward functions; no two have the same name.
         on_error: Handling of a function that fails: with ``raise``, :meth:`gather` raises a :class:`RewardError`; with
             ``none``, the function counts as not applying to the rollout that it failed on.
-        timeout_s: The most seconds that one call may take; ``null`` is no limit.
+        timeout_s: The most seconds that one call may take; ``null`` is no limit. A process of a function has its own
+            limit (:attr:`RewardFunction.limits_itself`).
         num_workers: Number of threads that call reward functions which are not ``async``.
     """
 
@@ -234,7 +235,8 @@ class RewardRunner(Listener):
                 for keywords in of_group
             ]
             functions = [call for call, _ in made]
-            results = await calls.call_all(functions, function.is_async, self._timeout_s, stop_on_error=self._raises)
+            limit_s = None if function.limits_itself else self._timeout_s
+            results = await calls.call_all(functions, function.is_async, limit_s, stop_on_error=self._raises)
             given = (
                 result.value if result.error is None else [result.error] * size
                 for result, (_, size) in zip(results, made, strict=False)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from lit_grpo.process.packages import require
 from lit_grpo.rewards.builtin import compile_pattern
 from lit_grpo.rewards.loading import near_names
+from lit_grpo.rewards.texts import comparable
 from lit_grpo.tasks.drawn import DrawnRows, Split, split_of
 
 INSTRUCTION = "Write only the answer, between <answer> and </answer>."
@@ -236,9 +237,10 @@ class ReasoningGymRows(DrawnRows):
 class ReasoningGymScore:
     """Reward from 0 to 1 of the completion's answer by reasoning-gym's grader of the row's task.
 
-    Some graders give a part of the score to an answer that is nearly right; 1 is right. Answers that a grader fails on
-    score 0: the first one is warned of, and their share is logged as ``reasoning_gym/failed``. Rows are those of
-    :class:`ReasoningGymRows`.
+    An answer that is not right is graded again with usual spaces and signs, in Unicode's NFC
+    (:func:`lit_grpo.rewards.texts.comparable`). Some graders give a part of the score to an answer that is nearly
+    right; 1 is right. Answers that a grader fails on score 0: the first one is warned of, and their share is logged as
+    ``reasoning_gym/failed``. Rows are those of :class:`ReasoningGymRows`.
 
     Few graders can take long on an answer that is made for it. With ``process: true`` beside the ``function``, they run
     in processes, which ``reward_timeout_s`` limits.
@@ -262,6 +264,8 @@ class ReasoningGymScore:
         """Score one completion."""
         answer = self._answer(completion)
         score, failed = self._score(answer, task, entry) if answer else (0.0, False)
+        if score < 1 and (usual := comparable(answer)) not in ("", answer):
+            score, failed = max((score, failed), self._score(usual, task, entry))
         log_metric("reasoning_gym/failed", float(failed))
         return score
 

@@ -159,20 +159,26 @@ class Counter(pl.Callback):
 
 
 def test_train_takes_one_callback_and_one_reward_without_lists(tmp_path: Path, policy_folder: Path) -> None:
+    """The answers of two rows have another form than the reward's pattern gives, as a warning says before the run."""
     counter = Counter()
-    run = lit_grpo.train(
-        str(policy_folder),
-        ROWS,
-        digits,
-        max_steps=1,
-        batch_size=2,
-        num_generations=2,
-        sampling={"max_tokens": 4},
-        trainer={"accelerator": "cpu", "enable_progress_bar": False, "logger": False},
-        callbacks=counter,
-        dir=str(tmp_path),
+    reward = {"function": "exact_match", "name": "low", "args": {"pattern": "([12])"}}
+    said = (
+        r"2 of 4 rows of train cannot be won by reward 'low' as they are \(train/2, train/3\): of train/2, no match of"
     )
-    assert counter.batches == 1 and [reward.name for reward in run.module.rewards] == ["digits"]
+    with pytest.warns(UserWarning, match=said):
+        run = lit_grpo.train(
+            str(policy_folder),
+            ROWS,
+            reward,
+            max_steps=1,
+            batch_size=2,
+            num_generations=2,
+            sampling={"max_tokens": 4},
+            trainer={"accelerator": "cpu", "enable_progress_bar": False, "logger": False},
+            callbacks=counter,
+            dir=str(tmp_path),
+        )
+    assert counter.batches == 1 and [each.name for each in run.module.rewards] == ["low"]
 
 
 def test_a_run_within_a_run_and_within_an_event_loop_disturb_neither(

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lit_grpo.rewards.builtin import compile_pattern, last_answer
+from lit_grpo.rewards.builtin import compile_pattern
 from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.rewards.texts import last_answer
 from lit_grpo.types import Prompt
 
 
