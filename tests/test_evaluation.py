@@ -23,7 +23,7 @@ from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.tools.evaluation.answers import find_answers, majority_correct
 from lit_grpo.tools.evaluation.command import read_options
 from lit_grpo.tools.evaluation.figures import Pass, compare
-from lit_grpo.tools.evaluation.harness import make_task
+from lit_grpo.tools.evaluation.harness import adds_special_tokens, make_task
 from lit_grpo.tools.evaluation.held_out import SamplingPass, Scored
 from lit_grpo.tools.evaluation.intervals import paired_p, percentile_interval, resampled, wilson
 from lit_grpo.tools.evaluation.policies import find_policies
@@ -318,44 +318,121 @@ def task_of(prompts: list[Prompt], match: ExactMatch) -> Any:
     return make_task("my/run_test", prompts, [function], PassRule("correct"), SamplingParams(max_tokens=7, stop=("#",)))
 
 
+def read_task(folder: Path, name: str = "my_run_test") -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
+    """The settings of a task, its rows as datasets reads them, and the function that grades."""
+    datasets = pytest.importorskip("datasets")
+    written = (folder / f"{name}.yaml").read_text().replace("!function", "")
+    settings = yaml.safe_load(written)
+    kind, files = settings["dataset_path"], settings["dataset_kwargs"]["data_files"]
+    rows = list(datasets.load_dataset(kind, data_files=files, cache_dir=str(folder / "cache"))["test"])
+    module, function = settings["process_results"].split(".")
+    scope: dict[str, Any] = {}
+    exec((folder / f"{module}.py").read_text(), scope)
+    return settings, rows, scope[function]
+
+
 def test_a_task_of_the_harness(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be {{short}}."}, {"role": "user", "content": "2+3?"}]
     prompts = [
-        Prompt("test/0", (1,), "<user>2+3?", {"answer": 5}, messages=messages),
+        Prompt("test/0", (1,), "<system>Be {{short}}.<user>2+3?", {"answer": 5}, messages=messages),
         Prompt("test/1", (1,), "<user>?", {"answer": None}, messages=messages),
     ]
-    command = task_of(prompts, ExactMatch(pattern=r"(\d+)\D*$")).write(tmp_path)
-    settings = yaml.safe_load((tmp_path / "my_run_test.yaml").read_text())
-    lines = Path(settings["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
-    (row,) = map(json.loads, lines)
-    assert row == {"prompt_id": "test/0", "prompt": "2+3?", "answer": "5", "system": "Be {{short}}."}
-    assert settings["description"] == "{{system}}" and command.endswith("--tasks my_run_test --apply_chat_template")
+    task = task_of(prompts, ExactMatch(pattern=r"(\d+)\D*$"))
+    command = task.write(tmp_path)
+    settings, (row,), grade = read_task(tmp_path)
+    text = "<system>Be {{short}}.<user>2+3?"
+    assert row == {"prompt_id": "test/0", "prompt": text, "given": "", "answer": "5"}
+    assert task.is_rendered and command.endswith(
+        "add_bos_token=False --include_path " + f"{tmp_path} --tasks my_run_test"
+    )
     assert settings["generation_kwargs"] == {"do_sample": False, "temperature": 0.0, "max_gen_toks": 7, "until": ["#"]}
+    assert [grade(row, [text]) for text in ("it is 5.", "5, no: 6")] == [{"exact_match": 1.0}, {"exact_match": 0.0}]
 
 
-@pytest.mark.parametrize("pattern", [None, r"=(\d+)", r"(\d+)\D*$"])
-@pytest.mark.parametrize("text", ["1=2=33", " 7 ", "none", "a\nb=4\n", ""])
-def test_the_harness_finds_the_answers_that_the_reward_finds(pattern: str | None, text: str) -> None:
-    """Its filter takes the last of ``findall``, without white space around it."""
-    match = ExactMatch(pattern=pattern)
-    task = task_of([Prompt("test/0", (1,), "?", {"answer": "33"})], match)
-    regex, _ = task.settings["filter_list"][0]["filter"]
-    found = re.compile(regex["regex_pattern"]).findall(text)
-    theirs = found[regex["group_select"]].strip() if found else "[invalid]"
-    ours = [answer for answer in ("33", "1=2=33", "7", "none", "4", "a\nb=4", "b=4") if match(text, answer=answer)]
-    assert ([theirs] if theirs != "[invalid]" else []) == ours
+COMPARED = {
+    "the whole text": {},
+    "a pattern": {"pattern": r"=(\d+)"},
+    "the last one": {"pattern": r"(\d+)\D*$"},
+    "two groups": {"pattern": r"=(\S+) (\S*)"},
+    "letters of any case": {"ignore_case": True},
+}
 
 
-def test_a_conversation_is_a_task_as_the_policy_reads_it(tmp_path: Path) -> None:
-    messages = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
-    task = task_of([Prompt("test/0", (1,), "<x><y>", {"answer": 1}, messages=messages)], ExactMatch())
-    assert task.rows == [{"prompt_id": "test/0", "prompt": "<x><y>", "answer": "1"}]
-    assert task.is_rendered and "apply_chat_template" not in task.write(tmp_path)
+@pytest.mark.parametrize("how", COMPARED)
+@pytest.mark.parametrize("text", ["1=2=33", " 7 ", "none", "a\nb=4\n", "", "STRASSE", "stra\u00dfe", "\u22127", "=7 m"])
+def test_the_harness_grades_as_the_reward_does(how: str, text: str, tmp_path: Path) -> None:
+    match = ExactMatch(**COMPARED[how])
+    answers = ["33", "1=2=33", "7", "none", "4", "a\nb=4", "b=4", "-7", "Stra\u00dfe", ["8", "7"]]
+    task = task_of([Prompt(f"test/{n}", (1,), "?", {"answer": answer}) for n, answer in enumerate(answers)], match)
+    scope: dict[str, Any] = {}
+    exec(task.grading, scope)
+    theirs = [scope["process_results"](row, [text])["exact_match"] for row in task.rows]
+    assert theirs == [match(text, answer=answer) for answer in answers]
 
 
-def test_a_pattern_of_several_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 2 groups"):
-        task_of([], ExactMatch(pattern=r"(a)(b)"))
+def test_the_beginning_of_an_answer_that_the_prompt_gives_is_graded_with_it() -> None:
+    task = task_of([Prompt("test/0", (1,), "2+3? =", {"answer": 5}, given="=")], ExactMatch(pattern=r"=(\d)"))
+    scope: dict[str, Any] = {}
+    exec(task.grading, scope)
+    assert scope["process_results"](task.rows[0], ["5"]) == {"exact_match": 1.0}
+
+
+DATES = {
+    "dates": (["2024-03-01", "1999-12-31"], ["a", "b"]),
+    "dates and times": (["2024-03-01 10:00:00", "2024-03-02 11:00:00"], ["a", "b"]),
+    "prompts that are dates": (["a", "b"], ["2024-03-01", "2024-03-02"]),
+    "digits": (["011", "12"], ["a", "b"]),
+    "lists of dates": ([["2024-03-01"], ["2024-03-02", "2 March 2024"]], ["a", "b"]),
+}
+
+
+@pytest.mark.parametrize("case", DATES)
+def test_rows_of_a_task_keep_texts_that_look_like_something_else(case: str, tmp_path: Path) -> None:
+    answers, texts = DATES[case]
+    prompts = [
+        Prompt(f"test/{number}", (1,), text, {"answer": answer})
+        for number, (answer, text) in enumerate(zip(answers, texts, strict=True))
+    ]
+    task_of(prompts, ExactMatch()).write(tmp_path)
+    _, rows, _ = read_task(tmp_path)
+    assert [(row["prompt"], row["answer"]) for row in rows] == list(zip(texts, answers, strict=True))
+
+
+def test_a_task_without_answers_is_refused() -> None:
+    with pytest.raises(ValueError, match="no row has an answer in the column 'answer'; leave --lm-eval out"):
+        task_of([Prompt("test/0", (1,), "?", {"answer": None})], ExactMatch())
+
+
+class Spells:
+    """A tokenizer of characters, which begins texts with token 1 where it is asked for special tokens; ``#`` is 2."""
+
+    bos_token = "^"
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        ids = [{"^": 1, "#": 2}.get(one, ord(one)) for one in text]
+        return {"input_ids": [1, *ids] if add_special_tokens else ids}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "adds"),
+    [
+        ([("ab", (97, 98))], False),
+        ([("ab", (1, 97, 98)), ("b", (1, 98))], True),
+        ([("^ab", (1, 97, 98))], False),
+        ([("ab", (97, 98)), ("a#", (97, 35))], "test/1"),  # a control token that is only spelled
+        ([("ab", (1, 97, 98)), ("b", (98,))], "test/1"),
+        ([("^b", (1, 1, 98))], "test/0"),  # of such texts the harness adds nothing
+    ],
+)
+def test_a_task_has_the_tokens_that_the_policy_reads_or_is_refused(
+    prompts: list[tuple[str, tuple[int, ...]]], adds: bool | str
+) -> None:
+    rows = [Prompt(f"test/{number}", ids, text) for number, (text, ids) in enumerate(prompts)]
+    if isinstance(adds, bool):
+        assert adds_special_tokens(rows, Spells()) == adds  # pyright: ignore[reportArgumentType]
+        return
+    with pytest.raises(ValueError, match=f"would read other tokens than the policy does in row {adds}"):
+        adds_special_tokens(rows, Spells())  # pyright: ignore[reportArgumentType]
 
 
 def test_another_reward_than_exact_match_is_no_task() -> None:

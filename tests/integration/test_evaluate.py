@@ -209,26 +209,6 @@ def test_rows_that_a_policy_cannot_be_asked_are_left_out_for_all(
     assert "1 row left out, because a policy cannot be asked it." in capsys.readouterr().out
 
 
-@pytest.mark.nightly
-def test_the_harness_finds_the_same_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm_eval: Any = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
-
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    main(["tiny", *DEMO, "--samples", "0", "--output", "out", "--lm-eval", "task"])
-    found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args=f"pretrained={NAMED['tiny'].folder},dtype=float32",
-        tasks=["arithmetic_validation"],
-        task_manager=TaskManager(include_path="task", include_defaults=False),
-        device="cpu",
-        batch_size=8,
-        bootstrap_iters=0,
-    )
-    theirs = found["results"]["arithmetic_validation"]["exact_match,answer"]
-    assert theirs == pytest.approx(evaluated(tmp_path / "out")["tiny"]["greedy"]["accuracy"])
-
-
 REFUSED = {
     "an unknown policy": (["tiny", "not/here/at/all", *DEMO], "There is no policy folder 'not/here/at/all'"),
     "the same policy": (["tiny", "tiny", *DEMO], "'tiny' is given twice"),

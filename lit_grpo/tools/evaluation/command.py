@@ -23,10 +23,10 @@ from lit_grpo.cli.parsing.refusals import check_settings, check_values
 from lit_grpo.cli.parsing.sentences import CONFIG, SentenceParser, exit_with
 from lit_grpo.display.screen import the_console
 from lit_grpo.module import GRPOModule
-from lit_grpo.policy.loading import longest_sequence
+from lit_grpo.policy.loading import load_tokenizer, longest_sequence
 from lit_grpo.process.terminal import counted, say
 from lit_grpo.tools.evaluation.answers import Answers, find_answers
-from lit_grpo.tools.evaluation.harness import HarnessTask, make_task
+from lit_grpo.tools.evaluation.harness import HarnessTask, adds_special_tokens, make_task
 from lit_grpo.tools.evaluation.held_out import Collector, HeldOutRows, SamplingPass, Scored
 from lit_grpo.tools.evaluation.policies import PolicySource, find_policies
 from lit_grpo.tools.evaluation.result import Conditions, Result
@@ -204,7 +204,14 @@ class EvaluateCLI(LikeFitCLI):
             raise ValueError("--lm-eval writes no tasks of several turns, and this run has environments; leave it out.")
         name = f"{self._settings['run']['name']}_{self._split}"
         sampling = self._passes[0].sampling
-        return make_task(name, data.prompts[self._split], module.rewards, module.pass_rule, sampling)
+        if module.keep_special_tokens:
+            raise ValueError(
+                "--lm-eval: the lm-evaluation-harness leaves special tokens out of completions, and "
+                "model.keep_special_tokens keeps them; leave one of the two out."
+            )
+        prompts = data.prompts[self._split]
+        task = make_task(name, prompts, module.rewards, module.pass_rule, sampling)
+        return replace(task, adds_special_tokens=adds_special_tokens(prompts, load_tokenizer(data.policy)))
 
     def _conditions(self) -> Conditions:
         """Return what is the same for all policies."""
