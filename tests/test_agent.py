@@ -328,20 +328,24 @@ def _key(client: Client) -> str:
 
 def test_a_second_request_at_a_time_is_refused() -> None:
     answers: list[httpx.Response] = []
+    is_answered = threading.Event()
 
     def solve(base_url: str, api_key: str, **columns: Any) -> None:
         client = Client(base_url, api_key)
         first = client.say(ASKED)
-        threads = [
-            threading.Thread(target=lambda: answers.append(client.chat(ASKED, first, user("On.")))) for _ in range(2)
-        ]
+
+        def ask() -> None:
+            answers.append(client.chat(ASKED, first, user("On.")))
+            is_answered.set()
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
     def says(request: Request, turn: int) -> str:
-        time.sleep(0.5)
+        assert turn == 0 or is_answered.wait(300)  # the other request, which is refused
         return "turn"
 
     assert len(only(play(worker_of(solve), says)).turns) == 2
@@ -353,18 +357,20 @@ def test_a_second_request_at_a_time_is_refused() -> None:
 def test_a_request_that_openais_client_sends_again_gets_the_same_answer() -> None:
     """As after a time-out of its own, before the turn is over or after it."""
     said: list[Any] = []
+    is_late = threading.Event()
 
     def solve(base_url: str, api_key: str, **columns: Any) -> None:
         client, again = Client(base_url, api_key), Client(base_url, api_key, **{"X-Stainless-Retry-Count": "1"})
         with pytest.raises(httpx.ReadTimeout):
             client.http.post(f"{client.url}/chat/completions", json={"model": "m", "messages": [ASKED]}, timeout=0.2)
+        is_late.set()
         said.append(again.say(ASKED))
         said.append(again.say(ASKED))
         said.append(refusal(again.chat(ASKED, n=1)))
         said.append(again.say(ASKED, said[0], user("On.")))
 
     def says(request: Request, turn: int) -> str:
-        time.sleep(0.6)
+        assert is_late.wait(300)
         return f"turn {turn}"
 
     assert len(only(play(worker_of(solve), says)).turns) == 2
@@ -482,13 +488,14 @@ FAILURES = {_raises: "fails (SystemExit: no)", _hangs: "takes too long", _never_
 @pytest.mark.parametrize("how", FAILURES)
 def test_an_agent_that_fails_begins_again_and_is_no_reward_of_0(how: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        worker = worker_of(failing(2, how), timeout_s=1.5)
+        times, limit_s = (1, 3.0) if how is _hangs else (2, 300.0)
+        worker = worker_of(failing(times, how), timeout_s=limit_s)
         completion = only(play(worker))
     assert completion.episode is not None and completion.episode.reward == 1 and len(completion.turns) == 1
     assert f"solve {FAILURES[how]}" in caplog.text
     metrics = worker.metrics()
-    assert metrics["environments/failures"] == metrics["environments/retries"] == 2
-    worker = worker_of(failing(9, how), timeout_s=1.5, retries=1)
+    assert metrics["environments/failures"] == metrics["environments/retries"] == times
+    worker = worker_of(failing(9, how), timeout_s=limit_s, retries=times - 1)
     (group,) = play(worker)
     assert group.rollouts == [] and worker.metrics()["environments/dropped"] == 1
 
@@ -508,7 +515,7 @@ def test_an_async_agent_that_blocks_its_loop_is_replaced() -> None:
             time.sleep(60)
         return await asyncio.to_thread(two_turns, base_url, api_key, **columns)
 
-    assert only(play(worker_of(solve, timeout_s=2))).episode.reward == 0.5  # pyright: ignore
+    assert only(play(worker_of(solve, timeout_s=5))).episode.reward == 0.5  # pyright: ignore
 
 
 def test_waiting_for_a_thread_or_for_the_policy_is_no_hanging() -> None:
@@ -516,7 +523,7 @@ def test_waiting_for_a_thread_or_for_the_policy_is_no_hanging() -> None:
         time.sleep(0.4)
         return "turn"
 
-    worker = worker_of(two_turns, timeout_s=1.0, trajectory_timeout_s=1.5, num_threads=1)
+    worker = worker_of(two_turns, timeout_s=3.0, trajectory_timeout_s=3.5, num_threads=1)
     (group,) = play(worker, says, num_generations=6, num_slots=1)
     assert len(group.rollouts) == 6 and worker.metrics()["environments/failures"] == 0
 
@@ -540,23 +547,25 @@ def test_an_agent_at_work_within_its_limit_is_no_standstill() -> None:
 
 def test_an_agent_that_has_been_given_up_is_answered_no_more() -> None:
     said: list[Any] = []
-    gone = threading.Event()
+    given_up, gone = threading.Event(), threading.Event()
 
     def solve(base_url: str, api_key: str, **columns: Any) -> float:
         client = Client(base_url, api_key)
         first = client.say(ASKED)
         if not said:
             said.append(first["content"])
-            time.sleep(3)
+            assert given_up.wait(300)
             said.append(client.chat(ASKED, first, user("On.")).status_code)
             gone.set()
         return 1.0
 
     def says(request: Request, turn: int) -> str:
-        assert not said or gone.wait(20)
+        if said:  # the next agent asks
+            given_up.set()
+            assert gone.wait(300)
         return "turn"
 
-    completion = only(play(worker_of(solve, timeout_s=1.5), says))
+    completion = only(play(worker_of(solve, timeout_s=3), says))
     assert said == ["turn", 404] and len(completion.turns) == 1
 
 

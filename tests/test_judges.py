@@ -466,12 +466,18 @@ def test_the_columns_of_the_template_are_checked_before_the_run(server: JudgeSer
 
 
 def test_completions_of_a_group_are_judged_at_the_same_time_and_failures_asked_again(server: JudgeServer) -> None:
-    server.delay_s, server.faults = 0.2, [BUSY, Fault(body={"no": "choices"})]
+    answer, eight_are_asked = server.answer, threading.Event()
+
+    def together(body: dict[str, Any]) -> str:
+        if len(server.seen) >= 8:
+            eight_are_asked.set()
+        assert eight_are_asked.wait(300)
+        return answer(body)
+
+    server.answer, server.faults = together, [BUSY, Fault(body={"no": "choices"})]
     texts = [f"{number:03}" for number in range(32)]
-    began_s = time.monotonic()
     assert score(HTTPJudge(server.url, "m", TEMPLATE), *texts, pause_s=0.01, answer=3) == [3.0] * 32
     assert len(server.seen) == 34
-    assert time.monotonic() - began_s < 4  # one after another they take 6.8 s
 
 
 # ---- the client -----------------------------------------------------------------------------------------
@@ -717,9 +723,7 @@ def slow_server() -> Iterator[str]:
 
 
 def test_the_time_limit_is_of_the_whole_call_and_a_reply_has_a_limit_of_bytes(slow_server: str) -> None:
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"does not answer within 0.5 s \(timeout_s\)"):
         HTTPJudge(f"{slow_server}/drips", "m", TEMPLATE, timeout_s=0.5)(prompt="p", completion="c", answer=1)
-    assert time.monotonic() - start < 3
     with pytest.raises(RuntimeError, match="answers more than 4 MiB; limit max_tokens"):
-        HTTPJudge(f"{slow_server}/floods", "m", TEMPLATE, timeout_s=20.0)(prompt="p", completion="c", answer=1)
+        HTTPJudge(f"{slow_server}/floods", "m", TEMPLATE, timeout_s=300.0)(prompt="p", completion="c", answer=1)

@@ -202,10 +202,10 @@ def test_a_run_whose_servers_all_hang_goes_on_with_the_first_that_is_up_again(
         server = server_of(process.url, well=False)
         server.process, server.client = process, Asked(server, process.url)
         servers.append(server)
-    fleet, began = fleet_of(*servers), time.monotonic()
+    fleet = fleet_of(*servers)
     with pytest.warns(UserWarning) as said:
         fleet.muster()
-    assert fleet.alive == servers[1:] and servers[0].starting and time.monotonic() - began < 10.0
+    assert fleet.alive == servers[1:] and servers[0].starting
     waits = [str(each.message) for each in said if "The run waits for" in str(each.message)]
     assert len(waits) == 1 and all(server.client.url in waits[0] for server in servers), waits
     for server in servers:
