@@ -15,7 +15,7 @@ from conftest import random_policy, save_tokenizer
 from lit_grpo.policy.gguf import gguf_file
 from lit_grpo.policy.loading import files_note, load_config, load_policy, load_tokenizer
 from lit_grpo.policy.saving import export
-from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra smollm2)")
 from tiny_gguf import TEMPLATE, write_gguf  # noqa: E402  # needs gguf
@@ -60,7 +60,7 @@ def test_an_engine_gets_a_skeleton_of_a_model_that_is_not_quantized(file: Path, 
     config = (tmp_path / "config.json").read_text()
     assert "quantization" not in config and "gguf" not in config and "Random" not in config
     assert json.loads(config)["dtype"] == "float32"
-    assert load_tokenizer(str(tmp_path)).chat_template == TEMPLATE
+    assert load_tokenizer(str(tmp_path / TOKENIZER)).chat_template == TEMPLATE
 
 
 def test_the_tokenizer_and_its_chat_template_come_with_the_file(file: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
-from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
 from lit_grpo.rollout.vllm import engine as vllm_engine
 from lit_grpo.rollout.vllm.arguments import (
@@ -394,7 +394,7 @@ def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Pa
     PolicySpec(policy, load_tokenizer(str(policy_folder))).save_skeleton(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert not list(tmp_path.glob("*.safetensors"))
-    assert load_tokenizer(str(tmp_path)).encode("1+") == load_tokenizer(str(policy_folder)).encode("1+")
+    assert load_tokenizer(str(tmp_path / TOKENIZER)).encode("1+") == load_tokenizer(str(policy_folder)).encode("1+")
     assert policy.config.architectures is None
 
 

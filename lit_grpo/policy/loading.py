@@ -23,6 +23,7 @@ from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, wit
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.named import NAMED, own_folder, resolve_policy
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
+from lit_grpo.policy.tokenizers import read_tokenizer
 from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
 
@@ -201,8 +202,6 @@ def load_tokenizer(policy: str | LoadedPolicy) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: The policy has no tokenizer, or the tokenizer names no end-of-sequence token.
     """
-    from transformers import AutoTokenizer
-
     if not isinstance(policy, str):
         model, given = policy
         if given is not None:
@@ -212,7 +211,7 @@ def load_tokenizer(policy: str | LoadedPolicy) -> PreTrainedTokenizerBase:
         policy = model.name_or_path
     name = _tokenizer_place(resolve_policy(policy))
     with _reading(name, "tokenizer") as files:
-        tokenizer = AutoTokenizer.from_pretrained(files.place, trust_remote_code=False, **files.options())
+        tokenizer = read_tokenizer(name, files.place, files.options())
     tokenizer.name_or_path = name  # a GGUF file's was the folder that it was read from
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it from the model's type alone
         raise ValueError(_load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there")))

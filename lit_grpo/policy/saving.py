@@ -20,6 +20,7 @@ from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
 from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation, token_logits
 from lit_grpo.policy.sharding import class_of, compute, full_tensor
+from lit_grpo.policy.tokenizers import save_tokenizer
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.process.terminal import first_line
 
@@ -135,7 +136,7 @@ def export(
     with written_as_a_whole(folder) as aside:
         _write_weights(weights, aside)
         save_settings(policy, aside)
-        tokenizer.save_pretrained(aside)
+        save_tokenizer(tokenizer, aside)
         if adapter:
             own_adapter(policy).save_pretrained(str(aside / "adapter"))
             save_torch_state_dict(adapter, aside / "adapter", filename_pattern="adapter_model{suffix}.safetensors")

@@ -13,6 +13,7 @@ from lit_grpo.memory import update_bytes
 from lit_grpo.policy.architecture.decoder import context_length
 from lit_grpo.policy.saving import save_settings
 from lit_grpo.policy.sharding import class_of
+from lit_grpo.policy.tokenizers import save_for_engines
 from lit_grpo.policy.weights import Adapters, PolicyWeights, find_adapters
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from lit_grpo.types import Prompt
 
 _NUM_BEFORE = 8  # tokens of a prompt with which a text that continues it is decoded
+
+TOKENIZER = "tokenizer"
+"""The folder of the tokenizer in that of a policy's skeleton."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +146,11 @@ class PolicySpec:
         return PolicyWeights(self.module, merged, dtype)
 
     def save_skeleton(self, folder: Path) -> None:
-        """Save configuration and tokenizer, for an engine to start from; the weights are sent to it later."""
+        """Save configuration and, in :data:`TOKENIZER`, tokenizer for an engine to start from; weights are sent later."""
         wrapper: Any = self.module
         bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
         save_settings(bare, folder)
-        self.tokenizer.save_pretrained(folder)
+        save_for_engines(self.tokenizer, folder / TOKENIZER)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -50,9 +50,10 @@ class RewardModel(StatefulReward):
         offload: bool = False,
     ) -> None:
         import torch
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
         from lit_grpo.policy.hub import hub_or_cache
+        from lit_grpo.policy.tokenizers import read_tokenizer
 
         self.name, self.sigmoid, self.dtype, self.offload = model, sigmoid, dtype, offload
         self.max_tokens_per_batch = max_tokens_per_batch
@@ -63,7 +64,7 @@ class RewardModel(StatefulReward):
         with hub_or_cache(model):
             try:
                 config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-                self.tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+                self.tokenizer: Any = read_tokenizer(model, model)
             except (OSError, ValueError) as error:
                 raise _unusable(model, error) from error
         if config.num_labels != 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import fields, is_dataclass
+from typing import Any, cast, get_args
 
 import yaml
 from jsonargparse import Namespace
@@ -13,7 +14,7 @@ from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
 from lit_grpo.cli.parsing.names import FIELDS
 from lit_grpo.rewards.function import with_function
 
-REWARDS = "model.rewards"
+REWARDS, TEACHER = "model.rewards", "model.teacher"
 
 
 class Field(ActionTypeHint):
@@ -22,12 +23,13 @@ class Field(ActionTypeHint):
     jsonargparse merges lists of equal length item by item, so a reward function would get the arguments of the one
     before it. ``--model.rewards+`` still appends. If a field's class changes, jsonargparse keeps the settings that the
     new class has too, and drops the others silently; here defaults of the earlier class are not kept, and others that
-    are dropped are named. Reward functions may be given by name.
+    are dropped are named. Reward functions may be given by name, and a teacher by its policy.
     """
 
     def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.dest == REWARDS:
             value = _spelled_out(value, append)
+        value = self._as_group(value)
         is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
         before = _spec(cfg.get(self.dest)) if self.dest in FIELDS and cfg else {}
         value = self._with_path(value) if self.dest in FIELDS else value
@@ -38,6 +40,20 @@ class Field(ActionTypeHint):
         if before.get("init_args") and before["class_path"] != _spec(checked).get("class_path", before["class_path"]):
             self._tell_left_out(before, _spec(checked))
         return checked
+
+    def _as_group(self, value: Any) -> Any:
+        """Replace a text that stands for a group of fields by the group.
+
+        Raises:
+            TypeError: It stands for none.
+        """
+        kinds = [one for one in get_args(self._typehint) if is_dataclass(one)]
+        if not kinds or not isinstance(value, str | int | float) or _is_group(value):
+            return value
+        if self.dest == TEACHER:
+            return {"policy": str(value)}
+        first = f"{self.dest}.{fields(kinds[0])[0].name}"
+        raise TypeError(f"{self.dest} is {value!r}, but it is a group of fields; give these, such as {first}.")
 
     def _with_path(self, value: Any) -> Any:
         """Replace the short name of a class by its path.
@@ -87,6 +103,15 @@ class Field(ActionTypeHint):
     def extra_help(self) -> str:
         """Return the short names, in place of the classes that happen to be imported."""
         return f", names: {', '.join(FIELDS[self.dest])}" if self.dest in FIELDS else super().extra_help()
+
+
+def _is_group(value: Any) -> bool:
+    """Whether a value of the command line is a mapping, or null."""
+    try:
+        read = yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError:
+        return False
+    return read is None or isinstance(read, Mapping)
 
 
 def _spelled_out(value: Any, append: bool) -> Any:

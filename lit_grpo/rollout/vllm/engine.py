@@ -17,7 +17,7 @@ import torch
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import checks_arguments
 from lit_grpo.memory import free_bytes
-from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.vllm.arguments import (
@@ -111,7 +111,9 @@ class VLLMGenerator(EngineGenerator):
         _end_engines()
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
-        arguments = {"model": str(self._folder.path), **self._own_arguments(policy), **lora, **self.arguments}
+        model, tokenizer = str(self._folder.path), str(self._folder.path / TOKENIZER)
+        own = self._own_arguments(policy)
+        arguments = {"model": model, "tokenizer": tokenizer, **own, **lora, **self.arguments}
         with (
             quiet_start(),
             _rank_told(policy.device),

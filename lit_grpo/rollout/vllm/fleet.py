@@ -161,7 +161,8 @@ class Server:
             raise ValueError(f"{error} Start it with the policy's model, as python -m lit_grpo serve does.") from error
         if text_ids != introduction.text_ids:
             raise ValueError(
-                f"The server at {client.url} has another tokenizer than the policy; start it with the policy's."
+                f"The server at {client.url} has another tokenizer than the policy; start it with the policy's, as "
+                "python -m lit_grpo serve does."
             )
         if self._largest_rank(introduction.rank) < introduction.rank:
             raise ValueError(

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from lit_grpo.policy.spec import TOKENIZER
 from lit_grpo.process.signals import end_with_parent
 from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, OWNER_PATH
 
@@ -65,7 +66,8 @@ class ServerProcess:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._token, self._failed = token, False
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(model), "--host", host, "--port", str(port), *_flags(arguments), *flags]
+        command += ["--model", str(model), "--tokenizer", str(model / TOKENIZER), "--host", host, "--port", str(port)]
+        command += [*_flags(arguments), *flags]
         command += ["--middleware", GUARD]  # the last one on the command line is the first to be asked
         file, name = tempfile.mkstemp(prefix="lit_grpo_server_", suffix=".log")  # readable by this user alone
         self.log = Path(name)

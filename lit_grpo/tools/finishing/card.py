@@ -33,6 +33,7 @@ class Contents:
         has_picture: Whether there is a picture of the curves.
         gguf: The GGUF files by their kinds: name, size in bytes, and the comparison with the policy.
         place: What ``from_pretrained`` takes: the repository on the hub, or the folder that holds the card.
+        tokenizer_class: The class of transformers that loads the tokenizer as its file describes it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Contents:
     has_picture: bool
     gguf: Mapping[str, tuple[str, int, Cost]]
     place: str = "."
+    tokenizer_class: str = "AutoTokenizer"
 
 
 def write_card(run: RunRecords, origin: Origin, contents: Contents) -> str:
@@ -115,10 +117,10 @@ def _result(run: RunRecords, contents: Contents) -> str:
 
 def _use(contents: Contents) -> str:
     code = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import AutoModelForCausalLM, {contents.tokenizer_class}",
         "",
         f'model = AutoModelForCausalLM.from_pretrained("{contents.place}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{contents.place}")',
+        f'tokenizer = {contents.tokenizer_class}.from_pretrained("{contents.place}")',
     )
     lines = ["## Use", _fenced("\n".join(code), "python")]
     if contents.gguf:

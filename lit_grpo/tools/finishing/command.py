@@ -114,6 +114,7 @@ def _finish(options: argparse.Namespace) -> None:
 
 def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: list[str], output: Path) -> list[str]:
     """Write the folder aside and give it its name at the end; return lines about it."""
+    from lit_grpo.policy.tokenizers import loading_class
     from lit_grpo.tools.finishing import record
     from lit_grpo.tools.finishing.card import Contents, cost_sentence, write_card
     from lit_grpo.tools.finishing.comparison import Cost, Reference
@@ -160,6 +161,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             has_picture=drawn,
             gguf=files,
             place=options.push or ".",
+            tokenizer_class=loading_class(str(folder)),
         )
         (folder / "README.md").write_text(write_card(run, origin, contents), encoding="utf-8")
         folder.rename(output)
