@@ -160,6 +160,30 @@ def test_a_likely_token_that_the_policy_does_not_know_is_refused(served: Served)
         teacher.score(unused, rollouts_of(random_groups(served.model, [[0.0]])), lambda value: [value], 2)
 
 
+def test_tokens_that_only_the_server_knows_are_passed_over(served: Served) -> None:
+    """Of the likeliest four, those that the policy has."""
+    few, rollouts = VOCAB_SIZE - 3, rollouts_of(random_groups(served.model, [[0.0] * 4]))
+    teacher = ServerTeacher(TeacherSettings(served.url), served.tokenizer, few)
+    with torch.no_grad():
+        served.model.get_output_embeddings().weight[few] *= 6  # among the likeliest at many places
+    found = teacher.score(unused, rollouts, lambda value: [value], 4)
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.completion.token_ids_T.tolist()]])
+        with torch.no_grad():
+            logits_TV = served.model(input_ids=ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
+        expected = logits_TV[:, :few].topk(4).indices
+        assert torch.equal(found[rollout.completion.request.key].top_ids_TK, expected)
+        assert (logits_TV.argmax(1) >= few).any()
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_server_is_asked_whether_it_reads_the_policys_last_row(status: int, served: Served) -> None:
+    served.spoil = lambda path, answer: (status, "{}") if path == "/v1/completions" else answer
+    served.model.resize_token_embeddings(VOCAB_SIZE + 64)
+    teacher = ServerTeacher(TeacherSettings(served.url), served.tokenizer, VOCAB_SIZE + 64)
+    assert teacher.num_tokens == (VOCAB_SIZE + 64 if status == 200 else len(served.tokenizer))
+
+
 def test_a_server_with_another_vocabulary_is_refused_with_the_first_token_that_differs(served: Served) -> None:
     plain = served.tokenizer
     served.tokenizer = SimpleNamespace(decode=lambda ids: plain.decode([8 if each == 7 else each for each in ids]))

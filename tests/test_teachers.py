@@ -27,7 +27,13 @@ from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Prompt, Rollout, RolloutGroup
-from lit_grpo.update.logprobs.teacher import ModelTeacher, TeacherSettings, check_vocabulary, make_teacher
+from lit_grpo.update.logprobs.teacher import (
+    ModelTeacher,
+    TeacherSettings,
+    check_num_tokens,
+    check_vocabulary,
+    make_teacher,
+)
 from lit_grpo.update.plugin import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
@@ -291,24 +297,83 @@ def test_a_moving_average_follows_the_policy_and_is_restored(adapters: bool) -> 
 # ---- what is refused ----------------------------------------------------------------------------------
 
 
-def test_a_teacher_of_another_vocabulary_is_refused_with_the_first_token_that_differs(tmp_path: Path) -> None:
+def test_a_teacher_may_have_more_tokens_and_not_fewer(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     own, its = load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path))
     check_vocabulary("large", own, its)
     its.add_tokens(["<new>"])
-    with pytest.raises(ValueError, match=r"'large' has another vocabulary .* does not know its token '<new>'"):
-        check_vocabulary("large", own, its)
+    check_vocabulary("large", own, its)
     with pytest.raises(ValueError, match=r"token '<new>' has the id \d+, and the teacher does not know it; take a"):
         check_vocabulary("large", its, own)
 
 
-def test_a_token_that_the_teacher_does_not_know_is_refused() -> None:
-    rollout = make_rollout([5, 6], [7, VOCAB_SIZE - 1], NAN)
-    rollout.rewards = {"exact": None}
-    small: Any = random_policy().double()
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "warns", "refuses"),
+    [
+        (0, 0, 0, 0),
+        (64, 0, 0, 0),
+        (64, 64, 0, 0),
+        (0, 64, 1, 0),
+        (8, 64, 1, 0),
+        (-1, 0, 0, 1),
+        (-1, 64, 0, 1),
+        (-1, -1, 0, 0),
+    ],
+)
+def test_rows_that_the_teacher_lacks_are_told_of_before_the_run(
+    num_tokens: int, num_rows: int, warns: int, refuses: int, tokenizer: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Numbers of rows are relative to the number of tokens of the policy's tokenizer."""
+    known = len(tokenizer)
+    if refuses:
+        with pytest.raises(
+            ValueError, match=rf"'large' has {known - 1} rows of embeddings, and the policy's token '.' has"
+        ):
+            check_num_tokens("large", known + num_tokens, tokenizer, known + num_rows)
+    else:
+        check_num_tokens("large", known + num_tokens, tokenizer, known + num_rows)
+    assert len(recwarn) == warns
+    if warns:
+        said = (
+            f"{known + num_rows} rows of embeddings and model.teacher.policy 'large' has {known + num_tokens}; a comp"
+        )
+        assert said in str(recwarn[0].message)
+
+
+@pytest.mark.parametrize("plugin", [Distill(), Distill(top_k=3)])
+def test_a_completion_is_taught_up_to_a_token_that_the_teacher_does_not_know(plugin: Distill) -> None:
+    """The gradient is that of the completion cut there, with the number of tokens of the whole."""
+    last = VOCAB_SIZE - 1
+    small: Any = other_policy()
+    small.resize_token_embeddings(last)
+
+    def of(*completions: list[int]) -> tuple[torch.Tensor, Any]:
+        rollouts = [make_rollout([5, 6], ids, NAN, sample_id=number) for number, ids in enumerate(completions)]
+        for rollout in rollouts:
+            rollout.rewards = {"exact": None}
+            ids_T = rollout.completion.token_ids_T
+            logprobs_TV = logits_of(random_policy().double(), rollout).log_softmax(-1)
+            rollout.completion.logprobs_T[:] = logprobs_TV.gather(1, ids_T[:, None])[:, 0].detach()
+        learner, steps = make_learner(plugins=[own := fresh(plugin)])
+        own.on_train_start(TrainingRun(learner.policy, None, 0, 1, Ranks(), teacher=teacher_of(small)))
+        learner.learn([RolloutGroup(rollouts[0].prompt, rollouts)])
+        return steps.gradients[0], own.on_update_end(SimpleNamespace(all_gather=lambda value: [value]))  # pyright: ignore[reportArgumentType]
+
+    whole, logs = of([7, 9, last, 8, 7], [4, 5, 6])
+    cut, expected = of([7, 9], [4, 5, 6])
+    assert logs["teacher/tokens"] == expected["teacher/tokens"] == 5
+    for name in ("teacher/reverse_kl", "teacher/entropy"):
+        assert logs[name] == pytest.approx(expected[name], rel=1e-6)
+    assert torch.allclose(whole * 8, cut * 5, rtol=1e-6, atol=1e-9) and float(cut.norm()) > 1e-3
+    nothing, logs = of([last, 7], [last])
+    assert not nothing.any() and logs["teacher/tokens"] == 0
+
+
+def test_more_likely_tokens_than_the_teacher_knows_are_refused_before_the_run() -> None:
+    small: Any = other_policy()
     small.resize_token_embeddings(VOCAB_SIZE - 1)
-    with pytest.raises(ValueError, match=rf"has token {VOCAB_SIZE - 1}, and the teacher 'another' knows"):
-        learnt([RolloutGroup(rollout.prompt, [rollout])], Distill(), small)
+    with pytest.raises(ValueError, match=rf"top_k is {VOCAB_SIZE}, and the teacher knows {VOCAB_SIZE - 1} tokens; low"):
+        learnt(random_groups(random_policy(), [[0.0]]), Distill(top_k=VOCAB_SIZE), small)
 
 
 @pytest.mark.parametrize("plugin", [Distill(), Distill(top_k=2)])

@@ -143,7 +143,9 @@ def ids(tokenizer: Any, text: str = TEXT) -> list[int]:
     return tokenizer(text)["input_ids"]
 
 
-TABLE = {f"{kind}-{model}-{named}": (kind, model, named) for kind in TOKENIZERS for model in MODELS for named in CLASSES}
+TABLE = {
+    f"{kind}-{model}-{named}": (kind, model, named) for kind in TOKENIZERS for model in MODELS for named in CLASSES
+}
 
 
 @pytest.mark.filterwarnings("ignore:The tokenizer.json of")

@@ -43,7 +43,7 @@ import torch
 from lit_grpo.limits import Limit, Number, Positive
 from lit_grpo.methods.teaching import TeacherPlugin, divergence, sampled, with_tail
 from lit_grpo.types import Key
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import LearningBatch, TrainingRun
 
 if TYPE_CHECKING:
     from lit_grpo.plugins import RunFacts
@@ -81,6 +81,15 @@ class Distill(TeacherPlugin):
         if run.policy is not None and self.top_k > (known := run.policy.config.get_text_config().vocab_size):
             raise ValueError(f"top_k is {self.top_k}, and the policy knows {known} tokens; lower it.")
 
+    def on_train_start(self, run: TrainingRun) -> None:
+        """Take the run's teacher, which has to know as many tokens as are to be compared."""
+        super().on_train_start(run)
+        if self.teacher is not None and self.top_k > self.teacher.num_tokens:
+            raise ValueError(
+                f"rollout.plugins Distill: top_k is {self.top_k}, and the teacher knows {self.teacher.num_tokens} tokens; "
+                "lower it."
+            )
+
     def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None] | None:
         """Return the advantage of each token, for ``top_k: 0``."""
         taught = [rollout for rollout in batch.rollouts if not math.isnan(rollout.advantage)]
@@ -93,7 +102,8 @@ class Distill(TeacherPlugin):
             if its is None:
                 credited.append(None)
             else:
-                credited.append(rollout.advantage + self.weight * (its.logprobs_T - sampled(rollout.completion)))
+                gain_T = (its.logprobs_T - sampled(rollout.completion)).nan_to_num(0.0)  # NaN: not known to the teacher
+                credited.append(rollout.advantage + self.weight * gain_T)
         return credited
 
     def candidate_tokens(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:

@@ -44,9 +44,10 @@ class TeacherPlugin(Plugin):
         assert self.teacher is not None
         scores = self.teacher.score(batch.measure, rollouts, batch.all_gather, top_k)
         own = {rollout.completion.request.key: rollout.completion for rollout in rollouts}
-        log_ratio = sum(float((its.logprobs_T - sampled(own[key])).sum()) for key, its in scores.items())
-        entropy = sum(float(its.entropy_T.sum()) for its in scores.values())
-        self._sums = log_ratio, entropy, sum(len(its.logprobs_T) for its in scores.values())
+        log_ratio = sum(float((its.logprobs_T - sampled(own[key])).nansum()) for key, its in scores.items())
+        known = {key: ~its.logprobs_T.isnan() for key, its in scores.items()}
+        entropy = sum(float(its.entropy_T[known[key]].sum()) for key, its in scores.items())
+        self._sums = log_ratio, entropy, sum(int(known_T.sum()) for known_T in known.values())
         return scores
 
     def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:

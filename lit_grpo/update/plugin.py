@@ -63,12 +63,20 @@ class TeacherScores(NamedTuple):
 
 
 class Teacher(Protocol):
-    """Says how likely the tokens of completions are; a model, or a server that has one."""
+    """Says how likely the tokens of completions are; a model, or a server that has one.
+
+    Attributes:
+        num_tokens: Number of tokens that it knows: those with smaller ids.
+    """
+
+    num_tokens: int
 
     def score(
         self, measure: Measure, rollouts: Sequence[Rollout], all_gather: AllGather, top_k: int = 0
     ) -> Mapping[Key, TeacherScores]:
         """Return by completion what the teacher says of its tokens that are trained on. All ranks call it together.
+
+        From the first token of a completion on that the teacher does not know, log-probs and entropies are NaN.
 
         Args:
             measure: Sends rollouts through a model, ``LearningBatch.measure``.
@@ -77,7 +85,7 @@ class Teacher(Protocol):
             top_k: How many of the teacher's likeliest tokens to return at each place.
 
         Raises:
-            ValueError: The teacher does not know a token, or a log-prob is not finite; on every rank.
+            ValueError: A log-prob is not finite, or a server gives none; on every rank.
         """
         ...
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from json import JSONDecodeError
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +21,8 @@ from lit_grpo.policy.architecture.decoder import context_length, token_logits
 from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.sharding import is_sharded
 from lit_grpo.process.urls import is_on_loopback, is_url
-from lit_grpo.types import AllGather, Key, Rollout
+from lit_grpo.ranks import Ranks
+from lit_grpo.types import AllGather, Completion, Key, Rollout
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings, make_reference
 from lit_grpo.update.plugin import Measure, TeacherScores
@@ -104,7 +105,7 @@ class ModelTeacher:
     ) -> None:
         self.settings, self.vocab_size, self.lend, self.weights = settings, vocab_size, lend, weights
         with lend() as model:  # once: an offloaded model is copied to the device for it
-            self._known, self._context = len(embeddings(model)[0]), context_length(model)
+            self.num_tokens, self._context = len(embeddings(model)[0]), context_length(model)
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel) -> None:
@@ -135,30 +136,17 @@ class ModelTeacher:
                 columns += [torch.cat([top.values for top in tops])]
             return torch.cat(columns, 1)
 
-        problem, values = self._unknown(rollouts), dict[Key, torch.Tensor]()
-        if not any(all_gather(problem)):
-            values = measure(rollouts, of_hidden, self.lend)
-            problem = _not_finite(rollouts, values)
+        parts = _readable(rollouts, self.num_tokens)
+        values = measure(parts, of_hidden, self.lend)
+        problem = _not_finite(parts, values)
         for sentence in filter(None, all_gather(problem)):
             raise ValueError(sentence)
-        scores = dict[Key, TeacherScores]()
+        own, scores = {each.completion.request.key: each.completion for each in rollouts}, dict[Key, TeacherScores]()
         for key, values_TX in values.items():
             ids_TK, top_logprobs_TK = values_TX[:, 2 : 2 + top_k].long(), values_TX[:, 2 + top_k :]
-            scores[key] = TeacherScores(values_TX[:, 0], values_TX[:, 1], ids_TK, top_logprobs_TK)
+            known = TeacherScores(values_TX[:, 0], values_TX[:, 1], ids_TK, top_logprobs_TK)
+            scores[key] = _filled_up(known, own[key])
         return scores
-
-    def _unknown(self, rollouts: Sequence[Rollout]) -> str:
-        """Say which token of rollouts the teacher has no embedding for; empty if it knows all of them."""
-        known = self._known
-        for rollout in rollouts if known < self.vocab_size else ():
-            largest = max(*rollout.prompt.token_ids, int(rollout.completion.token_ids_T.max()))
-            if largest >= known:
-                return (
-                    f"Sample {rollout.completion.request.path} of prompt {rollout.prompt.prompt_id!r} has token "
-                    f"{largest}, and the teacher {self.settings.policy!r} knows {known} tokens; take a teacher that "
-                    "knows all tokens of the policy."
-                )
-        return ""
 
     def check_context(self, longest_row: int) -> None:
         """Check that a prompt and its completion fit into the teacher's context.
@@ -216,6 +204,8 @@ class ServerTeacher:
                     f"{self._text([low])!r}, and the policy as {tokenizer.decode([low])!r}; serve a model of the same "
                     "family."
                 )
+            known = len(tokenizer)
+            self.num_tokens = known if vocab_size <= known or not self._reads(vocab_size - 1) else vocab_size
         except (LookupError, TypeError, RuntimeError, JSONDecodeError) as error:
             raise ValueError(f"{self._name} is no vLLM server that can be used: {error}.") from error
         self._patience_s = settings.timeout_s
@@ -243,7 +233,8 @@ class ServerTeacher:
         self, measure: Measure, rollouts: Sequence[Rollout], all_gather: AllGather, top_k: int = 0
     ) -> Mapping[Key, TeacherScores]:
         """Return by completion what the server says of its tokens that are trained on."""
-        problem, scores = "", dict[Key, TeacherScores]()
+        own = {rollout.completion.request.key: rollout.completion for rollout in rollouts}
+        problem, scores, rollouts = "", dict[Key, TeacherScores](), _readable(rollouts, self.num_tokens)
         rows = [(place, row) for place, rollout in enumerate(rollouts) for row in rollout.rows]
         try:
             with ThreadPoolExecutor(MOST_REQUESTS) as threads:
@@ -255,6 +246,7 @@ class ServerTeacher:
                 if rollout.completion.num_trained:
                     scores[rollout.completion.request.key] = TeacherScores(*map(torch.cat, zip(*its, strict=True)))
             problem = _not_finite(rollouts, {key: its.logprobs_T[:, None] for key, its in scores.items()})
+            scores = {key: _filled_up(its, own[key]) for key, its in scores.items()}
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             problem = (
                 f"{self._name} gives no log-probs: {error or type(error).__name__}. Nothing was learnt from the batch."
@@ -266,16 +258,19 @@ class ServerTeacher:
     def _scores(self, row: Rollout, top_k: int) -> TeacherScores:
         completion, prompt_ids = row.completion, row.prompt.token_ids
         token_ids = [*prompt_ids, *completion.token_ids_T.tolist()]
-        asked = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": top_k}
-        told = self._ask("POST", "/v1/completions", asked)["choices"][0]["prompt_logprobs"]
+        told = self._prompt_logprobs(token_ids, top_k)
+        if any(max(map(int, each)) >= self.vocab_size for each in told if each):  # tokens of the teacher alone
+            told = self._prompt_logprobs(token_ids, 2 * top_k)
         logprobs, ids, tops = list[float](), list[list[int]](), list[list[float]]()
         for place in completion.trained_T.nonzero().flatten().tolist():
             said = told[len(prompt_ids) + place]
             logprobs.append(said[str(token_ids[len(prompt_ids) + place])]["logprob"])
-            likeliest = sorted(said.items(), key=lambda item: item[1]["rank"])[:top_k]
+            ranked = sorted(said.items(), key=lambda item: item[1]["rank"])
+            likeliest = [item for item in ranked if int(item[0]) < self.vocab_size][:top_k]
             ids.append([int(token) for token, _ in likeliest])
-            if max(ids[-1], default=0) >= self.vocab_size:
-                raise ValueError(f"it names token {max(ids[-1])}, and the policy knows {self.vocab_size} tokens")
+            if len(likeliest) < top_k:
+                other = next(token for token, _ in ranked if int(token) >= self.vocab_size)
+                raise ValueError(f"it names token {other}, and the policy knows {self.vocab_size} tokens")
             tops.append([each["logprob"] for _, each in likeliest])
         top_TK = torch.tensor(tops, dtype=torch.float32).view(len(logprobs), top_k)
         rest_T1 = (1 - top_TK.exp().sum(1, keepdim=True)).clamp(min=0)
@@ -292,6 +287,18 @@ class ServerTeacher:
     @property
     def _name(self) -> str:
         return f"model.teacher.policy {self.settings.policy!r}"
+
+    def _prompt_logprobs(self, token_ids: Sequence[int], top_k: int) -> Sequence[Mapping[str, Any] | None]:
+        asked = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": top_k}
+        return self._ask("POST", "/v1/completions", asked)["choices"][0]["prompt_logprobs"]
+
+    def _reads(self, token_id: int) -> bool:
+        """Whether the server takes a token as a prompt."""
+        try:
+            self._ask("POST", "/v1/completions", {"model": self.model, "prompt": [token_id], "max_tokens": 1})
+        except RuntimeError:  # it answers 400
+            return False
+        return True
 
     def _text(self, token_ids: Sequence[int]) -> str:
         asked = {"model": self.model, "tokens": token_ids}
@@ -326,6 +333,46 @@ MOST_REQUESTS = 64
 """Max number of requests at a time that a server gets from one rank."""
 
 
+def _readable(rollouts: Sequence[Rollout], num_tokens: int) -> list[Rollout]:
+    """Return what a teacher of ``num_tokens`` tokens can read: each completion up to the first token it does not know.
+
+    A rollout is left out if its prompt has such a token, or if it has one in a conversation that was rewritten.
+    """
+    found = list[Rollout]()
+    for rollout in rollouts:
+        completion = rollout.completion
+        unknown_T = completion.token_ids_T >= num_tokens
+        if not unknown_T.any() and all(max(row.prompt.token_ids, default=0) < num_tokens for row in rollout.rows):
+            found.append(rollout)
+        elif not completion.contexts and max(rollout.prompt.token_ids, default=0) < num_tokens:
+            end = int(unknown_T.int().argmax())
+            part = Completion(
+                completion.request,
+                completion.token_ids_T[:end],
+                completion.logprobs_T[:end],
+                completion.versions_T[:end],
+                completion.finish_reason,
+                trained_T=completion.trained_T[:end],
+            )
+            found += [replace(rollout, completion=part)] if part.num_trained else []
+    return found
+
+
+def _filled_up(scores: TeacherScores, completion: Completion) -> TeacherScores:
+    """Return scores with NaN for the trained tokens that the teacher could not read, at the end of a completion."""
+    lacking = completion.num_trained - len(scores.logprobs_T)
+    if not lacking:
+        return scores
+    nan_T, top_k = scores.logprobs_T.new_full((lacking,), math.nan), scores.top_ids_TK.shape[1]
+    ids_TK = torch.arange(top_k, device=scores.top_ids_TK.device).expand(lacking, top_k)
+    return TeacherScores(
+        torch.cat([scores.logprobs_T, nan_T]),
+        torch.cat([scores.entropy_T, nan_T]),
+        torch.cat([scores.top_ids_TK, ids_TK]),
+        torch.cat([scores.top_logprobs_TK, nan_T[:, None].expand(lacking, top_k)]),
+    )
+
+
 def _not_finite(rollouts: Sequence[Rollout], values: Mapping[Key, torch.Tensor]) -> str:
     for rollout in rollouts:
         values_TX = values.get(rollout.completion.request.key)
@@ -340,26 +387,45 @@ def _not_finite(rollouts: Sequence[Rollout], values: Mapping[Key, torch.Tensor])
 
 
 def check_vocabulary(teacher: str, own: PreTrainedTokenizerBase, its: PreTrainedTokenizerBase) -> None:
-    """Check that the teacher's tokenizer gives every token the id that the policy's gives it.
+    """Check that the teacher's tokenizer gives every token of the policy its id; it may have more tokens.
 
     Raises:
-        ValueError: A token has another id, or is known to one of the two alone; the first by the policy's ids is named.
+        ValueError: A token has another id, or only the policy knows it; the first by the policy's ids is named.
     """
-    mine, theirs = own.get_vocab(), its.get_vocab()
-    if mine == theirs:
-        return
-    for token, number in sorted(mine.items(), key=lambda item: item[1]):
+    theirs = its.get_vocab()
+    for token, number in sorted(own.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
             has = "does not know it" if token not in theirs else f"gives it the id {theirs[token]}"
             raise ValueError(
                 f"model.teacher.policy {teacher!r} has another vocabulary than the policy: token {token!r} "
                 f"has the id {number}, and the teacher {has}; take a teacher of the same family."
             )
-    token = min(theirs.keys() - mine.keys(), key=theirs.__getitem__)
-    raise ValueError(
-        f"model.teacher.policy {teacher!r} has another vocabulary than the policy, which does not know its "
-        f"token {token!r} (id {theirs[token]}); take a teacher of the same family."
-    )
+
+
+def check_num_tokens(teacher: str, num_tokens: int, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> None:
+    """Check that the teacher's embedding has a row for each token of the policy, and warn of other rows it lacks.
+
+    Args:
+        teacher: Name of the teacher.
+        num_tokens: Number of tokens that the teacher knows.
+        tokenizer: The policy's tokenizer.
+        num_rows: Number of rows of the policy's embedding; those after the tokenizer's tokens are padding.
+
+    Raises:
+        ValueError: The teacher lacks a row of a token.
+    """
+    own = ((token, number) for token, number in tokenizer.get_vocab().items() if number < num_rows)
+    token, largest = max(own, key=lambda item: item[1])
+    if largest >= num_tokens:
+        raise ValueError(
+            f"model.teacher.policy {teacher!r} has {num_tokens} rows of embeddings, and the policy's token {token!r} "
+            f"has the id {largest}; take a teacher that knows all tokens of the policy."
+        )
+    if num_rows > num_tokens:
+        Ranks().warn(
+            f"model.policy has {num_rows} rows of embeddings and model.teacher.policy {teacher!r} has {num_tokens}; "
+            f"a completion is taught up to its first token from {num_tokens} on, for which the tokenizer has no text."
+        )
 
 
 def make_teacher(
@@ -389,11 +455,14 @@ def make_teacher(
     if name == "live":
         return ModelTeacher(settings, vocab_size, partial(nullcontext, policy))
     if is_url(name):
-        return ServerTeacher(settings, tokenizer, vocab_size)
+        server = ServerTeacher(settings, tokenizer, vocab_size)
+        check_num_tokens(name, server.num_tokens, tokenizer, vocab_size)
+        return server
     if name not in SELF:
         check_vocabulary(name, tokenizer, load_tokenizer(name))
         is_nf4 = settings.dtype == "nf4"
         model = load_policy(name, "bfloat16" if is_nf4 else settings.dtype, is_nf4)
+        check_num_tokens(name, len(embeddings(model)[0]), tokenizer, vocab_size)
         return ModelTeacher(settings, vocab_size, Reference(model, device, ReferenceSettings(settings.offload)).lend)
     moves = name == "average"
     if moves and is_sharded(policy):
