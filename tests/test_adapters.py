@@ -10,10 +10,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, table_rows
 from hand_made import check_slots_decode_with, fit, full_logprobs, make_micro_batch, make_module, random_groups, sgd
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.policy.adapters import LoraSettings, add_adapters, go_on_with
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import export
 from lit_grpo.policy.spec import PolicySpec
@@ -242,6 +243,41 @@ def test_each_form_of_targets_trains_adapters_that_are_sampled_with_and_exported
     check_slots_decode_with(SimpleNamespace(policy=policy, tokenizer=load_tokenizer(name)), atol=1e-4)
     compared = export(policy, load_tokenizer(name), tmp_path / "policy")  # raises an error if it is not the policy
     assert compared is not None
+
+
+STATE_SPACES: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "num_hidden_layers": 3,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+}
+
+
+@pytest.mark.parametrize("kind", table_rows(STATE_SPACES, ["falcon_h1", "mamba2"]))
+def test_all_linear_leaves_out_what_peft_forbids_and_says_so(kind: str, tmp_path: Path) -> None:
+    """peft forbids ``out_proj`` in these families, whose fused kernels read its weight."""
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, **STATE_SPACES[kind]}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, eos_token_id=1))
+    with pytest.warns(UserWarning, match=r"all-linear leaves out out_proj, which peft gives \w+ no adapters for"):
+        add_adapters(model, LoraSettings(r=4))
+    adapted = {path.rpartition(".")[2] for path, _ in lora_layers(model)}
+    assert "in_proj" in adapted and not adapted & {"out_proj", "lm_head", "conv1d"}
+    ids = torch.arange(2, 14)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    trained = [weight for name, weight in model.named_parameters() if weight.requires_grad and "lora_B" in name]
+    assert trained and all(weight.grad.any() for weight in trained)
+    go_on_with(model, LoraSettings(r=4))  # the same adapter
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba-based models"):
+        add_adapters(model.__class__(model.config), LoraSettings(r=4, target_modules=["in_proj", "out_proj"]))
 
 
 @pytest.mark.parametrize("targets", [["conv1d"], ["q_proj", "conv1d"]])

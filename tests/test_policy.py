@@ -213,3 +213,37 @@ def test_a_pair_of_a_name_and_a_tokenizer_is_refused() -> None:
     for pair in (("tiny", object()), (random_policy(),)):
         with pytest.raises(ValueError, match="give a name, a loaded model, or a pair \\(model, tokenizer\\)"):
             as_loaded(pair)
+
+
+def unused(model: Any) -> None:
+    model.extra = torch.nn.Parameter(torch.ones(3))
+
+
+def unused_layer(model: Any) -> None:
+    model.model.layers[0].mlp.spare = torch.nn.Linear(3, 3)
+
+
+def frozen(model: Any) -> None:
+    model.extra = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def buffer(model: Any) -> None:
+    model.register_buffer("extra", torch.ones(3))
+
+
+@pytest.mark.parametrize("add", [unused, unused_layer, frozen, buffer])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_weight_that_no_export_could_keep_is_refused_before_the_run(add: Any, hybrid: bool) -> None:
+    model: Any = random_policy(hybrid=hybrid)
+    assert load_policy((model, None)) is model
+    add(model)
+    with pytest.raises(ValueError, match=r"has the weight \S*(extra|spare)\S*, which a Qwen3\w+ made from its config"):
+        load_policy((model, None))
+
+
+def test_buffers_that_are_not_saved_and_resized_and_tied_models_are_no_such_weights() -> None:
+    for tied in (False, True):
+        model: Any = random_policy(tie_word_embeddings=tied)
+        model.register_buffer("extra", torch.ones(3), persistent=False)
+        model.resize_token_embeddings(99)
+        assert load_policy((model, None)) is model

@@ -13,6 +13,7 @@ from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, Positive, check_fields
 from lit_grpo.policy.weights import active_adapters, adapted_parameter, is_adapter, lora_layers
 from lit_grpo.process.packages import require
+from lit_grpo.ranks import Ranks
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -32,7 +33,7 @@ class LoraSettings:
     target_modules: list[str] | str = "all-linear"
     """Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or of a module or
     parameter that holds all experts of a layer (``experts``); or a regular expression of whole names. ``all-linear`` is
-    all linear layers except the head; ``peft-default`` is what peft takes for the policy's family if no names are
+    all linear layers except the head and those that no adapter can be trained on, such as ``out_proj`` of Mamba2; ``peft-default`` is what peft takes for the policy's family if no names are
     given, often q_proj and v_proj alone. An adapter of the head or the embedding unties the two.
     """
     rslora: bool = False
@@ -64,6 +65,13 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
     passed_over = _passed_over(policy)
     targets, parameters = _found(policy, _wanted(policy, settings), passed_over)
     odd = [*_odd_linears(policy), *passed_over]
+    if targets == "all-linear" and (forbidden := _forbidden(policy)):
+        odd += forbidden
+        names = " and ".join(sorted({name.rpartition(".")[2] for name in forbidden}))
+        Ranks().warn(
+            f"lora.target_modules all-linear leaves out {names}, which peft gives {type(policy).__name__} no adapters "
+            "for, because fused kernels on a GPU read the weight without calling the layer."
+        )
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -193,6 +201,22 @@ def _passed_over(policy: PreTrainedModel) -> list[str]:
         for hook in hooks:
             hook.remove()
     return [name for name in linear if name.rpartition(".")[2] not in called]
+
+
+def _forbidden(policy: PreTrainedModel) -> list[str]:
+    """Return the linear layers that peft refuses to give adapters in this family, such as ``out_proj`` of Mamba2."""
+    from peft import LoraConfig, LoraModel
+
+    found = list[str]()
+    for name, module in policy.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D) and ".lora_" not in name:
+            try:
+                LoraModel._check_target_module_compatiblity(
+                    cast(Any, None), LoraConfig(), policy, name.rpartition(".")[2]
+                )
+            except ValueError:
+                found.append(name)
+    return found
 
 
 _UNMERGEABLE = (
@@ -345,6 +369,7 @@ def _check_same(policy: PreTrainedModel, config: LoraConfig, settings: LoraSetti
         for name, module in policy.named_modules()
         if isinstance(module, torch.nn.Linear) and ".lora_" not in name
     } - {name for name, module in policy.named_modules() if module is policy.get_output_embeddings()}
+    linear -= {*_odd_linears(policy), *_passed_over(policy), *_forbidden(policy)}
     wanted = _wanted(policy, settings)
     if wanted == "all-linear":
         same = linear <= there

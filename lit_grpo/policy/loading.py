@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.named import NAMED, own_folder, resolve_policy
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
 from lit_grpo.policy.tokenizers import read_tokenizer
+from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
 
@@ -260,6 +263,7 @@ def load_policy(
     if not isinstance(policy, str):
         needs, lacks = "model.lora.base nf4 needs a policy by its name", "model.policy is a loaded model"
         check_clashes([Clash(needs, lacks, found=nf4)])
+        _check_kept(policy[0])
         _switch_dropout_off(policy[0])
         attend_in_full(policy[0])
         return policy[0]
@@ -392,6 +396,25 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
             raise ValueError(
                 f"Weight {place} of policy {policy!r} holds NaN or infinity, so the run that made it has failed; take "
                 "an earlier checkpoint or another policy."
+            )
+
+
+def _check_kept(model: PreTrainedModel) -> None:
+    """Refuse a loaded model with a weight that a model made from its config lacks: no export could be opened again."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            bare = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), trust_remote_code=False)
+    except (ValueError, KeyError):  # a class of the user's own, of which nothing is known
+        return
+    ignored = getattr(bare, "_keys_to_ignore_on_load_unexpected", None) or ()
+    known = set(PolicyWeights(bare).names)
+    for name in PolicyWeights(model).names:
+        if name not in known and not any(re.search(pattern, name) for pattern in ignored):
+            raise ValueError(
+                f"model.policy has the weight {name}, which a {type(bare).__name__} made from its config lacks, so that "
+                "its export could not be opened again; delete the weight from the model before training."
             )
 
 
