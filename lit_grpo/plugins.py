@@ -512,9 +512,10 @@ class Plugin(Listener):
         """Return for each rollout of the batch the weight of each of its tokens in the channel ``ce``.
 
         A token with weight ``c`` adds ``-c log pi(token) / n`` to the loss of a step, where ``n`` is the number of the
-        step's tokens, on all ranks, whose weight is not 0. It is independent of advantages: masks, clipping and the
-        choice of rollouts and tokens act on the channel ``rl`` alone, and a rollout without an advantage (NaN) goes
-        through the policy if it has a weight. Called once per batch, when rollouts have their advantages.
+        step's tokens, on all ranks, to which this plug-in gives a weight that is not 0. It is independent of
+        advantages: masks, clipping and the choice of rollouts and tokens act on the channel ``rl`` alone, and a rollout
+        without an advantage (NaN) goes through the policy if it has a weight. Called once per batch, when rollouts have
+        their advantages.
 
         For example, imitation of the correct completions besides the objective::
 
@@ -534,7 +535,8 @@ class Plugin(Listener):
 
         Returns:
             By completion the ids of K tokens at each place, int64, shape (num_trained, K), and a value for each of
-            them, such as its log-prob under a teacher; None if no completion has any. A completion that is missing has
+            them, such as its log-prob under a teacher, with or without a further column for all other tokens together
+            (``rest_logprobs_N`` of :meth:`token_loss`); None if no completion has any. A completion that is missing has
             NaN for all values.
         """
         return None

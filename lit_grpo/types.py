@@ -399,7 +399,8 @@ class Rollout:
     ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
     ``token_advantages`` (float32, shape (completion.num_trained,)) what each token was learnt from with, where that is
     not ``advantage`` for all of them. ``ce_weights`` (float32, shape (completion.num_tokens,)) is the weight of each
-    token's negative log-likelihood in the loss, observed tokens among them; None if no token has one.
+    token's negative log-likelihood in the loss, observed tokens among them; None if no token has one. They are averaged
+    with those of the same ``ce_source``, the number of the plug-in of the update that gave them.
 
     During an update ``columns`` holds further values of the tokens that are trained on, by name, such as their
     log-probs under the reference; each has shape (completion.num_trained,).
@@ -419,6 +420,7 @@ class Rollout:
     token_advantages: torch.Tensor | None = field(default=None, compare=False)
     columns: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
     ce_weights: torch.Tensor | None = field(default=None, compare=False)
+    ce_source: int = field(default=0, compare=False)
 
     @property
     def feedback(self) -> str:

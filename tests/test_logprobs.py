@@ -88,6 +88,33 @@ def test_a_linear_head_gives_values_and_gradients_of_the_definition_however_it_i
         assert error < 1e-6
 
 
+@pytest.mark.parametrize("num_candidates", [1, 5, VOCAB])
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_the_rest_is_the_probability_of_all_tokens_but_the_candidates(
+    is_linear: bool, num_candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block, by 1 less the sum in float64; where all are candidates there is none, and no gradient."""
+    monkeypatch.setattr(logit_blocks, "TOKENS_PER_BLOCK", 3)
+    monkeypatch.setattr(logit_blocks, "LOGITS_PER_BLOCK", {"cpu": 3 * 7})
+    hidden_ND, targets_N, weight_VD = (
+        each.detach().double() if each.is_floating_point() else each for each in make_inputs()
+    )
+    hidden_ND.requires_grad_()
+    order_NV = torch.rand(len(targets_N), VOCAB, generator=torch.Generator().manual_seed(2)).argsort(1)
+    ids_NK = torch.cat([targets_N[:, None], order_NV[:, :num_candidates]], 1)
+    if is_linear:
+        logprobs_NX, _ = linear_logprobs(hidden_ND, ids_NK, LinearHead(weight_VD))
+    else:
+        logprobs_NX, _ = token_logprobs(hidden_ND, ids_NK, lambda hidden: hidden @ weight_VD.T, VOCAB)
+    expected_NV = (hidden_ND @ weight_VD.T).log_softmax(-1)
+    torch.testing.assert_close(logprobs_NX[:, :-1], expected_NV.gather(1, ids_NK))
+    rest_N = 1 - expected_NV.gather(1, ids_NK[:, 1:]).exp().sum(1)
+    torch.testing.assert_close(logprobs_NX[:, -1].exp(), rest_N, rtol=0, atol=1e-12)
+    (found_ND,) = torch.autograd.grad(logprobs_NX[:, -1].exp().sum(), hidden_ND, retain_graph=True)
+    (expected_ND,) = torch.autograd.grad(rest_N.sum(), hidden_ND)
+    torch.testing.assert_close(found_ND, expected_ND, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_a_linear_head_in_double_precision_is_exact(scale: float, cap: float | None) -> None:

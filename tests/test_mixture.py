@@ -33,7 +33,7 @@ from lit_grpo.update.by_dataset import WHOLE_RUN, joined, restricted
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import LearningBatch
 
-JOINING = ("choose_rollouts", "shape_advantages", "credit", "ce_weights", "token_mask", "token_weights")
+JOINING = ("choose_rollouts", "shape_advantages", "credit", "token_mask", "token_weights")
 CALCULATE = ["lit_grpo.tasks.calculator.calculate"]
 pytestmark = pytest.mark.usefixtures("exact_norms")
 SIZES = {"sums": 5, "puzzles": 3, "never": 4}

@@ -21,12 +21,14 @@ from torch import distributed
 
 from lit_grpo.checkpoints.resuming import differences, recorded_settings
 from lit_grpo.methods.distill import Distill
-from lit_grpo.methods.teaching import divergence, with_tail
+from lit_grpo.methods.teaching import divergence
 from lit_grpo.plugins import fresh
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Prompt, Rollout, RolloutGroup
+from lit_grpo.update.logprobs.forward import log_rest
+from lit_grpo.update.logprobs.linear_head import LinearHead, linear_logprobs
 from lit_grpo.update.logprobs.teacher import (
     ModelTeacher,
     TeacherSettings,
@@ -125,6 +127,12 @@ def test_over_all_tokens_it_is_trls_generalised_jensen_shannon_divergence(beta: 
     assert float((found - expected).norm() / expected.norm()) < 1e-6
 
 
+def of_candidates(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probs of some tokens, and of all others together as the last."""
+    logprobs = logits.log_softmax(-1)
+    return torch.cat([logprobs.gather(-1, ids), log_rest(logprobs, ids)], -1)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_the_divergence_over_some_tokens_and_a_tail_is_trls(beta: float) -> None:
     trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
@@ -132,23 +140,41 @@ def test_the_divergence_over_some_tokens_and_a_tail_is_trls(beta: float) -> None
     own, its = (torch.randn(5, 30, generator=generator, dtype=torch.float64) * 2 for _ in range(2))
     ids = its.topk(6).indices
     mine = own.clone().requires_grad_()
-    chosen, taught = (each.log_softmax(-1).gather(-1, ids) for each in (mine, its))
-    divergence(chosen, taught, beta).sum().backward()
+    divergence(of_candidates(mine, ids), of_candidates(its, ids), beta).sum().backward()
     theirs = own.clone().requires_grad_()
-    chosen = theirs.log_softmax(-1).gather(-1, ids)
+    chosen, taught = (each.log_softmax(-1).gather(-1, ids) for each in (theirs, its))
     with_their_tail = trl.add_tail_bucket(chosen), trl.add_tail_bucket(taught)
     expected = trl.compute_divergence(*with_their_tail, beta)
     expected.sum().backward()
-    assert torch.allclose(divergence(mine.log_softmax(-1).gather(-1, ids), taught, beta), expected, atol=1e-12)
+    assert torch.allclose(divergence(of_candidates(mine, ids), of_candidates(its, ids), beta), expected, atol=1e-12)
     assert mine.grad is not None and theirs.grad is not None
     assert torch.allclose(mine.grad, theirs.grad, atol=1e-12)
-    assert with_tail(taught).exp().sum(-1).allclose(torch.ones(5, dtype=torch.float64))
+    assert of_candidates(its, ids).exp().sum(-1).allclose(torch.ones(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("sure", [0.0, 10.0, 20.0])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_gradient_in_float32_is_that_in_float64_where_the_policy_is_sure(beta: float, sure: float) -> None:
+    """Of the policy, all but exp(-sure) of the probability is one token's; 1 less a sum would be 7% off at 17."""
+    generator = torch.Generator().manual_seed(1)
+    own, its = (torch.randn(64, 300, generator=generator).double() * scale for scale in (1.5, 1.0))
+    own[:, 7], its[:, 7] = own[:, 7] + sure, its[:, 7] + sure / 2
+    ids, found = its.topk(8).indices, []
+    for dtype in (torch.float64, torch.float32):
+        hidden = own.float().to(dtype).clone().requires_grad_()
+        logprobs, _ = linear_logprobs(hidden, torch.cat([ids[:, :1], ids], 1), LinearHead(torch.eye(300, dtype=dtype)))
+        divergence(logprobs[:, 1:], of_candidates(its, ids).to(dtype), beta).sum().backward()
+        assert hidden.grad is not None
+        found.append(hidden.grad.double())
+    exact, rounded = found
+    assert float(((rounded - exact).norm(dim=1) / exact.norm(dim=1)).max()) < 1e-4
 
 
 def test_the_gradient_of_a_few_likeliest_tokens_is_that_of_finite_differences() -> None:
     """With the forward KL where the teacher is open; along a random direction of all weights."""
     teacher, groups = other_policy(), unrewarded(random_groups(random_policy(), [[0.0] * 4] * 2))
-    tails = [with_tail(logits_of(teacher, each).log_softmax(-1).topk(5).values) for each in rollouts_of(groups)]
+    logits = [logits_of(teacher, each) for each in rollouts_of(groups)]
+    tails = [of_candidates(each, each.topk(5).indices) for each in logits]
     entropies = torch.cat([-(tail.exp() * tail).sum(-1) for tail in tails]).detach().sort().values
     limit = float(entropies[len(entropies) // 2 :][:2].mean())
     plugin = Distill(weight=0.7, top_k=5, beta=0.4, entropy_above=limit)
@@ -163,10 +189,9 @@ def test_the_gradient_of_a_few_likeliest_tokens_is_that_of_finite_differences() 
             for parameter, direction in zip(policy.parameters(), directions, strict=True):
                 parameter += step * direction
             for each in rollouts_of(groups):
-                its, own = (logits_of(model, each).log_softmax(-1) for model in (teacher, policy))
-                taught, ids = its.topk(5)
-                chosen = own.gather(-1, ids)
-                opened = -(with_tail(taught).exp() * with_tail(taught)).sum(-1) > limit
+                its, own = (logits_of(model, each) for model in (teacher, policy))
+                taught, chosen = (of_candidates(logits, its.topk(5).indices) for logits in (its, own))
+                opened = -(taught.exp() * taught).sum(-1) > limit
                 total += float((divergence(chosen, taught, 0.4) + opened * divergence(chosen, taught, 0.0)).sum())
                 number += len(opened)
         return 0.7 * total / number

@@ -10,7 +10,8 @@ advantage is minus the gradient of the reverse KL of each next token: later toke
 (discount 0). K. Lu, "On-Policy Distillation" (Thinking Machines, 2025); as ``opd`` of prime-rl.
 
 With ``top_k: K`` the loss of each token gets, in place of that, a divergence D between the two distributions over the
-teacher's K likeliest tokens and a tail, which has the rest of each distribution's probability::
+teacher's K likeliest tokens and a tail, which has the rest of each distribution's probability, summed over its tokens
+(1 less the sum of the K is rounding errors where they have almost all; a server tells no other)::
 
     loss_t = surrogate_t + weight D_beta(teacher, policy)
     D_0 = KL(teacher || policy)    D_1 = KL(policy || teacher)
@@ -41,7 +42,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 
 from lit_grpo.limits import Limit, Number, Positive
-from lit_grpo.methods.teaching import TeacherPlugin, divergence, sampled, with_tail
+from lit_grpo.methods.teaching import TeacherPlugin, divergence, sampled
 from lit_grpo.types import Key
 from lit_grpo.update.plugin import LearningBatch, TrainingRun
 
@@ -111,18 +112,22 @@ class Distill(TeacherPlugin):
         scores, self.taught = self.taught, {}
         if not self.top_k:
             return None
-        return {key: (its.top_ids_TK, its.top_logprobs_TK) for key, its in scores.items()}
+        return {key: (its.top_ids_TK, its.top_logprobs_TL) for key, its in scores.items()}
 
     def token_loss(self, tokens: LossInputs) -> torch.Tensor:
         """Return the divergence of each token's distribution from the teacher's, times the weight."""
         assert tokens.candidate_logprobs_NK is not None and tokens.candidate_values_NK is not None
-        known_N = ~tokens.candidate_values_NK.isnan().any(1)
-        its_NK = tokens.candidate_values_NK.where(known_N[:, None], -math.log(2 * self.top_k))  # counts nothing
-        loss_N = divergence(tokens.candidate_logprobs_NK, its_NK, self.beta)
+        assert tokens.rest_logprobs_N is not None
+        own_NL, its_NL = (
+            torch.cat([tokens.candidate_logprobs_NK, tokens.rest_logprobs_N[:, None]], 1),
+            tokens.candidate_values_NK,
+        )
+        known_N = ~its_NL.isnan().any(1)
+        its_NL = its_NL.where(known_N[:, None], -math.log(self.top_k + 1))  # counts nothing
+        loss_N = divergence(own_NL, its_NL, self.beta)
         if self.entropy_above is not None:
-            its_NL = with_tail(its_NK)
             is_open_N = -(its_NL.exp() * its_NL).sum(1) > self.entropy_above
-            loss_N = loss_N + divergence(tokens.candidate_logprobs_NK, its_NK, 0.0) * is_open_N
+            loss_N = loss_N + divergence(own_NL, its_NL, 0.0) * is_open_N
         return self.weight * loss_N * known_N
 
 

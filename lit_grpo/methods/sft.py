@@ -5,9 +5,9 @@ A step on examples adds the mean negative log-likelihood of their answers' token
 
     loss = loss_rl - w / n sum_t log pi(answer token t | prompt, answer tokens before it)
 
-with ``n`` the number of tokens of the step that have a weight, over all ranks. Prompts are masked, and the token that
-ends a turn is imitated. Without rollouts ``w`` is 1, and this is the loss of TRL 1.16's ``SFTTrainer`` with
-``completion_only_loss``, on the same tokens, however rows are packed.
+with ``n`` the number of the examples' tokens in the step that have a weight, over all ranks. Prompts are masked, and
+the token that ends a turn is imitated. Without rollouts ``w`` is 1, and this is the loss of TRL 1.16's ``SFTTrainer``
+with ``completion_only_loss``, on the same tokens, however rows are packed.
 
 Deviations from TRL: what a chat template writes after the token that ends a turn, such as a line break, is no part of
 an answer, because the policy never samples it; and log-probs are those of the distribution that is sampled from, the

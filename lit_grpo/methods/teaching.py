@@ -79,29 +79,25 @@ def sampled(completion: Completion) -> torch.Tensor:
     return completion.logprobs_T[completion.trained_T]
 
 
-def divergence(own_NK: torch.Tensor, its_NK: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the generalised Jensen-Shannon divergence over K tokens and a tail with the rest, shape N, in nats.
+def divergence(own_NL: torch.Tensor, its_NL: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the generalised Jensen-Shannon divergence, shape N, in nats.
+
+    Its derivative with respect to a probability of the policy is a slope of that token. All slopes are taken less that
+    of the policy's likeliest token, which changes no gradient, since probabilities add up to 1: where the policy is
+    sure, they would else leave rounding errors of one another.
 
     Args:
-        own_NK: Log-probs of the policy, with gradient; of different tokens, so that their probabilities add up to 1 at
-            most.
-        its_NK: Log-probs of the teacher.
+        own_NL: Log-probs of the policy, with gradient: of some tokens, and of all others together as the last.
+        its_NL: Log-probs of the teacher.
         beta: 1 for KL(policy || teacher), 0 for KL(teacher || policy); see :mod:`lit_grpo.methods.distill`.
     """
-    own_NL, its_NL = with_tail(own_NK), with_tail(its_NK)
-    if beta in (0, 1):
-        left_NL, right_NL = (own_NL, its_NL) if beta else (its_NL, own_NL)
-        return (left_NL.exp() * (left_NL - right_NL)).sum(1)
-    mixed_NL = torch.logaddexp(own_NL + math.log1p(-beta), its_NL + math.log(beta))
-    of_teacher_N, of_policy_N = ((each.exp() * (each - mixed_NL)).sum(1) for each in (its_NL, own_NL))
-    return beta * of_teacher_N + (1 - beta) * of_policy_N
-
-
-LEAST_TAIL = 1e-7
-"""Least probability of the tail, as in TRL: where K tokens have all of it, the log of the rest is not finite."""
-
-
-def with_tail(logprobs_NK: torch.Tensor) -> torch.Tensor:
-    """Return log-probs of K tokens with that of all others as the last, shape (N, K + 1)."""
-    total_N1 = logprobs_NK.logsumexp(1, keepdim=True).clamp(max=-LEAST_TAIL)
-    return torch.cat([logprobs_NK, (-torch.expm1(total_N1)).log()], 1)
+    if beta == 0:
+        return (its_NL.exp() * (its_NL - own_NL)).sum(1)
+    mixed_NL, share, of_teacher_N = its_NL, 1.0, torch.zeros_like(its_NL[:, 0])
+    if beta < 1:
+        mixed_NL = torch.logaddexp(own_NL.detach() + math.log1p(-beta), its_NL + math.log(beta))
+        share, of_teacher_N = 1 - beta, beta * (its_NL.exp() * (its_NL - mixed_NL)).sum(1)
+    slopes_NL = share * (own_NL.detach() - mixed_NL)
+    of_likeliest_N1 = slopes_NL.gather(1, own_NL.argmax(1, keepdim=True))
+    of_policy_N = (own_NL.exp() * (slopes_NL - of_likeliest_N1)).sum(1) + of_likeliest_N1.squeeze(1)
+    return of_teacher_N + of_policy_N

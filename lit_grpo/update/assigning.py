@@ -63,13 +63,17 @@ def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: Promp
     crediting = settings.plugin("credit")
     if crediting is not None:
         give_credit(crediting, batch)
-    weighing = settings.plugin("ce_weights")
-    if weighing is not None:
-        ranks.together(partial(give_ce_weights, weighing, batch))
+    for source, plugin in enumerate(settings.ce_sources):
+        ranks.together(partial(give_ce_weights, plugin, batch, source))
 
 
-def give_ce_weights(plugin: Plugin, batch: LearningBatch) -> None:
-    """Give the tokens of all rollouts their weights in the channel ``ce``.
+def give_ce_weights(plugin: Plugin, batch: LearningBatch, source: int) -> None:
+    """Give tokens of rollouts the weights in the channel ``ce`` that a plug-in has for them.
+
+    Args:
+        plugin: One that may give weights.
+        batch: The rollouts on this rank.
+        source: Its number among the plug-ins that may.
 
     Raises:
         ValueError: The plug-in does not return one finite number for each token.
@@ -101,7 +105,7 @@ def give_ce_weights(plugin: Plugin, batch: LearningBatch) -> None:
                     f"{of} weights of observed tokens, but its earlier turns were rendered again, so that those tokens "
                     "are in no row of the update; give observed tokens the weight 0."
                 )
-        rollout.ce_weights = weights_T
+        rollout.ce_weights, rollout.ce_source = weights_T, source
 
 
 def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
@@ -113,17 +117,19 @@ def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
     named, name = plugin.candidate_tokens(batch), type(plugin).__name__
     if named is None:
         return ()
-    widths = [ids_TK.shape[1] for ids_TK, _ in named.values() if ids_TK.dim() == 2]
-    width = max((each for of_rank in batch.all_gather(widths) for each in of_rank), default=0)
+    widths = [(ids_TK.shape[1], values_TK.shape[-1]) for ids_TK, values_TK in named.values() if ids_TK.dim() == 2]
+    width, num_values = max((each for of_rank in batch.all_gather(widths) for each in of_rank), default=(0, 0))
     for rollout in batch.rollouts if width else ():
-        completion, shape = rollout.completion, (rollout.completion.num_trained, width)
-        none = torch.zeros(shape, dtype=torch.int64), torch.full(shape, math.nan)
+        completion, number = rollout.completion, rollout.completion.num_trained
+        shape, shape_of_values = (number, width), (number, width + (num_values == width + 1))
+        none = torch.zeros(shape, dtype=torch.int64), torch.full(shape_of_values, math.nan)
         ids_TK, values_TK = named.get(completion.request.key, none)
-        if ids_TK.shape != shape or values_TK.shape != shape:
+        if ids_TK.shape != shape or values_TK.shape != shape_of_values:
             raise ValueError(
                 f"{name}.candidate_tokens gives sample {completion.request.path} of prompt "
                 f"{rollout.prompt.prompt_id!r} ids of shape {tuple(ids_TK.shape)} and values of shape "
-                f"{tuple(values_TK.shape)}; give both the shape {shape}, a row for each token that is trained on."
+                f"{tuple(values_TK.shape)}; give both the shape {shape}, a row for each token that is trained on, and "
+                "values of all completions one column more if they are of the other tokens too."
             )
         rollout.columns |= dict(zip(OF_CANDIDATES, (ids_TK, values_TK), strict=True))
     return OF_CANDIDATES if width else ()

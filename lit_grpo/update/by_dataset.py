@@ -270,10 +270,6 @@ class _Joined(Plugin):
         """Take each rollout's values from the plug-in of its data set."""
         return _first_of_each(self._ask("credit", batch))
 
-    def ce_weights(self, batch: LearningBatch) -> Any:
-        """Take each rollout's weights from the plug-in of its data set."""
-        return _first_of_each(self._ask("ce_weights", batch))
-
     def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Any:
         """Train on the tokens that each would train on."""
         return _multiplied(self._ask("token_mask", batch, rollouts))

@@ -247,8 +247,11 @@ class Learner:
         """
         settings, ranks, version = self.settings, self.passes.ranks, self.optimization.policy_version
         objective, max_tokens, kept = settings.objective, settings.max_tokens, None
-        if is_whole and (imitating := settings.plugin("examples")) is not None:
-            rollouts = [*rollouts, *imitating.examples(version, ranks)]
+        for source, plugin in enumerate(settings.ce_sources if is_whole else ()):
+            examples = plugin.examples(version, ranks)
+            for example in examples:
+                example.ce_source = source
+            rollouts = [*rollouts, *examples]
         taking_part, learnt = counted_and_trained(rollouts, objective.mask_truncated)
         own = StepTotals(sum(rollout.completion.num_trained for rollout in learnt), len(taking_part), max_tokens)
         totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)
@@ -265,12 +268,13 @@ class Learner:
             for row, kept_T in zip(learnt, kept or (), strict=kept is not None):
                 row.columns["kept"] = kept_T
             columns += () if kept is None else ("kept",)
-            num_ce = sum(
-                int(rollout.ce_weights.count_nonzero()) for rollout in rollouts if rollout.ce_weights is not None
-            )
-            counts = torch.tensor([own.num_tokens, own.num_sequences, num_kept, num_ce], dtype=torch.float64)
-            num_tokens, num_sequences, num_kept, num_ce = map(int, ranks.sum(counts).tolist())
-            totals = StepTotals(num_tokens, num_sequences, max_tokens, num_kept, num_ce)
+            num_ce = [0] * len(settings.ce_sources)
+            for rollout in rollouts:
+                if rollout.ce_weights is not None:
+                    num_ce[rollout.ce_source] += int(rollout.ce_weights.count_nonzero())
+            counts = torch.tensor([own.num_tokens, own.num_sequences, num_kept, *num_ce], dtype=torch.float64)
+            num_tokens, num_sequences, num_kept, *num_ce = map(int, ranks.sum(counts).tolist())
+            totals = StepTotals(num_tokens, num_sequences, max_tokens, num_kept, tuple(num_ce))
         bonus = settings.plugin("entropy_coefficient")
         if bonus is None and not objective.uses_every_completion:
             learnt = with_advantage(learnt)
@@ -282,7 +286,7 @@ class Learner:
                 row.columns["weights"] = weights[row.completion.request.key]
             lengths, columns = [row.completion.num_trained for row in learnt], (*columns, "weights")
             learnt = [thinned(row, row.columns["weights"] != 0) for row in learnt]
-        if totals.num_ce_tokens:
+        if any(totals.num_ce_tokens):
             by_key = dict(zip((row.completion.request.key for row in learnt), lengths or (), strict=False))
             learnt = with_ce(rollouts, learnt)
             lengths = None if lengths is None else [by_key.get(row.completion.request.key, 0) for row in learnt]
@@ -352,8 +356,8 @@ class Learner:
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
         if step.term is not None:
             values |= step.term.metrics
-        if step.totals.num_ce_tokens:
-            values["ce/tokens"] = float(step.totals.num_ce_tokens)
+        if num_ce_tokens := sum(step.totals.num_ce_tokens):
+            values["ce/tokens"] = float(num_ce_tokens)
         if "kept" in step.columns:
             values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values | {"update/step_scale": scale} if scaling else values)

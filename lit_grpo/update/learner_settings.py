@@ -30,7 +30,8 @@ class LearnerSettings:
     ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_rule`` when a
     completion counts as passed, ``plugins`` decide what is learnt from and how, ``total_updates`` says how
     many updates the run has, where that is known, and ``sequence_parallel_size`` how many ranks share the tokens of a
-    micro-batch.
+    micro-batch. ``ce_sources`` are the plug-ins that may give tokens a weight in the channel ``ce``: each adds a mean
+    of its own to the loss.
     """
 
     objective: Objective
@@ -51,6 +52,7 @@ class LearnerSettings:
     total_updates: int | None = None
     learns_unrewarded: bool = field(default=False, init=False)
     has_rollouts: bool = field(default=True, init=False)
+    ce_sources: Sequence[Plugin] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
@@ -67,7 +69,7 @@ class LearnerSettings:
         check_decisions(named)
         needed = [requirement_of(plugin, f"rollout.plugins {name}") for name, plugin in named]
         check_together([*needed, *self.parts()])
-        self.plugins = learning
+        self.plugins, self.ce_sources = learning, overriding(learning, "ce_weights", "examples")
         self.has_rollouts = not any(math.isinf(plugin.first_rollout) for plugin in learning)
         self.learns_unrewarded = not self.has_rollouts or any(plugin.learns_unrewarded for plugin in learning)
 

@@ -169,9 +169,7 @@ class PolicyPasses:
         is_open, short = self.budget is not None, False
         if is_open and micro_batches and self.ranks.size > 1:
             micro_batches = micro_batches.and_empty(1)
-        micro_batches = micro_batches.filled(
-            step.rollouts, step.columns, step.lengths, has_ce=step.totals.num_ce_tokens > 0
-        )
+        micro_batches = micro_batches.filled(step.rollouts, step.columns, step.lengths, step.totals.num_ce_tokens)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
             turns = (
                 zip(itertools.repeat(0), micro_batches) if self._rows.size == 1 else self._rows.in_turn(micro_batches)
@@ -216,10 +214,11 @@ class PolicyPasses:
             logprobs_N, entropy_N = compute(self.policy, forward)
         if owner != self._rows.rank:
             return logprobs_N.sum() * 0.0
-        sampled_logprobs_N, ce_logprobs_M, candidate_logprobs_NK = micro_batch.sampled_logprobs_N, None, None
+        sampled_logprobs_N, ce_logprobs_M = micro_batch.sampled_logprobs_N, None
+        candidate_logprobs_NK, rest_logprobs_N = None, None
         if micro_batch.candidate_ids_NK is not None:
-            num_tokens = len(micro_batch.candidate_ids_NK)
-            logprobs_N, candidate_logprobs_NK = logprobs_N[:, 0], logprobs_N[:num_tokens, 1:]
+            of_tokens_NX, logprobs_N = logprobs_N[: len(micro_batch.candidate_ids_NK)], logprobs_N[:, 0]
+            candidate_logprobs_NK, rest_logprobs_N = of_tokens_NX[:, 1:-1], of_tokens_NX[:, -1]
         if micro_batch.ce_weights_M is not None:
             counts = [len(sampled_logprobs_N), len(micro_batch.ce_weights_M)]
             logprobs_N, ce_logprobs_M = logprobs_N.split(counts)
@@ -252,8 +251,10 @@ class PolicyPasses:
             weights_N=micro_batch.weights_N,
             whole_lengths_C=micro_batch.whole_lengths_C,
             ce_weights_M=micro_batch.ce_weights_M,
+            ce_counts_M=micro_batch.ce_counts_M,
             ce_logprobs_M=ce_logprobs_M,
             candidate_logprobs_NK=candidate_logprobs_NK,
+            rest_logprobs_N=rest_logprobs_N,
             candidate_values_NK=micro_batch.candidate_values_NK,
         )
         if candidate_logprobs_NK is not None and (plugin := settings.plugin("token_loss")) is not None:

@@ -53,13 +53,13 @@ class TeacherScores(NamedTuple):
         logprobs_T: Log-prob of each of them, float32, shape (num_trained,).
         entropy_T: Entropy of the teacher's distribution there, in nats.
         top_ids_TK: Its K likeliest tokens, int64, the likeliest first.
-        top_logprobs_TK: Their log-probs.
+        top_logprobs_TL: Their log-probs, and that of all other tokens together, L = K + 1; without any where K is 0.
     """
 
     logprobs_T: torch.Tensor
     entropy_T: torch.Tensor
     top_ids_TK: torch.Tensor
-    top_logprobs_TK: torch.Tensor
+    top_logprobs_TL: torch.Tensor
 
 
 class Teacher(Protocol):

@@ -17,7 +17,8 @@ from lit_grpo.update.prefix.carried import CarriedSpan
 from lit_grpo.update.prefix.layout import Stretch, key_labels
 
 OF_CANDIDATES = ("candidate_ids", "candidate_values")
-"""Columns of rollouts with a value for each candidate of each trained token, shape (num_trained, K)."""
+"""Columns of rollouts with a value for each candidate of each trained token, shape (num_trained, K), or (num_trained,
+K + 1) for values of candidates and of all other tokens together."""
 LEAST_SHARED = 32
 """Tokens that completions of a prompt have to begin with in common to share them: fewer are not worth a call."""
 
@@ -48,12 +49,12 @@ class PackedRow:
     tokens, and are filled by :meth:`MicroBatches.filled`.
 
     Tokens with a weight in the channel ``ce`` are the M axis, observed tokens among them: ``ce_source_M``,
-    ``ce_target_ids_M`` and ``ce_weights_M``, filled if the step has such tokens. ``members`` has for each completion in
-    the row its place among the rollouts of the step, and the begin and end of its tokens that are in the row;
-    ``all_source_T`` and ``all_ids_T`` are the sources and ids of all these tokens.
+    ``ce_target_ids_M``, ``ce_weights_M`` and ``ce_counts_M``, filled if the step has such tokens. ``members`` has for
+    each completion in the row its place among the rollouts of the step, and the begin and end of its tokens that are in
+    the row; ``all_source_T`` and ``all_ids_T`` are the sources and ids of all these tokens.
 
     ``candidate_ids_NK`` are further tokens of the vocabulary at each place of the N axis, whose log-probs the loss
-    gets, and ``candidate_values_NK`` what a method knows of each of them.
+    gets, and ``candidate_values_NK`` what a method knows of each of them, and perhaps of the rest.
 
     Where completions share tokens, ``distinct_U`` are the places, on the N axis with the M axis after it, of one of
     each that are the same, and ``same_N`` says which of them each token is: log-probs are computed of the distinct ones
@@ -99,6 +100,7 @@ class PackedRow:
     ce_source_M: torch.Tensor | None = None
     ce_target_ids_M: torch.Tensor | None = None
     ce_weights_M: torch.Tensor | None = None
+    ce_counts_M: torch.Tensor | None = None
     distinct_U: torch.Tensor | None = None
     same_N: torch.Tensor | None = None
 
@@ -195,7 +197,7 @@ class MicroBatches(Iterable[PackedRow]):
         rollouts: Sequence[Rollout],
         columns: Sequence[str] = (),
         lengths: Sequence[int] | None = None,
-        has_ce: bool = False,
+        num_ce_tokens: Sequence[int] = (),
     ) -> MicroBatches:
         """Return these, whose tokens have the advantages and other values of their rollouts.
 
@@ -204,7 +206,8 @@ class MicroBatches(Iterable[PackedRow]):
             columns: Names of :attr:`~lit_grpo.types.Rollout.columns` that each of them has: ``old_logprobs``,
                 ``reference_logprobs``, ``kept``, ``weights``, or those of :data:`OF_CANDIDATES`.
             lengths: Number of trained tokens of each whole completion; None if the rollouts' own are whole.
-            has_ce: Whether a rollout of the step, on any rank, has weights of the channel ``ce``.
+            num_ce_tokens: Number of tokens of the step, on all ranks, that have a weight in the channel ``ce``, for
+                each source of weights.
         """
         rows: list[PackedRow] = []
         for row in self.rows:
@@ -234,8 +237,8 @@ class MicroBatches(Iterable[PackedRow]):
                 weights_N = values.get("weights_N")
                 values["weights_N"] = row.chunk.weight * (torch.ones(sum(counts)) if weights_N is None else weights_N)
             filled = replace(row, **values)
-            if has_ce:
-                _fill_ce(filled, rollouts)
+            if any(num_ce_tokens):
+                _fill_ce(filled, rollouts, num_ce_tokens)
             rows.append(filled)
         return MicroBatches(rows, self.shared_prefix)
 
@@ -345,14 +348,16 @@ def _place(
     return stretches, tokens, paths
 
 
-def _fill_ce(row: PackedRow, rollouts: Sequence[Rollout]) -> None:
+def _fill_ce(row: PackedRow, rollouts: Sequence[Rollout], num_ce_tokens: Sequence[int]) -> None:
     """Fill the columns of the channel ``ce`` of a row."""
-    weights = [torch.empty(0, dtype=torch.float32)]
+    weights, counts = [torch.empty(0, dtype=torch.float32)], [torch.empty(0, dtype=torch.float32)]
     for place, begin, end in row.members:
-        its_weights = rollouts[place].ce_weights
+        its_weights, count = rollouts[place].ce_weights, num_ce_tokens[rollouts[place].ce_source]
         weights.append(torch.zeros(end - begin) if its_weights is None else its_weights[begin:end])
+        counts.append(torch.full((end - begin,), float(count)))
     weights_T = torch.cat(weights)
     places_M = weights_T.nonzero().flatten()
+    row.ce_counts_M = torch.cat(counts)[places_M]
     row.ce_weights_M = weights_T[places_M] * (1.0 if row.chunk is None else row.chunk.weight)
     row.ce_source_M = torch.as_tensor(row.all_source_T)[places_M]
     row.ce_target_ids_M = torch.as_tensor(row.all_ids_T)[places_M]

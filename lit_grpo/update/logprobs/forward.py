@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ def micro_batch_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob and entropy of the tokens of a micro-batch under ``model``: the N axis, then the M axis.
 
-    If the row has candidates, log-probs have the shape (N + M, 1 + K): the token's own, then those of its candidates,
-    on the M axis its own again.
+    If the row has candidates, log-probs have the shape (N + M, K + 2): the token's own, those of its candidates, and
+    the log of the probability of all other tokens than these; on the M axis the one candidate is the token itself.
 
     Args:
         model: A causal language model.
@@ -57,9 +58,10 @@ def micro_batch_logprobs(
     target_ids_u = target_ids_U if ranks.size == 1 else ranks.own_part(target_ids_U)
     logprobs_U, entropy_U = head_logprobs(model, hidden_uD, target_ids_u, temperature, entropy_gradient)
     if ranks.size > 1:
-        columns = logprobs_U.view(len(entropy_U), *target_ids_U.shape[1:] or (1,)), entropy_U[:, None]
+        of_token = logprobs_U.shape[1:]
+        columns = logprobs_U.view(len(entropy_U), of_token.numel()), entropy_U[:, None]
         both_UX = ranks.join(owner, torch.cat(columns, 1), len(target_ids_U))
-        logprobs_U, entropy_U = both_UX[:, :-1].view(target_ids_U.shape), both_UX[:, -1]
+        logprobs_U, entropy_U = both_UX[:, :-1].view(len(target_ids_U), *of_token), both_UX[:, -1]
     return micro_batch.spread(logprobs_U), micro_batch.spread(entropy_U)
 
 
@@ -118,7 +120,8 @@ def token_logprobs(
 
     Args:
         hidden_ND: Hidden states that predict the targets.
-        target_ids_N: Token ids, or several for each place, shape (N, K); the log-probs have the same shape.
+        target_ids_N: Token ids. Or a token and K candidates for each place, shape (N, 1 + K): then log-probs have the
+            shape (N, K + 2), and the last is the log of the probability of all tokens that are no candidates.
         head: Maps hidden states (n, D) to float32 logits (n, V).
         vocab_size: V.
         temperature: Divides the logits, as it did when the tokens were sampled.
@@ -129,8 +132,10 @@ def token_logprobs(
         logprobs_nV = torch.log_softmax(head(hidden_nD) / temperature, dim=-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy_n = -(logprobs_nV.exp() * logprobs_nV).sum(-1)
-        ids_nk = target_ids_n[:, None] if target_ids_n.dim() == 1 else target_ids_n
-        return logprobs_nV.gather(-1, ids_nk).view(target_ids_n.shape), entropy_n
+        if target_ids_n.dim() == 1:
+            return logprobs_nV.gather(-1, target_ids_n[:, None]).squeeze(-1), entropy_n
+        rest_n1 = log_rest(logprobs_nV, target_ids_n[:, 1:])
+        return torch.cat([logprobs_nV.gather(-1, target_ids_n), rest_n1], -1), entropy_n
 
     size = max(1, LOGITS_PER_CHUNK // vocab_size)
     logprobs, entropies = [], []
@@ -144,3 +149,12 @@ def token_logprobs(
         logprobs.append(logprobs_n)
         entropies.append(entropy_n)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def log_rest(logprobs_NV: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
+    """Return the log of the probability of all tokens but some, shape (N, 1); a least one where these are all tokens.
+
+    The sum is of the others: 1 less the sum of these would be rounding errors where they have almost all probability.
+    """
+    least = math.log(torch.finfo(logprobs_NV.dtype).tiny)
+    return logprobs_NV.scatter(-1, ids_NK, least).logsumexp(-1, keepdim=True)

@@ -114,7 +114,8 @@ def linear_logprobs(
 
     Args:
         hidden_ND: Hidden states that predict the targets.
-        target_ids_N: Token ids, or several for each place, shape (N, K); the log-probs have the same shape.
+        target_ids_N: Token ids. Or a token and K candidates for each place, shape (N, 1 + K): then log-probs have the
+            shape (N, K + 2), and the last is the log of the probability of all tokens that are no candidates.
         head: The head, of vocabulary V.
         temperature: Divides the logits, as it did when the tokens were sampled.
         entropy_gradient: Whether the entropy carries a gradient.
@@ -141,25 +142,27 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
         ctx.head, ctx.of_blocks = head, (head, temperature, dtype)
         blocks = LogitBlocks(hidden_ND, weight_VD, bias_V, *ctx.of_blocks)
-        logprobs_N = hidden_ND.new_empty(target_ids_N.shape, dtype=blocks.exact)
-        kept_3N = hidden_ND.new_empty((3, len(hidden_ND)), dtype=blocks.exact)
+        columns = [number + 1 for number in target_ids_N.shape[1:]]  # candidates have the rest beside them
+        logprobs_N = hidden_ND.new_empty((len(hidden_ND), *columns), dtype=blocks.exact)
+        kept_4N = hidden_ND.new_empty((4, len(hidden_ND)), dtype=blocks.exact)
         with torch.autocast(device, enabled=False):
             for tokens in blocks.tokens:
-                logprobs_N[tokens], kept_3N[:, tokens] = _statistics(blocks, tokens, target_ids_N[tokens])
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, kept_3N)
-        return logprobs_N, kept_3N[0].clone()
+                logprobs_N[tokens], kept_4N[:, tokens] = _statistics(blocks, tokens, target_ids_N[tokens])
+        ctx.shape = logprobs_N.shape
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, kept_4N)
+        return logprobs_N, kept_4N[0].clone()
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, target_ids_N, kept_3N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, target_ids_N, kept_4N = ctx.saved_tensors
         logprob_grad_N, entropy_grad_N = grad_outputs
         blocks = LogitBlocks(hidden_ND, weight_VD, bias_V, *ctx.of_blocks)
         wanted, exact = ctx.needs_input_grad, blocks.exact
         if logprob_grad_N is None:
-            logprob_grad_N = kept_3N.new_zeros(target_ids_N.shape)
+            logprob_grad_N = kept_4N.new_zeros(ctx.shape)
         hidden_grad = torch.zeros_like(hidden_ND, dtype=exact)
         weight_grad, bias_grad = None, None
         if wanted[1] and ctx.head.keeps_gradient:  # added up where it stays
@@ -176,7 +179,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 for tokens in blocks.tokens:
                     entropy_grad_n = None if entropy_grad_N is None else entropy_grad_N[tokens, None]
                     slope_nv = _logit_gradient(
-                        blocks, tokens, vocabulary, target_ids_N, kept_3N, logprob_grad_N[tokens], entropy_grad_n
+                        blocks, tokens, vocabulary, target_ids_N, kept_4N, logprob_grad_N[tokens], entropy_grad_n
                     )
                     if bias_grad is not None:
                         bias_grad[vocabulary] += slope_nv.sum(0)
@@ -197,13 +200,13 @@ def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_n: torch.Tensor) 
     """One pass over the vocabulary for some tokens.
 
     Returns:
-        The log-probs of the targets, in their shape, and of each token entropy, highest logit and sum of
-        exp(logit - highest), shape (3, tokens).
+        The log-probs of the targets, and of the rest if there are candidates, and of each token entropy, highest logit,
+        sum of exp(logit - highest), and the part of this sum that is of no candidate, shape (4, tokens).
     """
-    targets_nk = target_ids_n[:, None] if target_ids_n.dim() == 1 else target_ids_n
+    targets_nk, has_candidates = target_ids_n.view(len(target_ids_n), -1), target_ids_n.dim() == 2
     target_nk = torch.zeros(targets_nk.shape, dtype=blocks.exact, device=targets_nk.device)
     highest_n1 = torch.full((len(targets_nk), 1), -torch.inf, dtype=blocks.exact, device=targets_nk.device)
-    total_n1, weighted_n1 = torch.zeros((2, *highest_n1.shape), dtype=blocks.exact, device=targets_nk.device)
+    total_n1, weighted_n1, rest_n1 = torch.zeros((3, *highest_n1.shape), dtype=blocks.exact, device=targets_nk.device)
     for vocabulary in blocks.vocabulary:
         logits_nv = blocks.logits(tokens, vocabulary)
         column_nk, inside_nk = _columns(targets_nk, vocabulary)
@@ -216,11 +219,18 @@ def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_n: torch.Tensor) 
         # weighted is the sum of exp(x - highest) (x - highest); a new maximum moves both factors
         weighted_n1 = rescale_n1 * (weighted_n1 + total_n1 * shift_n1.nan_to_num_(neginf=0.0))
         total_n1 = total_n1 * rescale_n1 + chances_nv.sum(1, keepdim=True)
+        if has_candidates:
+            others_nv = _but_for(chances_nv, column_nk[:, 1:], inside_nk[:, 1:])
+            rest_n1 = rest_n1 * rescale_n1 + others_nv.sum(1, keepdim=True)
         weighted_n1 += chances_nv.mul_(logits_nv).sum(1, keepdim=True)
         highest_n1 = raised_n1
     log_total_n1 = total_n1.log()
     logprobs_nk, entropy_n1 = target_nk - highest_n1 - log_total_n1, log_total_n1 - weighted_n1 / total_n1
-    return logprobs_nk.view(target_ids_n.shape), torch.cat([entropy_n1, highest_n1, total_n1], 1).T
+    rest_n1 = rest_n1.clamp(min=torch.finfo(blocks.exact).tiny)  # nothing where all tokens are candidates
+    kept_4n = torch.cat([entropy_n1, highest_n1, total_n1, rest_n1], 1).T
+    if has_candidates:
+        return torch.cat([logprobs_nk, rest_n1.log() - log_total_n1], 1), kept_4n
+    return logprobs_nk.squeeze(1), kept_4n
 
 
 def _logit_gradient(
@@ -228,26 +238,40 @@ def _logit_gradient(
     tokens: slice,
     vocabulary: slice,
     target_ids_N: torch.Tensor,
-    kept_3N: torch.Tensor,
+    kept_4N: torch.Tensor,
     logprob_grad_n: torch.Tensor,
     entropy_grad_n1: torch.Tensor | None,
 ) -> torch.Tensor:
     """The loss's derivative with respect to a block of what the matrix product gives.
 
-    Of the log-prob of token t it is ``[v = t] - p_v``; of the entropy ``-p_v (log p_v + entropy)``.
+    Of the log-prob of token t it is ``[v = t] - p_v``; of the entropy ``-p_v (log p_v + entropy)``; of the log of the
+    rest's probability ``r`` it is ``[v is no candidate] p_v / r - p_v``.
     """
-    logprob_grad_nk = logprob_grad_n[:, None] if logprob_grad_n.dim() == 1 else logprob_grad_n
-    entropy_n1, highest_n1, total_n1 = kept_3N[:, tokens, None]
+    targets_nk = target_ids_N[tokens].view(len(logprob_grad_n), -1)
+    logprob_grad_nk = logprob_grad_n.view(len(logprob_grad_n), -1)
+    entropy_n1, highest_n1, total_n1, rest_n1 = kept_4N[:, tokens, None]
     logits_nv = blocks.logits(tokens, vocabulary)
     slope = blocks.slope(logits_nv)
     logits_nv -= highest_n1
     weights = -logprob_grad_nk.sum(1, keepdim=True) / total_n1
     if entropy_grad_n1 is not None:
         weights = weights - (logits_nv + (entropy_n1 - total_n1.log())) * (entropy_grad_n1 / total_n1)
-    gradient_nv = logits_nv.exp_().mul_(weights)
-    column_nk, inside_nk = _columns(target_ids_N[tokens].view(logprob_grad_nk.shape), vocabulary)
+    column_nk, inside_nk = _columns(targets_nk, vocabulary)
+    chances_nv, others_nv = logits_nv.exp_(), None
+    if target_ids_N.dim() == 2:
+        logprob_grad_nk, rest_grad_n1 = logprob_grad_nk[:, :-1], logprob_grad_nk[:, -1:]
+        others_nv = _but_for(chances_nv, column_nk[:, 1:], inside_nk[:, 1:]).mul_(rest_grad_n1 / rest_n1)
+    gradient_nv = chances_nv.mul_(weights)
+    if others_nv is not None:
+        gradient_nv += others_nv
     gradient_nv.scatter_add_(1, column_nk, logprob_grad_nk * inside_nk)
     return gradient_nv if slope is None else gradient_nv.mul_(slope)
+
+
+def _but_for(chances_nv: torch.Tensor, column_nk: torch.Tensor, inside_nk: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a block that is 0 in the columns that are inside of it."""
+    none_nk = torch.zeros_like(column_nk, dtype=chances_nv.dtype).masked_fill_(~inside_nk, torch.inf)
+    return chances_nv.scatter_reduce(1, column_nk, none_nk, "amin")
 
 
 def _columns(targets_nk: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from lit_grpo.policy.sharding import is_sharded
 from lit_grpo.process.urls import is_on_loopback, is_url
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import AllGather, Completion, Key, Rollout
-from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs
+from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs, log_rest
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings, make_reference
 from lit_grpo.update.plugin import Measure, TeacherScores
 
@@ -127,13 +127,13 @@ class ModelTeacher:
             logprobs_n, entropy_n = head_logprobs(model, hidden_nD, target_ids_n, temperature)
             columns = [logprobs_n[:, None], entropy_n[:, None]]
             if top_k:
-                chunks = hidden_nD.split(max(1, LOGITS_PER_CHUNK // vocab_size))
-                tops = [
-                    torch.log_softmax(token_logits(model, each) / temperature, -1)[:, :vocab_size].topk(top_k)
-                    for each in chunks
-                ]
-                columns += [torch.cat([top.indices.to(logprobs_n.dtype) for top in tops])]  # exact below 2^24
-                columns += [torch.cat([top.values for top in tops])]
+                tops: list[tuple[torch.Tensor, ...]] = []
+                for each_nD in hidden_nD.split(max(1, LOGITS_PER_CHUNK // vocab_size)):
+                    logprobs_nV = torch.log_softmax(token_logits(model, each_nD) / temperature, -1)
+                    values_nk, ids_nk = logprobs_nV[:, :vocab_size].topk(top_k)
+                    ids = ids_nk.to(logprobs_n.dtype)  # exact below 2^24
+                    tops.append((ids, values_nk, log_rest(logprobs_nV, ids_nk)))
+                columns += map(torch.cat, zip(*tops, strict=True))
             return torch.cat(columns, 1)
 
         parts = _readable(rollouts, self.num_tokens)
@@ -143,8 +143,8 @@ class ModelTeacher:
             raise ValueError(sentence)
         own, scores = {each.completion.request.key: each.completion for each in rollouts}, dict[Key, TeacherScores]()
         for key, values_TX in values.items():
-            ids_TK, top_logprobs_TK = values_TX[:, 2 : 2 + top_k].long(), values_TX[:, 2 + top_k :]
-            known = TeacherScores(values_TX[:, 0], values_TX[:, 1], ids_TK, top_logprobs_TK)
+            ids_TK, top_logprobs_TL = values_TX[:, 2 : 2 + top_k].long(), values_TX[:, 2 + top_k :]
+            known = TeacherScores(values_TX[:, 0], values_TX[:, 1], ids_TK, top_logprobs_TL)
             scores[key] = _filled_up(known, own[key])
         return scores
 
@@ -272,16 +272,15 @@ class ServerTeacher:
                 other = next(token for token, _ in ranked if int(token) >= self.vocab_size)
                 raise ValueError(f"it names token {other}, and the policy knows {self.vocab_size} tokens")
             tops.append([each["logprob"] for _, each in likeliest])
-        top_TK = torch.tensor(tops, dtype=torch.float32).view(len(logprobs), top_k)
-        rest_T1 = (1 - top_TK.exp().sum(1, keepdim=True)).clamp(min=0)
-        entropy_T = -torch.special.xlogy(
-            torch.cat([top_TK.exp(), rest_T1], 1), torch.cat([top_TK.exp(), rest_T1], 1)
-        ).sum(1)
+        top_TK = torch.tensor(tops, dtype=torch.float64).view(len(logprobs), top_k)
+        total_T1 = top_TK.logsumexp(1, keepdim=True).clamp(max=-LEAST_REST)
+        top_TL = torch.cat([top_TK, (-torch.expm1(total_T1)).log()], 1).float() if top_k else top_TK.float()
+        entropy_T = -(top_TL.exp() * top_TL).sum(1)
         return TeacherScores(
             torch.tensor(logprobs, dtype=torch.float32),
             entropy_T if top_k else torch.full_like(entropy_T, math.nan),
             torch.tensor(ids, dtype=torch.int64).view(len(logprobs), top_k),
-            top_TK,
+            top_TL,
         )
 
     @property
@@ -329,6 +328,8 @@ class ServerTeacher:
             pause_s = min(2 * pause_s, 30.0)
 
 
+LEAST_REST = 1e-7
+"""Least probability of the tokens that a server does not tell of, as in TRL: the log of none is not finite."""
 MOST_REQUESTS = 64
 """Max number of requests at a time that a server gets from one rank."""
 
@@ -369,7 +370,7 @@ def _filled_up(scores: TeacherScores, completion: Completion) -> TeacherScores:
         torch.cat([scores.logprobs_T, nan_T]),
         torch.cat([scores.entropy_T, nan_T]),
         torch.cat([scores.top_ids_TK, ids_TK]),
-        torch.cat([scores.top_logprobs_TK, nan_T[:, None].expand(lacking, top_k)]),
+        torch.cat([scores.top_logprobs_TL, nan_T[:, None].expand(lacking, scores.top_logprobs_TL.shape[1])]),
     )
 
 

@@ -36,9 +36,11 @@ class LossInputs(Tokens):
         whole_lengths_C: Number of tokens of each whole completion, if only some of them are in the micro-batch.
         ce_weights_M: Weights of the channel ``ce``, of all tokens that have one, observed tokens among them; None if
             the step has none.
+        ce_counts_M: Number of tokens of the whole step that have a weight from the same source as each of these.
         ce_logprobs_M: Log-probs of these tokens, with gradient.
         candidate_logprobs_NK: Log-probs of further tokens at each place, with gradient, if a plug-in names any.
-        candidate_values_NK: What the plug-in knows of each of them; NaN where it names none.
+        rest_logprobs_N: Log of the probability of all tokens at each place that are no candidates, with gradient.
+        candidate_values_NK: What the plug-in knows of each of them, and perhaps of the rest; NaN where it names none.
         added_N: What a plug-in adds to the loss of each token, with gradient.
     """
 
@@ -50,8 +52,10 @@ class LossInputs(Tokens):
     weights_N: torch.Tensor | None = None
     whole_lengths_C: torch.Tensor | None = None
     ce_weights_M: torch.Tensor | None = None
+    ce_counts_M: torch.Tensor | None = None
     ce_logprobs_M: torch.Tensor | None = None
     candidate_logprobs_NK: torch.Tensor | None = None
+    rest_logprobs_N: torch.Tensor | None = None
     candidate_values_NK: torch.Tensor | None = None
     added_N: torch.Tensor | None = None
 
@@ -82,8 +86,10 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
 
     and ``ce``, of the tokens that have a weight ``c_t`` of their negative log-likelihood::
 
-        - sum_t c_t logprob_t / num_ce_tokens
+        - sum_t c_t logprob_t / n_t
 
+    with ``n_t`` the number of the step's tokens whose weight comes from the same source as that of token ``t``, so that
+    each source of weights adds a mean of its own.
     ``w_t`` is :func:`~lit_grpo.update.objective.tokens.token_weights` of the token, and the surrogate is that of the
     objective's :class:`~lit_grpo.update.objective.recipes.Recipe`. As in TRL 1.16, masks and corrections multiply the
     surrogate alone. If a token stands for several (``weights_N``), all of its terms are multiplied by their number.
@@ -129,7 +135,7 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
         loss = loss - coefficient * entropy_N.sum() / max(totals.num_entropy_tokens, 1)
     ce_loss = None
     if tokens.ce_weights_M is not None and tokens.ce_logprobs_M is not None:
-        ce_loss = -(tokens.ce_weights_M * tokens.ce_logprobs_M).sum() / max(totals.num_ce_tokens, 1)
+        ce_loss = -(tokens.ce_weights_M * tokens.ce_logprobs_M / tokens.ce_counts_M).sum()
         loss, ce_loss = loss + ce_loss, ce_loss.detach()
     return LossOutputs(loss, metrics, entropy_N.detach().sum(), ce_loss)
 

@@ -139,14 +139,15 @@ class StepTotals:
 
     Because it is fixed before the first backward, the gradient does not depend on how the step is split.
     ``num_tokens`` and ``num_sequences`` are of the completions with a reward; ``num_entropy_tokens`` are those that an
-    entropy bonus is averaged over, and ``num_ce_tokens`` those whose weight in the ``ce`` channel is not 0.
+    entropy bonus is averaged over, and ``num_ce_tokens`` those whose weight in the ``ce`` channel is not 0, for each
+    source of weights: the plug-ins of the update with ``ce_weights`` or ``examples``, in their order.
     """
 
     num_tokens: int
     num_sequences: int
     max_tokens: int
     num_entropy_tokens: int = 0
-    num_ce_tokens: int = 0
+    num_ce_tokens: tuple[int, ...] = ()
 
 
 def token_weights(
