@@ -98,10 +98,10 @@ class ThroughputMonitor(Observer):
             prompts += len(rollout.completion.request.prompt.token_ids)
             for segment in rollout.completion.segments[:1]:
                 prompts += segment.num_tokens if segment.version is None else 0  # said by reset, before an answer
-        sampled = batch.metrics.get("rollout/tokens", learnt)
-        local = torch.tensor([sampled, sampled + prompts, len(rollouts), prefilled])
-        self._tokens, seen, completions, self._prefilled = module.ranks.sum(local).tolist()
-        self._sampled = {"num_tokens": seen, "num_completions": completions}
+        local = torch.tensor([learnt, prompts, len(rollouts), prefilled])
+        learnt, prompts, completions, self._prefilled = module.ranks.sum(local).tolist()
+        self._tokens = batch.metrics.get("rollout/tokens", learnt)
+        self._sampled = {"num_tokens": self._tokens + prompts, "num_completions": completions}
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Add the rollout to the totals; not earlier, because a batch that stops before is sampled again."""

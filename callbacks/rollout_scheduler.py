@@ -270,13 +270,18 @@ class RolloutScheduler(pl.Callback):
             trainer.precision_plugin.forward_context,
         )
         self._warn(batch)
-        rewards = self.session.rewards
-        if rewards is not None and not trainer.predicting:
-            stage = "test" if trainer.testing else "val"
-            logged = rewards.take_metrics()
-            pl_module.log_dict({f"{stage}/{name}": value for name, value in logged.items()}, batch_size=1)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the means of what reward functions have logged, over all batches and ranks."""
+        assert isinstance(pl_module, GRPOModule)
+        if self.session.rewards is not None:
+            stage = "test" if trainer.testing else "val"
+            logged = self.session.rewards.take_metrics(all_gather=pl_module.ranks.gather)
+            pl_module.log_dict({f"{stage}/{name}": value for name, value in logged.items()})
+
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.session.stop()

@@ -592,6 +592,50 @@ class PromptBatch:
         return rollouts
 
 
+class Part(NamedTuple):
+    """What one rank has of a figure that is logged for all of them.
+
+    Args:
+        value: Its value, or a sum whose mean over all ranks is the figure.
+        how: How the values of all ranks become the figure; ``mean`` divides their sum by the sum of ``number``.
+        number: How many numbers ``value`` is the sum of, for ``mean``.
+    """
+
+    value: float
+    how: Literal["sum", "max", "min", "mean"] = "sum"
+    number: float = 1.0
+
+
+def over_ranks(parts: Mapping[str, Part], all_gather: AllGather) -> dict[str, float]:
+    """Return the figures of all ranks by name, the same on each of them; NaN for a mean over nothing.
+
+    All ranks call it together. A rank may have no part of a figure.
+    """
+    named: dict[str, list[Part]] = {}
+    for of_rank in all_gather(dict(parts)):
+        for name, part in of_rank.items():
+            named.setdefault(name, []).append(part)
+    figures: dict[str, float] = {}
+    for name, own in named.items():
+        values = [part.value for part in own]
+        match own[0].how:
+            case "sum":
+                figures[name] = float(math.fsum(values))
+            case "max":
+                figures[name] = float(max(values))
+            case "min":
+                figures[name] = float(min(values))
+            case "mean":
+                number = math.fsum(part.number for part in own)
+                figures[name] = math.fsum(values) / number if number else math.nan
+    return figures
+
+
+def alone(value: Any) -> list[Any]:
+    """Gather a value of one rank, where there are no others or they do not count."""
+    return [value]
+
+
 AllGather = Callable[[Any], list[Any]]
 """Brings a value of each rank together, in the order of the ranks; all ranks call it together."""
 

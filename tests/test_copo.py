@@ -12,7 +12,7 @@ from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods.copo import Blended
 from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
-from lit_grpo.types import Completion, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.types import Completion, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams, alone
 from lit_grpo.update.advantages.functions import group_advantages
 
 INF = math.inf
@@ -89,10 +89,10 @@ def test_flat_groups_are_learnt_from() -> None:
 
 def test_how_much_is_local_is_logged() -> None:
     worker: Any = fresh(Blended(rho=1.0))
-    assert math.isnan(worker.metrics(list)["copo/local"])
+    assert math.isnan(worker.metrics(alone)["copo/local"])
     groups = [group("a", ["1", "2"], [0.0] * 2), group("b", ["1"] * 2, [0.0] * 2)]
     worker.add_members(GroupBatch(groups, 0, PassRule(), list))
-    assert worker.metrics(list)["copo/local"] == pytest.approx(0.25, abs=1e-5)
+    assert worker.metrics(alone)["copo/local"] == pytest.approx(0.25, abs=1e-5)
 
 
 def test_a_middle_that_no_group_can_reach_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ class Arrol(Plugin):
     role: ClassVar[str] = "which completions are stopped early"
     needs: ClassVar[frozenset[str]] = frozenset({"whole_rollouts", "separate_completions"})
     changes: ClassVar[Mapping[str, str]] = {"whole_rollouts": "drops completions before they end"}
+    common: ClassVar[bool] = True
 
     at: Count = 512
     """Number of tokens at which completions are dropped, once all of a group have that many or have ended."""
@@ -122,22 +124,27 @@ class Arrol(Plugin):
         A dropped completion is taken to have become as long as, in the mean, those that came to the point and went on.
         """
         went_on = [num_tokens for key, num_tokens in self._ended.items() if key in self._features]
+        everyone = all_gather((went_on, [*self._dropped.values()]))
+        went_on, dropped = (list(itertools.chain(*of_ranks)) for of_ranks in zip(*everyone, strict=True))
         expected = float(np.mean(went_on)) if went_on else 0.0
         return {
-            "rollout/pruned_completions": float(len(self._dropped)),
-            "rollout/discarded_tokens": float(sum(self._dropped.values())),
-            "rollout/pruned_tokens_saved": sum(max(expected - had, 0.0) for had in self._dropped.values()),
+            "rollout/pruned_completions": float(len(dropped)),
+            "rollout/discarded_tokens": float(sum(dropped)),
+            "rollout/pruned_tokens_saved": sum(max(expected - had, 0.0) for had in dropped),
         }
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
         """Learn from the rewards of the rollout: what passes is a success; a rollout without that reward is left out.
 
+        All ranks learn the same, from the groups of all of them in the order of their prompts.
+
         Returns:
             How good the head is, and how far the survivors' mean reward would be off that of their group.
         """
         pruned, features, pass_rule = {key[:2] for key in self._dropped}, self._features, batch.pass_rule
-        rows, early = [], []
-        for number, group in enumerate(batch.groups):
+        of_groups: list[tuple[GroupKey, list[tuple[np.ndarray, bool, bool]], list[bool], list[float] | None]] = []
+        for group in batch.groups:
+            rows, early = [], []
             for rollout in group.fresh:
                 key, passed = rollout.completion.request.key, pass_rule.passes(rollout.rewards)
                 if rollout.rewards.get(pass_rule.reward) is None:
@@ -145,22 +152,26 @@ class Arrol(Plugin):
                 if key not in features:
                     early.append(passed)
                 elif np.isfinite(features[key]).all():
-                    rows.append((features[key], passed, number, group.key not in pruned))
-            self._shift(group)
-        observed, successes, numbers, whole = map(np.array, zip(*rows, strict=True) if rows else ([],) * 4)
-        self.head.learn(observed, successes, groups=numbers, whole=whole, early=np.array(early))
+                    rows.append((features[key], passed, group.key not in pruned))
+            of_groups.append((group.key, rows, early, self._shift(group)))
+        of_groups = sorted(itertools.chain(*batch.all_gather(of_groups)), key=lambda each: each[0])
+        seen = [(*row, number) for number, (_, rows, _, _) in enumerate(of_groups) for row in rows]
+        early = np.array([passed for _, _, of_group, _ in of_groups for passed in of_group])
+        observed, successes, whole, numbers = map(np.array, zip(*seen, strict=True) if seen else ([],) * 4)
+        self.head.learn(observed, successes, groups=numbers, whole=whole, early=early)
+        self._shifts = [*self._shifts, *(shift for *_, shift in of_groups if shift is not None)][-WINDOW:]
         self._clear()
         means = np.array(self._shifts).reshape(-1, 2).mean(0) if self._shifts else None
         return self.head.metrics() | ({} if means is None else {"pruning/reward_shift": float(means[1] - means[0])})
 
-    def _shift(self, group: RolloutGroup) -> None:
-        """Note what pruning would have made of the mean reward of a group that was left whole."""
+    def _shift(self, group: RolloutGroup) -> list[float] | None:
+        """Return the mean reward of a group that was left whole, and what pruning would have made of it."""
         if (leaving := self._would_leave.get(group.key)) is None:
-            return
+            return None
         rewards = [rollout.reward for rollout in group.fresh]
         others = [each.reward for each in group.fresh if each.completion.request.key not in leaving]
-        if np.isfinite([*rewards, *others]).all():
-            self._shifts = [*self._shifts, [float(np.mean(rewards)), float(np.mean(others))]][-WINDOW:]
+        is_known = bool(np.isfinite([*rewards, *others]).all())
+        return [float(np.mean(rewards)), float(np.mean(others))] if is_known else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learnt as plain values; a rollout under way is no part of it."""

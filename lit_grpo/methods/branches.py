@@ -69,7 +69,9 @@ class Branching(Plugin):
 
     def metrics(self, all_gather: AllGather) -> dict[str, float]:
         """Return the share of members that began within others, and the tokens that were not sampled for them again."""
+        own = self._num_branches, self._num_members, self._num_saved
+        num_branches, num_members, num_saved = map(sum, zip(*all_gather(own), strict=True))
         return {
-            "rollout/branched_share": self._num_branches / max(self._num_members, 1),
-            "rollout/branched_tokens_saved": float(self._num_saved),
+            "rollout/branched_share": num_branches / max(num_members, 1),
+            "rollout/branched_tokens_saved": float(num_saved),
         }

@@ -87,8 +87,9 @@ class Blended(Plugin):
         self._weights = [self.local(group) for group in batch.groups if group.rollouts]
 
     def metrics(self, all_gather: AllGather) -> dict[str, float]:
-        """Return the mean weight of a batch's own advantages, how much of them is local."""
-        return {"copo/local": fmean(self._weights) if self._weights else math.nan}
+        """Return the mean weight of a batch's own advantages on all ranks, how much of them is local."""
+        weights = [weight for of_rank in all_gather(self._weights) for weight in of_rank]
+        return {"copo/local": fmean(weights) if weights else math.nan}
 
     def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return the blend."""

@@ -114,12 +114,13 @@ class Replay(Plugin):
         return self.choose(known, number, request)[:number] if number else []
 
     def metrics(self, all_gather: AllGather) -> dict[str, float]:
-        """Return what to log of a batch."""
-        num_replayed = len(self._ages)
+        """Return what to log of a batch, of all ranks."""
+        own = len(self._ages), sum(self._ages), self._num_fresh, self._num_revived, self._num_groups
+        num_replayed, ages, num_fresh, num_revived, num_groups = map(sum, zip(*all_gather(own), strict=True))
         return {
-            "replay/members": num_replayed / max(self._num_fresh + num_replayed, 1),
-            "replay/age": sum(self._ages) / num_replayed if num_replayed else math.nan,
-            "replay/frac_revived": self._num_revived / max(self._num_groups, 1),
+            "replay/members": num_replayed / max(num_fresh + num_replayed, 1),
+            "replay/age": ages / num_replayed if num_replayed else math.nan,
+            "replay/frac_revived": num_revived / max(num_groups, 1),
             "replay/prompts": float(len(self._memory)),
         }
 

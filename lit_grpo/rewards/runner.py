@@ -23,7 +23,7 @@ from lit_grpo.process.processes import ProcessEnded
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardError, RewardFunction, check_names
 from lit_grpo.rewards.inputs import NOT_IN_TRL, OF_EPISODES, TRL_INPUTS
-from lit_grpo.types import FEEDBACK, Completion, Prompt, Rollout, RolloutGroup
+from lit_grpo.types import FEEDBACK, AllGather, Completion, Part, Prompt, Rollout, RolloutGroup, alone, over_ranks
 
 Values = Sequence[float | BaseException | None]
 """Values of one reward function for the rollouts of a group: a number, an error, or None if it does not apply."""
@@ -196,18 +196,20 @@ class RewardRunner(Listener):
         with self._metrics_lock:
             self._metrics[name].append(float(value))
 
-    def take_metrics(self, counts: bool = False) -> dict[str, float]:
+    def take_metrics(self, counts: bool = False, all_gather: AllGather = alone) -> dict[str, float]:
         """Return the mean of each metric that functions have logged since the last call, and forget the values.
 
         Args:
             counts: Whether to return, and forget, what each :class:`~lit_grpo.rewards.StatefulReward` counted too.
+            all_gather: Brings values of all ranks together, which then call this together; by default the metrics are
+                those of this rank.
         """
         with self._metrics_lock:
             values, self._metrics = self._metrics, defaultdict(list)
-        metrics = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+        metrics = {name: Part(math.fsum(numbers), "mean", len(numbers)) for name, numbers in values.items()}
         for function, state in self._states if counts else ():
-            metrics |= {f"rewards/{function}/{name}": number for name, number in state.take_counts().items()}
-        return metrics
+            metrics |= {f"rewards/{function}/{name}": Part(number) for name, number in state.take_counts().items()}
+        return over_ranks(metrics, all_gather)
 
     def close(self) -> None:
         """Drop submissions that have not been gathered and stop the threads; :meth:`submit` starts them again."""

@@ -15,7 +15,7 @@ from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, Listener, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_queues, slot_bound
-from lit_grpo.types import Clock, Key, Span
+from lit_grpo.types import AllGather, Clock, Key, Part, Span, alone, over_ranks
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Capacity, Decoder, Observation, StepEvents
@@ -460,22 +460,26 @@ class RolloutStats:
         if events.message:
             self.messages.append(events.message)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the figures by the names they are logged under."""
+    def metrics(self, all_gather: AllGather = alone) -> dict[str, float]:
+        """Return the figures of all ranks by the names they are logged under, or of this rank alone by default.
+
+        Counts are sums, and steps, times and peaks those of the rank with the most.
+        """
         limit = self.clock.kv_limit
-        budget = {} if limit is None else {"memory/kv_tokens_budget": float(limit)}
-        return {
+        budget = {} if limit is None else {"memory/kv_tokens_budget": Part(limit, "max")}
+        parts = {
             **budget,
-            "rollout/steps": float(self.num_steps),
-            "rollout/tokens": float(self.num_tokens),
-            "rollout/bubble_ratio": self.bubble_ratio,
-            "rollout/set_asides": float(self.num_preempted),
-            "rollout/parked": float(self.num_parked),
-            "rollout/steps_over_bound": self.num_steps / max(self.step_bound, 1),
-            "rollout/slots_in_use": self.num_tokens / max(self.num_steps, 1),
-            "rollout/kv_tokens_peak": float(self.kv_tokens_peak),
-            "perf/bubble_ratio": self.timed_bubble_ratio,
-            "time/rollout_s": self.rollout_s,
-            "time/reward_wait_s": self.reward_wait_s,
-            "time/scheduling_s": self.scheduling_s,
+            "rollout/steps": Part(self.num_steps, "max"),
+            "rollout/tokens": Part(self.num_tokens),
+            "rollout/bubble_ratio": Part(self.slot_steps - self.active_slot_steps, "mean", self.slot_steps),
+            "rollout/set_asides": Part(self.num_preempted),
+            "rollout/parked": Part(self.num_parked),
+            "rollout/steps_over_bound": Part(self.num_steps, "mean", max(self.step_bound, 1)),
+            "rollout/slots_in_use": Part(self.num_tokens, "mean", max(self.num_steps, 1)),
+            "rollout/kv_tokens_peak": Part(self.kv_tokens_peak, "max"),
+            "perf/bubble_ratio": Part(self.slot_s - self.active_slot_s, "mean", self.slot_s),
+            "time/rollout_s": Part(self.rollout_s, "max"),
+            "time/reward_wait_s": Part(self.reward_wait_s, "max"),
+            "time/scheduling_s": Part(self.scheduling_s, "max"),
         }
+        return over_ranks(parts, all_gather)

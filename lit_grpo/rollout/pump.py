@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lit_grpo.plugins import Listener
 from lit_grpo.rollout.loop import RolloutLoop, RolloutStats
-from lit_grpo.types import PromptBatch, RolloutGroup
+from lit_grpo.types import AllGather, Part, PromptBatch, RolloutGroup, alone, over_ranks
 
 if TYPE_CHECKING:
     from lit_grpo.faults import Phases
@@ -131,7 +131,7 @@ class RolloutPump(Listener):
         self._raise()
         return self._stats
 
-    def metrics(self, stats: RolloutStats) -> dict[str, float]:
+    def metrics(self, stats: RolloutStats, all_gather: AllGather = alone) -> dict[str, float]:
         """Say how far decoding and the update overlapped, from a start to its stop.
 
         ``time/rollout_s`` are the seconds in which nothing but decoding went on, and ``perf/overlap`` the share of the
@@ -140,11 +140,12 @@ class RolloutPump(Listener):
         decoded_s = stats.decoded_s
         updated_s = self._ran_s - self.waited_s
         hidden_s = max(decoded_s - self.waited_s, 0.0)
-        return {
-            "time/rollout_s": self.waited_s,
-            "time/generation_s": decoded_s,
-            "perf/overlap": min(hidden_s / max(min(decoded_s, updated_s), 1e-9), 1.0),
+        parts = {
+            "time/rollout_s": Part(self.waited_s, "max"),
+            "time/generation_s": Part(decoded_s, "max"),
+            "perf/overlap": Part(min(hidden_s / max(min(decoded_s, updated_s), 1e-9), 1.0), "mean"),
         }
+        return over_ranks(parts, all_gather)
 
     # ---- between the threads ------------------------------------------------------------------------
 

@@ -12,7 +12,20 @@ from lit_grpo.budgets.allocation import Replacement
 from lit_grpo.budgets.foresight import Foresight
 from lit_grpo.budgets.history import Tally
 from lit_grpo.plugins import ROUNDS, Answer, Listener, Plugin, overriding
-from lit_grpo.types import EMPTY, Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
+from lit_grpo.types import (
+    EMPTY,
+    AllGather,
+    Completion,
+    GroupKey,
+    Part,
+    PassRule,
+    Prompt,
+    Request,
+    Rollout,
+    RolloutGroup,
+    alone,
+    over_ranks,
+)
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
@@ -166,8 +179,11 @@ class RoundScheduler(Listener):
                 scored = self._tallies[group.key].ended[rollout.completion.request.path[0]]
                 rollout.rewards, rollout.reward, rollout.extra = scored.rewards, scored.reward, scored.extra
 
-    def metrics(self) -> dict[str, float]:
-        """Return the completions of further rounds, and the share of groups whose first rewards were all equal."""
+    def metrics(self, all_gather: AllGather = alone) -> dict[str, float]:
+        """Return the completions of further rounds, and the share of groups whose first rewards were all equal.
+
+        They are those of all ranks, which call it together, or of this rank alone by default.
+        """
         by_reward = Replacement(metric="reward")
         first: list[bool] = []
         extra = 0
@@ -175,10 +191,11 @@ class RoundScheduler(Listener):
             of_first = [rollout for number, rollout in tally.ended.items() if number < tally.ends[0]]
             first.append(by_reward.is_flat(of_first, self._pass_rule))
             extra += len(tally.ended) - len(of_first)
-        return {
-            "budget/further_completions": float(extra),
-            "budget/frac_flat_first": sum(first) / len(first) if first else math.nan,
+        parts = {
+            "budget/further_completions": Part(extra),
+            "budget/frac_flat_first": Part(sum(first), "mean", len(first)),
         }
+        return over_ranks(parts, all_gather)
 
     def _score(self, early: bool = False) -> None:
         """Begin to score rounds that are whole, and, if it is ``early``, what has ended of the others."""

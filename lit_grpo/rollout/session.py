@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lit_grpo.budgets.allocation import Replacement
@@ -31,7 +32,17 @@ from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.scheduling.lengths import PREDICTION_POINTS, LengthPredictor, make_predictor
 from lit_grpo.scheduling.plans.plan import Plan, check_probe, find_plan
 from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice
-from lit_grpo.types import Key, PassRule, Prompt, PromptBatch, Request, RolloutGroup, SamplingParams
+from lit_grpo.types import (
+    Key,
+    Part,
+    PassRule,
+    Prompt,
+    PromptBatch,
+    Request,
+    RolloutGroup,
+    SamplingParams,
+    over_ranks,
+)
 from lit_grpo.update.by_dataset import joined
 
 if TYPE_CHECKING:
@@ -42,7 +53,7 @@ if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Generator
 
 Kind = TypeVar("Kind", bound=Plugin)
-
+_SMALLEST, _LARGEST = "budget/smallest_group", "budget/largest_group"
 
 BATCH_HOOKS = ("on_batch_start", "observes", "add_members", "metrics", "on_update_end")
 """Hooks that a session calls once a batch, of the plug-ins that override them."""
@@ -282,15 +293,15 @@ class RolloutSession:
             stats = loop.run(self.buffer.ready)
             batch.groups = self.buffer.take()
         self._describe(batch, stats)
-        if self.mode.carries:
-            self._carry(batch, stats)
         batch.prompts = [group.prompt for group in batch.groups]
         if self.replaces and self._rounds is not None and self._stream is not None:
             self._leave_out(batch, run)
         self._add_members(run, batch.groups)
-        batch.metrics |= self._metrics(run)
-        batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
-        batch.metrics |= run.generator.sleep()
+        parts = {name: Part(value, "max") for name, value in run.generator.sleep().items()}
+        parts["rollout/probe_tokens"] = Part(self._points[0] if self._points else 0, "max")
+        if self.mode.carries:
+            parts |= self._carry(batch, stats)
+        batch.metrics = stats.metrics(run.ranks.gather) | self._metrics(run, parts)
 
     def evaluate(
         self,
@@ -309,6 +320,7 @@ class RolloutSession:
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
         self._describe(batch, stats)
+        batch.metrics = stats.metrics()  # of this rank: ranks may validate unequally many batches
 
     def learnt(self, run: Run, batch: PromptBatch) -> dict[str, dict[str, float]]:
         """Learn from a batch that the policy has learnt from, and forget it.
@@ -334,9 +346,9 @@ class RolloutSession:
                     self.lengths.informative,
                     kept_tokens=self._kept_share * self._num_slots * run.sampling.room,
                 )
-                learnt |= self._choice.metrics()
+                learnt |= self._choice.metrics(run.ranks.gather)
             self.lengths.end(commit=True)
-            learnt |= self.lengths.metrics()
+            learnt |= self.lengths.metrics(run.ranks.gather)
         stream = self._stream
         if self._history is not None:
             self._history.commit_lengths(run.ranks.gather)
@@ -344,7 +356,7 @@ class RolloutSession:
         if updating := self._hooks["on_update_end"]:
             ended = self._batch_of(run, batch.groups)
             for plugin in updating:
-                logs["plugins"] |= plugin.on_update_end(ended)
+                logs["plugins"] |= self._own_names(plugin, plugin.on_update_end(ended))
         if stream is not None and self.sizer is not None:
             stream.batch_size = self.sizer.batch_size(stream.batch_size)
         if stream is not None and stream.chooser is not None:
@@ -428,40 +440,58 @@ class RolloutSession:
         for plugin in self._hooks["add_members"]:
             plugin.add_members(self._batch_of(run, groups))
 
-    def _carry(self, batch: PromptBatch, stats: RolloutStats) -> None:
-        """Let the batch say how many groups stay open, and keep what was predicted of these."""
+    def _carry(self, batch: PromptBatch, stats: RolloutStats) -> dict[str, Part]:
+        """Keep what was predicted of groups that stay open; return how many they are."""
         batch.carried = True
         batch.predicted = self._predicted | dict(batch.predicted)
         self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self.buffer}
-        batch.metrics |= {
-            "rollout/open_prompts": float(self.buffer.num_left),
-            "rollout/waiting_groups": float(self.buffer.num_waiting),
-            "rollout/continued_tokens": float(stats.num_continued),
-            "rollout/discarded_tokens": float(stats.num_discarded),
+        return {
+            "rollout/open_prompts": Part(self.buffer.num_left),
+            "rollout/waiting_groups": Part(self.buffer.num_waiting),
+            "rollout/continued_tokens": Part(stats.num_continued),
+            "rollout/discarded_tokens": Part(stats.num_discarded),
         }
 
     def _describe(self, batch: PromptBatch, stats: RolloutStats) -> None:
-        """Let the batch say how its rollout went."""
-        batch.metrics, batch.predicted = stats.metrics(), stats.predicted
-        batch.spans, batch.clock, batch.messages = stats.spans, stats.clock, stats.messages
-        if self.rewards is not None:
-            batch.metrics["num_reward_errors"] = float(self.rewards.num_errors)
+        """Let the batch say how its rollout went on this rank."""
+        batch.predicted, batch.spans, batch.clock = stats.predicted, stats.spans, stats.clock
+        batch.messages = stats.messages
 
-    def _metrics(self, run: Run) -> dict[str, float]:
-        """Return what plug-ins, rounds, sizes and rewards have to say of a batch."""
-        metrics: dict[str, float] = {}
-        for plugin in self._hooks["metrics"]:
-            metrics |= plugin.metrics(run.ranks.gather)
-        if self._rounds is not None and self._has_rounds:
-            metrics |= self._rounds.metrics()
+    def _metrics(self, run: Run, parts: Mapping[str, Part] = MappingProxyType({})) -> dict[str, float]:
+        """Return what plug-ins, rounds, sizes and rewards have to say of a batch, for all ranks.
+
+        Args:
+            run: The run.
+            parts: What else this rank has of figures of all ranks.
+        """
+        gather, parts = run.ranks.gather, dict(parts)
+        if self.rewards is not None:
+            parts["num_reward_errors"] = Part(self.rewards.num_errors)
         if self._rounds is not None and self.replaces:
-            metrics["budget/replaced_groups"] = float(min(len(self._rounds.flat), self.replaces))
-        if self._stream is not None and self._stream.chooser is not None:
-            metrics |= self._stream.chooser.metrics() | {"prompts/skipped": float(self._stream.take_skipped())}
-        if len(set(self._sizes)) > 1:
-            metrics["budget/smallest_group"] = float(min(self._sizes))
-            metrics["budget/largest_group"] = float(max(self._sizes))
-        return metrics | ({} if self.rewards is None else self.rewards.take_metrics(counts=True))
+            parts["budget/replaced_groups"] = Part(min(len(self._rounds.flat), self.replaces))
+        chooser = None if self._stream is None else self._stream.chooser
+        if self._stream is not None and chooser is not None:  # a rank may have looked further for replacements
+            parts["prompts/skipped"] = Part(self._stream.take_skipped(), "max")
+        if self._sizes:
+            parts |= {_SMALLEST: Part(min(self._sizes), "min"), _LARGEST: Part(max(self._sizes), "max")}
+        metrics = over_ranks(parts, gather)
+        if self._sizes and metrics[_SMALLEST] == metrics[_LARGEST]:
+            del metrics[_SMALLEST], metrics[_LARGEST]
+        metrics |= {} if chooser is None else chooser.metrics()
+        if self._rounds is not None and self._has_rounds:
+            metrics |= self._rounds.metrics(gather)
+        for plugin in self._hooks["metrics"]:
+            metrics |= self._own_names(plugin, plugin.metrics(gather))
+        if self.rewards is not None:
+            metrics |= self.rewards.take_metrics(counts=True, all_gather=gather)
+        return metrics
+
+    def _own_names(self, plugin: Plugin, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return a plug-in's metrics, under its data sets if another of its kind acts on others."""
+        if not plugin.datasets or len([each for each in self.plugins.values() if _kind(each) == _kind(plugin)]) < 2:
+            return metrics
+        under = f"datasets/{' and '.join(sorted(plugin.datasets))}"
+        return {f"{under}/{name}": value for name, value in metrics.items()}
 
     # ---- decoding beside an update ------------------------------------------------------------------
 
@@ -494,9 +524,8 @@ class RolloutSession:
         stats = pump.stop()
         assert stats is not None
         self._describe(batch, stats)
-        if self.mode.carries:
-            self._carry(batch, stats)
-        batch.metrics |= pump.metrics(stats) | self._metrics(run)
+        parts, gather = self._carry(batch, stats) if self.mode.carries else {}, run.ranks.gather
+        batch.metrics = stats.metrics(gather) | pump.metrics(stats, gather) | self._metrics(run, parts)
         return batch.metrics
 
     # ---- the end, and checkpoints -------------------------------------------------------------------
@@ -561,3 +590,8 @@ class RolloutSession:
         """The mode as the user has set it, for messages."""
         found = [name for name, plugin in self.plugins.items() if plugin is self.mode]
         return f"rollout.plugins {found[0]}" if found else "no plug-in that keeps prompts open"
+
+
+def _kind(plugin: Plugin) -> tuple[str, str]:
+    """Return what plug-ins of a kind have in common; one that is limited to data sets has a class of its own."""
+    return type(plugin).__module__, type(plugin).__qualname__

@@ -12,7 +12,7 @@ import numpy as np
 from lit_grpo.budgets.history import LengthMoments, PromptHistory
 from lit_grpo.limits import Limit, check_value
 from lit_grpo.scheduling.jobs import Job, PredictedRollout
-from lit_grpo.types import GroupKey, Key
+from lit_grpo.types import AllGather, GroupKey, Key, Part, alone, over_ranks
 
 PREDICTION_POINTS = (0, 8, 32, 64)
 MOST_SCALARS, NUM_COLUMNS = 63, 256  # of features, after their projection
@@ -192,17 +192,22 @@ class LengthPredictor:
         rows = self._quality[self._stages.index(point)]
         return within_correlation(*rows.T) if len(rows) >= ENOUGH else 0.0
 
-    def metrics(self) -> dict[str, float]:
-        """Return the quality of the last predictions at each point; a figure is left out where there is none."""
-        ignored = float(self._num_ignored + self._ignored)
-        figures = {"lengths/informative": float(self.informative), "lengths/ignored": ignored}
+    def metrics(self, all_gather: AllGather = alone) -> dict[str, float]:
+        """Return the quality of the last predictions at each point; a figure is left out where there is none.
+
+        Each rank predicts by itself. The figures are means over the completions of all ranks, which call it together,
+        or those of this rank by default.
+        """
+        ignored = Part(self._num_ignored + self._ignored)
+        figures = {"lengths/informative": Part(self.informative, "mean"), "lengths/ignored": ignored}
         for point, rows in zip(self._stages, self._quality, strict=True):
             if len(rows):
-                figures[f"lengths/spearman_at_{point}"] = spearman(rows[:, 0], rows[:, 1])
-                figures[f"lengths/log_error_at_{point}"] = float(np.abs(np.log(rows[:, 0] / rows[:, 1])).mean())
-                if point:
-                    figures[f"lengths/within_at_{point}"] = self.within_correlation(point)
-        return figures
+                errors = np.abs(np.log(rows[:, 0] / rows[:, 1]))
+                found = {"spearman": spearman(rows[:, 0], rows[:, 1]), "log_error": float(errors.mean())}
+                found |= {"within": self.within_correlation(point)} if point else {}
+                for name, value in found.items():
+                    figures[f"lengths/{name}_at_{point}"] = Part(value * len(rows), "mean", len(rows))
+        return over_ranks(figures, all_gather)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learned as plain Python values; neither a rollout under way nor the history is part."""

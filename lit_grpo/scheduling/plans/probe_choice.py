@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lit_grpo.scheduling.jobs import PredictedRollout
+from lit_grpo.types import AllGather, Part, alone, over_ranks
 
 FORGETTING = 0.8  # the weight of all earlier rollouts, at each new one
 MOST_JOBS = 10_000  # of a rollout that are decoded in thought
@@ -93,12 +94,13 @@ class ProbeChoice:
                 saving = 1 - (count.steps + PARK_STEPS * count.parked + COMPUTE_STEPS * count.computed_again) / usual
                 self.savings[points] = saving + FORGETTING * (self.savings.get(points, saving) - saving)
 
-    def metrics(self) -> dict[str, float]:
-        """Return what probes and time slices would have saved of late."""
-        figures: dict[str, float] = {}
+    def metrics(self, all_gather: AllGather = alone) -> dict[str, float]:
+        """Return what probes and time slices would have saved of late, as means over ranks."""
+        figures: dict[str, Part] = {}
         for points, saving in self.savings.items():
-            figures[f"lengths/saving_of_probe_{points[0]}" if len(points) == 1 else "lengths/saving_of_slices"] = saving
-        return figures
+            name = f"lengths/saving_of_probe_{points[0]}" if len(points) == 1 else "lengths/saving_of_slices"
+            figures[name] = Part(saving, "mean")
+        return over_ranks(figures, all_gather)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learned, as lists."""

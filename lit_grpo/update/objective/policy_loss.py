@@ -134,7 +134,7 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
     if coefficient:
         loss = loss - coefficient * entropy_N.sum() / max(totals.num_entropy_tokens, 1)
     ce_loss = None
-    if tokens.ce_weights_M is not None and tokens.ce_logprobs_M is not None:
+    if tokens.ce_weights_M is not None and tokens.ce_logprobs_M is not None and tokens.ce_counts_M is not None:
         ce_loss = -(tokens.ce_weights_M * tokens.ce_logprobs_M / tokens.ce_counts_M).sum()
         loss, ce_loss = loss + ce_loss, ce_loss.detach()
     return LossOutputs(loss, metrics, entropy_N.detach().sum(), ce_loss)
