@@ -576,7 +576,7 @@ class GRPOModule(EvaluationModule):
             with self.trainer.precision_plugin.forward_context():
                 values = plugin.validate(self._passes.by_completion, self.ranks)
             self.log_dict({f"val/{name}": value for name, value in values.items()})
-            self.log("step", float(self.policy_version))
+            self.log("step", float(self.policy_version), sync_dist=True)  # as the means of completions are logged
 
     @property
     def _passes(self) -> PolicyPasses:

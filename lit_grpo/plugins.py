@@ -412,7 +412,10 @@ class Plugin(Listener):
         """Add members to whole groups before the policy learns from them, or leave members out."""
 
     def metrics(self, all_gather: AllGather) -> Mapping[str, float]:
-        """Return what to log of the last rollout; the first rank logs it. All ranks call it together."""
+        """Return what to log of the last rollout of all ranks, which call it together; the first rank logs it.
+
+        If another plug-in of its kind acts on other data sets, the names begin with ``datasets/`` and its own.
+        """
         return {}
 
     def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:

@@ -129,30 +129,29 @@ class Talk:
         self.left, self.earned = int(state[0]), state[1]
 
 
-def policy_of(name: str, folder: Path) -> Path:
-    """Save the policy of a run: its tokenizer has a chat template, and with ``router_loss`` it has routers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    policy: Any = random_policy()
-    if name == "router_loss":
-        torch.manual_seed(5)
-        config: Any = transformers.Qwen3MoeConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6, num_experts_per_tok=2,
-            max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=0,
-        )  # fmt: skip
-        policy = transformers.Qwen3MoeForCausalLM(config)
-    policy.save_pretrained(folder)
-    save_tokenizer(folder, chat_template=CHAT)
-    return folder
+def save_policies(folder: Path) -> None:
+    """Save the policies of the runs, once: their tokenizer has a chat template, and one of them has routers."""
+    torch.manual_seed(5)
+    config: Any = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6, num_experts_per_tok=2,
+        max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    for name, make in (("chat", random_policy), ("routers", lambda: transformers.Qwen3MoeForCausalLM(config))):
+        if not (folder / name).exists():
+            policy: Any = make()
+            policy.save_pretrained(folder / name)
+            save_tokenizer(folder / name, chat_template=CHAT)
 
 
-def run_plugin(name: str, output: Path, **trainer: Any) -> dict[str, Any]:
+def run_plugin(name: str, policies: Path, output: Path, **trainer: Any) -> dict[str, Any]:
     """Three batches of four prompts in all, of nine that there are, and a validation after each."""
     plugins, options = (RUNS | UNEQUAL)[name]
     ranks = trainer.get("devices", 1)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     folder = output / f"{name}-{rank}-of-{ranks}"
-    policy, is_chat = policy_of(name, folder / "policy"), TALK in plugins
+    folder.mkdir()
+    policy, is_chat = policies / ("routers" if name == "router_loss" else "chat"), TALK in plugins
     rows = []
     for number in range(9):
         content: Any = f"{number}+{number}="
@@ -169,30 +168,21 @@ def run_plugin(name: str, output: Path, **trainer: Any) -> dict[str, Any]:
         "rewards": [RewardSpec(f"{__file__}:even_length")],
         "pass_reward": "even_length",
         "num_generations": 6,
-        "sampling": SamplingParams(max_tokens=20 if is_chat else 9),
+        "sampling": SamplingParams(max_tokens=20, max_observed=32) if is_chat else SamplingParams(max_tokens=9),
         "max_tokens_per_micro_batch": 256,
     }
     module, recorder = make_module(policy, **(given | options)), StepRecorder()
     own = {"max_steps": 3 * module.settings.updates_per_batch, "max_epochs": -1, "val_check_interval": 1}
     callbacks = RolloutScheduler(plugins=plugins), WeightSync(), recorder
     make_trainer(*callbacks, default_root_dir=str(folder), **own, **trainer).fit(module, datamodule=data)
-    logs = [{key: value for key, value in of_batch.items() if not is_of_the_machine(key)} for of_batch in recorder.logs]
-    return {"weights": weights_of(module), "version": module.policy_version, "logs": logs}
+    return {"weights": weights_of(module), "version": module.policy_version, "logs": [*map(shared, recorder.logs)]}
 
 
 OF_THE_MACHINE = ("time/", "perf/", "memory/", "lengths/")
-OF_SLOTS = (
-    "steps",
-    "steps_over_bound",
-    "bubble_ratio",
-    "slots_in_use",
-    "kv_tokens_peak",
-    "set_asides",
-    "parked",
-    "probe_tokens",
-)
+OF_SLOTS = ("steps", "steps_over_bound", "bubble_ratio", "slots_in_use", "kv_tokens_peak", "set_asides", "parked")
 
 
-def is_of_the_machine(column: str) -> bool:
-    """Whether a column tells of seconds, bytes or the slots of each rank, and is another one with more of these."""
-    return column.startswith(OF_THE_MACHINE) or column in [f"rollout/{name}" for name in OF_SLOTS]
+def shared(columns: dict[str, float]) -> dict[str, float]:
+    """Return what is logged but for seconds, bytes, and what depends on the slots and predictions of each rank."""
+    own = [f"rollout/{name}" for name in (*OF_SLOTS, "probe_tokens")] + ["environments/waiting_share"]
+    return {name: each for name, each in columns.items() if not name.startswith(OF_THE_MACHINE) and name not in own}

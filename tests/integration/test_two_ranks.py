@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import forks  # pyright: ignore[reportMissingImports]
 import lightning.pytorch as pl
+import plugin_runs  # pyright: ignore[reportMissingImports]
 import pytest
 import torch
 from conftest import random_policy, table_rows  # pyright: ignore[reportMissingImports]
@@ -38,6 +40,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from benchmarks.learning_callbacks import StaleSlots
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.methods import shipped
 from lit_grpo.methods.a3po import InterpolatedPolicy
 from lit_grpo.methods.copo import Blended
 from lit_grpo.methods.d3s import D3S
@@ -241,6 +244,7 @@ QUICK_RUNS = {
     "ddp, rows": ("one_rank_missing", "split prompts"),
     "fsdp2, rows": ("lora, checkpointed",),
 }
+QUICK_PLUGINS = ("balanced", "copo, twice", "rlep", "echo, sft")
 QUICK = [(sharing, name) for sharing, names in QUICK_RUNS.items() for name in names]
 
 
@@ -306,15 +310,8 @@ class ScarceRank(pl.Callback):
 
 
 def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
-    """What must be the same on all ranks; what RolloutScheduler logs is each rank's own."""
-    logs = [
-        {
-            name: value
-            for name, value in logs.items()
-            if not name.startswith(("time/", "perf/", "memory/", "rollout/", "lengths/", "num_reward_errors"))
-        }
-        for logs in recorder.logs
-    ]
+    """What must be the same on all ranks."""
+    logs = [plugin_runs.shared(of_batch) for of_batch in recorder.logs]
     return {"weights": weights_of(module), "version": module.policy_version, "logs": logs}
 
 
@@ -508,6 +505,8 @@ def run(name: str, policy: str, output: Path, **trainer_options: Any) -> dict[st
             return run_with_budget(policy, output, **trainer_options)
         case "budget, replaced":
             return run_with_budget(policy, output, 2, **trainer_options)
+        case _ if name in plugin_runs.RUNS | plugin_runs.UNEQUAL:
+            return plugin_runs.run_plugin(name, Path(policy), output, **trainer_options)
         case _ if name in BESIDE:
             return run_beside(policy, output, name, **trainer_options)
         case _:
@@ -545,6 +544,7 @@ def shared(
 ) -> list[dict[tuple[str, str], dict[str, Any]]]:
     """What came of the runs that the selected tests look at, on rank 0 and on rank 1."""
     assert hybrid_folder.is_relative_to(policy_folder)
+    plugin_runs.save_policies(policy_folder)
     output = tmp_path_factory.mktemp("two_ranks")
     items = [item for item in request.session.items if item.path == request.path]
     parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]  # pyright: ignore
@@ -571,6 +571,7 @@ def single(
 ) -> Callable[[str], dict[str, Any]]:
     """What comes of a run in one process over all groups."""
     assert hybrid_folder.is_relative_to(policy_folder)
+    plugin_runs.save_policies(policy_folder)
     output = tmp_path_factory.mktemp("one_rank")
     return functools.cache(lambda name: run(name, str(policy_folder), output))
 
@@ -585,6 +586,41 @@ def test_two_ranks_end_with_the_weights_and_the_metrics_of_one_process(
     first, second = (outcomes[sharing, name] for outcomes in shared)
     assert_ranks_end_as_one(first, second, single(name))
     torch.testing.assert_close(first["weights"], single(name)["weights"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", table_rows(plugin_runs.RUNS, QUICK_PLUGINS))
+def test_each_plug_in_logs_the_columns_of_one_process_on_two_ranks(
+    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    """All of them, those of validations too, and with the same weights at the end."""
+    first, second, alone = ranks[0][name], ranks[1][name], single(name)
+    for ours, theirs, its in zip(first["logs"], second["logs"], alone["logs"], strict=True):
+        assert ours.keys() == its.keys()
+        assert ours == pytest.approx(theirs, nan_ok=True)
+        wrong = {key: (ours[key], its[key]) for key in ours if ours[key] != pytest.approx(its[key], 1e-3, 1e-5, True)}
+        assert wrong == {}
+    assert torch.equal(first["weights"], second["weights"]) and len(first["logs"]) == 3
+    assert relative_error(first["weights"], alone["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", table_rows(plugin_runs.UNEQUAL, ("knapsack",)))
+def test_what_each_rank_does_for_its_own_prompts_is_logged_for_both(
+    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    first, second, alone = ranks[0][name], ranks[1][name], single(name)
+    assert len(first["logs"]) == 3 and torch.equal(first["weights"], second["weights"])
+    for ours, theirs in zip(first["logs"], second["logs"], strict=True):
+        assert ours == pytest.approx(theirs, nan_ok=True)
+    assert {*itertools.chain(*first["logs"])} == {*itertools.chain(*alone["logs"])}
+
+
+def test_each_plug_in_is_in_one_of_the_tables() -> None:
+    rows = [each for specs, _ in (plugin_runs.RUNS | plugin_runs.UNEQUAL).values() for each in specs]
+    assert names_of(rows) | plugin_runs.APART.keys() == shipped().keys()
+
+
+def names_of(specs: list[Any]) -> set[str]:
+    return {each.partition(":")[0] if isinstance(each, str) else next(iter(each)) for each in specs}
 
 
 def test_a_step_in_which_no_rank_has_anything_to_learn_counts_and_moves_no_weight(ranks: list[Outcomes]) -> None:

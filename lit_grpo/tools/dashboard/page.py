@@ -20,6 +20,10 @@ Here a batch is one row. If `model.num_iterations` x `model.num_minibatches` is 
 is 4, 8, 12 ...; `update/steps` is their number. In such a row `loss`, `grad_norm`, `entropy`, `kl`, the clip ratios and
 `lr` are means over the steps of the batch, `sampling/*` compares log-probs before its first step, and figures of
 rollouts are those of the batch.
+
+The figures of a rollout are those of all ranks: counts are sums, means are over the completions, groups or slots of all
+ranks, and the seconds of a rollout are those of the slowest rank. If two plug-ins of a kind act on different data sets,
+the names of their metrics begin with `datasets/` and the names of their data sets, as in `datasets/sums/copo/local`.
 """
 
 
