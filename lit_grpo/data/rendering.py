@@ -14,7 +14,7 @@ from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.data.chat import Message, UnusableRow, read_message, render_chat
 from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.mixture import DATASET
-from lit_grpo.data.parts import PartTokens, num_common
+from lit_grpo.data.parts import num_common
 from lit_grpo.data.sources import Row
 from lit_grpo.limits import Count, check_fields
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_MOST_OF_WORD = 16  # tokens of a word that may depend on what follows it
 RESERVED_CHAT_KWARGS = {
     "conversation",
     "tokenize",
@@ -357,26 +356,15 @@ def _unchanging(
     tokenizer: PreTrainedTokenizerBase,
     options: Mapping[str, Any],
 ) -> list[int]:
-    """Return the first tokens of a rendered conversation, those that it has whichever of the others it becomes.
-
-    The tokens of the last word before the place where the others differ are left out, because they may depend on what
-    follows.
-    """
+    """Return the first tokens of a rendered conversation, those that each of the others has too."""
     control = ControlTokens.of(tokenizer)
-    token_ids, length = control.encode(text), len(text)
-    num_alike = len(token_ids)
+    token_ids = control.encode(text)
+    kept = len(token_ids)
     for messages, more in others:
         with contextlib.suppress(UnusableRow):
-            other = render_chat(messages, tokenizer, {**options, **more})
-            length = min(length, num_common(text, other))
-            num_alike = min(num_alike, num_common(token_ids, control.encode(other)))
-    if length == len(text):
-        return token_ids
-    last_word = re.search(r"\S*\s*\Z", text[:length])
-    assert last_word is not None, "the pattern finds an empty text at least"
-    word = max(last_word.start(), *(found.end() for found in control.pattern.finditer(text[:length])), 0)
-    num_certain = PartTokens(tokenizer, text[:word], text[word:]).num_within(1)
-    return token_ids[: min(num_alike, max(num_certain, num_alike - _MOST_OF_WORD))]
+            other_ids = control.encode(render_chat(messages, tokenizer, {**options, **more}))
+            kept = min(kept, num_common(token_ids, other_ids))
+    return token_ids[:kept]
 
 
 def _reworded(prompt: Any, reword: Callable[[str], str] | None) -> Any:

@@ -114,7 +114,7 @@ class Record:
 
 RESUMED = ("go_on", "again", "rewritten")
 """How trajectories that have come together are resumed, one kind after another."""
-ADDED = ("x", " 0", "\n.")
+ADDED = ("x", "The", "1", " 0", "\n.")
 """Texts that may be added to a message: the tokens before the first that any of them changes are those of all."""
 
 
