@@ -349,6 +349,7 @@ class Hanging(Guess):
 
 
 def test_an_environment_that_hangs_is_left_alone_and_replaced() -> None:
+    Hanging.over = threading.Event()
     worker = worker_of(Hanging, tool_timeout_s=0.1, retries=1)
     (group,) = play(worker)
     assert group.rollouts == []
@@ -462,6 +463,7 @@ class ClosesSlowly(Guess):
 
 
 def test_what_a_failed_environment_takes_to_close_is_not_the_next_ones_time() -> None:
+    ClosesSlowly.made, ClosesSlowly.closed = 0, threading.Event()
     worker = worker_of(ClosesSlowly, trajectory_timeout_s=1.0, retries=1)
 
     def slowly(request: Request, turn: int) -> str:

@@ -326,7 +326,7 @@ class RewardFunction:
             )
         required = tuple(one.name for one in free if one.default is one.empty)
         declared = _declared(call, path)
-        state = call if isinstance(call, StatefulReward) else None
+        state = _as_state(call)
         if args:
             _check_bound(call, path, args, [one.name for one in parameters], takes_columns)
             call = functools.partial(call, **args)
@@ -596,6 +596,10 @@ def _build(loaded: type, spec: RewardSpec) -> Callable[..., Any]:
     if not callable(built):
         raise ValueError(f"reward function {spec.path!r} is a class whose objects cannot be called; add a __call__.")
     return built
+
+
+def _as_state(call: object) -> StatefulReward | None:
+    return call if isinstance(call, StatefulReward) else None
 
 
 def _parameters(call: Callable[..., Any], path: str) -> list[inspect.Parameter]:
