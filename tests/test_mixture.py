@@ -21,7 +21,7 @@ from lit_grpo.data import Mixture, MixtureWeights, PromptDataModule
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.data.mixture import MixtureOrder
 from lit_grpo.methods import make_plugins, shipped
-from lit_grpo.methods.pods import Subset
+from lit_grpo.methods.shared.selection import Subset
 from lit_grpo.metrics import dataset_metrics
 from lit_grpo.plugins import Plugin, check_decisions, fresh, overriding
 from lit_grpo.ranks import Ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -12,14 +11,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from conftest import table_rows
 from hand_made import make_module
 
-from lit_grpo import methods
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.compatibility import REQUIREMENTS, SHARDS, Requirement, check_together
 from lit_grpo.data.module import PromptDataModule
-from lit_grpo.methods import make_plugins, shipped
+from lit_grpo.methods import make_plugins
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.plugins import GroupBatch, Listener, Plugin
@@ -325,46 +322,6 @@ def words_of(path: Path) -> set[str]:
         elif isinstance(node, ast.Name | ast.Attribute):
             words.add(node.id if isinstance(node, ast.Name) else node.attr)
     return words
-
-
-@functools.cache
-def imports_of(path: Path) -> set[str]:
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    return {str(node.module) for node in nodes} | {
-        f"{node.module}.{alias.name}" for node in nodes for alias in node.names
-    }
-
-
-FOLDER = ROOT / "lit_grpo" / "methods"
-MODULES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
-
-
-def users_of(module: str) -> list[Path]:
-    """The files that import a method."""
-    return [path for path in (ROOT / "lit_grpo").rglob("*.py") if f"lit_grpo.methods.{module}" in imports_of(path)]
-
-
-def test_methods_are_imported_by_methods_alone() -> None:
-    for module in MODULES:
-        assert all(path.parent == FOLDER for path in users_of(module)), module
-
-
-@pytest.mark.parametrize("module", table_rows(MODULES, ["april", "hints", "pods"]))
-def test_a_method_can_be_deleted_and_nothing_else_changes(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = {module, *(path.stem for path in users_of(module))}
-    names = {
-        name
-        for name in gone
-        for name in getattr(__import__(f"lit_grpo.methods.{name}", fromlist=["PLUGINS"]), "PLUGINS", {})
-    }
-    left = [found for found in methods.iter_modules(methods.__path__) if found.name not in gone]
-    monkeypatch.setattr(methods, "iter_modules", lambda path: left)
-    shipped.cache_clear()
-    try:
-        assert not names & shipped().keys()
-        assert len(shipped()) > 10 and make_plugins([*shipped()][-1:])
-    finally:
-        shipped.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["dps", "greso", "near_half", "prompt_gdro", "phases", "knapsack", "buckets", "rlep"])

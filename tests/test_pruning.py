@@ -13,8 +13,7 @@ from hand_made import plugin
 from test_loop import SAMPLING, FakeGenerator, prompts
 
 from lit_grpo.budgets.subsets import nearest_subset
-from lit_grpo.methods.arrol import Arrol, is_left_whole
-from lit_grpo.methods.arrol_head import QualityHead, calibration_error, within_auc
+from lit_grpo.methods.arrol import Arrol, QualityHead, calibration_error, is_left_whole, within_auc
 from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop

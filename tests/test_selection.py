@@ -19,7 +19,8 @@ from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.d3s import D3S, TokenShare
 from lit_grpo.methods.members import MaxEntropy, RandomCompletions
-from lit_grpo.methods.pods import MaxVariance, max_variance_subset
+from lit_grpo.methods.pods import MaxVariance
+from lit_grpo.methods.shared.selection import max_variance_subset
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams

@@ -25,7 +25,7 @@ from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.data.writing import PromptWriter
 from lit_grpo.methods.sdft import SDFT
 from lit_grpo.methods.sdpo import SDPO
-from lit_grpo.methods.self_teaching import Hint, SelfTeacher
+from lit_grpo.methods.shared.self_teaching import Hint, SelfTeacher
 from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import PassRule, Prompt, Rollout, RolloutGroup

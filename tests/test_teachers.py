@@ -21,7 +21,7 @@ from torch import distributed
 
 from lit_grpo.checkpoints.resuming import differences, recorded_settings
 from lit_grpo.methods.distill import Distill
-from lit_grpo.methods.teaching import divergence
+from lit_grpo.methods.shared.teaching import divergence
 from lit_grpo.plugins import fresh
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer

@@ -1,6 +1,7 @@
 """Methods that ship, one file per paper or family, each built only on the extension points of :mod:`lit_grpo.plugins`.
 
-A file has a ``PLUGINS`` table of its plug-ins by name. Deleting the file removes the method, and nothing else changes.
+A file has a ``PLUGINS`` table of its plug-ins by name. Deleting the file removes the method, and nothing else changes:
+what several methods use is in :mod:`lit_grpo.methods.shared`.
 ``environments`` and ``agent`` have a package of their own, :mod:`lit_grpo.environments`, and plans of papers have
 :mod:`lit_grpo.methods.plans`.
 """

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lit_grpo.limits import Count, NotNegative, Share
-from lit_grpo.methods.branches import Branching, check_width
+from lit_grpo.methods.shared.branches import Branching, check_width
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger

@@ -19,7 +19,7 @@ import torch
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
-from lit_grpo.methods.pods import Subset, between, candidates, check_end, max_variance_subset, nearest
+from lit_grpo.methods.shared.selection import Subset, between, candidates, check_end, max_variance_subset, nearest
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.plugin import LearningBatch

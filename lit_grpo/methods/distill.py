@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 
 from lit_grpo.limits import Limit, Number, Positive
-from lit_grpo.methods.teaching import TeacherPlugin, divergence, sampled
+from lit_grpo.methods.shared.teaching import TeacherPlugin, divergence, sampled
 from lit_grpo.types import Key
 from lit_grpo.update.plugin import LearningBatch, TrainingRun
 

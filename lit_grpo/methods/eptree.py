@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from lit_grpo.limits import Count, Number
-from lit_grpo.methods.branches import Branching
+from lit_grpo.methods.shared.branches import Branching
 from lit_grpo.plugins import Answer
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED, prefix_tree

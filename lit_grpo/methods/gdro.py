@@ -18,7 +18,7 @@ from lit_grpo.budgets.allocation import greedy
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import State
 from lit_grpo.limits import Count, Limit, Positive, Share
-from lit_grpo.methods.divided import Divided
+from lit_grpo.methods.shared.division import Divided
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt
 

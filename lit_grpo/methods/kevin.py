@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit
-from lit_grpo.methods.turns import compared, discounted_returns, rewards_of_turns
+from lit_grpo.methods.shared.turns import compared, discounted_returns, rewards_of_turns
 from lit_grpo.plugins import Plugin
 from lit_grpo.update.plugin import LearningBatch
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lit_grpo.budgets.allocation import greedy
 from lit_grpo.limits import Limit
-from lit_grpo.methods.divided import Divided
+from lit_grpo.methods.shared.division import Divided
 
 
 @dataclass

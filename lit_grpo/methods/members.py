@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lit_grpo.methods.pods import CompletionSelection
+from lit_grpo.methods.shared.selection import CompletionSelection
 from lit_grpo.plugins import RunFacts
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lit_grpo.limits import NotNegative
-from lit_grpo.methods.turns import compared, rewards_of_turns
+from lit_grpo.methods.shared.turns import compared, rewards_of_turns
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Rollout
 from lit_grpo.update.plugin import LearningBatch

@@ -1,10 +1,11 @@
 r"""Self-distillation from a column of the data: the policy that sees a demonstration teaches the policy that does not.
 
 The teacher is the policy (``model.teacher.policy``: ``live``, ``average`` or ``base``) whose prompt also holds the text
-of a column. It scores the policy's own samples, with the advantage of :mod:`lit_grpo.methods.self_teaching`. With an
-example of an answer in the column this is self-distillation fine-tuning (SDFT), which keeps what the policy knew better
-than fine-tuning on the example does, because only the policy's own samples are learnt from. With the final answer in
-the column it is on-policy self-distillation (OPSD, ``opsd`` of prime-rl): only ``column`` and ``template`` differ.
+of a column. It scores the policy's own samples, with the advantage of
+:mod:`lit_grpo.methods.shared.self_teaching`. With an example of an answer in the column this is self-distillation
+fine-tuning (SDFT), which keeps what the policy knew better than fine-tuning on the example does, because only the
+policy's own samples are learnt from. With the final answer in the column it is on-policy self-distillation (OPSD,
+``opsd`` of prime-rl): only ``column`` and ``template`` differ.
 It needs no reward: ``model.rewards`` may be empty.
 
 A row whose value is null is not taught from. A teacher's prompt is never truncated; a rollout whose teacher's prompt
@@ -29,7 +30,7 @@ from typing import Any
 
 from lit_grpo.budgets.rewriting import check_template
 from lit_grpo.limits import Text
-from lit_grpo.methods.self_teaching import Hint, SelfTeacher
+from lit_grpo.methods.shared.self_teaching import Hint, SelfTeacher
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import Prompt, RolloutGroup
 

@@ -3,7 +3,7 @@ r"""Self-distillation policy optimization (SDPO, arXiv 2601.20802): the policy t
 The teacher of a rollout is the policy (``model.teacher.policy``: ``live``, ``average`` or ``base``) with more in its
 prompt: a right completion of the same group, and what a reward function said of this completion by ``log_feedback``. A
 rollout that has neither is learnt from with ``(1 - weight) A`` alone. The advantage of a token is that of
-:mod:`lit_grpo.methods.self_teaching`, and the signal is one of each token where a reward is one of a completion.
+:mod:`lit_grpo.methods.shared.self_teaching`, and the signal is one of each token where a reward is one of a completion.
 
 Which completion: the first of the group, in the order of samples, that passes by the run's rule (``model.pass_reward``,
 ``model.pass_threshold``) and is not the rollout itself, as in TRL 1.16; so one teacher's prompt, computed once, serves
@@ -16,7 +16,7 @@ character of it, the next right completion is taken, then none and the feedback 
 ``teacher/misfit_share`` counts rollouts to which that happened.
 
 Deviations from TRL: the pass rule in place of a threshold of the summed reward, other default templates, feedback that
-is shown by default, and the ratio on later steps on a batch (:mod:`lit_grpo.methods.self_teaching`).
+is shown by default, and the ratio on later steps on a batch (:mod:`lit_grpo.methods.shared.self_teaching`).
 
 Evidence: prompts, siblings and gradients equal those of TRL 1.16's functions, in
 ``tests/integration/test_self_teaching_beside_trl.py``. The paper has gains over GRPO at 7B, about none at 8B, and
@@ -37,7 +37,7 @@ from typing import ClassVar, Literal
 
 from lit_grpo.budgets.rewriting import check_template
 from lit_grpo.limits import Text
-from lit_grpo.methods.self_teaching import Hint, SelfTeacher
+from lit_grpo.methods.shared.self_teaching import Hint, SelfTeacher
 from lit_grpo.plugins import GroupBatch
 from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
 

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from lit_grpo.limits import Count
-from lit_grpo.methods.branches import Branching, check_width
+from lit_grpo.methods.shared.branches import Branching, check_width
 from lit_grpo.plugins import Answer, GroupBatch, RunFacts
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths import Ridge

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from lit_grpo.limits import Count
-from lit_grpo.methods.branches import Branching, check_width
+from lit_grpo.methods.shared.branches import Branching, check_width
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger

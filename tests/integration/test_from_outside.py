@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lit_grpo.methods.pods import CompletionSelection
+from lit_grpo.methods.shared.selection import CompletionSelection
 from lit_grpo.plugins import Plugin
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks.drawn import DrawnRows

@@ -47,7 +47,7 @@ from lit_grpo.methods.d3s import D3S
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.members import MaxEntropy
 from lit_grpo.methods.seco import SeCO
-from lit_grpo.methods.self_teaching import Hint, SelfTeacher
+from lit_grpo.methods.shared.self_teaching import Hint, SelfTeacher
 from lit_grpo.methods.vcpo import EffectiveSamples
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import GroupBatch, fresh

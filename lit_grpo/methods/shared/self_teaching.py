@@ -27,7 +27,7 @@ import torch
 
 from lit_grpo.budgets.rewriting import TextWriter
 from lit_grpo.limits import Share, Text
-from lit_grpo.methods.teaching import TeacherPlugin, sampled
+from lit_grpo.methods.shared.teaching import TeacherPlugin, sampled
 from lit_grpo.plugins import GroupBatch, RunFacts
 from lit_grpo.policy.architecture.decoder import context_length
 from lit_grpo.types import Prompt, Rollout, RolloutGroup
