@@ -19,7 +19,7 @@ from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.plans import find_plan
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Listener, overriding
+from lit_grpo.plugins import Listener, ask, overriding
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
@@ -84,7 +84,9 @@ class RolloutScheduler(pl.Callback):
         """Check that data, rewards and plug-ins go together."""
         if not isinstance(pl_module, GRPOModule):
             raise ValueError(f"RolloutScheduler needs a GRPOModule, not a {type(pl_module).__name__}.")
-        pl_module.join_rewards([reward for plugin in self.session.plugins.values() for reward in plugin.rewards])
+        pl_module.join_rewards(
+            [reward for plugin in self.session.plugins.values() for reward in ask(plugin, "rewards")]
+        )
         if stage != "predict":
             unrewarded = any(plugin.learns_unrewarded for plugin in self.session.plugins.values())
             unrewarded = unrewarded or math.isinf(self.session.first_rollout)
@@ -175,7 +177,7 @@ class RolloutScheduler(pl.Callback):
             return []
         rule, number = self.session.prompt_rule, len(loaded_prompts(trainer).get("train", ()))
         batches = -(-updates // module.settings.updates_per_batch)
-        asked = batches * data.batch_size * trainer.world_size * (1 if rule is None else rule.prompt_candidates)
+        asked = batches * data.batch_size * trainer.world_size * (1 if rule is None else ask(rule, "prompt_candidates"))
         said = f"asks for {asked} of {number} training prompts, each once"
         once = Requirement("this run", changes={"revisits": said}, remedy="raise trainer.max_steps", fixed=True)
         return list(clashing([*self.session.parts(), replace(once, chosen=asked <= number)]))
@@ -208,7 +210,7 @@ class RolloutScheduler(pl.Callback):
             return
         policy = replace(pl_module.spec, keeps_kv=self.session.mode.at_sync == "keep")
         for plugin in overriding(self.session.plugins.values(), "on_policy_start"):
-            plugin.on_policy_start(policy.eos_ids)
+            ask(plugin, "on_policy_start", policy.eos_ids)
         pl_module.generator.start(policy)
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if pl_module.rewards and all(can_score(pl_module.rewards, row) for row in rows):

@@ -40,7 +40,7 @@ from lit_grpo.findings.rewards import BatchWatch
 from lit_grpo.metrics import dataset_metrics, rollout_metrics, staleness_shares
 from lit_grpo.optim.course import Course
 from lit_grpo.optim.rates import UnusualRate, unusual_rate
-from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, overriding
+from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, ask, overriding
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
@@ -237,14 +237,14 @@ class GRPOModule(EvaluationModule):
         """
         learning = overriding(plugins, *UPDATE_HOOKS)
         self._check_plugins(learning, self.facts())
-        self.settings.set_plugins(*learning)
+        self.settings.set_plugins(*plugins)
         self._plugins_started = False
 
     @staticmethod
     def _check_plugins(plugins: Sequence[Plugin], facts: RunFacts) -> None:
         for plugin in plugins:
             try:
-                plugin.check(facts)
+                ask(plugin, "check", facts)
             except ValueError as error:
                 raise ValueError(f"rollout.plugins {type(plugin).__name__}: {error}") from None
 
@@ -280,7 +280,7 @@ class GRPOModule(EvaluationModule):
             teacher="" if teacher is None else teacher.policy,
             micro_batch_tokens=None if micro_batch_tokens == "auto" else micro_batch_tokens,
             shares_prefix=self.settings.shares_prefix,
-            largest_chunk=None if chunking is None else chunking.largest_chunk,
+            largest_chunk=None if chunking is None else ask(chunking, "largest_chunk"),
         )
 
     def start_plugins(
@@ -302,7 +302,7 @@ class GRPOModule(EvaluationModule):
             self.teacher,
         )
         for plugin in self.settings.plugins:
-            plugin.on_train_start(run)
+            ask(plugin, "on_train_start", run)
         self._plugins_started = True
 
     def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
@@ -444,7 +444,7 @@ class GRPOModule(EvaluationModule):
         max_tokens = self.settings.max_tokens_per_micro_batch
         if "train" in prompts and max_tokens != "auto":
             chunking = self.settings.plugin("chunks")
-            largest = None if chunking is None else chunking.largest_chunk
+            largest = None if chunking is None else ask(chunking, "largest_chunk")
             check_micro_batch(prompts["train"], self.sampling, max_tokens, self.settings.shares_prefix, largest)
 
     def configure_optimizers(self) -> Any:
@@ -574,7 +574,7 @@ class GRPOModule(EvaluationModule):
             super().on_validation_epoch_end()
         for plugin in overriding(self.settings.plugins, "validate"):
             with self.trainer.precision_plugin.forward_context():
-                values = plugin.validate(self._passes.by_completion, self.ranks)
+                values = ask(plugin, "validate", self._passes.by_completion, self.ranks)
             self.log_dict({f"val/{name}": value for name, value in values.items()})
             self.log("step", float(self.policy_version), sync_dist=True)  # as the means of completions are logged
 

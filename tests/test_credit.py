@@ -133,37 +133,3 @@ def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
     flat, without = make_learner()
     flat.learn(groups)
     assert steps.gradients[0].norm() > 0 and without.gradients[0].norm() == 0
-
-
-@pytest.mark.parametrize(
-    ("credited", "message"),
-    [
-        (
-            lambda batch: [],
-            r"Wrong credits 0 rollouts of a batch that has \d+; give each a list with one number a turn",
-        ),
-        (
-            lambda batch: [torch.full((each.completion.num_trained,), math.nan) for each in batch.rollouts],
-            r"sample \(0,\) of prompt 'a' the advantages \[nan.*; give one finite number for each of its tokens",
-        ),
-        (
-            lambda batch: [torch.ones(each.completion.num_tokens) for each in batch.rollouts],
-            r"sample \(1,\) .* its tokens that are learnt from, of which there are",
-        ),
-        (
-            lambda batch: [[1.0]] * len(batch.rollouts),
-            r"sample \(1,\) of prompt 'a' the advantages \[1.0\]; .* of which there are 2",
-        ),
-        (
-            lambda batch: [[math.inf] * len(each.completion.turns) for each in batch.rollouts],
-            r"sample \(0,\) of prompt 'a' the advantages \[inf\]; give one finite number",
-        ),
-    ],
-)
-def test_credit_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
-    class Wrong(Plugin):
-        def credit(self, batch: LearningBatch) -> Any:
-            return credited(batch)
-
-    with pytest.raises(ValueError, match=message):
-        make_learner(plugins=[Wrong()])[0].learn(several_turns())

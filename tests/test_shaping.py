@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,20 +70,3 @@ def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
     make_learner(plugins=[ByLength(), Noting()])[0].learn(groups)
     given = [rollout.advantage for group in groups for rollout in group.rollouts]
     assert seen[0].tolist() == pytest.approx(given)
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda values: [], "Wrong shapes 0 groups of 3; give a list for each of them"),
-        (lambda values: [[1.0] for _ in values], r"prompt 'a' the advantages \[1.0\]; .* of its 5 rollouts"),
-        (lambda values: [[math.nan for _ in its] for its in values], "prompt 'a' the advantages .nan, nan.*one finite"),
-    ],
-)
-def test_advantages_that_do_not_fit_are_refused(returned: Any, message: str) -> None:
-    class Wrong(Plugin):
-        def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Any:
-            return returned(advantages)
-
-    with pytest.raises(ValueError, match=message):
-        make_learner(plugins=[Wrong()])[0].learn(ragged_groups())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, ask
 
 MOST_LEFT = 8
 """Completions of a round; what can come of more is seldom certain, and costs time to find out."""
@@ -32,7 +32,8 @@ class Foresight:
             num_first: Completions of the first of them.
         """
         if not num_left:
-            return max(self._rule.next_round(num_rewarded, num_passed, num_rounds, num_first), 0) if num_rewarded else 0
+            asked = num_rewarded, num_passed, num_rounds, num_first
+            return max(ask(self._rule, "next_round", *asked), 0) if num_rewarded else 0
         if num_left > MOST_LEFT:
             return 0
         key = (num_rewarded, num_passed, num_left, num_rounds, num_first)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, ask
 from lit_grpo.types import Prompt
 
 SMALLEST_CHANCE = 0.01
@@ -36,12 +36,12 @@ class PromptChooser:
     def __init__(self, rule: Plugin, seed: int, prompts: Sequence[Prompt] = ()) -> None:
         self.rule, self.seed = rule, seed
         self.use_history(PromptHistory())
-        self.state: dict[str, float] = dict(rule.prompt_state(prompts))
+        self.state: dict[str, float] = dict(ask(rule, "prompt_state", prompts))
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
 
     def use_history(self, history: PromptHistory) -> None:
         """Use what is known of prompts, which remembers as much as the rule needs."""
-        self.history, history.num_recent = history, self.rule.num_recent
+        self.history, history.num_recent = history, ask(self.rule, "num_recent")
 
     def asks(self, prompt: Prompt) -> bool:
         """Whether a prompt is asked at this visit.
@@ -49,12 +49,7 @@ class PromptChooser:
         Raises:
             ValueError: The rule gives no chance from 0 to 1.
         """
-        chance = self.rule.prompt_chance(prompt, self.history[prompt.prompt_id], self.state)
-        if not 0 <= chance <= 1:
-            raise ValueError(
-                f"rollout.plugins: {type(self.rule).__name__} gives the prompt {prompt.prompt_id!r} a chance of "
-                f"{chance}; it must be from 0 to 1."
-            )
+        chance = self._chance(prompt)
         return chance == 1 or self._draw(prompt) < chance
 
     def largest(self, due: Sequence[Prompt], number: int) -> list[Prompt]:
@@ -63,7 +58,7 @@ class PromptChooser:
         What is due twice is taken once, as long as there are others.
         """
         first = {prompt.prompt_id: place for place, prompt in reversed([*enumerate(due)])}
-        chances = [self.rule.prompt_chance(prompt, self.history[prompt.prompt_id], self.state) for prompt in due]
+        chances = [self._chance(prompt) for prompt in due]
         repeated = [first[prompt.prompt_id] < place for place, prompt in enumerate(due)]
         places = sorted(range(len(due)), key=lambda place: (repeated[place], -chances[place]))[:number]
         return [due[place] for place in sorted(places)]
@@ -72,11 +67,14 @@ class PromptChooser:
         """Learn from a batch of all ranks, whose visits are in the history."""
         prompts = [self._prompts[prompt_id] for prompt_id in prompt_ids]
         records = [self.history[prompt_id] for prompt_id in prompt_ids]
-        self.state = dict(self.rule.next_prompt_state(self.state, prompts, records))
+        self.state = dict(ask(self.rule, "next_prompt_state", self.state, prompts, records))
 
     def metrics(self) -> dict[str, float]:
         """Return what the rule remembers, to be logged."""
         return {f"prompts/{name}": value for name, value in self.state.items()}
+
+    def _chance(self, prompt: Prompt) -> float:
+        return ask(self.rule, "prompt_chance", prompt, self.history[prompt.prompt_id], self.state)
 
     def _draw(self, prompt: Prompt) -> float:
         text = repr((self.seed, "ask", prompt.prompt_id, prompt.visit)).encode()

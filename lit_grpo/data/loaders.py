@@ -19,6 +19,7 @@ from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
 from lit_grpo.budgets.spreading import spread
 from lit_grpo.data.examples import Example
 from lit_grpo.data.mixture import MixtureOrder, MixtureWeights
+from lit_grpo.plugins import ask
 from lit_grpo.types import Prompt, PromptBatch
 
 
@@ -203,8 +204,8 @@ class PromptLoader:
 
     def _ask(self, place: int, number: int) -> tuple[list[Prompt], int]:
         """The next prompts from a place of the stream on that are asked, all ranks' together, and the place after."""
-        if self.chooser is not None and self.chooser.rule.prompt_candidates > 1:
-            num_due = max(number, min(number * self.chooser.rule.prompt_candidates, len(self.prompts)))
+        if self.chooser is not None and (candidates := ask(self.chooser.rule, "prompt_candidates")) > 1:
+            num_due = max(number, min(number * candidates, len(self.prompts)))
             due = [self._draw(index) for index in range(place, place + num_due)]
             self._num_skipped += num_due - number
             return self.chooser.largest(due, number), place + num_due

@@ -21,6 +21,7 @@ from lit_grpo.data.sources import FileRows, HubRows, Row, RowSource, check_size,
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.faults.differing_ranks import check_alike, check_rows, of_run
 from lit_grpo.limits import Count, Number, checks_arguments
+from lit_grpo.plugins import ask
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
 from lit_grpo.policy.named import TINY
 from lit_grpo.process.terminal import counted, say
@@ -234,7 +235,7 @@ class PromptDataModule(LightningDataModule):
             writer = self.writer
             source = _source_of("train", self.sources["train"])
             self.rewritten = check_rewriting(rewriting, writer, self.prompts["train"], source.describe())
-            rewrite = partial(rewriting.rewrite, writer=writer)
+            rewrite = partial(_rewritten, rule=rewriting, writer=writer)
         loader.plug_in(chooser, rewrite, on_demand)
         if self._is_shared:
             read = enumerate(self._read_for_plugins)
@@ -501,3 +502,7 @@ def own_loader(trainer: Trainer) -> PromptLoader | None:
     """Return the loader of training prompts that a trainer has, where it is ours."""
     loader = trainer.train_dataloader
     return loader if isinstance(loader, PromptLoader) else None
+
+
+def _rewritten(prompt: Prompt, rule: Plugin, writer: PromptWriter) -> Prompt:
+    return ask(rule, "rewrite", prompt, writer)

@@ -12,6 +12,7 @@ from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.parts import PartTokens
 from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
+from lit_grpo.plugins import read
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -149,14 +150,16 @@ def check_rewriting(rule: Plugin, writer: PromptWriter, prompts: Sequence[Prompt
     """
     rewritten: list[Prompt] = []
     for prompt in prompts:
+        own = prompt.own()
         try:
-            largest = rule.longest_rewrite(prompt.own(), writer)
+            largest = rule.longest_rewrite(own, writer)
         except ValueError as error:
             number = prompt.prompt_id.rpartition("/")[2]
             raise ValueError(
                 f"rollout.plugins: the text that {type(rule).__name__} puts into row {number} of {source} cannot be "
                 f"made, since the row {error}; mend the row, name another column, or leave the plug-in out."
             ) from None
+        largest = read(rule, "longest_rewrite", largest, own, writer)
         rewritten += [] if largest.digest == prompt.digest else [largest]
     if not rewritten:
         raise ValueError(

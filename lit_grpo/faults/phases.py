@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lit_grpo.plugins import Listener
+from lit_grpo.plugins import Listener, ask
 
 if TYPE_CHECKING:
     from lit_grpo.types import StepEvents
@@ -68,7 +68,7 @@ class Phases(Listener):
         self.moved_at = time.monotonic()
 
     def on_idle(self) -> None:
-        if any(other.waits_in_time for other in self.others):
+        if any(ask(other, "waits_in_time") for other in self.others):
             self.heartbeat()
 
     def on_rollout_end(self, failed: bool) -> None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from lit_grpo.plugins import Plugin, check_decisions
+from lit_grpo.plugins import Plugin, check_decisions, check_overrides
 from lit_grpo.settings import by_name
 
 SETTING = "rollout.plugins"
@@ -38,7 +38,8 @@ def make_plugins(specs: Sequence[str | Mapping[str, Any]]) -> dict[str, Plugin]:
             their names or by one name.
 
     Raises:
-        ValueError: There is no such plug-in or field, a value does not fit, or two decide the same thing.
+        ValueError: There is no such plug-in or field, a value does not fit, one overrides no hook, or two decide the
+            same thing.
     """
     if isinstance(specs, str | Mapping):
         specs = [specs]
@@ -49,6 +50,7 @@ def make_plugins(specs: Sequence[str | Mapping[str, Any]]) -> dict[str, Plugin]:
         name = spec.partition(":")[0] if isinstance(spec, str) else next(iter(spec), "")
         spec, datasets = _without_datasets(name, spec)
         plugin = by_name(SETTING, spec, shipped(), Plugin)
+        check_overrides(f"{SETTING} {name}", plugin)
         if datasets:
             from lit_grpo.update.by_dataset import restricted  # imports torch, which a simulation does not need
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, Listener, overriding
+from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, Listener, ask, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_queues, slot_bound
@@ -99,7 +99,7 @@ class RolloutLoop:
         self._ledger = self.buffer.ledger
         self._renewal = self.buffer.renew(self.generator.version)
         self._hearing = {hook: overriding(self.listeners, hook) for hook in ROLLOUT_HOOKS}  # nobody else is called
-        looks = [listener.observes for listener in self._hearing["observes"]]
+        looks = [ask(listener, "observes") for listener in self._hearing["observes"]]
         observed = [point.num_tokens for point in looks if point is not None]
         self.generator.feature_points = tuple(sorted({*self.lengths.points, *self.points, *observed}))
         capacity = self._capacity = self.generator.capacity()
@@ -129,7 +129,7 @@ class RolloutLoop:
             away = {request.key: request for request in self.buffer.away}
             asked = [*self.buffer.unfinished, *away.values()]
             for listener in self._hearing["on_rollout_start"]:
-                listener.on_rollout_start(ledger)
+                ask(listener, "on_rollout_start", ledger)
             for group in self._renewal.unscored:
                 self._tell(group)
             self._enter(asked, away)
@@ -157,7 +157,7 @@ class RolloutLoop:
             is_idle = not (ledger.decoding or ledger.num_queued)
             for listener in self._hearing["on_idle"]:
                 if is_idle or listener.lock_step:
-                    self._follow([listener.on_idle()])
+                    self._follow([ask(listener, "on_idle")])
             if until(self.stats.num_steps):
                 return False
             if ledger.decoding or ledger.num_queued or not ledger.awaiting_env:
@@ -166,7 +166,7 @@ class RolloutLoop:
 
     def _tell(self, group: RolloutGroup) -> list[Answer | None]:
         """Let listeners know of a group that is to be scored."""
-        return [listener.on_group(group) for listener in self._hearing["on_group"]]
+        return [ask(listener, "on_group", group) for listener in self._hearing["on_group"]]
 
     # ---- what goes in -------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class RolloutLoop:
             self._keeps_prompts = self.generator.keeps_ended = True
         held = dict(away)
         for listener in self._hearing["on_requests"]:
-            held |= {request.key: request for request in listener.on_requests(requests)}
+            held |= {request.key: request for request in ask(listener, "on_requests", requests)}
         self._ledger.enter(requests, held)
 
     def _admit(self, admits: Callable[[], bool] | None) -> None:
@@ -228,7 +228,7 @@ class RolloutLoop:
         self._capacity = self.generator.capacity()
         finished = ledger.take(events, self._capacity.kv_tokens)
         self.stats.num_preempted += len(events.preempted)
-        answers = [listener.on_step(events) for listener in self._hearing["on_step"]]
+        answers = [ask(listener, "on_step", events) for listener in self._hearing["on_step"]]
         for completion in finished:
             answers += self._end_turn(completion)
         self._follow(answers)
@@ -248,7 +248,7 @@ class RolloutLoop:
         """Take a request out of its slot: it is over, unless a listener lets it go on or holds it."""
         key, answer = completion.request.key, None
         for listener in self._hearing["on_turn"]:
-            answer = listener.on_turn(completion)
+            answer = ask(listener, "on_turn", completion)
             if answer is not None:
                 break
         if answer is None or not (key in answer.hold or any(request.key == key for request, _ in answer.resume)):
@@ -263,7 +263,7 @@ class RolloutLoop:
             self._release([completion.request])
         self._count(entry, completion)
         self.buffer.finish(completion)
-        answers = [listener.on_completion(completion) for listener in self._hearing["on_completion"]]
+        answers = [ask(listener, "on_completion", completion) for listener in self._hearing["on_completion"]]
         for answer in answers:
             for request in () if answer is None else answer.submit:
                 self.buffer.ask(request)
@@ -315,7 +315,7 @@ class RolloutLoop:
                     self._release([request])
                 self._count(entry, request.prefix)
                 for listener in self._hearing["on_drop"]:
-                    listener.on_drop(request)
+                    ask(listener, "on_drop", request)
                 further += self._close(request.group)
             self._follow(further)
 
@@ -361,7 +361,7 @@ class RolloutLoop:
         self.lengths.end(commit=False)
         self._put_back()
         for listener in self._hearing["on_rollout_end"]:
-            listener.on_rollout_end(failed=True)
+            ask(listener, "on_rollout_end", True)
 
     def _end_run(self, closes: bool) -> None:
         """Wait for the rewards, tell the last lengths, and add up."""
@@ -371,7 +371,7 @@ class RolloutLoop:
                 self._tell(group)
         decoded = time.perf_counter()
         for listener in self._hearing["on_rollout_end"]:
-            listener.on_rollout_end(failed=False)
+            ask(listener, "on_rollout_end", False)
         gathered = time.perf_counter()
         self._ledger.tell_lengths()
         if self.stats.lengths:

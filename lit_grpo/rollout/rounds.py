@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lit_grpo.budgets.allocation import Replacement
 from lit_grpo.budgets.foresight import Foresight
 from lit_grpo.budgets.history import Tally
-from lit_grpo.plugins import ROUNDS, Answer, Listener, Plugin, overriding
+from lit_grpo.plugins import ROUNDS, Answer, Listener, Plugin, ask, overriding
 from lit_grpo.types import (
     EMPTY,
     AllGather,
@@ -248,7 +248,7 @@ class RoundScheduler(Listener):
         self._num_compared += 1
         groups = dict(sorted(self._tallies.items()))
         tallies = [Tally(each.asked, [member.reward for member in each.members]) for each in groups.values()]
-        counts = self._allocation.shared_round(tallies, self._num_compared, self._num_generations)
+        counts = ask(self._allocation, "shared_round", tallies, self._num_compared, self._num_generations)
         numbers: dict[GroupKey, range] = {}
         for (key, tally), count in zip(groups.items(), counts, strict=True):
             numbers[key] = range(tally.asked, tally.asked + count)

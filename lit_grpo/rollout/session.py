@@ -20,6 +20,7 @@ from lit_grpo.plugins import (
     Listener,
     Plugin,
     RunFacts,
+    ask,
     fresh,
     overriding,
     requirement_of,
@@ -156,7 +157,7 @@ class RolloutSession:
         self.replaces = 0 if self.replacement is None else self.replacement.most
         self.rewriting, self.sizer = self.deciding("rewrite"), self.deciding("batch_size")
         everyone = self.plugins.values()
-        self.first_rollout = max([each.first_rollout for each in everyone], default=0)
+        self.first_rollout = max([ask(each, "first_rollout") for each in everyone], default=0)
         self._hooks = {hook: overriding(everyone, hook) for hook in BATCH_HOOKS}  # the others do nothing there
         self.listening = overriding(everyone, *ROLLOUT_HOOKS)
         self.evaluating = [plugin for plugin in self.listening if plugin.evaluates]
@@ -185,7 +186,7 @@ class RolloutSession:
 
     def findings(self) -> list[Finding]:
         """Return what has gone wrong so far with what plug-ins do."""
-        return [finding for plugin in self.plugins.values() for finding in plugin.findings()]
+        return [finding for plugin in self.plugins.values() for finding in ask(plugin, "findings")]
 
     # ---- before the first batch ---------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class RolloutSession:
         """
         for name, plugin in self.plugins.items():
             try:
-                plugin.check(facts)
+                ask(plugin, "check", facts)
             except ValueError as error:
                 raise ValueError(f"rollout.plugins {name}: {error}") from None
         check_together([*self.parts(), *parts])
@@ -210,7 +211,8 @@ class RolloutSession:
     def prepare(self, facts: RunFacts) -> None:
         """Make what learns lengths, and settle what the run's numbers decide."""
         if self.predict_lengths and self.lengths is None and self.mode.overlap == "none":
-            observed = [plugin.observes.num_tokens for plugin in self.listening if plugin.observes is not None]
+            looks = [ask(plugin, "observes") for plugin in self.listening]
+            observed = [look.num_tokens for look in looks if look is not None]
             self.lengths = make_predictor(
                 self._prediction_points, self._points, observed, self._min_correlation, facts.max_tokens
             )
@@ -231,7 +233,7 @@ class RolloutSession:
             stream.use_history(history)
             self.buffer.give_columns(stream.prompts)
             if self.sizer is not None:
-                stream.batch_size = self.sizer.batch_size(stream.batch_size)
+                stream.batch_size = ask(self.sizer, "batch_size", stream.batch_size)
 
     def parts(self) -> list[Requirement]:
         """Return what each plug-in needs of a run, and what it takes away from others."""
@@ -266,7 +268,7 @@ class RolloutSession:
             batch.prompts = []
             return
         for plugin in self._hooks["on_batch_start"]:
-            plugin.on_batch_start()
+            ask(plugin, "on_batch_start")
         if self.lengths is not None:
             self.lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()
@@ -356,9 +358,9 @@ class RolloutSession:
         if updating := self._hooks["on_update_end"]:
             ended = self._batch_of(run, batch.groups)
             for plugin in updating:
-                logs["plugins"] |= self._own_names(plugin, plugin.on_update_end(ended))
+                logs["plugins"] |= self._own_names(plugin, ask(plugin, "on_update_end", ended))
         if stream is not None and self.sizer is not None:
-            stream.batch_size = self.sizer.batch_size(stream.batch_size)
+            stream.batch_size = ask(self.sizer, "batch_size", stream.batch_size)
         if stream is not None and stream.chooser is not None:
             own = [group.prompt.prompt_id for group in batch.groups if not group.prompt.altered]
             stream.chooser.learn([prompt_id for part in run.ranks.gather(own) for prompt_id in part])
@@ -371,7 +373,7 @@ class RolloutSession:
         if self.lengths is None or self._choice is None or not self.plan.follows_lengths:
             return
         for plugin in self._hooks["observes"]:
-            look = plugin.observes
+            look = ask(plugin, "observes")
             if look is not None and look.barrier:
                 self._points = (look.num_tokens,)
                 return
@@ -391,7 +393,7 @@ class RolloutSession:
             return self._sizes
         assert self._history is not None, "open comes first"
         records = self._history.expected([prompt.prompt_id for prompt in prompts])
-        self._sizes = self.allocation.first_round(records, num_generations, self._num_prompts)
+        self._sizes = ask(self.allocation, "first_round", records, num_generations, self._num_prompts)
         return self._sizes
 
     def _scoring(self, run: Run) -> list[Listener]:
@@ -438,7 +440,7 @@ class RolloutSession:
     def _add_members(self, run: Run, groups: Sequence[RolloutGroup]) -> None:
         """Let plug-ins in turn add members to groups."""
         for plugin in self._hooks["add_members"]:
-            plugin.add_members(self._batch_of(run, groups))
+            ask(plugin, "add_members", self._batch_of(run, groups))
 
     def _carry(self, batch: PromptBatch, stats: RolloutStats) -> dict[str, Part]:
         """Keep what was predicted of groups that stay open; return how many they are."""
@@ -481,7 +483,7 @@ class RolloutSession:
         if self._rounds is not None and self._has_rounds:
             metrics |= self._rounds.metrics(gather)
         for plugin in self._hooks["metrics"]:
-            metrics |= self._own_names(plugin, plugin.metrics(gather))
+            metrics |= self._own_names(plugin, ask(plugin, "metrics", gather))
         if self.rewards is not None:
             metrics |= self.rewards.take_metrics(counts=True, all_gather=gather)
         return metrics
@@ -545,7 +547,7 @@ class RolloutSession:
             self.rewards.close()
             self.rewards = None
         for plugin in self.plugins.values():
-            plugin.close()
+            ask(plugin, "close")
 
     def state_dict(self, ranks: Ranks) -> dict[str, Any]:
         """Return what each rank has learnt, and has sampled and not yet learnt from; all ranks ask together."""
@@ -555,7 +557,7 @@ class RolloutSession:
             own["lengths"] = self.lengths.state_dict()
         if self._choice is not None:
             own["probe"] = self._choice.state_dict()
-        states = {name: plugin.state_dict() for name, plugin in self.plugins.items()}
+        states = {name: ask(plugin, "state_dict") for name, plugin in self.plugins.items()}
         own["plugins"] = {name: state for name, state in states.items() if not self.plugins[name].common}
         common = {name: state for name, state in states.items() if self.plugins[name].common}
         return {"mode": self._mode_name, "ranks": ranks.gather(own), "plugins": common}
@@ -582,7 +584,7 @@ class RolloutSession:
         kept = {**own["plugins"], **state["plugins"]}
         for name, plugin in self.plugins.items():
             if kept.get(name):
-                plugin.load_state_dict(kept[name])
+                ask(plugin, "load_state_dict", kept[name])
         self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}
 
     @property

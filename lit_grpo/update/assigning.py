@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.plugins import GroupBatch, Plugin, ask
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.batches.layout import OF_CANDIDATES
 from lit_grpo.update.passes import PolicyPasses
@@ -35,7 +35,7 @@ def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: Promp
     settings, ranks, rewards, rollouts = passes.settings, passes.ranks, batch.rewards, batch.rollouts
     estimator = settings.advantages
     chooser = settings.plugin("choose_rollouts")
-    chosen = ~rewards.rewards_R.isnan() if chooser is None else chooser.choose_rollouts(batch)
+    chosen = ~rewards.rewards_R.isnan() if chooser is None else ask(chooser, "choose_rollouts", batch)
     counted, chosen_R = (chosen, ~chosen.rewards_R.isnan()) if isinstance(chosen, GroupRewards) else (rewards, chosen)
     if estimator.by_scores:
         scores = passes.measure(rollouts, "scores")
@@ -56,7 +56,7 @@ def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: Promp
         advantages_R = shaped(shaper, batch, advantages_R)
     if chooser is not None:
         parts, counts = zip(*ranks.gather((advantages_R, len(batch.groups))), strict=True)
-        kept_R = chooser.choose_from_batch(batch, torch.cat(parts), sum(counts))
+        kept_R = ask(chooser, "choose_from_batch", batch, torch.cat(parts), sum(counts))
         advantages_R = advantages_R.masked_fill(~kept_R.split([len(part) for part in parts])[ranks.rank], math.nan)
     for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
         rollout.advantage, rollout.token_advantages, rollout.ce_weights = advantage, None, None
@@ -78,32 +78,19 @@ def give_ce_weights(plugin: Plugin, batch: LearningBatch, source: int) -> None:
     Raises:
         ValueError: The plug-in does not return one finite number for each token.
     """
-    name, rollouts, returned = type(plugin).__name__, batch.rollouts, plugin.ce_weights(batch)
-    if returned is None:
-        return
-    if len(returned) != len(rollouts):
-        raise ValueError(
-            f"{name}.ce_weights returns {len(returned)} entries for {len(rollouts)} rollouts; give each one."
-        )
-    for rollout, values in zip(rollouts, returned, strict=True):
-        if values is None:
+    for rollout, weights_T in zip(batch.rollouts, ask(plugin, "ce_weights", batch) or (), strict=False):
+        if weights_T is None:
             continue
         completion = rollout.completion
-        weights_T = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-        of = f"{name}.ce_weights gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r}"
-        if weights_T.shape != (completion.num_tokens,) or not weights_T.isfinite().all():
-            raise ValueError(
-                f"{of} the weights {weights_T.tolist()}; give one finite number for each of its "
-                f"{completion.num_tokens} tokens, observed tokens among them."
-            )
         if completion.contexts:
             outside_T = torch.ones(completion.num_tokens, dtype=torch.bool)
             for begin, end in completion.places_of_turns:
                 outside_T[begin:end] = False
             if weights_T[outside_T].any():
                 raise ValueError(
-                    f"{of} weights of observed tokens, but its earlier turns were rendered again, so that those tokens "
-                    "are in no row of the update; give observed tokens the weight 0."
+                    f"{type(plugin).__name__}.ce_weights gives sample {completion.request.path} of prompt "
+                    f"{rollout.prompt.prompt_id!r} weights of observed tokens, but its earlier turns were rendered "
+                    "again, so that those tokens are in no row of the update; give observed tokens the weight 0."
                 )
         rollout.ce_weights, rollout.ce_source = weights_T, source
 
@@ -114,10 +101,10 @@ def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
     Raises:
         ValueError: The plug-in does not return as many ids and values for each token that is trained on.
     """
-    named, name = plugin.candidate_tokens(batch), type(plugin).__name__
+    named, name = ask(plugin, "candidate_tokens", batch), type(plugin).__name__
     if named is None:
         return ()
-    widths = [(ids_TK.shape[1], values_TK.shape[-1]) for ids_TK, values_TK in named.values() if ids_TK.dim() == 2]
+    widths = [(ids_TK.shape[1], values_TK.shape[-1]) for ids_TK, values_TK in named.values()]
     width, num_values = max((each for of_rank in batch.all_gather(widths) for each in of_rank), default=(0, 0))
     for rollout in batch.rollouts if width else ():
         completion, number = rollout.completion, rollout.completion.num_trained
@@ -141,21 +128,9 @@ def shaped(plugin: Plugin, batch: GroupBatch, advantages_R: torch.Tensor) -> tor
     Raises:
         ValueError: The plug-in does not return one finite number for each rollout that is trained on.
     """
-    name, groups = type(plugin).__name__, batch.groups
-    estimated = [part.tolist() for part in advantages_R.split([len(group.rollouts) for group in groups])]
-    returned = plugin.shape_advantages(batch, estimated)
-    if len(returned) != len(groups):
-        raise ValueError(f"{name} shapes {len(returned)} groups of {len(groups)}; give a list for each of them.")
-    flat: list[float] = []
-    for group, before, after in zip(groups, estimated, returned, strict=True):
-        pairs = zip(after, before, strict=False)
-        if len(after) != len(before) or not all(math.isfinite(new) or math.isnan(old) for new, old in pairs):
-            raise ValueError(
-                f"{name} gives prompt {group.prompt.prompt_id!r} the advantages {list(after)}; give one finite number "
-                f"for each of its {len(before)} rollouts that is learnt from."
-            )
-        flat += after
-    return torch.tensor(flat, dtype=advantages_R.dtype).masked_fill(advantages_R.isnan(), math.nan)
+    estimated = [part.tolist() for part in advantages_R.split([len(group.rollouts) for group in batch.groups])]
+    flat = [advantage for group in ask(plugin, "shape_advantages", batch, estimated) for advantage in group]
+    return torch.tensor(flat, dtype=advantages_R.dtype)
 
 
 def give_credit(plugin: Plugin, batch: LearningBatch) -> None:
@@ -164,25 +139,5 @@ def give_credit(plugin: Plugin, batch: LearningBatch) -> None:
     Raises:
         ValueError: The plug-in does not return one finite number for each turn, or for each token.
     """
-    name, rollouts, credited = type(plugin).__name__, batch.rollouts, plugin.credit(batch)
-    if credited is None:
-        return
-    if len(credited) != len(rollouts):
-        raise ValueError(
-            f"{name} credits {len(credited)} rollouts of a batch that has {len(rollouts)}; give each a list with one "
-            "number a turn, or a tensor with one a token."
-        )
-    for rollout, values in zip(rollouts, credited, strict=True):
-        if values is None or math.isnan(rollout.advantage):
-            continue
-        completion, by_token = rollout.completion, isinstance(values, torch.Tensor)
-        numbers: list[float] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
-        wanted = completion.num_trained if by_token else len(completion.turns)
-        if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
-            of_each = "tokens that are learnt from" if by_token else "turns"
-            raise ValueError(
-                f"{name} gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r} the advantages "
-                f"{numbers}; give one finite number for each of its {of_each}, of which there are {wanted}."
-            )
-        its_tokens = values if by_token else completion.of_turns(numbers)
-        rollout.token_advantages = torch.as_tensor(its_tokens, dtype=torch.float32)
+    for rollout, advantages_T in zip(batch.rollouts, ask(plugin, "credit", batch) or (), strict=False):
+        rollout.token_advantages = advantages_T

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from lit_grpo.plugins import Plugin, overriding
+from lit_grpo.plugins import Plugin, ask, overriding, read
 from lit_grpo.types import GroupBatch
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.plugin import LearningBatch
@@ -53,8 +53,6 @@ def _by_rollout(whole: Hook) -> Hook:
         returned = whole(self, part)
         if returned is None:
             return None
-        if len(returned) != len(places):
-            return returned  # the caller says what is wrong
         values: list[Any] = [None] * len(batch.rollouts)
         for place, value in zip(places, returned, strict=True):
             values[place] = value
@@ -86,8 +84,6 @@ def _shaping(whole: Hook) -> Hook:
     def limited(self: Plugin, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
         own = [number for number, group in enumerate(batch.groups) if group.prompt.is_of(self.datasets)]
         returned = whole(self, part_of(self, batch)[0], [advantages[number] for number in own])
-        if len(returned) != len(own):
-            return returned
         shaped = dict(zip(own, returned, strict=True))
         return [shaped.get(number, before) for number, before in enumerate(advantages)]
 
@@ -99,7 +95,7 @@ def _masking(whole: Hook) -> Hook:
 
     def limited(self: Plugin, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Any:
         returned = whole(self, part_of(self, batch)[0], [each for each in rollouts if each.prompt.is_of(self.datasets)])
-        return None if returned is None else _filled(self, rollouts, torch.bool) | dict(returned)
+        return None if returned is None else _filled(self, rollouts, torch.bool) | returned
 
     return limited
 
@@ -109,7 +105,7 @@ def _weighing(whole: Hook) -> Hook:
 
     def limited(self: Plugin, rollouts: Sequence[Rollout], version: int) -> Any:
         returned = whole(self, [each for each in rollouts if each.prompt.is_of(self.datasets)], version)
-        return None if returned is None else _filled(self, rollouts, torch.float32) | dict(returned)
+        return None if returned is None else _filled(self, rollouts, torch.float32) | returned
 
     return limited
 
@@ -214,11 +210,18 @@ def restricted(name: str, plugin: Kind, datasets: Iterable[str]) -> Kind:
     return limited
 
 
+def _checked(hook: str, whole: Any) -> Any:
+    """Return a hook that reads what it returns of a part, before it becomes a part of the whole."""
+    if isinstance(whole, property):
+        return whole
+    return lambda self, *arguments: read(self, hook, whole(self, *arguments), *arguments)
+
+
 @cache
 def _limited(kind: type[Plugin], datasets: frozenset[str]) -> Any:
     """Return a class like another whose row-wise hooks see the rows of some data sets alone."""
     own = [hook for hook in LIMITS if getattr(kind, hook) is not getattr(Plugin, hook)]
-    hooks = {hook: LIMITS[hook](getattr(kind, hook)) for hook in own}
+    hooks = {hook: LIMITS[hook](_checked(hook, getattr(kind, hook))) for hook in own}
     return type(kind.__name__, (kind,), {"datasets": datasets, "__module__": kind.__module__, **hooks})
 
 
@@ -242,7 +245,7 @@ class _Joined(Plugin):
         self._plugins = plugins
 
     def _ask(self, hook: str, *arguments: Any) -> list[Any]:
-        return [getattr(plugin, hook)(*arguments) for plugin in overriding(self._plugins, hook)]
+        return [ask(plugin, hook, *arguments) for plugin in overriding(self._plugins, hook)]
 
     def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor | GroupRewards:
         """Choose those that each would choose."""
@@ -263,7 +266,7 @@ class _Joined(Plugin):
     def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
         """Let one after another shape the advantages of its rows."""
         for plugin in overriding(self._plugins, "shape_advantages"):
-            advantages = plugin.shape_advantages(batch, advantages)
+            advantages = ask(plugin, "shape_advantages", batch, advantages)
         return advantages
 
     def credit(self, batch: LearningBatch) -> Any:
@@ -284,11 +287,11 @@ class _Joined(Plugin):
 
     def rewrite(self, prompt: Prompt, writer: Any) -> Prompt:
         """Let the plug-in of the prompt's data set rewrite it."""
-        return reduce(lambda asked, plugin: plugin.rewrite(asked, writer), self._plugins, prompt)
+        return reduce(lambda asked, plugin: ask(plugin, "rewrite", asked, writer), self._plugins, prompt)
 
     def longest_rewrite(self, prompt: Prompt, writer: Any) -> Prompt:
         """Let the plug-in of the prompt's data set return its longest form."""
-        return reduce(lambda asked, plugin: plugin.longest_rewrite(asked, writer), self._plugins, prompt)
+        return reduce(lambda asked, plugin: ask(plugin, "longest_rewrite", asked, writer), self._plugins, prompt)
 
 
 def _first_of_each(lists: Sequence[Sequence[Any] | None]) -> list[Any] | None:
@@ -296,9 +299,6 @@ def _first_of_each(lists: Sequence[Sequence[Any] | None]) -> list[Any] | None:
     known = [each for each in lists if each is not None]
     if not known:
         return None
-    wrong = [each for each in known if len(each) != max(map(len, known))]
-    if wrong:
-        return list(wrong[0])  # the caller says what is wrong
     return [next((value for value in values if value is not None), None) for values in zip(*known, strict=True)]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.faults import SkippedUpdates
-from lit_grpo.plugins import overriding
+from lit_grpo.plugins import ask, overriding
 from lit_grpo.policy.sharding import as_shards, full_tensor
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -107,7 +107,7 @@ class Learner:
                     else:
                         members = [*minibatch, *parts[0].rollouts]  # the step may have examples too
                         prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in members))
-                        norms = passes.measured_gradient(parts[0], prompts, measuring.num_parts, metrics)
+                        norms = passes.measured_gradient(parts[0], prompts, ask(measuring, "num_parts"), metrics)
                     if is_whole:
                         self._take_step(parts.pop(), metrics, norms=norms)
         if parts:
@@ -199,10 +199,8 @@ class Learner:
             passes.by_completion,
         )
         if (plugin := settings.plugin("old_logprobs", "proximal_logprobs")) is not None:
-            if (old := plugin.old_logprobs(batch, several_updates)) is not None:
-                unmeasured = [torch.full((rollout.completion.num_trained,), math.nan) for rollout in rollouts]
-                pairs = zip(rollouts, unmeasured, strict=True)
-                columns["old_logprobs"] = [old.get(each.completion.request.key, nan_T) for each, nan_T in pairs]
+            if (old := ask(plugin, "old_logprobs", batch, several_updates)) is not None:
+                columns["old_logprobs"] = [old[each.completion.request.key] for each in rollouts]
         elif objective.proximal_policy == "recomputed" and several_updates:
             columns["old_logprobs"] = passes.measure(rollouts, "logprobs")
         for name, values in columns.items():
@@ -248,7 +246,7 @@ class Learner:
         settings, ranks, version = self.settings, self.passes.ranks, self.optimization.policy_version
         objective, max_tokens, kept = settings.objective, settings.max_tokens, None
         for source, plugin in enumerate(settings.ce_sources if is_whole else ()):
-            examples = plugin.examples(version, ranks)
+            examples = ask(plugin, "examples", version, ranks)
             for example in examples:
                 example.ce_source = source
             rollouts = [*rollouts, *examples]
@@ -259,7 +257,7 @@ class Learner:
             if batch is not None and (choosing := settings.plugin("token_mask")) is not None:
                 progress, optimizer = settings.progress(version), self.optimization.optimizer
                 now = replace(batch, version=version, progress=progress, optimizer=optimizer)
-                mask = choosing.token_mask(now, learnt)
+                mask = ask(choosing, "token_mask", now, learnt)
                 kept = None if mask is None else [mask[row.completion.request.key] for row in learnt]
             if batch is not None and kept is None and objective.top_entropy_quantile < 1:
                 entropies = self.passes.measure(learnt, "entropy")
@@ -279,7 +277,7 @@ class Learner:
         if bonus is None and not objective.uses_every_completion:
             learnt = with_advantage(learnt)
         weighing, cutting, adding = (settings.plugin(hook) for hook in ("token_weights", "chunks", "loss_term"))
-        weights = None if weighing is None else weighing.token_weights(learnt, version)
+        weights = None if weighing is None else ask(weighing, "token_weights", learnt, version)
         lengths = None
         if weights is not None:
             for row in learnt:
@@ -292,7 +290,7 @@ class Learner:
             lengths = None if lengths is None else [by_key.get(row.completion.request.key, 0) for row in learnt]
         chunks = {}
         if cutting is not None:
-            parts = {row: cutting.chunks(rollout.completion, version) for row, rollout in enumerate(learnt)}
+            parts = {row: ask(cutting, "chunks", rollout.completion, version) for row, rollout in enumerate(learnt)}
             chunks = {row: its for row, its in parts.items() if len(its) > 1}
         step = Step(
             rollouts=learnt,
@@ -300,14 +298,15 @@ class Learner:
             totals=totals,
             policy_version=version,
             beta=self.beta,
-            entropy_coefficient=objective.entropy.coefficient if bonus is None else bonus.entropy_coefficient,
+            entropy_coefficient=objective.entropy.coefficient if bonus is None else ask(bonus, "entropy_coefficient"),
             columns=columns,
             lengths=lengths,
             chunks=chunks,
         )
         if adding is None or not is_whole:
             return step
-        return replace(step, term=adding.loss_term(self.policy, partial(self.passes.visit, learnt), ranks))
+        visit = partial(self.passes.visit, learnt)
+        return replace(step, term=ask(adding, "loss_term", self.policy, visit, ranks))
 
     def _together(self, parts: Sequence[Step], metrics: TokenMetrics) -> tuple[Step, float]:
         """Divide the gradient of all parts of a step by the true totals instead of the provisional ones.
@@ -350,7 +349,7 @@ class Learner:
             self._broken.num_skipped = 0
         scaling, scale = overriding(self.settings.plugins, "step_scale"), 1.0
         if scaling and not skipped:
-            scale = math.prod(plugin.step_scale(metrics.log_weights_C, ranks.gather) for plugin in scaling)
+            scale = math.prod(ask(each, "step_scale", metrics.log_weights_C, ranks.gather) for each in scaling)
         lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
@@ -366,7 +365,7 @@ class Learner:
             entropy = float(ranks.sum(metrics.entropy)) / num_tokens if num_tokens else math.nan
             taken = OptimizerStep(step.policy_version + 1, entropy, norms)
             for plugin in stepping:
-                plugin.on_optimizer_step(taken)
+                ask(plugin, "on_optimizer_step", taken)
 
     def _refuse_gap(self, problem: str) -> None:
         """Refuse a batch that was not sampled with the policy that learns; where a correction is set, warn once.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
-from lit_grpo.plugins import UPDATE_HOOKS, Plugin, check_decisions, overriding, requirement_of
+from lit_grpo.plugins import UPDATE_HOOKS, Plugin, ask, check_decisions, check_overrides, overriding, requirement_of
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.by_dataset import joined
@@ -62,15 +62,18 @@ class LearnerSettings:
         """Let those of these plug-ins decide that have hooks of the update; what none decides is as without any.
 
         Raises:
-            ValueError: They and the objective do not go together, as where both choose tokens.
+            ValueError: They and the objective do not go together, as where both choose tokens; or one overrides no
+                hook.
         """
+        for plugin in plugins:
+            check_overrides(f"rollout.plugins {type(plugin).__name__}", plugin)
         learning = overriding(plugins, *UPDATE_HOOKS)
         named = [(type(plugin).__name__, plugin) for plugin in learning]
         check_decisions(named)
         needed = [requirement_of(plugin, f"rollout.plugins {name}") for name, plugin in named]
         check_together([*needed, *self.parts()])
         self.plugins, self.ce_sources = learning, overriding(learning, "ce_weights", "examples")
-        self.has_rollouts = not any(math.isinf(plugin.first_rollout) for plugin in learning)
+        self.has_rollouts = not any(math.isinf(ask(plugin, "first_rollout")) for plugin in learning)
         self.learns_unrewarded = not self.has_rollouts or any(plugin.learns_unrewarded for plugin in learning)
 
     def plugin(self, *hooks: str) -> Plugin | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
-from lit_grpo.plugins import overriding
+from lit_grpo.plugins import ask, overriding
 from lit_grpo.policy.architecture.states import CHUNK, FOUND
 from lit_grpo.policy.sharding import compute, is_scattered
 from lit_grpo.ranks import Ranks
@@ -226,7 +226,8 @@ class PolicyPasses:
         old_logprobs_N = logprobs_N.detach()
         if (plugin := settings.plugin("proximal_logprobs")) is not None:
             versions_N, version = micro_batch.versions_N, step.policy_version
-            old_logprobs_N = plugin.proximal_logprobs(logprobs_N, sampled_logprobs_N, versions_N, version)
+            of_tokens = logprobs_N, sampled_logprobs_N, versions_N, version
+            old_logprobs_N = ask(plugin, "proximal_logprobs", *of_tokens)
         elif objective.proximal_policy == "sampled" and settings.plugin("old_logprobs") is None:
             old_logprobs_N = sampled_logprobs_N
         elif micro_batch.old_logprobs_N is not None:  # else this is the only update on these rollouts
@@ -258,10 +259,10 @@ class PolicyPasses:
             candidate_values_NK=micro_batch.candidate_values_NK,
         )
         if candidate_logprobs_NK is not None and (plugin := settings.plugin("token_loss")) is not None:
-            tokens = replace(tokens, added_N=plugin.token_loss(tokens))
+            tokens = replace(tokens, added_N=ask(plugin, "token_loss", tokens))
         outputs = policy_loss(tokens)
         for plugin in overriding(settings.plugins, "token_metrics"):
-            outputs.metrics.update(plugin.token_metrics(tokens))
+            outputs.metrics.update(ask(plugin, "token_metrics", tokens))
         metrics.add(tokens, outputs, step.policy_version)
         return outputs.loss if step.term is None else step.term.added_to(outputs.loss, micro_batch.weight)
 

@@ -1,8 +1,7 @@
-"""The seam for methods: what a plug-in may decide in a run, and where it is asked."""
+"""What a listener and a plug-in of a run may override, and which of it at most one of them decides."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -702,16 +701,6 @@ class Plugin(Listener):
 
     def close(self) -> None:
         """The run is over."""
-
-
-Copied = TypeVar("Copied", bound=Plugin)
-
-
-def fresh(plugin: Copied) -> Copied:
-    """Return a copy of a plug-in that remembers nothing yet, for one run."""
-    begun = copy.copy(plugin)
-    begun.setup()
-    return begun
 
 
 def overriding(listeners: Iterable[Kind], *hooks: str) -> list[Kind]:

@@ -1,0 +1,41 @@
+"""The seam for methods: what a plug-in may decide in a run, where it is asked, and what its hooks may return."""
+
+from lit_grpo.plugins.hooks import ask, check_overrides, fresh, read
+from lit_grpo.plugins.plugin import (
+    ROLLOUT_HOOKS,
+    ROUNDS,
+    UPDATE_HOOKS,
+    Answer,
+    CannotGoOn,
+    Listener,
+    ObservationPoint,
+    Plugin,
+    Resume,
+    RunFacts,
+    check_decisions,
+    overriding,
+    requirement_of,
+)
+from lit_grpo.types import AllGather, GroupBatch
+
+__all__ = [
+    "ROLLOUT_HOOKS",
+    "ROUNDS",
+    "UPDATE_HOOKS",
+    "AllGather",
+    "Answer",
+    "CannotGoOn",
+    "GroupBatch",
+    "Listener",
+    "ObservationPoint",
+    "Plugin",
+    "Resume",
+    "RunFacts",
+    "ask",
+    "check_decisions",
+    "check_overrides",
+    "fresh",
+    "overriding",
+    "read",
+    "requirement_of",
+]
