@@ -17,7 +17,7 @@ from torch import distributed
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Answer, Listener, Plugin, Resume
+from lit_grpo.plugins import Answer, GroupBatch, Listener, Plugin, Resume
 from lit_grpo.policy.sharding import full_tensor
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
@@ -338,6 +338,13 @@ def check_slots_decode_with(module: Any, atol: float = 1e-5) -> None:
     groups, _ = RolloutLoop(generator).collect(prompts, 3, SamplingParams(max_tokens=12), seed=0)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(module.policy, rollout), atol=atol)
+
+
+class Unshaped(Plugin):
+    """A plug-in that leaves everything as it is."""
+
+    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        return advantages
 
 
 def plugin(spec: str) -> Any:

@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hand_made import learning_batch
+from hand_made import Unshaped, learning_batch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.capo import Capo, HeadStep, curvature_models
-from lit_grpo.plugins import Plugin
 from lit_grpo.update.objective.objective import Objective
 
 
@@ -145,7 +144,7 @@ def test_at_the_papers_learning_rate_the_gradient_is_nearly_that_of_plain_grpo()
     """A simulated step that divides by the moments of the batch's mean gradient leaves a hundredth from update 2 on."""
     norms: dict[bool, list[float]] = {}
     for cut in (False, True):
-        learner, steps = make_learner(plugins=[Capo() if cut else Plugin()])
+        learner, steps = make_learner(plugins=[Capo() if cut else Unshaped()])
         steps.optimizer = cast("Any", torch.optim.AdamW(learner.policy.parameters(), lr=1.5e-5, betas=(0.9, 0.99)))
         shares = [learner.learn(ragged_groups()).get("update/kept_share", 1.0) for _ in range(4)]
         norms[cut] = [float(gradient.norm()) for gradient in steps.gradients]

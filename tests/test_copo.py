@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hand_made import Unshaped
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods.copo import Blended
@@ -50,8 +51,8 @@ def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_w
     mixed = group("c", list("abcdefgh"), [1.0, 0.0] * 4)  # of 3 bits, above rho
     first, second, third = shape(Blended(), [right, wrong, mixed])
     assert first == pytest.approx([0.5 / (0.5 + 1e-4)] * 8) and second == pytest.approx([-value for value in first])
-    assert third == pytest.approx(shape(Plugin(), [mixed])[0], rel=1e-4)
-    assert shape(Plugin(), [right, wrong]) == [[0.0] * 8] * 2  # plain GRPO learns nothing from them
+    assert third == pytest.approx(shape(Unshaped(), [mixed])[0], rel=1e-4)
+    assert shape(Unshaped(), [right, wrong]) == [[0.0] * 8] * 2  # plain GRPO learns nothing from them
 
 
 def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() -> None:
@@ -70,7 +71,7 @@ def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() ->
 def test_without_a_global_part_it_is_the_estimators_rule() -> None:
     """Bit for bit."""
     gradients = []
-    for rule in (Blended(rho=-INF), Plugin()):
+    for rule in (Blended(rho=-INF), Unshaped()):
         learner, steps = make_learner(plugins=[rule])
         learner.learn(ragged_groups())
         gradients.append(steps.gradients[0])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import MAX_TOKENS, full_logprobs, make_rollout
+from hand_made import MAX_TOKENS, Unshaped, full_logprobs, make_rollout
 from test_learner import make_learner
 
 from lit_grpo.methods.drpo import DecoupledLength
@@ -102,7 +102,7 @@ def random_group(seed: int) -> RolloutGroup:
 def test_without_length_it_is_the_estimators_rule(scale: Any) -> None:
     """Bit for bit, for rewards of 0 and 1."""
     gradients = []
-    for rule in (DecoupledLength(length_temperature=INF, totals="estimator"), Plugin()):
+    for rule in (DecoupledLength(length_temperature=INF, totals="estimator"), Unshaped()):
         groups = [random_group(seed) for seed in range(4)]
         learner, steps = make_learner(advantages=Advantages(scale=scale), plugins=[rule])
         learner.learn(groups)

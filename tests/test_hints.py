@@ -192,7 +192,7 @@ def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> Prom
 
 def hinter_of(data: PromptDataModule) -> Hint:
     rewrite: Any = data.train_dataloader().rewrite
-    hinter = rewrite.func.__self__
+    hinter = rewrite.keywords["rule"]
     assert isinstance(hinter, Hint)
     return hinter
 
@@ -273,7 +273,7 @@ def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> 
 
     longer = fresh(LongAtFirst())
     loader: Any = data.train_dataloader()
-    loader.rewrite = partial(longer.rewrite, writer=loader.rewrite.keywords["writer"])
+    loader.rewrite = partial(loader.rewrite, rule=longer)
     assert {len(prompt.token_ids) for prompt in drawn(data, dict.fromkeys(["train/0"], FAILED))} == {13, 4}
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hand_made import Unshaped
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline
-from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
+from lit_grpo.plugins import GroupBatch, RunFacts, fresh
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
@@ -137,7 +138,7 @@ def test_a_group_in_which_all_earn_the_same_is_learnt_from() -> None:
 def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
     """Bit for bit; and a rollout without another one has what the estimator gives it."""
     gradients = []
-    for rule in (CrossRolloutBaseline(AT), Plugin()):
+    for rule in (CrossRolloutBaseline(AT), Unshaped()):
         groups = ragged_groups()
         fresh(CrossRolloutBaseline(AT)).add_members(GroupBatch(groups, 0, RULE, alone))
         learner, steps = make_learner(plugins=[rule])

@@ -232,5 +232,5 @@ class Mine(Plugin):
 
 
 def test_a_chance_that_is_none_is_told_with_its_prompt() -> None:
-    with pytest.raises(ValueError, match=r"Mine gives the prompt 'a' a chance of 2.0; it must be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"Mine.prompt_chance of prompt 'a' must be from 0 to 1, not 2.0"):
         PromptChooser(Mine(), 0).asks(Prompt("a", (1,), ""))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_made import learning_batch, make_module
+from hand_made import Unshaped, learning_batch, make_module
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods import make_plugins
@@ -109,7 +109,7 @@ def test_statistics_are_of_the_kept_or_of_the_group() -> None:
     assert kept[0][0] == round(half, 4) and list(kept[0].values()) == [round(half, 4), round(-half, 4)]
     assert kept[1].keys() == {1, 3} and list(kept[2].values()) == [0.0, 0.0]
     whole = [known(values) for values in advantages(MaxVariance(2, statistics="group"), groups)]
-    everyone = [known(values) for values in advantages(Plugin(), groups)]
+    everyone = [known(values) for values in advantages(Unshaped(), groups)]
     for part, all_of_it in zip(whole, everyone, strict=True):
         assert part == {place: all_of_it[place] for place in part} and len(part) == 2
 
@@ -118,7 +118,7 @@ def test_statistics_are_of_the_kept_or_of_the_group() -> None:
 def test_the_extremes_of_a_batch_may_all_be_of_one_group(ranks: int) -> None:
     groups = groups_of([1.0] + [0.0] * 7, [0.5] * 8, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     found = advantages(D3S(2), groups, ranks)
-    whole = advantages(Plugin(), groups)
+    whole = advantages(Unshaped(), groups)
     flat, picked = (list(itertools.chain(*lists)) for lists in (whole, found))
     kept = [value for value in picked if value == value]
     assert len(kept) == 2 * 3
@@ -153,7 +153,7 @@ def test_the_members_of_the_highest_mean_entropy_are_kept() -> None:
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [0.0, 1.0, math.nan, 1.0, 0.0])
     with_entropies(groups, [0.1, 0.3, 0.2, 0.3, 0.25], [0.9, 0.1, 5.0, 0.3, 0.2])
     found = advantages(MaxEntropy(2), groups)
-    everyone = advantages(Plugin(), groups)
+    everyone = advantages(Unshaped(), groups)
     assert [list(known(values)) for values in found] == [[1, 3], [0, 3]]  # not the one without a reward
     for part, whole in zip(found, everyone, strict=True):
         assert known(part).items() <= known(whole).items()

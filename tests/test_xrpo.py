@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import random_groups
+from hand_made import Unshaped, random_groups
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 from test_loop import prompts
 from test_rounds import PASSES, SAMPLING, Marked, mark
 
 from lit_grpo.budgets.history import Record, Tally
 from lit_grpo.methods.xrpo import Novelty, UncertainMore
-from lit_grpo.plugins import Plugin
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import RoundScheduler
@@ -146,7 +145,7 @@ def test_the_gradient_is_that_of_the_sharpened_advantages(name: str) -> None:
 
 def test_a_weight_of_zero_is_grpo_to_the_last_bit() -> None:
     gradients = []
-    for rule in (Plugin(), Novelty(weight=0.0), Novelty(most=0.0)):
+    for rule in (Unshaped(), Novelty(weight=0.0), Novelty(most=0.0)):
         learner, steps = make_learner(plugins=[rule])
         learner.learn(ragged_groups())
         gradients.append(steps.gradients[0])

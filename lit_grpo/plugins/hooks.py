@@ -457,7 +457,7 @@ class OldLogprobs(Form):
             stale_T = logprobs_T.isnan() & (
                 (completion.versions_T[completion.trained_T] != batch.version) | several_steps
             )
-            if rollout.kept and stale_T.any():
+            if rollout.kept and not rollout.learnt and stale_T.any():
                 why = (
                     "there are several steps on the batch"
                     if several_steps
