@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -300,9 +300,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("validate", {"loss": "low"}, "gives 'loss' the value 'low'"),
     ("on_step", [REQUESTS[0]], "return a lit_grpo.plugins.Answer or None"),
     ("on_turn", True, "return a lit_grpo.plugins.Answer or None"),
-    ("on_completion", Answer(submit=[KEYS[0]]), "an Answer with submit .*give a sequence of Requests"),
-    ("on_group", Answer(drop=[REQUESTS[0]]), "an Answer with drop .*give a sequence of keys of requests"),
-    ("on_idle", Answer(hold="data/0"), "an Answer with hold 'data/0'"),
+    ("on_completion", Answer(submit=cast(Any, [KEYS[0]])), "an Answer with submit .*give a sequence of Requests"),
+    ("on_group", Answer(drop=cast(Any, [REQUESTS[0]])), "an Answer with drop .*give a sequence of keys of requests"),
+    ("on_idle", Answer(hold=cast(Any, "data/0")), "an Answer with hold 'data/0'"),
     ("on_requests", None, "return those of the requests it is given"),
     ("on_requests", [replace(REQUESTS[0], path=(9,))], "return those of the requests it is given"),
     ("observes", 4, "return a lit_grpo.plugins.ObservationPoint or None"),

@@ -253,7 +253,8 @@ class Instance(Form):
         if value is None and self.optional:
             return None
         kind = _of_path(self.path)
-        for one in value if self.many and _is_list(value) else [value]:
+        items: Any = value if self.many and _is_list(value) else [value]
+        for one in items:
             if not isinstance(one, kind) or (self.many and not _is_list(value)):
                 kind_of, none = "a sequence of" if self.many else "a", " or None" if self.optional else ""
                 raise ValueError(f"{call} returns {_shown(value)}; return {kind_of} {self.path}{none}.")
@@ -526,7 +527,10 @@ class Shaped(Form):
 
 @dataclass(frozen=True)
 class Candidates(Form):
-    """By completion ids and values of K tokens at each place; a completion may be missing."""
+    """By completion ids and values of K tokens at each place, perhaps with a value of all other tokens after these.
+
+    A completion may be missing.
+    """
 
     ids: Numbers = Numbers("ids", "int64", Limit(ge=0))
     values: Numbers = Numbers("values", "float32", Limit(), nan=True)
@@ -534,20 +538,20 @@ class Candidates(Form):
     def read(self, call: Call, value: Any) -> dict[Any, tuple[torch.Tensor, torch.Tensor]] | None:
         if value is None:
             return None
-        read, widths = dict[Any, Any](), dict[Any, int]()
+        read, shapes = dict[Any, Any](), list[tuple[int, int]]()
         for rollout in call.arguments[0].rollouts:
-            key = rollout.completion.request.key
+            key, number = rollout.completion.request.key, rollout.completion.num_trained
             if (pair := _by_key(call, value).get(key)) is None:
                 continue
             if not _is_list(pair) or len(pair) != 2 or len(getattr(pair[0], "shape", ())) != 2:
                 raise ValueError(
                     f"{call} gives {_row(rollout)} {_shown(pair)}; give two tensors, ids and values of K tokens."
                 )
-            widths[key] = pair[0].shape[1]
-            shape, each = (rollout.completion.num_trained, next(iter(widths.values()))), "K tokens at each place"
+            width = pair[0].shape[1]
+            shapes.append((width, width + (tuple(getattr(pair[1], "shape", ())) == (number, width + 1))))
             read[key] = tuple(
-                form.read(call, one, shape, _row(rollout), each)
-                for form, one in zip((self.ids, self.values), pair, strict=True)
+                form.read(call, one, (number, columns), _row(rollout), "K tokens at each place")
+                for form, one, columns in zip((self.ids, self.values), pair, shapes[0], strict=True)
             )
         return read
 

@@ -204,6 +204,10 @@ class Plugin(Listener):
                     for values, group in zip(advantages, batch.groups)
                 ]
 
+    What a hook returns is read in one place (:mod:`lit_grpo.plugins.hooks`): another shape, dtype or range than the
+    hook says is refused, with the names of plug-in, hook and row. A plug-in that overrides no hook is refused too, and
+    one with a public method whose name is nearly that of a hook.
+
     Some hooks decide something that only one plug-in of a run may decide; :data:`DECISIONS` lists them. A batch passes
     the hooks of the update in this order: rollouts are chosen (:meth:`choose_rollouts`), the run's estimator compares
     their rewards, their advantages change (:meth:`shape_advantages`), some are left out by comparison with the whole
@@ -506,7 +510,7 @@ class Plugin(Listener):
             several_steps: Whether there are several: the policy of the later passes is another one.
 
         Returns:
-            None if all log-probs are those of the pass that trains on the token.
+            None if all log-probs are those of the pass that trains on the token; a completion that is missing has NaN.
         """
         return None
 
@@ -583,7 +587,10 @@ class Plugin(Listener):
         return sampled_logprobs_N
 
     def token_metrics(self, tokens: Tokens) -> Mapping[str, torch.Tensor]:
-        """Return values of a micro-batch's tokens by name, shape N, whose means over all tokens are logged."""
+        """Return values of a micro-batch's tokens by name, shape N, whose means over all tokens are logged.
+
+        A value of another shape is refused: a scalar says nothing of how many tokens it stands for.
+        """
         return {}
 
     def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
@@ -609,7 +616,8 @@ class Plugin(Listener):
             version: Of the policy that takes the step.
 
         Returns:
-            Float32, shape ``num_trained`` of each completion.
+            Finite numbers of 0 or more, shape ``num_trained`` of each completion; a negative one would turn the
+            gradient.
         """
         return None
 

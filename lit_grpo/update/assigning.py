@@ -95,8 +95,13 @@ def give_ce_weights(plugin: Plugin, batch: LearningBatch, source: int) -> None:
         rollout.ce_weights, rollout.ce_source = weights_T, source
 
 
-def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
+def give_candidates(plugin: Plugin, batch: LearningBatch, num_ids: int) -> tuple[str, ...]:
     """Give the tokens of all rollouts their candidates; return the names of the columns, none if there are none.
+
+    Args:
+        plugin: Names them.
+        batch: Of this rank.
+        num_ids: Size of the policy's vocabulary.
 
     Raises:
         ValueError: The plug-in does not return as many ids and values for each token that is trained on.
@@ -104,21 +109,22 @@ def give_candidates(plugin: Plugin, batch: LearningBatch) -> tuple[str, ...]:
     named, name = ask(plugin, "candidate_tokens", batch), type(plugin).__name__
     if named is None:
         return ()
-    widths = [(ids_TK.shape[1], values_TK.shape[-1]) for ids_TK, values_TK in named.values()]
+    widths = [(ids_TK.shape[1], values_TL.shape[1]) for ids_TK, values_TL in named.values()]
     width, num_values = max((each for of_rank in batch.all_gather(widths) for each in of_rank), default=(0, 0))
     for rollout in batch.rollouts if width else ():
         completion, number = rollout.completion, rollout.completion.num_trained
         shape, shape_of_values = (number, width), (number, width + (num_values == width + 1))
         none = torch.zeros(shape, dtype=torch.int64), torch.full(shape_of_values, math.nan)
-        ids_TK, values_TK = named.get(completion.request.key, none)
-        if ids_TK.shape != shape or values_TK.shape != shape_of_values:
+        ids_TK, values_TL = named.get(completion.request.key, none)
+        of = f"{name}.candidate_tokens gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r}"
+        if (ids_TK.shape, values_TL.shape) != (shape, shape_of_values):
             raise ValueError(
-                f"{name}.candidate_tokens gives sample {completion.request.path} of prompt "
-                f"{rollout.prompt.prompt_id!r} ids of shape {tuple(ids_TK.shape)} and values of shape "
-                f"{tuple(values_TK.shape)}; give both the shape {shape}, a row for each token that is trained on, and "
-                "values of all completions one column more if they are of the other tokens too."
+                f"{of} ids of shape {tuple(ids_TK.shape)} and values of shape {tuple(values_TL.shape)}; on all ranks give "
+                f"the shapes {shape} and {shape_of_values}."
             )
-        rollout.columns |= dict(zip(OF_CANDIDATES, (ids_TK, values_TK), strict=True))
+        if ids_TK.numel() and ids_TK.max() >= num_ids:
+            raise ValueError(f"{of} the id {int(ids_TK.max())}; the policy has ids from 0 to {num_ids - 1}.")
+        rollout.columns |= dict(zip(OF_CANDIDATES, (ids_TK, values_TL), strict=True))
     return OF_CANDIDATES if width else ()
 
 

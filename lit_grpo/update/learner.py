@@ -209,7 +209,7 @@ class Learner:
         assign_advantages(batch, passes, self.history)
         named = tuple(columns)
         if (plugin := settings.plugin("candidate_tokens")) is not None:
-            named += give_candidates(plugin, batch)
+            named += give_candidates(plugin, batch, self.policy.config.get_text_config().vocab_size)
         self.history.note(rewards.visits(groups, settings.pass_rule, version))
         return batch, named
 
