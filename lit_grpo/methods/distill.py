@@ -87,8 +87,8 @@ class Distill(TeacherPlugin):
         super().on_train_start(run)
         if self.teacher is not None and self.top_k > self.teacher.num_tokens:
             raise ValueError(
-                f"rollout.plugins Distill: top_k is {self.top_k}, and the teacher knows {self.teacher.num_tokens} tokens; "
-                "lower it."
+                f"rollout.plugins Distill: top_k is {self.top_k}, and the teacher knows {self.teacher.num_tokens} "
+                "tokens; lower it."
             )
 
     def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None] | None:

@@ -33,8 +33,9 @@ class LoraSettings:
     target_modules: list[str] | str = "all-linear"
     """Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or of a module or
     parameter that holds all experts of a layer (``experts``); or a regular expression of whole names. ``all-linear`` is
-    all linear layers except the head and those that no adapter can be trained on, such as ``out_proj`` of Mamba2; ``peft-default`` is what peft takes for the policy's family if no names are
-    given, often q_proj and v_proj alone. An adapter of the head or the embedding unties the two.
+    all linear layers except the head and those on which no adapter can be trained, such as ``out_proj`` of Mamba 2;
+    ``peft-default`` is what peft takes for the policy's family if no names are given, often q_proj and v_proj alone. An
+    adapter of the head or the embedding unties the two.
     """
     rslora: bool = False
     """Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732)."""

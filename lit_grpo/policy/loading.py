@@ -413,8 +413,8 @@ def _check_kept(model: PreTrainedModel) -> None:
     for name in PolicyWeights(model).names:
         if name not in known and not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(
-                f"model.policy has the weight {name}, which a {type(bare).__name__} made from its config lacks, so that "
-                "its export could not be opened again; delete the weight from the model before training."
+                f"model.policy has the weight {name}, which a {type(bare).__name__} made from its config lacks, so "
+                "that its export could not be opened again; delete the weight from the model before training."
             )
 
 

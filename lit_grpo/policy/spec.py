@@ -146,7 +146,7 @@ class PolicySpec:
         return PolicyWeights(self.module, merged, dtype)
 
     def save_skeleton(self, folder: Path) -> None:
-        """Save configuration and, in :data:`TOKENIZER`, tokenizer for an engine to start from; weights are sent later."""
+        """Save configuration and, in :data:`TOKENIZER`, tokenizer for an engine; the weights are sent to it later."""
         wrapper: Any = self.module
         bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
         save_settings(bare, folder)
