@@ -193,8 +193,8 @@ def check_epoch(trainer: pl.Trainer) -> None:
         ValueError: It is.
     """
     interval, length = _interval(trainer), epoch_length(trainer)
-    counts_in_epochs = trainer.check_val_every_n_epoch is not None and isinstance(interval, int)
-    if length is not None and counts_in_epochs and interval > length:
+    in_epochs = trainer.check_val_every_n_epoch is not None
+    if length is not None and in_epochs and isinstance(interval, int) and interval > length:
         raise ValueError(
             f"trainer.val_check_interval is {interval}, but with trainer.check_val_every_n_epoch it counts the batches "
             f"of one epoch, which has {length}; give at most {length}, or leave check_val_every_n_epoch out, so that "
