@@ -119,8 +119,8 @@ def give_candidates(plugin: Plugin, batch: LearningBatch, num_ids: int) -> tuple
         of = f"{name}.candidate_tokens gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r}"
         if (ids_TK.shape, values_TL.shape) != (shape, shape_of_values):
             raise ValueError(
-                f"{of} ids of shape {tuple(ids_TK.shape)} and values of shape {tuple(values_TL.shape)}; on all ranks give "
-                f"the shapes {shape} and {shape_of_values}."
+                f"{of} ids of shape {tuple(ids_TK.shape)} and values of shape {tuple(values_TL.shape)}; on all ranks "
+                f"give the shapes {shape} and {shape_of_values}."
             )
         if ids_TK.numel() and ids_TK.max() >= num_ids:
             raise ValueError(f"{of} the id {int(ids_TK.max())}; the policy has ids from 0 to {num_ids - 1}.")
