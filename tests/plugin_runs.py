@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -132,7 +132,7 @@ class Talk:
 def save_policies(folder: Path) -> None:
     """Save the policies of the runs, once: their tokenizer has a chat template, and one of them has routers."""
     torch.manual_seed(5)
-    config: Any = transformers.Qwen3MoeConfig(
+    config: Any = cast("Any", transformers.Qwen3MoeConfig)(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6, num_experts_per_tok=2,
         max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=0,
