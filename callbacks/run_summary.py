@@ -186,7 +186,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
         **_plugins(trainer),
         **_shared(trainer),
         **_rate(module),
-        **_rows(module),
+        **_counter(module),
         "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
     }
 
@@ -203,7 +203,7 @@ def _shared(trainer: pl.Trainer) -> dict[str, str]:
     return {"held out": f"{shared}, so pass@1 tells nothing of new prompts; {REMEDY}"} if shared else {}
 
 
-def _rows(module: GRPOModule) -> dict[str, str]:
+def _counter(module: GRPOModule) -> dict[str, str]:
     """Return a line on the counter of updates, if it rises by more than 1 from one row of the metrics to the next."""
     steps = module.settings.updates_per_batch
     if steps == 1:

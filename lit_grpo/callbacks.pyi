@@ -8,5 +8,6 @@ from callbacks import RolloutTimeline as RolloutTimeline
 from callbacks import RunCheckpoint as RunCheckpoint
 from callbacks import RunSummary as RunSummary
 from callbacks import SampleLogger as SampleLogger
+from callbacks import SavedByRun as SavedByRun
 from callbacks import ThroughputMonitor as ThroughputMonitor
 from callbacks import WeightSync as WeightSync

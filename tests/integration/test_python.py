@@ -307,7 +307,7 @@ def test_an_own_trainer_saves_with_a_checkpoint_of_the_users_and_finds_best_and_
         sources: Any = {"train": ROWS, "validation": ROWS, "test": ROWS}
         module = GRPOModule(
             str(policy_folder),
-            rewards=listed(digits),
+            rewards=cast(Any, listed(digits)),
             num_generations=2,
             sampling=SamplingParams(max_tokens=3),
             pass_threshold=0.0,
