@@ -16,7 +16,7 @@ from lit_grpo.methods.arpo import ARPO
 from lit_grpo.methods.eptree import EPTree
 from lit_grpo.plugins import Answer, Listener, RunFacts, fresh
 from lit_grpo.rollout.session import RolloutSession
-from lit_grpo.types import Completion, Request, RolloutGroup, SamplePath
+from lit_grpo.types import Completion, Request, RolloutGroup, SamplePath, alone
 
 
 def rewards_of(group: RolloutGroup) -> dict[SamplePath, Any]:
@@ -171,7 +171,7 @@ def test_arpo_branches_with_an_environment(kind: type[Counting]) -> None:
         guesses = [int(message["tool_calls"][0]["function"]["arguments"]["number"]) for message in _calls(completion)]
         assert completion.episode is not None and completion.episode.reward is not None
         assert completion.episode.reward % 100 == sum(guesses) and len(guesses) == 3
-    assert brancher.metrics(list)["rollout/branched_share"] == 5 / 7
+    assert brancher.metrics(alone)["rollout/branched_share"] == 5 / 7
 
 
 def _calls(completion: Completion) -> list[dict[str, Any]]:

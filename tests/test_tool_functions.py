@@ -231,7 +231,7 @@ def test_functions_that_set_signals_are_refused_before_the_run() -> None:
         worker_of(tools=[alarmed])
     with pytest.raises(ValueError, match="environment Alarmed sets a signal or an alarm in __enter__, which"):
         worker_of(Alarmed)
-    with pytest.raises(ValueError, match=f"reward function 'score' {why} threads; leave it out, because reward"):
+    with pytest.raises(ValueError, match=f"reward function 'score' {why} threads; leave it out, or give it as a path"):
         load_rewards([_score()])
     assert sets_signals(guarded) is None  # it looks itself
     assert sets_signals(functools.partial(logged(alarmed), key="a")) == "limit"

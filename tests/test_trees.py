@@ -24,7 +24,7 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import OBSERVED, Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
+from lit_grpo.types import OBSERVED, Completion, Key, Prompt, Request, RolloutGroup, SamplingParams, alone
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.plugin import LearningBatch
 
@@ -97,7 +97,7 @@ def test_trees_fork_at_their_least_likely_tokens(settings: EPTree, num_slots: in
     saved = sum(begun_with.values())
     assert stats.num_tokens == sum(each.num_tokens for each in found.values()) - saved
     expected = {"rollout/branched_share": len(begun_with) / len(found), "rollout/branched_tokens_saved": saved}
-    assert worker.metrics(list) == pytest.approx(expected) and saved > 0
+    assert worker.metrics(alone) == pytest.approx(expected) and saved > 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -155,8 +155,8 @@ def test_paths_divide_after_segments_up_to_the_width(size: int, width: int, segm
             if len(key[2]) > 1:
                 parent = members[(*key[:2], key[2][:-1])]
                 assert common(completion, parent) >= segment or key in filled(members, segment)
-    assert (worker.metrics(list)["rollout/branched_tokens_saved"] > 0) == (width > size)
-    saved = worker.metrics(list)["rollout/branched_tokens_saved"]
+    assert (worker.metrics(alone)["rollout/branched_tokens_saved"] > 0) == (width > size)
+    saved = worker.metrics(alone)["rollout/branched_tokens_saved"]
     assert stats.num_tokens == sum(each.num_tokens for each in found.values()) - saved
 
 
@@ -253,7 +253,7 @@ def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: An
     fresh_ones = {key for key in found if len(key[2]) > 1} - branched
     assert expected.keys() == branched and len(branched) > 3
     assert all(len(members) == 32 for members in by_prompt(found).values()) and fresh_ones
-    assert len(branched) / len(found) == pytest.approx(worker.metrics(list)["rollout/branched_share"])
+    assert len(branched) / len(found) == pytest.approx(worker.metrics(alone)["rollout/branched_share"])
 
 
 def test_turns_that_all_have_room_branch_alike_in_any_slots(collect: Any) -> None:

@@ -69,12 +69,12 @@ class RewardSpec:
     """
 
     def __post_init__(self) -> None:
+        check_fields(self, f"reward function {self.path!r}: ")
         if not isinstance(self.function, str) and not callable(self.function):
             raise ValueError(
                 f"the reward {self.function!r} is no function, path or RewardSpec; give one of these, or a mapping "
                 'such as {"function": score, "weight": 0.1}.'
             )
-        check_fields(self, f"reward function {self.path!r}: ")
         if self.name == "":
             raise ValueError(f"the name of reward function {self.path!r} is empty; leave it out for the default name.")
 

@@ -83,12 +83,16 @@ def sections() -> tuple[Section, ...]:
 
 
 def explain(name: str) -> tuple[Section, Metric] | None:
-    """Return the section and the meaning of a logged metric; None for a user's own metric."""
+    """Return the section and the meaning of a logged metric; None for a user's own metric.
+
+    One of a plug-in that acts on some data sets may stand under their names, as in ``datasets/sums/copo/local``.
+    """
     for section in sections():
         for metric in section.metrics:
             if metric.covers(name):
                 return section, metric
-    return None
+    beginning, *parts = name.split("/")
+    return explain("/".join(parts[1:])) if beginning == "datasets" and len(parts) > 2 else None
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
