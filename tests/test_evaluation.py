@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lit_grpo.tools.evaluation.figures import Pass, compare
 from lit_grpo.tools.evaluation.harness import adds_special_tokens, make_task
 from lit_grpo.tools.evaluation.held_out import SamplingPass, Scored
 from lit_grpo.tools.evaluation.intervals import paired_p, percentile_interval, resampled, wilson
+from lit_grpo.tools.evaluation.picture import draw
 from lit_grpo.tools.evaluation.policies import find_policies
 from lit_grpo.tools.evaluation.result import Conditions, Result
 from lit_grpo.tools.evaluation.side_by_side import side_by_side
@@ -59,6 +61,23 @@ def test_wilsons_interval_is_that_of_newcombes_table(correct: int, rows: int, lo
     """Statistics in Medicine 17 (1998) 857-872, table I, method 3."""
     assert wilson(correct, rows) == pytest.approx((low, high), abs=5e-5)
     assert wilson(rows - correct, rows) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+def test_every_proportion_lies_in_its_interval() -> None:
+    for rows in range(1, 2001):
+        for correct in {0, 1, rows // 3, rows - 1, rows}:
+            low, high = wilson(correct, rows)
+            assert 0 <= low <= correct / rows <= high <= 1, (correct, rows)
+
+
+@pytest.mark.parametrize("digits", ["000", "111", "1" * 100, "1" * 1319, "10" * 7, "0"])
+def test_figures_lie_in_their_intervals(digits: str) -> None:
+    for number in (1, 3):
+        rows = Pass(passed(*(digit * number for digit in digits)), number, () if number == 1 else (1, 2))
+        for name, (value, low, high) in rows.figures().items():
+            assert low <= value <= high, name
+    low, high = compare(rows, rows)[1:3]
+    assert low <= 0 <= high
 
 
 def test_the_bootstrap_draws_all_resamples_equally_often() -> None:
@@ -302,6 +321,31 @@ def test_the_files_of_an_evaluation(tmp_path: Path) -> None:
     assert "<script" not in page and "\x1b" not in page and "Correct in the first policy, wrong in the last: 1" in page
     if "evaluation.svg" in files:
         assert "greedy accuracy" in (tmp_path / "evaluation.svg").read_text()
+
+
+@pytest.mark.parametrize("name", [r"a$\frac$b", "$x_$", "_hidden", "a" * 300, "ä\u202eb", "<b>&amp;"])
+def test_a_name_is_drawn_as_it_stands(name: str) -> None:
+    pytest.importorskip("matplotlib")
+    result = result_of(passed("0", "0", "0", greedy=True), passed("1", "1", "1", greedy=True))
+    picture = draw({name: result.figures["a"], "b": result.figures["b"]})
+    assert escape(name, quote=False) in picture
+
+
+@pytest.mark.parametrize("part", ["draw", "side_by_side"])
+def test_figures_are_there_where_a_picture_or_a_page_fails(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def fails(*_: object) -> str:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr(f"lit_grpo.tools.evaluation.result.{part}", fails)
+    lost = {"draw": "evaluation.svg", "side_by_side": "side_by_side.html"}[part]
+    with pytest.warns(UserWarning, match=rf"^{lost} could not be made \(RuntimeError: no font\); .* in \w+\.json"):
+        files = result_of(passed("0", greedy=True), passed("1", greedy=True)).write(tmp_path)
+    assert set(files) == {path.name for path in tmp_path.iterdir()}
+    assert {"completions.jsonl", "evaluation.json"} < set(files) and lost not in files
 
 
 def test_rows_that_differ_stand_first() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters that change a terminal's cursor, colours, clipboard or text direction."""
@@ -41,6 +43,20 @@ def error_text(error: BaseException) -> str:
     """Return an error's type and the first line of its message."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
+
+
+@contextmanager
+def may_fail(what: str, instead: str) -> Iterator[None]:
+    """Continue with one warning if a picture or a page cannot be made: what it shows is kept elsewhere already.
+
+    Args:
+        what: The file that is made.
+        instead: Where its content is, as in ``its figures are in evaluation.json``.
+    """
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{what} could not be made ({error_text(error)}); {instead}.", stacklevel=3)
 
 
 def on_one_line(text: str) -> str:

@@ -29,7 +29,7 @@ from lit_grpo.tools.evaluation.answers import Answers, find_answers
 from lit_grpo.tools.evaluation.harness import HarnessTask, adds_special_tokens, make_task
 from lit_grpo.tools.evaluation.held_out import Collector, HeldOutRows, SamplingPass, Scored
 from lit_grpo.tools.evaluation.policies import PolicySource, find_policies
-from lit_grpo.tools.evaluation.result import Conditions, Result
+from lit_grpo.tools.evaluation.result import Conditions, Result, write_completions
 from lit_grpo.training.run_folder import RunFolder
 from lit_grpo.types import RolloutGroup
 
@@ -249,6 +249,8 @@ class EvaluateCLI(LikeFitCLI):
                 "checkpoint": None if candidate.source.checkpoint is None else str(candidate.source.checkpoint),
             }
             completions[name] = _completions(candidate, self._split, self._passes, self._answers)
+            if self._options.output is not None:
+                write_completions(self._options.output, completions)
             number = sum(map(len, completions[name]))
             say(f"{name}: {counted(number, 'completion')} in {time.monotonic() - began:.1f} s", flush=True)
             self.model = self.trainer = self.datamodule = self.config_init = cast(Any, None)  # frees the policy

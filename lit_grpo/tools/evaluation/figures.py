@@ -25,6 +25,11 @@ class Figure(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def within(cls, value: float, low: float, high: float) -> Figure:
+        """Return a figure with an interval that holds it: rounding may have put the value outside of its interval."""
+        return cls(value, min(low, value), max(high, value))
+
 
 @dataclass(frozen=True)
 class RowValues:
@@ -95,9 +100,9 @@ class Pass:
             if not count:
                 figures[name] = Figure(math.nan, math.nan, math.nan)
             elif name.startswith(FRACTIONS) and np.isin(shares_R := row.shares_R, (0.0, 1.0)).all():
-                figures[name] = Figure(total / count, *wilson(float(shares_R.sum()), len(shares_R)))
+                figures[name] = Figure.within(total / count, *wilson(float(shares_R.sum()), len(shares_R)))
             else:
-                figures[name] = Figure(total / count, *percentile_interval(_ratio(sums_SC, place)))
+                figures[name] = Figure.within(total / count, *percentile_interval(_ratio(sums_SC, place)))
         return figures
 
 
@@ -131,9 +136,9 @@ def compare(first: Pass, other: Pass) -> Comparison:
     """Compare correct completions of two policies to the same rows, in the same way of decoding."""
     differences_R = other.num_correct_R - first.num_correct_R
     means_S = resampled(differences_R[:, None] / first.num_samples)[:, 0] / len(differences_R)
+    difference = float(differences_R.mean()) / first.num_samples
     return Comparison(
-        float(differences_R.mean()) / first.num_samples,
-        *percentile_interval(means_S),
+        *Figure.within(difference, *percentile_interval(means_S)),
         p=paired_p(differences_R.tolist()),
         better=int((differences_R > 0).sum()),
         worse=int((differences_R < 0).sum()),

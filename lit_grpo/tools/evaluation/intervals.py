@@ -16,6 +16,8 @@ _AT_A_TIME = 500  # resamples
 def wilson(num_correct: float, num_rows: int) -> tuple[float, float]:
     """Return the 95% score interval of a proportion (Wilson, 1927), without continuity correction.
 
+    The proportion is never outside of its interval, by rounding either.
+
     Args:
         num_correct: Number of rows that count.
         num_rows: Number of all rows, at least 1.
@@ -24,7 +26,7 @@ def wilson(num_correct: float, num_rows: int) -> tuple[float, float]:
     centre = share + z2 / (2 * num_rows)
     half = Z_95 * math.sqrt(share * (1 - share) / num_rows + z2 / (4 * num_rows**2))
     scale = 1 + z2 / num_rows
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    return max(0.0, min(share, (centre - half) / scale)), min(1.0, max(share, (centre + half) / scale))
 
 
 def resampled(columns_RC: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:

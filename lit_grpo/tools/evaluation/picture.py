@@ -24,7 +24,8 @@ def draw(figures: Mapping[str, Mapping[str, Mapping[str, Figure]]]) -> str:
 
     first = next(iter(figures.values()))
     rows = [(how, name) for how, named in first.items() for name in named if name.startswith(CORRECT)]
-    with matplotlib.rc_context({"svg.hashsalt": "evaluation", "svg.fonttype": "none"}):
+    plain = {"svg.hashsalt": "evaluation", "svg.fonttype": "none", "text.parse_math": False}  # a name may have two $
+    with matplotlib.rc_context(plain):
         drawing = Drawing(figsize=(7, 1.2 + 0.45 * len(rows) + 0.12 * len(rows) * len(figures)), layout="constrained")
         axes: Any = drawing.subplots()
         for place, (policy, by_way) in enumerate(figures.items()):
@@ -37,7 +38,9 @@ def draw(figures: Mapping[str, Mapping[str, Mapping[str, Figure]]]) -> str:
             ]
             heights = [number + shift for number in range(len(rows))]
             colour = COLOURS[place % len(COLOURS)]
-            axes.errorbar(shown, heights, xerr=errors, fmt="o", ms=5, capsize=3, color=colour, label=policy)
+            axes.errorbar(
+                shown, heights, xerr=errors, fmt="o", ms=5, capsize=3, color=colour, label=f" {policy}"
+            )  # a legend leaves out what begins with _
         axes.set_yticks(range(len(rows)), [f"{how} {name}" for how, name in rows])
         axes.invert_yaxis()
         axes.set_xlim(-2, 102)

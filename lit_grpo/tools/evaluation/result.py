@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lit_grpo.faults import json_line
 from lit_grpo.process.files import replace_file
-from lit_grpo.process.terminal import counted
+from lit_grpo.process.terminal import counted, may_fail
 from lit_grpo.tools.evaluation.figures import FRACTIONS, Comparison, Figure, Pass, compare
 from lit_grpo.tools.evaluation.held_out import SamplingPass, Scored
 from lit_grpo.tools.evaluation.picture import draw
@@ -138,20 +138,26 @@ class Result:
         return said + self.conditions.sentences()
 
     def write(self, folder: Path) -> list[str]:
-        """Write the files of :mod:`lit_grpo.tools.evaluation`; return their names."""
-        lines = [one.line() for by_pass in self.completions.values() for rows in by_pass for one in rows]
-        files: dict[str, str] = {
-            "evaluation.json": json.dumps(json.loads(json_line(self._content())), indent=1, ensure_ascii=False) + "\n",
-            "completions.jsonl": "".join(map(json_line, lines)),
-            "side_by_side.html": side_by_side(
-                {name: by_pass[0] for name, by_pass in self.completions.items()}, self.conditions.sentences()[0]
-            ),
-        }
-        if find_spec("matplotlib") is not None:
-            files["evaluation.svg"] = draw(self.figures)
-        for name, text in files.items():
+        """Write the files of :mod:`lit_grpo.tools.evaluation`; return their names.
+
+        The completions and the figures come first. If the page or the picture cannot be made, a warning says why.
+        """
+        write_completions(folder, self.completions)
+        written = ["completions.jsonl"]
+
+        def write(name: str, text: str) -> None:
             replace_file(folder / name, text.encode("utf-8", "backslashreplace"))
-        return list(files)
+            written.append(name)
+
+        content = json.loads(json_line(self._content()))
+        write("evaluation.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        with may_fail("side_by_side.html", "the completions are in completions.jsonl"):
+            greedy = {name: by_pass[0] for name, by_pass in self.completions.items()}
+            write("side_by_side.html", side_by_side(greedy, self.conditions.sentences()[0]))
+        if find_spec("matplotlib") is not None:
+            with may_fail("evaluation.svg", "its figures are in evaluation.json"):
+                write("evaluation.svg", draw(self.figures))
+        return written
 
     def _content(self) -> dict[str, Any]:
         """Return the content of ``evaluation.json``."""
@@ -180,6 +186,17 @@ class Result:
                 for name, by_way in self.comparisons.items()
             ],
         }
+
+
+def write_completions(folder: Path, completions: Mapping[str, Sequence[Sequence[Scored]]]) -> None:
+    """Write the completions of the policies that have been evaluated so far.
+
+    Args:
+        folder: The folder of the files.
+        completions: For each policy by name, the completions of each pass.
+    """
+    lines = [json_line(one.line()) for by_pass in completions.values() for rows in by_pass for one in rows]
+    replace_file(folder / "completions.jsonl", "".join(lines).encode("utf-8", "backslashreplace"))
 
 
 def _cell(name: str, figure: Figure) -> str:
