@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ import yaml
 from conftest import random_policy, save_tokenizer
 from huggingface_hub import ModelCard, constants
 from made_runs import make_run
+from markdown_it import MarkdownIt
 from transformers import AutoModelForCausalLM
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
@@ -111,6 +114,49 @@ def test_a_card_shows_hostile_samples_and_does_not_obey_them(run: Path) -> None:
     assert any("# Not a heading" in block for _, block in blocks)
     outside = re.sub(r"^(`{3,})\w+\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
     assert "Not a heading" not in outside and "<script" not in outside and "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    "text", ["<img src=x onerror=alert(1)>", "[x](javascript:y)", "`a` *b* _c_ | $d$ & #", "x;touch y"]
+)
+def test_a_card_shows_texts_of_others_as_they_stand(
+    text: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base").rename(base := tmp_path / text.replace("/", ""))
+    (base / "README.md").write_text(
+        yaml.safe_dump({"license": "other", "license_name": text}, explicit_start=True) + "---\n"
+    )
+    told = yaml.safe_load((run / "config.yaml").read_text())
+    told["model"] |= {"policy": str(base), "dtype": text, "rewards": [{"function": text, "name": text}]}
+    (run / "config.yaml").write_text(yaml.safe_dump(told))
+    main([str(run), "--gguf", "none"])
+    text_of_card = ModelCard.load(run / "finished" / "README.md").text
+    page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(text_of_card)
+    shown = html.unescape(re.sub(r"<[^>]*>", "", page))
+    assert shown.count(text) >= 3, shown  # the dtype, the reward's name and function, the licence
+    assert re.findall(r"<(?:img src=x|a|em)\b", page.replace('<img src="curves.png"', "")) == []
+
+
+def test_a_folders_name_that_is_no_models_name_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rename(odd := run.with_name("x;touch y"))
+    said = refused(odd, capsys=capsys)
+    assert "The model's name would be 'x;touch y'; give one of letters" in said and not (odd / "finished").exists()
+    main([str(odd), "--gguf", "f32", "--name", "My model"])
+    assert "llama-cli -m My-model-f32.gguf\n" in (odd / "finished" / "README.md").read_text()
+
+
+def test_files_can_be_read_by_those_who_can_read_the_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run)])
+    for path in (run / "finished").iterdir():
+        assert path.stat().st_mode & 0o777 == (run / "finished").stat().st_mode & 0o666, path
+
+
+def test_a_picture_that_cannot_be_drawn_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    curve(run, reward=[0.0, 1e308, -1e308, 1e308, -1e308])
+    with pytest.warns(UserWarning, match=r"curves\.png could not be made \(.*\); the run's metrics\.csv has"):
+        main([str(run), "--gguf", "none"])
+    assert "curves.png" not in (run / "finished" / "README.md").read_text()
+    assert not (run / "finished" / "curves.png").exists()
 
 
 def test_samples_are_of_the_first_update_and_the_last(run: Path) -> None:
@@ -260,6 +306,27 @@ def test_what_breaks_off_leaves_no_folder(
     monkeypatch.setattr("lit_grpo.tools.finishing.gguf_writer.gguf.GGUFWriter.write_tensor_data", full)
     assert "could not be written (No space left on device), and nothing is left of it" in refused(run, capsys=capsys)
     assert not any("finished" in path.name for path in run.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_what_is_stopped_leaves_no_folder(number: signal.Signals, run: Path) -> None:
+    """After a kill that cannot be caught the next call removes what is left, and makes the folder."""
+    stops = (
+        "import os, sys\n"
+        "from lit_grpo.tools.finishing import command, gguf_writer\n"
+        f"gguf_writer.gguf.GGUFWriter.write_tensor_data = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+        "command.main(sys.argv[1:])\n"
+    )
+    code = subprocess.run([sys.executable, "-c", stops, str(run)], capture_output=True).returncode
+    left = [path for path in run.iterdir() if "finished" in path.name]
+    if number == signal.SIGKILL:
+        assert code == -number and len(left) == 1
+        main([str(run), "--gguf", "none"])
+        left = [path for path in run.iterdir() if path.name.startswith(".")]
+        assert (run / "finished" / "README.md").exists()
+    else:
+        assert code == 128 + number
+    assert left == []
 
 
 def test_a_file_that_is_not_the_policy_is_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,11 +80,13 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
+        rights = stat.S_IMODE(aside.stat().st_mode) & 0o666  # safetensors gives its files to this user alone
         _remove_others(folder, aside)
         for path in sorted(aside.rglob("*")):
             place = folder / path.relative_to(aside)
             if path.is_file():
                 place.parent.mkdir(parents=True, exist_ok=True)
+                path.chmod(rights)
                 path.replace(place)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

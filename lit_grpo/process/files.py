@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from lit_grpo.process.private_folders import PrivateFolder
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -13,6 +17,30 @@ def replace_file(path: Path, data: bytes) -> None:
     with aside.open("xb") as file:
         file.write(data)
     aside.replace(path)
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Give a folder to write to, which becomes ``output`` at the end; an error or an exit leaves nothing of it.
+
+    It stands in a hidden folder beside ``output``. What a killed program has left there is removed by the next program
+    that makes ``output``.
+
+    Args:
+        output: A path that does not exist; its parents are made.
+
+    Raises:
+        OSError: The place cannot be written to, or another program has made ``output`` meanwhile.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = PrivateFolder(f".{output.name}.writing-", str(output.parent))
+    try:
+        folder = aside.path / output.name
+        folder.mkdir()
+        yield folder
+        folder.rename(output)
+    finally:
+        aside.remove()
 
 
 def cache_folder() -> Path:

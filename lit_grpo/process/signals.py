@@ -8,7 +8,7 @@ import inspect
 import signal
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 _CALLS = ("signal", "alarm", "setitimer")
@@ -21,6 +21,19 @@ def end_with_parent(number: signal.Signals) -> None:
     """Have this process receive a signal when the thread that has started it ends; on Linux, and nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def exit_on_signals() -> None:
+    """Have SIGTERM and SIGHUP end this program as ``sys.exit`` does, so that what it has begun is cleaned up.
+
+    The exit code is that of a shell: 128 plus the number of the signal.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
 
 
 def check_signals(function: Any, what: str, remedy: str) -> None:

@@ -45,6 +45,21 @@ def error_text(error: BaseException) -> str:
     return kind if line == kind else f"{kind}: {line}"
 
 
+def markdown(text: str) -> str:
+    r"""Write a text of others so that Markdown shows it as it stands, on one line: ``[x](y)`` becomes ``\[x\](y)``.
+
+    Punctuation that can begin markup, HTML or a formula is escaped with a backslash (CommonMark 0.31, section 2.4).
+    """
+    text = " ".join(visible(text).replace("\u2028", " ").replace("\u2029", " ").split())
+    return re.sub(r"[\\`*_{}\[\]<>#!|~$&]", r"\\\g<0>", text)
+
+
+def code_span(text: str) -> str:
+    """Write a text of others as code of Markdown, on one line, also in a cell of a table."""
+    text = " ".join(visible(text).replace("`", "'").replace("|", "¦").split())
+    return f"`{text or ' '}`"
+
+
 @contextmanager
 def may_fail(what: str, instead: str) -> Iterator[None]:
     """Continue with one warning if a picture or a page cannot be made: what it shows is kept elsewhere already.

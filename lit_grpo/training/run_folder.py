@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.process.origins import versions
-from lit_grpo.process.terminal import on_one_line
+
+_PART = re.compile(r"\w[\w.+=,@%-]*")
+"""A part of a run's name: commands that name a run need no quotes."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,10 @@ class RunConfig:
     """Name of the W&B project."""
 
     def __post_init__(self) -> None:
-        parts = self.name.split("/")
-        if any(part in ("", ".", "..") or part[0] in ".~" for part in parts) or on_one_line(self.name) != self.name:
+        if not all(_PART.fullmatch(part) for part in self.name.split("/")):
             raise ValueError(
-                f"run.name is {self.name!r}; give a name below run.dir, such as exp1 or exp1/seed0, without control "
-                "characters, whose parts begin neither with a dot nor with a tilde."
+                f"run.name is {self.name!r}; give a name below run.dir, such as exp1 or exp1/seed0, of letters, digits "
+                "and _ . + - = , @ %, whose parts begin with a letter, a digit or _."
             )
         object.__setattr__(self, "dir", str(Path(self.dir).expanduser()))
 

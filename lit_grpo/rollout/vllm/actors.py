@@ -18,9 +18,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util import get_node_ip_address
 
+from lit_grpo.process.private_folders import PrivateFolder
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.process import ServerProcess
-from lit_grpo.rollout.weights.files import PrivateFolder
 
 _ANSWER_S = 10.0  # for an actor that has nothing else to do
 _LOOK_S = 3.0  # for an actor that may be starting

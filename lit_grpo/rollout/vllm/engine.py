@@ -18,6 +18,7 @@ from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import checks_arguments
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
+from lit_grpo.process.private_folders import PrivateFolder
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.vllm.arguments import (
@@ -33,7 +34,6 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
 from lit_grpo.rollout.vllm.streams import EngineRequest
-from lit_grpo.rollout.weights.files import PrivateFolder
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.memory_amount import MemoryAmount

@@ -18,6 +18,7 @@ import torch
 
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.calls import EventLoop
+from lit_grpo.process.private_folders import PrivateFolder
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_on_cpu,
@@ -31,7 +32,7 @@ from lit_grpo.rollout.vllm.arguments import (
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
-from lit_grpo.rollout.weights.files import PrivateFolder, weights_folder, write
+from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from lit_grpo import __version__
-from lit_grpo.process.terminal import visible
+from lit_grpo.process.terminal import code_span, markdown, visible
 from lit_grpo.tools.dashboard.report.folder import RunRecords
 from lit_grpo.tools.finishing import record
 from lit_grpo.tools.finishing.comparison import Cost
@@ -71,13 +72,15 @@ def write_card(run: RunRecords, origin: Origin, contents: Contents) -> str:
         tags=["lit_grpo", _method(run), "reinforcement-learning" if _method(run) == "grpo" else "fine-tuned"],
     )
     parts = [
-        f"# {_plain(contents.name)}",
+        f"# {markdown(contents.name)}",
         _about(run, origin, contents),
         _result(run, contents),
         _use(contents),
         "## Training",
-        _table(("", ""), [*record.data(run), *[(f"Reward {name}", text) for name, text in record.rewards(run)]]),
-        _table(("Setting", ""), record.settings(run)),
+        _table(
+            ("", ""), _as_text([*record.data(run), *[(f"Reward {name}", text) for name, text in record.rewards(run)]])
+        ),
+        _table(("Setting", ""), _as_text(record.settings(run))),
         _samples(run, contents.version),
         _files(contents),
         _limits(run, origin, contents),
@@ -91,7 +94,7 @@ def _method(run: RunRecords) -> str:
 
 
 def _about(run: RunRecords, origin: Origin, contents: Contents) -> str:
-    base = f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})" if origin.hub_id else f"`{_plain(origin.name)}`"
+    base = f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})" if origin.hub_id else code_span(origin.name)
     how = "GRPO" if _method(run) == "grpo" else "supervised fine-tuning"
     which = "the checkpoint with the best held-out score" if contents.checkpoint == "best" else "its last checkpoint"
     lora = " with LoRA, merged into the base's weights here," if contents.has_adapter else ""
@@ -112,7 +115,7 @@ def _result(run: RunRecords, contents: Contents) -> str:
     if contents.has_picture:
         lines.append("![Curves of the run](curves.png)")
     facts = [(name, value) for name, value in record.facts(run) if name != "Policy"]
-    return "\n\n".join([*lines, _table(("The whole run", ""), facts)])
+    return "\n\n".join([*lines, _table(("The whole run", ""), _as_text(facts))])
 
 
 def _use(contents: Contents) -> str:
@@ -125,7 +128,7 @@ def _use(contents: Contents) -> str:
     lines = ["## Use", _fenced("\n".join(code), "python")]
     if contents.gguf:
         name = next(iter(contents.gguf.values()))[0]
-        lines += ["With llama.cpp:", _fenced(f"llama-cli -m {name}", "bash")]
+        lines += ["With llama.cpp:", _fenced(f"llama-cli -m {shlex.quote(name)}", "bash")]
     return "\n\n".join(lines)
 
 
@@ -151,7 +154,7 @@ def _files(contents: Contents) -> str:
     if contents.has_adapter:
         rows.append(("`adapter/`", "the LoRA adapter alone, for peft"))
     for kind, (name, size, cost) in contents.gguf.items():
-        rows.append((f"`{name}`", f"for llama.cpp, {kind}, {size / 1e6:,.1f} MB; {cost_sentence(cost)}"))
+        rows.append((code_span(name), f"for llama.cpp, {kind}, {size / 1e6:,.1f} MB; {cost_sentence(cost)}"))
     return "\n\n".join(["## Files", _table(("File", "Content"), rows)])
 
 
@@ -174,7 +177,7 @@ def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
     if origin.licence:
         told = origin.licence.get("license_name") or origin.licence["license"]
         lines.append(
-            f"The licence is {_plain(told)} ({origin.source}). Licences of data and other parts are not checked."
+            f"The licence is {markdown(told)} ({origin.source}). Licences of data and other parts are not checked."
         )
     else:
         lines.append(
@@ -195,20 +198,20 @@ def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
     return "\n".join(["## Limits", "", *[f"- {line}" for line in lines]])
 
 
+def _as_text(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return rows of others' texts as rows of Markdown."""
+    return [(markdown(name), markdown(value)) for name, value in rows]
+
+
 def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
-    """Return a table of two columns; empty without rows."""
-    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows]
+    """Return a table of two columns; empty without rows.
+
+    Args:
+        head: The heads of the columns.
+        rows: Markdown.
+    """
+    lines = [f"| {name} | {value} |" for name, value in rows]
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines]) if lines else ""
-
-
-def _cell(text: str) -> str:
-    """Make a text safe for a cell, code in backticks aside: markup of data and policies is shown, not obeyed."""
-    text = visible(text).replace("\n", " ")
-    return re.sub(r"[\\|<>\[\]]", lambda found: f"\\{found[0]}" if found[0] != "<" else "&lt;", text)
-
-
-def _plain(text: str) -> str:
-    return visible(text).replace("`", "'").replace("\n", " ")
 
 
 def _shortened(text: Any) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.cli.parsing.sentences import SentenceParser, exit_with
+from lit_grpo.process.signals import exit_on_signals
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +27,7 @@ ABOUT = (
 )
 FORMATS = ("f32", "f16", "bf16", "q8_0", "none")
 DEFAULT = "q8_0"
-_NAME = re.compile(r"[\w.+-]+( [\w.+-]+)*")
+_NAME = re.compile(r"[\w+][\w.+-]*( [\w.+-]+)*")
 _ROOM = 64 * 2**20
 """Bytes for the card, the picture, the tokenizer and what a file system takes."""
 
@@ -59,12 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--push", metavar="OWNER/NAME", help="Send the folder to this repository of the hub.")
     parser.add_argument("--public", action="store_true", help="Let everybody see a repository that --push creates.")
     options = parser.parse_args(arguments)
+    exit_on_signals()
     try:
         _finish(options)
     except ValueError as error:
         exit_with(str(error))
     except OSError as error:
-        exit_with(f"The folder could not be written ({error.strerror or error}), and nothing is left of it; make room.")
+        remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another --output"
+        exit_with(f"The folder could not be written ({error.strerror or error}), and nothing is left of it; {remedy}.")
 
 
 def _finish(options: argparse.Namespace) -> None:
@@ -89,8 +92,12 @@ def _finish(options: argparse.Namespace) -> None:
     kinds = [] if asked == ["none"] else list(dict.fromkeys(asked))
     if "none" in kinds:
         raise ValueError("--gguf has none and other kinds; give one or the other.")
-    if options.name is not None and not _NAME.fullmatch(options.name):
-        raise ValueError(f"--name is {options.name!r}; take letters, digits, spaces and . _ + - for it.")
+    if options.name is None:
+        options.name = options.run.resolve().name
+    if not _NAME.fullmatch(options.name):
+        raise ValueError(
+            f"The model's name would be {options.name!r}; give one of letters, digits, spaces and . _ + - as --name."
+        )
     if kinds and not has_gguf:
         raise ValueError("--gguf needs gguf; install the extra lit_grpo[smollm2], or leave GGUF out with --gguf none.")
     if options.public and options.push is None:
@@ -108,29 +115,29 @@ def _finish(options: argparse.Namespace) -> None:
         said.append("  A GGUF file needs gguf, which the extra lit_grpo[smollm2] installs.")
     print("\n".join([f"The finished model is in {output}.", *said]))
     if hub is not None:
-        print(f"It is on the hub, {'public' if options.public else 'private'} if it was not there before: ", end="")
-        print(hub.push(output))
+        address = hub.push(output)
+        print(f"It is on the hub, {'public' if options.public else 'private'} if it was not there before: {address}")
 
 
 def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: list[str], output: Path) -> list[str]:
     """Write the folder aside and give it its name at the end; return lines about it."""
     from lit_grpo.policy.tokenizers import loading_class
+    from lit_grpo.process.files import new_folder
+    from lit_grpo.process.terminal import may_fail
     from lit_grpo.tools.finishing import record
     from lit_grpo.tools.finishing.card import Contents, cost_sentence, write_card
     from lit_grpo.tools.finishing.comparison import Cost, Reference
     from lit_grpo.tools.finishing.picture import draw_curves
     from lit_grpo.tools.finishing.source import Source
 
-    name = options.name or options.run.resolve().name
+    name = options.name
     source = Source.find(options.run, options.checkpoint, int(run.steps[-1]))
     sizes = {kind: source.gguf_bytes(kind) for kind in kinds}
     _check_room(output, source.num_bytes + sum(sizes.values()) + _ROOM)
     version, num_weights = source.version, source.num_weights
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     said: list[str] = []
-    try:
-        folder = aside / output.name
+    drawn = False
+    with new_folder(output) as folder:
         source.export(folder)
         del source  # its memory is for the models that are compared
         _name_base(folder, origin)
@@ -151,7 +158,8 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             write_gguf(folder, path, kind, name, origin.licence.get("license"))
             files[kind] = path.name, path.stat().st_size, reference.cost(path, kind)
             said.append(f"  {path.name}: {cost_sentence(files[kind][2])}.")
-        drawn = draw_curves(run, folder / "curves.png", version)
+        with may_fail("curves.png", "the run's metrics.csv has the figures"):
+            drawn = draw_curves(run, folder / "curves.png", version)
         contents = Contents(
             name=name,
             version=version,
@@ -164,9 +172,6 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             tokenizer_class=loading_class(str(folder)),
         )
         (folder / "README.md").write_text(write_card(run, origin, contents), encoding="utf-8")
-        folder.rename(output)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     found = record.progress(run, version)
     if found is not None and not found.learnt:
         said.append(f"  {str(found).replace('**', '')}")
