@@ -414,7 +414,7 @@ def test_hostile_answers_to_the_token_are_a_sentence(
     [
         ("/api/validate-yaml", Answer(400, b'"license" must be one of [a]'), "did not accept the model card ("),
         ("/api/validate-yaml", Answer(hangs_up=True), "did not accept the model card ("),
-        ("/api/repos/create", Answer(403, b'{"error": "\x1b[2Jforbidden"}'), "could not be created on"),
+        ("/api/repos/create", Answer(403, b'{"error": "\x1b[2Jforbidden"}'), "(Client error '403 Forbidden'"),
         ("/api/repos/create", Answer(200, b"[]"), "could not be created on"),
         ("/api/models", Answer(404, b"nothing"), "could not be sent to"),
         ("/api/models", Answer(200, b'{"files": 3}'), "could not be sent to"),
