@@ -88,7 +88,6 @@ def _in_a_sentence(what: str, remedy: str = "") -> Iterator[None]:
     except (*of_http, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         told = f"{type(error).__name__} {first_line(error)}" if isinstance(error, LookupError) else first_line(error)
         before = error.__context__
-        while before is not None:  # huggingface_hub asked something else after a refusal: the refusal is the cause
-            told = first_line(before) if isinstance(before, HfHubHTTPError) else told
-            before = before.__context__
+        if isinstance(before, HfHubHTTPError) and not isinstance(error, HfHubHTTPError):
+            told = first_line(before)  # huggingface_hub asked something else after this refusal
         raise ValueError(f"{what} ({told:.300}){remedy}.") from error
