@@ -414,7 +414,7 @@ def test_hostile_answers_to_the_token_are_a_sentence(
     [
         ("/api/validate-yaml", Answer(400, b'"license" must be one of [a]'), "did not accept the model card ("),
         ("/api/validate-yaml", Answer(hangs_up=True), "did not accept the model card ("),
-        ("/api/repos/create", Answer(403, b'{"error": "\x1b[2Jforbidden"}'), "(Client error '403 Forbidden'"),
+        ("/api/repos/create", Answer(403, b'{"error": "\x1b[2Jforbidden"}'), "(403 Forbidden"),
         ("/api/repos/create", Answer(200, b"[]"), "could not be created on"),
         ("/api/models", Answer(404, b"nothing"), "could not be sent to"),
         ("/api/models", Answer(200, b'{"files": 3}'), "could not be sent to"),
@@ -427,6 +427,14 @@ def test_hostile_answers_to_the_folder_are_a_sentence(
     told = refused(run, *PUSH, "--gguf", "none", capsys=capsys)
     assert said in told and f"hf upload {USER}/a-model {run / 'finished'} sends it too" in told and "\x1b" not in told
     assert (run / "finished" / "README.md").exists()
+
+
+def test_a_refusal_is_told_whatever_the_hub_answers_next(
+    run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults |= {"/api/repos/create": Answer(403, b"{}"), "/api/models": Answer(200, b"{}")}
+    assert "could not be created on" in (told := refused(run, *PUSH, "--gguf", "none", capsys=capsys))
+    assert "(403 Forbidden" in told and "KeyError" not in told
 
 
 def test_a_dead_hub_is_a_sentence_at_once(
