@@ -272,7 +272,7 @@ def test_each_mistake_is_a_sentence_and_nothing_is_written(
         ([run, "--checkpoint", "best"], "has no checkpoint"),
         ([run, "--gguf", "q9"], "invalid choice: 'q9'"),
         ([run, "--gguf", "none", "f32"], "--gguf has none and other kinds"),
-        ([run, "--name", "../a"], "--name is '../a'; take letters, digits"),
+        ([run, "--name", "../a"], "The model's name would be '../a'; give one of letters"),
         ([run, "--public"], "--public is about a repository that --push creates"),
         ([run, "--push", "a/b"], "The licence of the base model base is not known, so"),
         ([run, "--push", "a/b/c", "--licence", "mit"], "--push is 'a/b/c', which names no repository"),

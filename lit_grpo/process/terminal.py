@@ -48,10 +48,11 @@ def error_text(error: BaseException) -> str:
 def markdown(text: str) -> str:
     r"""Write a text of others so that Markdown shows it as it stands, on one line: ``[x](y)`` becomes ``\[x\](y)``.
 
-    Punctuation that can begin markup, HTML or a formula is escaped with a backslash (CommonMark 0.31, section 2.4).
+    Punctuation that can begin markup, HTML or a formula is escaped with a backslash (CommonMark 0.31, section 2.4); an
+    underscore within a word is none.
     """
     text = " ".join(visible(text).replace("\u2028", " ").replace("\u2029", " ").split())
-    return re.sub(r"[\\`*_{}\[\]<>#!|~$&]", r"\\\g<0>", text)
+    return re.sub(r"[\\`*{}\[\]<>#!|~$&]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])", r"\\\g<0>", text)
 
 
 def code_span(text: str) -> str:
