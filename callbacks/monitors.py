@@ -100,7 +100,8 @@ class ThroughputMonitor(Observer):
                 prompts += segment.num_tokens if segment.version is None else 0  # said by reset, before an answer
         local = torch.tensor([learnt, prompts, len(rollouts), prefilled])
         learnt, prompts, completions, self._prefilled = module.ranks.sum(local).tolist()
-        self._tokens = float(batch.metrics.get("rollout/tokens", learnt))
+        sampled = batch.metrics.get("rollout/tokens")
+        self._tokens = float(learnt if sampled is None else sampled)
         self._sampled = {"num_tokens": self._tokens + prompts, "num_completions": completions}
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:

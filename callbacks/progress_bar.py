@@ -155,6 +155,8 @@ class GRPOProgressBar(ProgressBar, Listener):
     As a :class:`lit_grpo.plugins.Listener` the callback is told of the steps of rollouts.
     """
 
+    is_core = True
+
     def __init__(self) -> None:
         super().__init__()
         self.is_enabled = True

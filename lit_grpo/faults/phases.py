@@ -32,6 +32,8 @@ class Phases(Listener):
             is a movement if one of them waits within its time limits.
     """
 
+    is_core = True
+
     def __init__(self) -> None:
         self.name = BETWEEN
         self.moved_at = self._began = time.monotonic()

@@ -102,6 +102,8 @@ class RewardRunner(Listener):
         num_workers: Number of threads that call reward functions which are not ``async``.
     """
 
+    is_core = True
+
     @checks_arguments()
     def __init__(
         self,
@@ -114,7 +116,9 @@ class RewardRunner(Listener):
             raise ValueError("rewards is empty; name at least one reward function.")
         check_names(functions)
         self.functions = list(functions)
-        self._states = [(each.name, each.state) for each in functions if each.state is not None]
+        self._states = [
+            (each.name, each.state) for each in functions if each.state is not None and each.state.keeps_something
+        ]
         self.num_errors = 0
         self.state = TrainerState()
         self._metrics: dict[str, list[float]] = defaultdict(list)  # that functions have logged, from any thread

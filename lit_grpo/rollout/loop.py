@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -128,8 +128,7 @@ class RolloutLoop:
         try:
             away = {request.key: request for request in self.buffer.away}
             asked = [*self.buffer.unfinished, *away.values()]
-            for listener in self._hearing["on_rollout_start"]:
-                ask(listener, "on_rollout_start", ledger)
+            self._hear("on_rollout_start", ledger)
             for group in self._renewal.unscored:
                 self._tell(group)
             self._enter(asked, away)
@@ -157,7 +156,7 @@ class RolloutLoop:
             is_idle = not (ledger.decoding or ledger.num_queued)
             for listener in self._hearing["on_idle"]:
                 if is_idle or listener.lock_step:
-                    self._follow([ask(listener, "on_idle")])
+                    self._follow(self._hear("on_idle", listeners=[listener]))
             if until(self.stats.num_steps):
                 return False
             if ledger.decoding or ledger.num_queued or not ledger.awaiting_env:
@@ -166,7 +165,14 @@ class RolloutLoop:
 
     def _tell(self, group: RolloutGroup) -> list[Answer | None]:
         """Let listeners know of a group that is to be scored."""
-        return [ask(listener, "on_group", group) for listener in self._hearing["on_group"]]
+        return self._hear("on_group", group)
+
+    def _hear(self, hook: str, *arguments: Any, listeners: Sequence[Listener] | None = None) -> list[Any]:
+        """Return what a hook of listeners answers, by default of all that have it; the core's own are not checked."""
+        return [
+            getattr(each, hook)(*arguments) if each.is_core else ask(each, hook, *arguments)
+            for each in (self._hearing[hook] if listeners is None else listeners)
+        ]
 
     # ---- what goes in -------------------------------------------------------------------------------
 
@@ -177,8 +183,8 @@ class RolloutLoop:
         if any(request.sampling.max_observed for request in requests):
             self._keeps_prompts = self.generator.keeps_ended = True
         held = dict(away)
-        for listener in self._hearing["on_requests"]:
-            held |= {request.key: request for request in ask(listener, "on_requests", requests)}
+        for first in self._hear("on_requests", requests):
+            held |= {request.key: request for request in first}
         self._ledger.enter(requests, held)
 
     def _admit(self, admits: Callable[[], bool] | None) -> None:
@@ -228,7 +234,7 @@ class RolloutLoop:
         self._capacity = self.generator.capacity()
         finished = ledger.take(events, self._capacity.kv_tokens)
         self.stats.num_preempted += len(events.preempted)
-        answers = [ask(listener, "on_step", events) for listener in self._hearing["on_step"]]
+        answers = self._hear("on_step", events)
         for completion in finished:
             answers += self._end_turn(completion)
         self._follow(answers)
@@ -263,7 +269,7 @@ class RolloutLoop:
             self._release([completion.request])
         self._count(entry, completion)
         self.buffer.finish(completion)
-        answers = [ask(listener, "on_completion", completion) for listener in self._hearing["on_completion"]]
+        answers = self._hear("on_completion", completion)
         for answer in answers:
             for request in () if answer is None else answer.submit:
                 self.buffer.ask(request)
@@ -314,8 +320,7 @@ class RolloutLoop:
                 if entry.state != "decoding":
                     self._release([request])
                 self._count(entry, request.prefix)
-                for listener in self._hearing["on_drop"]:
-                    ask(listener, "on_drop", request)
+                self._hear("on_drop", request)
                 further += self._close(request.group)
             self._follow(further)
 
@@ -360,8 +365,7 @@ class RolloutLoop:
         """Leave the generator as if nothing had been asked of it."""
         self.lengths.end(commit=False)
         self._put_back()
-        for listener in self._hearing["on_rollout_end"]:
-            ask(listener, "on_rollout_end", True)
+        self._hear("on_rollout_end", True)
 
     def _end_run(self, closes: bool) -> None:
         """Wait for the rewards, tell the last lengths, and add up."""
@@ -370,8 +374,7 @@ class RolloutLoop:
             for group in self.buffer.close():
                 self._tell(group)
         decoded = time.perf_counter()
-        for listener in self._hearing["on_rollout_end"]:
-            ask(listener, "on_rollout_end", False)
+        self._hear("on_rollout_end", False)
         gathered = time.perf_counter()
         self._ledger.tell_lengths()
         if self.stats.lengths:

@@ -38,6 +38,8 @@ class RolloutPump(Listener):
     # What is unfinished is in the generator from a start to a stop alone, so a sync, a validation and a checkpoint find
     # it as between two rollouts.
 
+    is_core = True
+
     def __init__(self, rewards: RewardRunner, drains: bool = False) -> None:
         self._rewards, self._drains = rewards, drains
         self._turn = threading.Condition()

@@ -109,6 +109,8 @@ class RoundScheduler(Listener):
         replacement: Says which groups are flat.
     """
 
+    is_core = True
+
     def __init__(
         self,
         runner: RewardRunner,

@@ -148,9 +148,8 @@ def train(
     for_model: Any = {"policy": model, "rewards": listed(rewards), "sampling_seed": seed, **settings}
     module = GRPOModule(**for_model)
     for_data: Any = {"policy": model, "train": train, "validation": validation, "batch_size": batch_size, "seed": seed}
-    for_data |= data or {}
-    for split in SPLITS:
-        for_data[split] = _read_once(split, for_data.get(split))
+    shown_data = for_data = for_data | (data or {})
+    for_data = for_data | {split: _read_once(split, for_data.get(split)) for split in SPLITS}
     datamodule = PromptDataModule(**for_data)
     options: dict[str, Any] = {"max_steps": max_steps, **(trainer or {})}
     of_every_run = callbacks if isinstance(callbacks, Mapping) else {}
@@ -161,7 +160,7 @@ def train(
     with quiet(), RunFolder() as run_folder:
         told = {"model": for_model, "data": for_data, "trainer": options, **of_every_run}
         run = _opened(run_folder, RunConfig(name, dir), {"model": for_model, "data": for_data, **of_every_run})
-        module.given = as_plain(told)
+        module.given = as_plain({**told, "data": shown_data})
         fitted = _trainer(run, made, options, module.given)
         if is_first_rank():
             left = write_config(run.folder, {"run": {"name": run.name, "dir": run.dir}, **told}, seed)

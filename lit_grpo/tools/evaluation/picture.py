@@ -24,7 +24,11 @@ def draw(figures: Mapping[str, Mapping[str, Mapping[str, Figure]]]) -> str:
 
     first = next(iter(figures.values()))
     rows = [(how, name) for how, named in first.items() for name in named if name.startswith(CORRECT)]
-    plain = {"svg.hashsalt": "evaluation", "svg.fonttype": "none", "text.parse_math": False}  # a name may have two $
+    plain: dict[Any, Any] = {
+        "svg.hashsalt": "evaluation",
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+    }  # a name may have two $
     with matplotlib.rc_context(plain):
         drawing = Drawing(figsize=(7, 1.2 + 0.45 * len(rows) + 0.12 * len(rows) * len(figures)), layout="constrained")
         axes: Any = drawing.subplots()

@@ -22,7 +22,7 @@ TRAINED = (
     "the mean over the tokens trained on; groups of equal rewards are left out if nothing trains on them, in TRL they "
     "count. TRL takes a mean over micro-batches"
 )
-TOKENS = "the mean over tokens; TRL's is over sequences if importance_sampling_level is sequence"
+TOKENS = f"{TRAINED}, and over sequences if importance_sampling_level is sequence"
 WEIGHTS = "the mean is logged if objective.correction is set; see sampling/ess_token and sampling/ess_sequence too"
 TOOLS = "a number of calls per batch, not a fraction"
 METRICS: dict[str, Metric] = {
