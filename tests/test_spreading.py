@@ -59,3 +59,8 @@ def test_ranks_get_prompts_in_order_until_lengths_are_known_and_then_by_these() 
     assert sorted(first + second) == [f"train/{place}" for place in range(8)]
     tokens = {f"train/{place}": length for place, length in enumerate([100, 90, 80, 70, 10, 10, 10, 10])}
     assert sum(tokens[name] for name in first) == sum(tokens[name] for name in second) == 190
+
+
+def test_ranks_that_are_asked_for_no_prompts_get_none() -> None:
+    """A rollout mode whose groups are all carried over asks for no further prompts."""
+    assert spread([], 2) == [[], []]

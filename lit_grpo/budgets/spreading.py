@@ -15,7 +15,7 @@ def spread(work: Sequence[float], num_ranks: int) -> list[list[int]]:
     other exchange of theirs and lessens the most. Where no prompt is more work than another, ranks get them in order.
 
     Args:
-        work: What each prompt is expected to take, in any unit; a multiple of ``num_ranks`` many.
+        work: What each prompt is expected to take, in any unit; a multiple of ``num_ranks`` many, perhaps none.
         num_ranks: Who they are dealt to.
 
     Returns:
@@ -23,7 +23,7 @@ def spread(work: Sequence[float], num_ranks: int) -> list[list[int]]:
     """
     work_N = np.asarray(work, dtype=np.float64)
     each = len(work_N) // num_ranks
-    if np.ptp(work_N) == 0:
+    if not each or np.ptp(work_N) == 0:
         return np.arange(len(work_N)).reshape(num_ranks, each).tolist()
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     sums_W = np.zeros(num_ranks)

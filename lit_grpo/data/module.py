@@ -195,7 +195,7 @@ class PromptDataModule(LightningDataModule):
 
     def _read(self, splits: Iterable[str]) -> None:
         """Read and render the splits that have a source and have not been read."""
-        _ = self._tokenizer, longest_sequence(self.policy)  # what is wrong with the policy is no fault of the rows
+        _ = self._tokenizer  # what is wrong with its files is no fault of the rows
         named = {split: self.sources[split] for split in splits if split not in self.prompts}
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
