@@ -18,7 +18,7 @@ from lit_grpo.checks import total_updates
 from lit_grpo.display.lines import Field, as_plain, as_text, count, duration
 from lit_grpo.display.screen import Screen
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Listener
+from lit_grpo.plugins import CoreListener
 from lit_grpo.process.terminal import visible
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
@@ -140,7 +140,7 @@ class RolloutCount:
         ]
 
 
-class GRPOProgressBar(ProgressBar, Listener):
+class GRPOProgressBar(ProgressBar, CoreListener):
     """Show live lines at the foot of the terminal: the progress of the run, and that of its current phase.
 
     The first line has the updates made of ``trainer.max_steps`` (or of ``max_epochs``), the last batch's reward, the
@@ -154,8 +154,6 @@ class GRPOProgressBar(ProgressBar, Listener):
 
     As a :class:`lit_grpo.plugins.Listener` the callback is told of the steps of rollouts.
     """
-
-    is_core = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,13 +26,12 @@ CHAT = (
     "{% for m in messages %}{{ m.role[0] }}#{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a#{% endif %}"
 )
 TAUGHT = {"teacher": TeacherSettings("average", average_rate=0.5)}
-SELF_TAUGHT = TAUGHT | {"num_minibatches": 2}
+SELF_TAUGHT = TAUGHT | {"num_iterations": 2}
 TALK = {"environments": {"factory": f"{__file__}:Talk", "max_turns": 3}}
 OF_SETS = [{"copo": {"datasets": ["odd"]}}, {"copo": {"datasets": ["even"], "rho": 1.0}}]
 
 RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
-    "a3po": (["a3po"], {"objective": Objective(correction=Correction("token_truncate")), "num_minibatches": 2}),
-    "aepo": ([TALK, {"aepo": {"width": 8}}], {}),
+    "a3po": (["a3po"], {"objective": Objective(correction=Correction("token_truncate")), "num_iterations": 2}),
     "arpo": ([TALK, {"arpo": {"width": 8}}], {}),
     "arrol": ([{"arrol": {"at": 2}}], {}),
     "balanced": (["balanced:rounds=2,passed=1,failed=1"], {}),
@@ -54,7 +53,6 @@ RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "environments": ([TALK], {}),
     "eptree": ([{"eptree": {"tokens": 2, "rounds": 1, "branches": 2}}], {}),
     "gigpo": ([TALK, "gigpo"], {}),
-    "goodput": (["goodput"], {}),
     "greso": (["greso:begin_at=0.3"], {}),
     "majority_vote": (["majority_vote"], {}),
     "max_entropy": (["max_entropy:keep=3"], {}),
@@ -62,8 +60,6 @@ RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "nat": (["nat"], {}),
     "nat_uniform": (["nat_uniform"], {}),
     "near_half": (["near_half"], {}),
-    "noise_scale": (["noise_scale"], {}),
-    "norm_test": (["norm_test"], {}),
     "novelty": (["novelty"], {}),
     "phases": (["phases"], {}),
     "pods": (["pods:keep=3"], {}),
@@ -79,7 +75,7 @@ RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "sdpo": (["sdpo"], SELF_TAUGHT),
     "seco": (["seco:chunk=4"], {}),
     "sft": ([{"sft": {"column": "solution", "weight": 0.5}}], {}),
-    "snapshots": (["snapshots"], {"num_minibatches": 2}),
+    "snapshots": (["snapshots"], {"num_iterations": 2}),
     "spaco": (["spaco:chunk=4"], {}),
     "strategy_hint": (["strategy_hint"], {}),
     "tr_dpo": (["tr_dpo"], {"objective": Objective(kl=KLTerm(0.1))}),
@@ -93,8 +89,16 @@ UNEQUAL: dict[str, tuple[list[Any], dict[str, Any]]] = {
     **{name: ([name], {}) for name in ("april", "sortedrl", "sortedrl_partial")},
     "chunked": (["chunked:tokens_per_update=6"], {}),
     "replace_flat": (["replace_flat"], {}),
+    "aepo": ([TALK, {"aepo": {"width": 8}}], {}),
+    "goodput": (["goodput"], {}),
+    "noise_scale": (["noise_scale"], {}),
+    "norm_test": (["norm_test"], {}),
 }
-"""Those that each rank does for its own prompts: it divides their completions, or keeps some of them open."""
+"""Those whose choices or figures are of parts that ranks have for themselves.
+
+They divide the completions of a rank's prompts or keep some of them open, fill groups in the order in which turns end,
+or estimate noise from the gradients of parts, of which each rank has its own.
+"""
 APART = {
     "agent": "is the plug-in environments with another driver",
     "asynchronous": "needs a generator with devices of its own; see BESIDE",

@@ -17,7 +17,7 @@ from lit_grpo.data.examples import Example, SourceSpec, Turns, render_example
 from lit_grpo.data.loaders import EvalLoader, PromptLoader, row_digests
 from lit_grpo.data.mixture import DATASET, MixtureWeights
 from lit_grpo.data.rendering import Converses, PromptRenderer, column_of
-from lit_grpo.data.sources import FileRows, HubRows, Row, RowSource, check_size, make_source, naming
+from lit_grpo.data.sources import FileRows, HubRows, PolicyFault, Row, RowSource, check_size, make_source, naming
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.faults.differing_ranks import check_alike, check_rows, of_run
 from lit_grpo.limits import Count, Number, checks_arguments
@@ -195,7 +195,6 @@ class PromptDataModule(LightningDataModule):
 
     def _read(self, splits: Iterable[str]) -> None:
         """Read and render the splits that have a source and have not been read."""
-        _ = self._tokenizer  # what is wrong with its files is no fault of the rows
         named = {split: self.sources[split] for split in splits if split not in self.prompts}
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
@@ -280,7 +279,10 @@ class PromptDataModule(LightningDataModule):
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.policy)
+        try:
+            return load_tokenizer(self.policy)
+        except ValueError as error:
+            raise PolicyFault(str(error)) from error
 
     def _new_train_loader(self) -> PromptLoader:
         rank, world_size = self._rank_and_world_size()

@@ -288,11 +288,17 @@ def _has_places(given: Any) -> bool:
     return getattr(type(given), "__getitem__", None) not in (None, Dataset.__getitem__)
 
 
+class PolicyFault(ValueError):
+    """Something is wrong with the policy's files, which are read with the first row, and nothing with the rows."""
+
+
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Begin the message of a ValueError with the place, such as ``data.train``."""
+    """Begin the message of a ValueError with the place, such as ``data.train``; of a :class:`PolicyFault` nothing."""
     try:
         yield
+    except PolicyFault:
+        raise
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lit_grpo.plugins import Listener, ask
+from lit_grpo.plugins import CoreListener, Listener, ask
 
 if TYPE_CHECKING:
     from lit_grpo.types import StepEvents
@@ -20,7 +20,7 @@ BETWEEN = "between phases"
 NUM_FRAMES = 6
 
 
-class Phases(Listener):
+class Phases(CoreListener):
     """The current phase of a run (rollout, reward, update, weight sync, validation, checkpoint), and the time in each.
 
     It listens to rollouts: each decoding step is a movement, and at the end of a rollout rewards are waited for.
@@ -31,8 +31,6 @@ class Phases(Listener):
         others: Listeners of the rollout that may wait for something, such as a tool. While nothing can be decoded, it
             is a movement if one of them waits within its time limits.
     """
-
-    is_core = True
 
     def __init__(self) -> None:
         self.name = BETWEEN

@@ -95,12 +95,10 @@ class Listener:
             number more. As long as a group is open, its prompt is then kept, and the states of its environments.
         lock_step: Whether it is asked between any two steps as if nothing were left to decode (:meth:`on_idle`), so
             that what it waits for is taken at the same steps in every run.
-        is_core: Whether it is part of the core, so that nobody checks what its hooks return.
     """
 
     forks: bool = False
     lock_step: bool = False
-    is_core: ClassVar[bool] = False
 
     @property
     def observes(self) -> ObservationPoint | None:
@@ -166,6 +164,10 @@ class Listener:
 
     def on_rollout_end(self, failed: bool) -> None:
         """The rollout is over, or has ``failed``: what was told of it is void."""
+
+
+class CoreListener(Listener):
+    """A listener that is part of the core: what its hooks return is not checked."""
 
 
 ROLLOUT_HOOKS = tuple(name for name in vars(Listener) if name[0] != "_" and name not in Listener.__annotations__)

@@ -161,13 +161,15 @@ def _written(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 def save_for_engines(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a tokenizer for an engine that loads it with ``AutoTokenizer``.
 
-    Without a ``config.json`` beside it, nothing but the class in its settings decides what is made of its file.
+    The ``config.json`` beside it, which vLLM asks for, is of a family for which ``AutoTokenizer`` takes the class that
+    the tokenizer's settings name.
 
     Args:
         tokenizer: The tokenizer.
         folder: A folder that has nothing else.
     """
     tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     if (folder / _FILE).is_file():
         settings = json.loads((folder / _SETTINGS).read_text())
         (folder / _SETTINGS).write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}))

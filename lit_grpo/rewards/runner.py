@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from lit_grpo.limits import Count, Limit, checks_arguments
-from lit_grpo.plugins import Listener
+from lit_grpo.plugins import CoreListener
 from lit_grpo.process.calls import Calls, CallTimeout
 from lit_grpo.process.processes import ProcessEnded
 from lit_grpo.process.terminal import error_text
@@ -64,7 +64,7 @@ class _Submission:
     values: Future[list[list[Values]]]
 
 
-class RewardRunner(Listener):
+class RewardRunner(CoreListener):
     """Runs reward functions over rollout groups in the background.
 
     :meth:`submit` starts the work on groups and returns at once. :meth:`gather` waits for submitted groups and writes
@@ -101,8 +101,6 @@ class RewardRunner(Listener):
             limit (:attr:`RewardFunction.limits_itself`).
         num_workers: Number of threads that call reward functions which are not ``async``.
     """
-
-    is_core = True
 
     @checks_arguments()
     def __init__(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, Listener, ask, overriding
+from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, CoreListener, Listener, ask, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_queues, slot_bound
@@ -170,7 +170,7 @@ class RolloutLoop:
     def _hear(self, hook: str, *arguments: Any, listeners: Sequence[Listener] | None = None) -> list[Any]:
         """Return what a hook of listeners answers, by default of all that have it; the core's own are not checked."""
         return [
-            getattr(each, hook)(*arguments) if each.is_core else ask(each, hook, *arguments)
+            getattr(each, hook)(*arguments) if isinstance(each, CoreListener) else ask(each, hook, *arguments)
             for each in (self._hearing[hook] if listeners is None else listeners)
         ]
 

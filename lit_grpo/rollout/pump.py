@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lit_grpo.plugins import Listener
+from lit_grpo.plugins import CoreListener
 from lit_grpo.rollout.loop import RolloutLoop, RolloutStats
 from lit_grpo.types import AllGather, Part, PromptBatch, RolloutGroup, alone, over_ranks
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0  # after which a thread that waits is told that time has passed
 
 
-class RolloutPump(Listener):
+class RolloutPump(CoreListener):
     """Runs a rollout loop in a thread, and gives out groups that are whole and scored while it goes on.
 
     The thread owns generator and buffer but for the moments between two of its steps, in which others may have them:
@@ -37,8 +37,6 @@ class RolloutPump(Listener):
 
     # What is unfinished is in the generator from a start to a stop alone, so a sync, a validation and a checkpoint find
     # it as between two rollouts.
-
-    is_core = True
 
     def __init__(self, rewards: RewardRunner, drains: bool = False) -> None:
         self._rewards, self._drains = rewards, drains

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lit_grpo.budgets.allocation import Replacement
 from lit_grpo.budgets.foresight import Foresight
 from lit_grpo.budgets.history import Tally
-from lit_grpo.plugins import ROUNDS, Answer, Listener, Plugin, ask, overriding
+from lit_grpo.plugins import ROUNDS, Answer, CoreListener, Plugin, ask, overriding
 from lit_grpo.types import (
     EMPTY,
     AllGather,
@@ -84,7 +84,7 @@ class PromptTally:
         return [replace(self._request, path=(number,)) for number in numbers]
 
 
-class RoundScheduler(Listener):
+class RoundScheduler(CoreListener):
     """Scores a prompt's completions, and asks for another round as an allocation says.
 
     A round is scored when it is whole, and a further one asked ``PATIENCE`` steps later, in which rewards have time to
@@ -108,8 +108,6 @@ class RoundScheduler(Listener):
         num_generations: ``model.num_generations``, which an allocation that compares prompts goes by.
         replacement: Says which groups are flat.
     """
-
-    is_core = True
 
     def __init__(
         self,

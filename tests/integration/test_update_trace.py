@@ -18,4 +18,4 @@ def test_an_update_runs_through_no_more_files_functions_and_classes_than_it_did(
 def test_environments_add_few_files_and_classes_to_an_update() -> None:
     without, environments = (traced(name, ROOT) for name in ("arithmetic", "calculator"))
     assert environments["files"] <= without["files"] + 8, environments
-    assert environments["classes"] <= without["classes"] + 12, environments
+    assert environments["classes"] <= without["classes"] + 14, environments  # two are forms of hooks' returns
