@@ -7,11 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lit_grpo.process.inputs import check_replaceable
 from lit_grpo.process.private_folders import PrivateFolder
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that its readers, and a kill, find the old content or the new one, never a part of it."""
+    """Write a file so that its readers, and a kill, find the old content or the new one, never a part of it.
+
+    Raises:
+        ValueError: A link, a pipe, a device or a folder has this path.
+        OSError: The place cannot be written to.
+    """
+    check_replaceable(path)
     aside = path.with_name(f".{path.name}.writing")
     aside.unlink(missing_ok=True)  # it may be a link to a file of the user
     with aside.open("xb") as file:

@@ -1,0 +1,174 @@
+"""Files that this program did not write itself: read if they are files, bounded, and typed before they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import yaml
+
+MOST_BYTES = 64 * 2**20
+"""The size in bytes up to which a file is read as a whole, unless its reader says otherwise."""
+MOST_DEPTH, MOST_VALUES = 64, 1_000_000
+"""How deep the values of a YAML file are nested at most, and how many they are with all aliases written out."""
+Form = TypeVar("Form")
+
+
+def open_input(path: Path) -> IO[bytes]:
+    """Open a file to read.
+
+    Raises:
+        ValueError: It is no regular file: a pipe would be waited for, and a device has no end.
+        OSError: It is not there, or may not be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody writes to opens too
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise ValueError(f"{path} is {kind_of(kind)}, and not a file; give the path of a file.")
+
+
+def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: The file.
+        most: The number of bytes that it may have.
+
+    Raises:
+        ValueError: It is no regular file, or has more bytes.
+        OSError: It is not there, or may not be read.
+    """
+    with open_input(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        size = path.stat().st_size / 2**20
+        raise ValueError(
+            f"{path} has {size:,.0f} MiB, and at most {most / 2**20:,.0f} MiB are read; give another file."
+        )
+    return data
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Read a whole file as UTF-8, like ``read_input``; what is no UTF-8 raises a ValueError that names the place."""
+    data = read_input(path, most)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"Line {line} of {path} is not UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8."
+        ) from None
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Read a JSON file, like ``read_text``; what is no JSON raises a ValueError that names the line."""
+    text = read_text(path, most)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"Line {error.lineno} of {path} is not JSON: {error.msg}; mend the file, or copy it again."
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        raise ValueError(f"{path} is not read as JSON: {why}; mend the file, or copy it again.") from None
+
+
+def read_yaml(path: Path, most: int = MOST_BYTES) -> Any:
+    """Read a YAML file of plain values, like ``read_text``.
+
+    Raises:
+        ValueError: It is no YAML, its values contain themselves or are nested too deeply, or its aliases stand for more
+            values than memory should hold.
+    """
+    text = read_text(path, most)
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.CSafeLoader):  # the loader itself calls itself for each level
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                line = event.start_mark.line + 1
+                raise ValueError(f"Line {line} of {path} is nested more than {MOST_DEPTH} deep; mend the file.")
+        value = yaml.load(text, Loader=yaml.CSafeLoader)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML lets those of a number or a date pass
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        mark = getattr(error, "problem_mark", None)
+        place = f"Line {mark.line + 1} of {path}" if mark is not None else str(path)
+        raise ValueError(f"{place} is not YAML: {getattr(error, 'problem', error)}; mend the file.") from None
+    _check_bounded(value, path)
+    return value
+
+
+def _check_bounded(value: Any, path: Path) -> None:
+    """Refuse values that contain themselves, or that are more than the file has through aliases of aliases."""
+    waiting, number = [(value, 0)], 0
+    while waiting:
+        one, depth = waiting.pop()
+        number += 1
+        if depth > MOST_DEPTH or number > MOST_VALUES:
+            why = "contains itself or is nested too deeply" if depth > MOST_DEPTH else "stands for too many values"
+            raise ValueError(f"{path} has an alias (*) whose value {why}; write the values out.")
+        if isinstance(one, dict | list):
+            waiting += [(part, depth + 1) for part in (one.values() if isinstance(one, dict) else one)]
+
+
+def typed(value: Any, form: type[Form], place: str, remedy: str) -> Form:
+    """Return a value that was read from a file in the form that its user expects.
+
+    Args:
+        value: Plain values: dicts, lists, text and numbers.
+        form: A TypedDict of ``typing_extensions``, a dataclass or another type that pydantic knows. A text does not
+            stand for a number, nor a number for a text; ``pydantic.FiniteFloat`` also refuses NaN and infinity.
+        place: What the value is, such as the path of its file.
+        remedy: What the user can do, without the full stop.
+
+    Returns:
+        The value; unknown keys of a TypedDict are dropped.
+
+    Raises:
+        ValueError: A field is missing or has another type; named are the first such field, its value, and how many
+            there are.
+    """
+    import pydantic  # takes a tenth of a second
+
+    try:
+        return pydantic.TypeAdapter(form).validate_python(value, strict=True)
+    except pydantic.ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        field = ".".join(map(str, first["loc"])) or "its value"
+        what = first["msg"][0].lower() + first["msg"][1:]
+        shown = "" if first["type"] == "missing" else f" (it is {first['input']!r:.60})"
+        more = f", as are {len(others)} more fields" if others else ""
+        raise ValueError(f"{place} is not as expected: {field}: {what}{shown}{more}; {remedy}.") from None
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to write a file in the place of what is no regular file.
+
+    Raises:
+        ValueError: A link, a pipe, a device or a folder has this path.
+    """
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(kind):
+        raise ValueError(f"{path} is {kind_of(kind)}, which is not replaced; give the path of a file or a new one.")
+
+
+def kind_of(mode: int) -> str:
+    """Name the kind of a file, as ``os.stat`` tells it."""
+    names = {
+        stat.S_ISREG: "a file",
+        stat.S_ISDIR: "a folder",
+        stat.S_ISLNK: "a symbolic link",
+        stat.S_ISFIFO: "a pipe",
+        stat.S_ISSOCK: "a socket",
+    }
+    return next((name for holds, name in names.items() if holds(mode)), "a device")
