@@ -59,7 +59,7 @@ def run_on_terminal(
     os.close(slave)
     screen = pyte.HistoryScreen(columns, lines, history=10_000, ratio=0.5)
     stream = pyte.ByteStream(screen)
-    seen, deadline = Seen(columns), time.monotonic() + 300
+    seen, deadline = Seen(columns), time.monotonic() + 500
     while time.monotonic() < deadline:
         if not select.select([master], [], [], 1)[0]:
             continue
@@ -76,7 +76,7 @@ def run_on_terminal(
             stop_at = ""
             process.send_signal(signal)
     os.close(master)
-    seen.code = process.wait(30)
+    seen.code = process.wait(120)
     above = ["".join(row[x].data for x in range(columns)).rstrip() for row in screen.history.top]
     seen.final = [*above, *(line.rstrip() for line in screen.display)]
     return seen

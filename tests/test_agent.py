@@ -613,7 +613,7 @@ def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_cl
 
     worker = worker_of(Working)
     dropped(worker, happened)
-    assert over.acquire(timeout=20) and over.acquire(timeout=20)
+    assert over.acquire(timeout=120) and over.acquire(timeout=120)
     assert sorted(happened) == ["asked", "cancelled", "closed"]
     assert worker.metrics()["environments/retries"] == worker.metrics()["environments/dropped"] == 0
     worker.close()
@@ -625,7 +625,7 @@ def test_a_validation_does_not_wait_for_threads_of_agents_that_wait_for_the_poli
     def solve(base_url: str, api_key: str, **_: Any) -> float:
         client = Client(base_url, api_key)
         first = client.say(ASKED)
-        goes_on.wait(20)
+        goes_on.wait(120)
         client.say(ASKED, first, user("On."))
         return 1.0
 
@@ -645,7 +645,7 @@ def test_a_validation_does_not_wait_for_threads_of_agents_that_wait_for_the_poli
 
     validation = threading.Thread(target=validate, daemon=True)
     validation.start()
-    validation.join(30)
+    validation.join(120)
     assert [len(group.rollouts) for group in found] == [3]
     RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
     assert [len(group.rollouts) for group in buffer.take()] == [2]
@@ -662,7 +662,7 @@ def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_to
         begun.append(api_key)
         client = Client(base_url, api_key)
         first = client.say(ASKED)
-        goes_on.wait(20)
+        goes_on.wait(120)
         client.say(ASKED, first, user("On."))
         return 1.0
 

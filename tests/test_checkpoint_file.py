@@ -36,7 +36,7 @@ class Held(WholeFileIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.begun += 1
-        assert self.may_write.wait(10)
+        assert self.may_write.wait(120)
         if self.fails:
             raise CheckpointError("no room")
         super().save_checkpoint(checkpoint, path)
@@ -71,7 +71,7 @@ def test_a_checkpoint_waits_for_the_one_before_and_a_failure_is_told_once(tmp_pa
     second.join(0.2)
     assert second.is_alive() and writer.begun == 1
     writer.may_write.set()
-    second.join(10)
+    second.join(120)
     io.wait()
     assert torch.load(tmp_path / "last.ckpt") == {"version": 2}
     writer.fails = True

@@ -94,7 +94,7 @@ def test_an_environment_whose_trajectory_is_dropped_is_closed_after_its_call_and
 
         def _before(self, number: int) -> None:
             calling.set()
-            goes_on.wait(20)
+            goes_on.wait(120)
             happened.append("guessed")
             if fails:
                 raise ConnectionError("gone")
@@ -437,7 +437,7 @@ def test_an_error_that_would_end_what_waits_for_it_is_an_answer_too(tool: Any, t
     says = lambda _, turn: "ok" if turn else call(tool.__name__)  # noqa: E731
     rollout = threading.Thread(target=lambda: found.extend(play(worker, says)), daemon=True)
     rollout.start()
-    rollout.join(20)  # it waited for ever
+    rollout.join(120)  # it waited for ever
     (group,) = found
     assert only([group]).episode.messages[1]["content"] == f"{{'error': '{told}'}}"  # pyright: ignore
 

@@ -132,7 +132,7 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(
 
     monkeypatch.setattr(generator, "step", fails)
     begin(pump, generator, rewards, SYNCHRONOUS)
-    failed.wait(10)
+    failed.wait(120)
     ways: dict[str, Callable[[], Any]] = {"take": lambda: pump.take(nothing), "stop": pump.stop}
     ways["arriving"] = lambda: list(pump.arriving(PromptBatch(PROMPTS), Phases()))
     with pytest.raises(RuntimeError, match="no light"):

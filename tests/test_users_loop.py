@@ -96,7 +96,7 @@ def test_a_function_that_blocks_the_loop_is_named_and_later_calls_have_another(
     release = threading.Event()
 
     async def blocks() -> None:
-        release.wait(20)
+        release.wait(120)
 
     watching = EventLoop()
     before = USERS_LOOP.begin(_loop()).result()
@@ -104,7 +104,7 @@ def test_a_function_that_blocks_the_loop_is_named_and_later_calls_have_another(
     with caplog.at_level(logging.WARNING):
         where = watching.run(USERS_LOOP.replace_if_blocked())
     assert where.startswith("test_users_loop.py:") and where.endswith(" (blocks)") and where in caplog.text
-    assert USERS_LOOP.begin(_loop()).result(5) is not before
+    assert USERS_LOOP.begin(_loop()).result(120) is not before
     assert watching.run(USERS_LOOP.replace_if_blocked()) == ""
     release.set()
     watching.close()
@@ -141,6 +141,6 @@ def test_a_loop_whose_descriptors_are_closed_fails_what_runs_on_it_and_another_t
     waiting = loop.begin(asyncio.Event().wait())
     loop.begin(close())
     with pytest.raises(BrokenLoop, match=r"closed file descriptors of the run \(Bad file descriptor\); have it close"):
-        waiting.result(timeout=10)
+        waiting.result(timeout=120)
     assert loop.run(asyncio.sleep(0, "works")) == "works"
     loop.close()

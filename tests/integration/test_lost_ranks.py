@@ -83,8 +83,8 @@ def lose_rank_1(folder: Path, *command: str, after: int) -> str:
     second = int((folder / "rank-1").read_text())
     assert second in {child.pid for child in children}
     os.kill(second, signal.SIGKILL)
-    said, _ = run.communicate(timeout=60)
-    _, alive = psutil.wait_procs(children, timeout=20)
+    said, _ = run.communicate(timeout=300)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive and run.returncode not in (0, -9)
     return said
 

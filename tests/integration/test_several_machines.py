@@ -99,8 +99,8 @@ def test_a_job_that_is_submitted_again_goes_on(folder: Path) -> None:
     own["PATH"] = f"{echoing}{os.pathsep}{own['PATH']}"
     command = [str(EXAMPLES / "slurm.sh"), "--config", "gsm8k", "--run.name", "mine"]
     passed = "python -m lit_grpo fit --config gsm8k --run.name mine --trainer.num_nodes 2 --trainer.devices 4 "
-    first = subprocess.run(command, cwd=echoing, env=own, capture_output=True, text=True, check=True, timeout=20)
+    first = subprocess.run(command, cwd=echoing, env=own, capture_output=True, text=True, check=True, timeout=120)
     assert first.stdout == f"{passed}--trainer.strategy fsdp2\n"
     (echoing / "runs" / "mine" / "checkpoints" / "last.ckpt").touch()
-    again = subprocess.run(command, cwd=echoing, env=own, capture_output=True, text=True, check=True, timeout=20)
+    again = subprocess.run(command, cwd=echoing, env=own, capture_output=True, text=True, check=True, timeout=120)
     assert again.stdout == f"{passed}--trainer.strategy fsdp2 --ckpt_path last\n"
