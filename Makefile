@@ -12,15 +12,15 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # uv compiles nothing: what it installs is compiled where it is first imported, and not again by each process of a test.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test nightly install lint types unit integration beside coverage lowest newest audit pins clean
+.PHONY: demo test tests nightly install lint types unit integration beside coverage lowest newest audit pins clean
 
 demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
 
 # For every change; meant to take at most 10 minutes on two cores. It proves each mechanism once: of a table of alike rows,
 # one of each kind. docs/architecture.md says what is where.
-test: lint unit
-	$(MAKE) --no-print-directory --jobs 2 integration beside
+test: lint
+	$(MAKE) --no-print-directory --jobs 2 tests beside
 
 # What takes long and seldom breaks: the other rows of those tables, every benchmark in its quick form, real vLLM servers that
 # are killed, clusters, commands of the documentation, more random settings, and the unit tests on the lowest versions.
@@ -28,7 +28,7 @@ nightly: .venv/dev
 	LIT_GRPO_FUZZ=400 .venv/bin/python -m pytest -m "nightly or fuzz" --numprocesses 2 --dist loadfile --durations 10
 	$(MAKE) --no-print-directory lowest
 
-# The types, in what integration tests leave of the cores: they wait for processes for a third of their time.
+# The types, in what the tests leave of the cores.
 beside: .venv/dev
 	@mkdir -p .venv/logs
 	@nice -n 19 $(MAKE) --no-print-directory types > .venv/logs/beside 2>&1; code=$$?; cat .venv/logs/beside; exit $$code
@@ -65,7 +65,12 @@ types: .venv/dev
 	.venv/bin/basedpyright --level error
 
 # Tests start processes of their own; one thread each keeps them from waiting for each other's cores.
-unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
+tests unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
+
+# All in one: integration tests wait for processes for a third of their time, in which unit tests run. Files begin in the order
+# of tests/conftest.py, the long ones first.
+tests: .venv/dev
+	.venv/bin/python -m pytest -m "not nightly" --numprocesses 4 --dist loadfile --durations 10
 
 UNIT_TESTS = -m pytest -m "not nightly" --ignore tests/integration --numprocesses 3 --dist loadfile --durations 5
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, save_tokenizer, table_rows
 from huggingface_hub import ModelCard, constants
 from made_runs import make_run
 from markdown_it import MarkdownIt
@@ -308,7 +308,7 @@ def test_what_breaks_off_leaves_no_folder(
     assert not any("finished" in path.name for path in run.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", table_rows([signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], [signal.SIGTERM]))
 def test_what_is_stopped_leaves_no_folder(number: signal.Signals, run: Path) -> None:
     """After a kill that cannot be caught the next call removes what is left, and makes the folder."""
     stops = (
