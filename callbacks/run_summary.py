@@ -193,7 +193,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
 
 def _files(module: GRPOModule) -> dict[str, str]:
     """Return a line on the policy's files, where they hold something else than the weights that are trained."""
-    note = files_note(module.policy_name, module.policy_dtype)
+    note = files_note(module.policy_name, module.policy_dtype, module.policy)
     return {"weights": note} if note else {}
 
 

@@ -46,7 +46,7 @@ from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.frozen import check_base, fingerprint, recorded_name, without_frozen
 from lit_grpo.policy.loading import as_loaded, embeddings, load_policy, load_tokenizer
-from lit_grpo.policy.nf4 import without_quant_states
+from lit_grpo.policy.nf4 import has_four_bits, without_quant_states
 from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, gather_for_sampling
 from lit_grpo.policy.spec import PolicySpec
@@ -400,6 +400,11 @@ class GRPOModule(EvaluationModule):
             go_on_with(self.policy, self.lora)
         elif self.lora is not None:
             add_adapters(self.policy, self.lora)
+        elif has_four_bits(self.policy):
+            raise ValueError(
+                f"The files of model.policy {self.policy_name!r} hold weights in four bits, which cannot be trained "
+                "themselves; set model.lora, or take the policy without quantization."
+            )
         checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
 
     def _make_learner(self) -> Learner:

@@ -17,12 +17,15 @@ from hand_made import (
     random_groups,
     sgd,
 )
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy
 from lit_grpo.policy.nf4 import dequantized, without_quant_states
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from tests.doubles.draft_layers import add_heads
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 pytestmark = [
@@ -99,6 +102,42 @@ def test_the_export_is_numbers_and_computes_the_same(trained: Any, tmp_path: Pat
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     ids = torch.arange(2, 20)[None]
     assert torch.allclose(loaded(ids).logits, module.policy.eval()(ids).logits, atol=1e-4)
+
+
+def quantized(tmp_path: Path, **bits: Any) -> Path:
+    """A saved hybrid whose files are quantized, with layers that draft, which are not."""
+    random_policy(hybrid=True, **WIDE).save_pretrained(tmp_path / "whole")  # pyright: ignore[reportCallIssue]
+    config = BitsAndBytesConfig(**bits)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=config)
+    model.save_pretrained(tmp_path / "base")
+    save_tokenizer(tmp_path / "base")
+    add_heads(tmp_path / "base", "qwen3_5_text")
+    return tmp_path / "base"
+
+
+def test_of_files_in_four_bits_adapters_are_trained_and_the_export_is_numbers(tmp_path: Path) -> None:
+    base = quantized(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    with pytest.raises(ValueError, match=r"files of model\.policy .* in four bits, .* set model\.lora, or take"):
+        make_module(base).configure_model()
+    module = make_module(base, lora=LoraSettings(r=2))
+    module.configure_model()
+    with torch.no_grad():
+        for weight in module.policy.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.ones_like(weight), alpha=0.05)
+    compared = module.export(tmp_path / "policy")
+    assert compared is not None and compared.gap is not None and compared.num_carried > 3
+    after, before = (load_file(tmp_path / name / "model.safetensors") for name in ("policy", "whole"))
+    assert after.keys() == before.keys() | {name for name in after if name.startswith("mtp.")}
+    assert "quantization_config" not in (tmp_path / "policy" / "config.json").read_text()
+
+
+def test_files_in_eight_bits_are_refused(tmp_path: Path) -> None:
+    base = quantized(tmp_path, load_in_8bit=True)
+    with pytest.raises(
+        ValueError, match=r"is quantized \(bitsandbytes: .* is torch\.int8\), .* take the model without"
+    ):
+        load_policy(str(base))
 
 
 def test_evaluation_changes_neither_the_numbers_nor_the_gradient(wide_folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from safetensors import safe_open
 
-from lit_grpo.policy.hub import hub_or_cache
+from lit_grpo.policy.hub import weight_files
 from lit_grpo.policy.loading import LoadedPolicy, adapter_folder
 from lit_grpo.policy.named import resolve_policy
 from lit_grpo.policy.weights import digest, persistent_buffers
@@ -50,22 +50,9 @@ def fingerprint(policy: PreTrainedModel, source: str | LoadedPolicy) -> str:
 
 def _in_files(name: str) -> Iterator[str]:
     """Yield each tensor of a policy's files by name, with its digest."""
-    for path in _files(name):
+    for path in weight_files(name):
         with safe_open(path, "pt") as file:
             yield from (f"{key} {digest(file.get_tensor(key))}" for key in file.keys())  # noqa: SIM118 (no mapping)
-
-
-def _files(name: str) -> list[str]:
-    """Return the files that transformers loads a policy's weights from."""
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
-
-    with hub_or_cache(name):
-        single = cached_file(name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-        if single is not None:
-            return [single]
-        index: Any = cached_file(name, "model.safetensors.index.json")
-        files: Any = get_checkpoint_shard_files(name, index)[0]
-        return files
 
 
 def recorded_name(source: str | LoadedPolicy, is_adapter: bool) -> str:

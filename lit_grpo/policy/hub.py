@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 PATIENCE_S = 5.0
 
@@ -47,3 +48,24 @@ def hub_or_cache(name: str) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = False
+
+
+def weight_files(name: str) -> list[str]:
+    """Return the safetensors files that transformers loads a policy's weights from; none if it has no such files.
+
+    Args:
+        name: The policy's folder or hub id.
+
+    Raises:
+        OSError, ValueError: There is no such policy.
+    """
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    with hub_or_cache(name):
+        for kind in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+            found = cached_file(name, kind, _raise_exceptions_for_missing_entries=False)
+            if found is not None:
+                parts: Any = [found] if kind == SAFE_WEIGHTS_NAME else get_checkpoint_shard_files(name, found)[0]
+                return parts
+    return []

@@ -21,10 +21,12 @@ from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.policy.adapters import check_config
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, configured_length, context_length, in_evaluation
+from lit_grpo.policy.architecture.unread import known_unread, remember_unread
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.named import NAMED, own_folder, resolve_policy
-from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
+from lit_grpo.policy.nf4 import check_quantized, keep_as_it_is, nf4_config
+from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.tokenizers import read_tokenizer
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.process.packages import require
@@ -133,7 +135,8 @@ class SavedFiles:
         _check_layers(self.place)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Leave the model as it is."""
+        """Refuse weights whose quantization is not known, and have others saved without it."""
+        check_quantized(model, self.place)
 
     def complete(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Return the configuration as it is: its file tells all."""
@@ -149,17 +152,18 @@ def _files(name: str) -> SavedFiles | GGUFFile:
     return gguf_file(name) or SavedFiles(name)
 
 
-def files_note(policy: str | LoadedPolicy, dtype: str) -> str:
+def files_note(policy: str | LoadedPolicy, dtype: str, model: PreTrainedModel) -> str:
     """Return a sentence on what a policy's files hold that a run should know; mostly there is none.
 
     Args:
-        policy: A name, a folder, a path or a hub id, or a loaded model, of whose files nothing is known.
+        policy: A name, a folder, a path or a hub id, or a loaded model, of whose files' dtypes nothing is known.
         dtype: The dtype that the weights are read as.
+        model: The model that was loaded.
     """
-    if not isinstance(policy, str):
-        return ""
-    adapter = adapter_folder(policy)
-    return _files(resolve_policy(policy) if adapter is None else adapter.base).note(dtype)
+    adapter = adapter_folder(policy) if isinstance(policy, str) else None
+    files = _files(resolve_policy(policy) if adapter is None else adapter.base) if isinstance(policy, str) else None
+    notes = ("" if files is None else files.note(dtype), known_unread(model).sentence(class_of(model).__name__))
+    return "; ".join(filter(None, notes))
 
 
 def load_config(policy: str) -> PreTrainedConfig:
@@ -264,6 +268,7 @@ def load_policy(
         needs, lacks = "model.lora.base nf4 needs a policy by its name", "model.policy is a loaded model"
         check_clashes([Clash(needs, lacks, found=nf4)])
         _check_kept(policy[0])
+        remember_unread(policy[0])
         _switch_dropout_off(policy[0])
         attend_in_full(policy[0])
         return policy[0]
@@ -300,6 +305,7 @@ def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrained
         )
     model, report = loaded
     _check_weights(policy, resolve_policy(policy), model, report)
+    remember_unread(model)
     files.finish(model)
     return model
 

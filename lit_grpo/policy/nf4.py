@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lit_grpo.process.packages import require
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _QUANT_STATE = re.compile(r"\.weight\.((nested_)?(absmax|quant_map)|quant_state\..*)$")
 
 
@@ -43,6 +47,37 @@ def keep_as_it_is(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
+
+
+def check_quantized(model: PreTrainedModel, policy: str) -> None:
+    """Prepare a model whose files are quantized: weights in four bits of bitsandbytes stay so, and are saved as floats.
+
+    Args:
+        model: The model that transformers has loaded.
+        policy: The name of the policy, for the message.
+
+    Raises:
+        ValueError: Its weights are quantized in another way, which adapters cannot be merged into.
+    """
+    loaded: Any = model
+    if not getattr(getattr(loaded, "hf_quantizer", None), "pre_quantized", False):
+        return
+    for name, weight in model.named_parameters():
+        if weight.dtype not in _NUMBERS and not hasattr(weight, "quant_state"):
+            method = loaded.config.quantization_config.quant_method
+            kind = f"{getattr(method, 'value', method)}: {name} is {weight.dtype}"
+            raise ValueError(
+                f"Policy {policy!r} is quantized ({kind}), which a run neither trains nor merges adapters into; take "
+                "the model without quantization, with model.lora.base nf4 if memory is short."
+            )
+    loaded._weight_conversions = None  # those of the quantized files cannot be reverted; others are known by family
+    if has_four_bits(model):
+        keep_as_it_is(model)
+
+
+def has_four_bits(model: torch.nn.Module) -> bool:
+    """Whether some weights of a model are in four bits, which cannot be trained themselves."""
+    return any(hasattr(weight, "quant_state") for weight in model.parameters())
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:

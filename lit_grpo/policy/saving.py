@@ -6,9 +6,11 @@ import copy
 import json
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,10 @@ from safetensors.torch import save_file
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
 from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation, token_logits
+from lit_grpo.policy.architecture.unread import Unread, count_no_drafts, find_unread, known_unread
 from lit_grpo.policy.sharding import class_of, compute, full_tensor
 from lit_grpo.policy.tokenizers import save_tokenizer
-from lit_grpo.policy.weights import PolicyWeights, digest
+from lit_grpo.policy.weights import Named, PolicyWeights, digest
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
@@ -56,13 +59,17 @@ class Comparison:
         num_tensors: The number of tensors on the disk whose digests equal those of the policy.
         gap: The largest difference, in nats, between log-probs of the policy and of the model loaded from the folder;
             None if there was no memory for a second model.
+        num_carried: The number of tensors of multi-token prediction, which are on the disk as they are in the base.
     """
 
     num_tensors: int
     gap: float | None
+    num_carried: int = 0
 
     def __str__(self) -> str:
         files = f"{self.num_tensors} tensors on the disk have the digests of the policy's"
+        if self.num_carried:
+            files += f", {self.num_carried} more are the base's, for multi-token prediction"
         if self.gap is None:
             return f"{files}, and transformers finds each of them a place (no memory to load a second model)"
         return f"{files}, and opened again it computes the policy's log-probs to {self.gap:.1g} nats"
@@ -111,8 +118,10 @@ def export(
 ) -> Comparison | None:
     """Save policy and tokenizer. Adapters are merged into the weights, and also saved alone in ``adapter/``.
 
-    All ranks call it. The files are opened again and compared with the policy: each tensor by its digest, and the
-    log-probs of some tokens if the host has memory for a second model.
+    Tensors of multi-token prediction, which are no part of the model, are copied from the files that it was loaded
+    from; without them the configuration counts no such layers. All ranks call it. The files are opened again and
+    compared with the policy: each tensor by its digest, and the log-probs of some tokens if the host has memory for a
+    second model.
 
     Args:
         policy: The model to save.
@@ -136,14 +145,23 @@ def export(
         for _ in weights:
             pass
         return None
+    carried = find_unread(policy)
+    if lost := known_unread(policy).drafts.keys() - carried.drafts.keys():
+        warnings.warn(
+            f"{policy.name_or_path} does not hold {min(lost)} any more, as it did when the policy was loaded, so the "
+            f"export to {folder} is without multi-token prediction; put the files back and export a checkpoint to have "
+            "it there.",
+            stacklevel=2,
+        )
+        carried = Unread()
     with written_as_a_whole(folder) as aside:
-        _write_weights(weights, aside)
-        save_settings(policy, aside)
+        copies = _write_weights(weights, carried, aside)
+        save_settings(policy, aside, counts_drafts=bool(carried.drafts))
         save_tokenizer(tokenizer, aside)
         if adapter:
             own_adapter(policy).save_pretrained(str(aside / "adapter"))
             save_torch_state_dict(adapter, aside / "adapter", filename_pattern="adapter_model{suffix}.safetensors")
-        return _compared(weights, policy, logprobs, aside, folder)
+        return _compared(weights, copies, policy, logprobs, aside, folder)
 
 
 def _check_numbers(policy: PreTrainedModel, expected: _Expected, folder: Path) -> None:
@@ -163,13 +181,20 @@ def _check_numbers(policy: PreTrainedModel, expected: _Expected, folder: Path) -
         )
 
 
-def save_settings(policy: Any, folder: Path) -> None:
+def save_settings(policy: Any, folder: Path, counts_drafts: bool = True) -> None:
     """Save a model's configuration, without quantization, and its generation config.
 
     The generation config is saved unchecked: transformers refuses to save a temperature without ``do_sample``, which
     many models have.
+
+    Args:
+        policy: The model.
+        folder: The folder to write to.
+        counts_drafts: Whether the configuration counts layers of multi-token prediction as the model's does, or none.
     """
     config = copy.deepcopy(policy.config)
+    if not counts_drafts:
+        count_no_drafts(config)
     config.architectures = [class_of(policy).__name__]
     config.dtype = str(policy.dtype).removeprefix("torch.")
     vars(config).pop("quantization_config", None)
@@ -193,13 +218,18 @@ def _adapter_state(policy: PreTrainedModel, keep: bool) -> dict[str, torch.Tenso
     return {f"base_model.model.{key}": tensor.contiguous() for key, tensor in alone.items()}
 
 
-def _write_weights(weights: PolicyWeights, folder: Path) -> None:
-    """Write the weights in files of at most 5 GB; about one file at a time is in memory."""
-    outline = weights.outline
+def _write_weights(weights: PolicyWeights, carried: Unread, folder: Path) -> dict[str, str]:
+    """Write the weights, and what is carried beside them, in files of at most 5 GB; about one file is in memory.
+
+    Returns:
+        The digest of each tensor that is carried, by name.
+    """
+    outline = weights.outline | {name: stored.outline for name, stored in carried.drafts.items()}
+    copies: dict[str, str] = {}
     plan = split_torch_state_dict_into_shards(outline, max_shard_size=_SHARD_BYTES)
     place_of = {name: file for file, names in plan.filename_to_tensors.items() for name in names}
     waiting: dict[str, dict[str, torch.Tensor]] = {file: {} for file in plan.filename_to_tensors}
-    for name, tensor in weights:
+    for name, tensor in chain(weights, _noted(carried.read(), copies)):
         there = waiting[place_of[name]]
         there[name] = _in_own_storage(tensor)
         if len(there) == len(plan.filename_to_tensors[place_of[name]]):
@@ -209,6 +239,14 @@ def _write_weights(weights: PolicyWeights, folder: Path) -> None:
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": place_of}
         (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return copies
+
+
+def _noted(tensors: Iterable[Named], digests: dict[str, str]) -> Iterator[Named]:
+    """Pass tensors on, and note the digest of each."""
+    for name, tensor in tensors:
+        digests[name] = digest(tensor)
+        yield name, tensor
 
 
 def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -273,16 +311,30 @@ def _logprobs(model: PreTrainedModel, ids_T: torch.Tensor) -> torch.Tensor:
 
 
 def _compared(
-    weights: PolicyWeights, policy: PreTrainedModel, expected: _Expected, aside: Path, folder: Path
+    weights: PolicyWeights,
+    copies: Mapping[str, str],
+    policy: PreTrainedModel,
+    expected: _Expected,
+    aside: Path,
+    folder: Path,
 ) -> Comparison:
     """Open a written folder again and compare its tensors and its log-probs with the policy's.
+
+    Args:
+        weights: The policy's weights, which have been written.
+        copies: The digests of what was carried beside them, by name.
+        policy: The policy.
+        expected: Its log-probs.
+        aside: The folder that was written.
+        folder: The folder that it becomes.
 
     Raises:
         ExportError: The folder differs from the policy.
     """
     try:
-        _check_files(weights.digests, aside)
-        return Comparison(len(weights.digests), _check_reopened(weights.digests, policy, expected, aside))
+        _check_files({**weights.digests, **copies}, aside)
+        gap = _check_reopened(weights.digests, copies.keys(), policy, expected, aside)
+        return Comparison(len(weights.digests), gap, len(copies))
     except ExportError as error:
         raise ExportError(
             f"The policy's export to {folder} was opened again and is not what was trained: {error}; the folder is "
@@ -302,7 +354,7 @@ def _check_files(digests: Mapping[str, str], folder: Path) -> None:
 
 
 def _check_reopened(
-    digests: Mapping[str, str], policy: PreTrainedModel, expected: _Expected, folder: Path
+    digests: Mapping[str, str], carried: Collection[str], policy: PreTrainedModel, expected: _Expected, folder: Path
 ) -> float | None:
     """Load a folder on the host as its user will; without memory for it, only compare names and shapes."""
     from transformers import AutoModelForCausalLM
@@ -321,9 +373,12 @@ def _check_reopened(
     except (OSError, ValueError, RuntimeError) as error:
         raise ExportError(f"transformers cannot load it ({first_line(error)})") from error
     model, report = loaded
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+    for kind in ("missing_keys", "mismatched_keys"):
         if report[kind]:
             raise ExportError(f"transformers tells of {kind} on loading it, {sorted(map(str, report[kind]))[0]} first")
+    unread = find_unread(model)
+    if strange := {*unread.drafts, *unread.others} - {*carried}:
+        raise ExportError(f"transformers has no place for {min(strange)} on loading it")
     if not fits:
         return None
     reopened = PolicyWeights(model)
