@@ -23,9 +23,11 @@ from conftest import random_policy, save_tokenizer, table_rows
 from huggingface_hub import ModelCard, constants
 from made_runs import make_run
 from markdown_it import MarkdownIt
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.process.terminal import markdown
 from lit_grpo.tools.dashboard.report.folder import read_folder
 from lit_grpo.tools.finishing import command, record
 from lit_grpo.tools.finishing.command import main
@@ -142,7 +144,46 @@ def test_a_folders_name_that_is_no_models_name_is_refused(run: Path, capsys: pyt
     said = refused(odd, capsys=capsys)
     assert "The model's name would be 'x;touch y'; give one of letters" in said and not (odd / "finished").exists()
     main([str(odd), "--gguf", "f32", "--name", "My model"])
-    assert "llama-cli -m My-model-f32.gguf\n" in (odd / "finished" / "README.md").read_text()
+    assert "llama-completion -m My-model-f32.gguf -no-cnv" in (odd / "finished" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("template", "offered"),
+    table_rows(
+        [
+            (None, "llama-completion -m made-f32.gguf -no-cnv"),
+            ("{{ messages[0].content }}", "llama-cli -m made-f32.gguf\n"),
+            ({"default": "{{ messages[0].content }}", "rag": "a"}, "llama-cli -m made-f32.gguf\n"),
+            ({"rag": "{{ messages[0].content }}"}, "llama-completion -m made-f32.gguf -no-cnv"),
+        ],
+        [({"rag": "{{ messages[0].content }}"}, "llama-completion -m made-f32.gguf -no-cnv")],
+    ),
+)
+def test_a_card_offers_a_conversation_if_the_file_has_a_template_for_it(
+    template: Any, offered: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(str(run / "policy"))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(run / "policy")
+    main([str(run), "--gguf", "f32"])
+    card, said = (run / "finished" / "README.md").read_text(), capsys.readouterr().out
+    (given,) = re.findall("llama-.*\n", card)
+    assert given.startswith(offered)
+    if template == {"rag": "{{ messages[0].content }}"}:
+        sentence = "None of the chat templates (rag) is named default, so readers of the file render no conversation"
+        assert f"\n  {sentence}" in said and f"\n- GGUF: {markdown(sentence)}" in card
+
+
+def test_a_tokenizer_that_readers_would_not_follow_is_refused_before_anything_is_written(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer: Any = load_tokenizer(str(run / "policy"))
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save_pretrained(run / "policy")
+    said = refused(run, "--gguf", "f32", capsys=capsys)
+    assert "normalizer Lowercase) is not written as GGUF; leave GGUF out with --gguf none" in said
+    assert "makes llama.cpp expect" in refused(run, "--gguf", "f32", "--name", "My Phi-3", capsys=capsys)
+    assert not (run / "finished").exists()
 
 
 def test_files_can_be_read_by_those_who_can_read_the_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ _FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json"),
 )
 """Files of tokenizers, by their names in any folder."""
-_TEXTS = (
+TEXTS = (
     "user: The answer is 12345 + 6.78 = hello-world's, isn't it? WE'LL see: x_1 != y2;\n\tfoo  bar \n\n  (end)",
     "na\u00efve cafe\u0301 Stra\u00dfe \u0130\ufb01\u2460\uff11\u00bd \u0440\u0443\u0441\u0441\u043a\u0438\u0439 "
     "\u6f22\u5b57\u304b\u306a \u0e44\u0e17\u0e22 \u05e9\u05dc\u05d5\u05dd \U0001f642\u200d\u00a0\u200b\r\n",
@@ -117,7 +117,7 @@ def _split_apart(own: PreTrainedTokenizerBase, made: PreTrainedTokenizerBase) ->
 
 def _texts(own: PreTrainedTokenizerBase, made: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield fixed texts, tokens that one of two tokenizers lacks, and texts of tokens from the whole vocabulary."""
-    yield from _TEXTS
+    yield from TEXTS
     yield from sorted(made.get_vocab().keys() ^ own.get_vocab().keys())
     ids = list(range(0, len(own), max(1, len(own) // _MAX_TOKENS)))
     for begin in range(0, len(ids), _TOKENS_PER_TEXT):

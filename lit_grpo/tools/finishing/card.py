@@ -16,6 +16,7 @@ from lit_grpo.tools.dashboard.report.folder import RunRecords
 from lit_grpo.tools.finishing import record
 from lit_grpo.tools.finishing.comparison import Cost
 from lit_grpo.tools.finishing.origin import HUB_ID, Origin
+from lit_grpo.tools.finishing.vocabulary import Vocabulary
 
 MAX_CHARACTERS = 1_000
 """Of a prompt or a completion that the card shows."""
@@ -33,6 +34,7 @@ class Contents:
         has_adapter: Whether the folder ``adapter`` has the adapter alone.
         has_picture: Whether there is a picture of the curves.
         gguf: The GGUF files by their kinds: name, size in bytes, and the comparison with the policy.
+        vocabulary: The tokenizer in the GGUF files; None without files.
         place: What ``from_pretrained`` takes: the repository on the hub, or the folder that holds the card.
         tokenizer_class: The class of transformers that loads the tokenizer as its file describes it.
     """
@@ -44,6 +46,7 @@ class Contents:
     has_adapter: bool
     has_picture: bool
     gguf: Mapping[str, tuple[str, int, Cost]]
+    vocabulary: Vocabulary | None = None
     place: str = "."
     tokenizer_class: str = "AutoTokenizer"
 
@@ -127,8 +130,12 @@ def _use(contents: Contents) -> str:
     )
     lines = ["## Use", _fenced("\n".join(code), "python")]
     if contents.gguf:
-        name = next(iter(contents.gguf.values()))[0]
-        lines += ["With llama.cpp:", _fenced(f"llama-cli -m {shlex.quote(name)}", "bash")]
+        name = shlex.quote(next(iter(contents.gguf.values()))[0])
+        if contents.vocabulary is not None and contents.vocabulary.has_chat:
+            lines += ["With llama.cpp, a conversation:", _fenced(f"llama-cli -m {name}", "bash")]
+        else:
+            about = "With llama.cpp, a completion of a text (the file has no chat template that llama.cpp takes):"
+            lines += [about, _fenced(f"llama-completion -m {name} -no-cnv -p 'Once upon a time'", "bash")]
     return "\n\n".join(lines)
 
 
@@ -195,6 +202,8 @@ def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
         lines.append("The run had no held-out prompts, so nothing is known of prompts that it was not trained on.")
     if any(kind != "f32" for kind in contents.gguf):
         lines.append("GGUF files other than f32 hold rounded weights; the table of files says what rounding changes.")
+    if contents.vocabulary is not None:
+        lines += [f"GGUF: {markdown(sentence)}" for sentence in contents.vocabulary.left_out]
     return "\n".join(["## Limits", "", *[f"- {line}" for line in lines]])
 
 

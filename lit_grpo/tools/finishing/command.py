@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from lit_grpo.tools.dashboard.report.folder import RunRecords
     from lit_grpo.tools.finishing.origin import Origin
+    from lit_grpo.tools.finishing.vocabulary import Vocabulary
 
 ABOUT = (
     "Make a folder of a run that other people can use: the policy as safetensors with its tokenizer (a LoRA adapter "
@@ -80,6 +81,7 @@ def _finish(options: argparse.Namespace) -> None:
     from lit_grpo.tools.dashboard.report.folder import read_folder
     from lit_grpo.tools.finishing.origin import find_origin
     from lit_grpo.tools.finishing.push import Hub
+    from lit_grpo.tools.finishing.vocabulary import check_name
 
     run = read_folder(options.run)
     if run.running:
@@ -100,6 +102,8 @@ def _finish(options: argparse.Namespace) -> None:
         )
     if kinds and not has_gguf:
         raise ValueError("--gguf needs gguf; install the extra lit_grpo[smollm2], or leave GGUF out with --gguf none.")
+    if kinds:
+        check_name(options.name)
     if options.public and options.push is None:
         raise ValueError("--public is about a repository that --push creates; give --push OWNER/NAME too.")
     origin = find_origin(str((run.config.get("model") or {}).get("policy") or "policy"))
@@ -150,14 +154,16 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
         ]
         reference = Reference(folder, texts) if kinds else None
         files: dict[str, tuple[str, int, Cost]] = {}
+        written: Vocabulary | None = None
         for kind in kinds:
             from lit_grpo.tools.finishing.gguf_writer import write_gguf
 
             assert reference is not None
             path = folder / f"{name.replace(' ', '-')}-{kind}.gguf"
-            write_gguf(folder, path, kind, name, origin.licence.get("license"))
+            written = write_gguf(folder, path, kind, name, origin.licence.get("license"))
             files[kind] = path.name, path.stat().st_size, reference.cost(path, kind)
             said.append(f"  {path.name}: {cost_sentence(files[kind][2])}.")
+        said += [] if written is None else [f"  {sentence}" for sentence in written.left_out]
         with may_fail("curves.png", "the run's metrics.csv has the figures"):
             drawn = draw_curves(run, folder / "curves.png", version)
         contents = Contents(
@@ -168,6 +174,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             has_adapter=(folder / "adapter").is_dir(),
             has_picture=drawn,
             gguf=files,
+            vocabulary=written,
             place=options.push or ".",
             tokenizer_class=loading_class(str(folder)),
         )

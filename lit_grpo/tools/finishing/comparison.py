@@ -13,6 +13,7 @@ import torch
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import ExportError
+from lit_grpo.tools.finishing.vocabulary import comparable, conversations_of, texts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,8 +32,8 @@ class Cost:
         mean: The mean absolute difference, in nats per token.
         most: The largest one.
         num_tokens: The number of tokens; 0 if there was no memory to open the file.
-        num_texts: The number of texts that both tokenizers were given.
-        num_apart: The number of texts that the file's tokenizer splits into other tokens.
+        num_texts: The number of texts that the policy's tokenizer and transformers' reader of the file were given.
+        num_apart: The number of these texts that the reader splits into other tokens.
     """
 
     mean: float
@@ -51,10 +52,11 @@ class Reference:
     """
 
     def __init__(self, folder: Path, texts: Sequence[str]) -> None:
-        self.texts = list(texts)[:MAX_TEXTS]
         tokenizer, policy = load_tokenizer(str(folder)), load_policy(str(folder)).eval()
-        self.tokens = [_tokens(tokenizer, text) for text in self.texts]
-        rows = [ids[:MAX_TOKENS] for ids in self.tokens if len(ids) > 1]
+        texts = list(texts)[:MAX_TEXTS]
+        self.conversations = conversations_of(tokenizer)
+        self.split = comparable(tokenizer, [*texts, *self.conversations, *texts_of(tokenizer)])
+        rows = [ids[:MAX_TOKENS] for ids in (_tokens(tokenizer, text) for text in texts) if len(ids) > 1]
         if not rows:
             drawn = torch.Generator().manual_seed(0)
             rows = [torch.randint(0, len(tokenizer), (MAX_TOKENS // 4,), generator=drawn).tolist()]
@@ -72,9 +74,14 @@ class Reference:
             ExportError: The file does not hold the policy.
         """
         tokenizer = load_tokenizer(str(path))
-        apart = sum(_tokens(tokenizer, text) != ids for text, ids in zip(self.texts, self.tokens, strict=True))
+        if conversations_of(tokenizer) != self.conversations:
+            raise ExportError(
+                f"The GGUF file {path.name} was opened again, and its chat template renders a conversation in another "
+                "way than the policy's; report this with the chat template, and leave GGUF out with --gguf none."
+            )
+        apart = sum(_tokens(tokenizer, text) != ids for text, ids in self.split)
         if 6 * path.stat().st_size > free_bytes(torch.device("cpu")):  # q8_0 takes 3.8 times its file as float32
-            return Cost(math.nan, math.nan, 0, len(self.texts), apart)
+            return Cost(math.nan, math.nan, 0, len(self.split), apart)
         apart_N = (_logprobs(load_policy(str(path)).eval(), self.rows) - self.logprobs_N).abs()
         mean, most = float(apart_N.mean()), float(apart_N.max())
         if not mean <= MOST_MEAN.get(kind, ROUNDED):
@@ -83,7 +90,7 @@ class Reference:
                 f"nats on average, where {kind} explains {MOST_MEAN.get(kind, ROUNDED)}; report this with the policy's "
                 "config.json, and leave GGUF out with --gguf none."
             )
-        return Cost(mean, most, len(apart_N), len(self.texts), apart)
+        return Cost(mean, most, len(apart_N), len(self.split), apart)
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

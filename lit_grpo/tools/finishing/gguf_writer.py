@@ -17,7 +17,7 @@ from safetensors import safe_open
 from lit_grpo.policy.gguf import ROPE_FACTORS
 from lit_grpo.policy.loading import load_config, load_tokenizer
 from lit_grpo.tools.finishing.families import find_family, in_pairs, rope, rope_factors
-from lit_grpo.tools.finishing.vocabulary import Vocabulary, describe
+from lit_grpo.tools.finishing.vocabulary import DEFAULT_TEMPLATE, Vocabulary, describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -82,12 +82,14 @@ def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTraine
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
     """
     vocabulary = describe(tokenizer, shapes[_EMBEDDING][0])
-    texts = sum(16 + len(text.encode()) for text in (*vocabulary.tokens, *vocabulary.merges, vocabulary.template))
-    return texts + sum(tensor.num_bytes for tensor in _tensors(config, shapes, KINDS[kind][0]))
+    texts = (*vocabulary.tokens, *vocabulary.merges, *vocabulary.templates.values())
+    return sum(16 + len(text.encode()) for text in texts) + sum(
+        tensor.num_bytes for tensor in _tensors(config, shapes, KINDS[kind][0])
+    )
 
 
-def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | None = None) -> None:
-    """Write a policy's folder as a GGUF file; one tensor at a time is in memory.
+def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | None = None) -> Vocabulary:
+    """Write a policy's folder as a GGUF file, and return the tokenizer in it; one tensor at a time is in memory.
 
     Args:
         folder: Folder of the policy, with its tokenizer.
@@ -112,7 +114,8 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_sizes(writer, config, num_rows)
-    _add_vocabulary(writer, describe(load_tokenizer(str(folder)), num_rows, _end_ids(folder)))
+    vocabulary = describe(load_tokenizer(str(folder)), num_rows, _end_ids(folder))
+    _add_vocabulary(writer, vocabulary)
     factors = rope_factors(config)
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
@@ -132,6 +135,7 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
             writer.write_tensor_data(gguf.quantize(weight, tensor.kind))
     finally:
         writer.close()
+    return vocabulary
 
 
 def _files(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
@@ -207,8 +211,13 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         getattr(writer, f"add_{kind}_token_id")(row)
     for kind, added in vocabulary.adds.items():
         getattr(writer, f"add_add_{kind}_token")(added)
-    if vocabulary.template:
-        writer.add_chat_template(vocabulary.template)
+    for template, text in vocabulary.templates.items():
+        is_default = template == DEFAULT_TEMPLATE
+        key = gguf.Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=template)
+        writer.add_string(gguf.Keys.Tokenizer.CHAT_TEMPLATE if is_default else key, text)
+    named = [template for template in vocabulary.templates if template != DEFAULT_TEMPLATE]
+    if named:
+        writer.add_array(gguf.Keys.Tokenizer.CHAT_TEMPLATES, named)
 
 
 class _Writer(gguf.GGUFWriter):
