@@ -338,7 +338,6 @@ class GRPOModule(EvaluationModule):
             check_epoch(self.trainer)
             self._check_monitors(validates=prompts is None or "validation" in prompts)
             check_ranks(self.trainer, self.policy_name, self.lora, self.settings)
-        self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyright: ignore[reportAttributeAccessIssue]
 
     def _check_monitors(self, validates: bool) -> None:
         """Check what Lightning's callbacks monitor; what the user's own code may log cannot be known."""
@@ -359,7 +358,11 @@ class GRPOModule(EvaluationModule):
             )
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback."""
+        """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback.
+
+        The trainer's callbacks and loggers are guarded from here on, which is before their first hook.
+        """
+        self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyright: ignore[reportAttributeAccessIssue]
         if self.trainer.state.fn == "fit":
             check_trainer(self.trainer, self.policy_dtype)
         check_callbacks(self.trainer)

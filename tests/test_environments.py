@@ -957,20 +957,32 @@ class NeverDone(Guess):
 )
 def test_batches_of_which_all_trajectories_are_dropped_end_the_run_with_the_cause(factory: Any, why: str) -> None:
     worker = worker_of(factory, retries=0)
-    others = [(0, 0)]  # another rank, which has nothing to do
+    others = [(1, 0)]  # another rank, one of whose trajectories ends at first
     gather = lambda own: [own, *(others if isinstance(own, tuple) else [""])]  # noqa: E731
-    for _ in range(3):
-        worker.on_batch_start()
+    batch = GroupBatch([], 1, PassRule("Guess"), gather)
+
+    def play_one() -> None:
         assert play(worker, num_generations=2)[0].rollouts == []
-        worker.on_update_end(GroupBatch([], 1, PassRule("Guess"), gather))
+        worker.on_update_end(batch)
+
+    play_one()
+    others[:] = [(0, 0)]
+    play_one()
+    play_one()
     sentence = f"All trajectories of the last 3 batches were dropped after their retries, because the .*: {why}\\."
-    assert re.search(sentence, worker.findings()[0].sentence)
     with pytest.raises(CannotGoOn, match=sentence + " Fix the environment, or the service it connects to, and resume"):
-        worker.on_batch_start()
+        play_one()
+    assert re.search(sentence, worker.findings()[0].sentence)
     others[:] = [(1, 0)]  # one trajectory of any rank is enough
-    worker.on_update_end(GroupBatch([], 1, PassRule("Guess"), gather))
-    worker.on_batch_start()
+    play_one()
     assert worker.findings() == []
+
+
+def test_a_first_batch_of_which_all_trajectories_are_dropped_ends_the_run() -> None:
+    worker = worker_of(Gone, retries=0)
+    play(worker, num_generations=2)
+    with pytest.raises(CannotGoOn, match=r"All trajectories of the last batch were dropped .*: Gone fails when it is"):
+        worker.on_update_end(GroupBatch([], 1, PassRule("Guess"), lambda own: [own]))
 
 
 def test_rewards_samples_and_checkpoints_have_what_reset_added_to_the_prompt() -> None:

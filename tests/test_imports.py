@@ -19,7 +19,7 @@ from lit_grpo.callbacks import WeightSync
 
 ROOT = Path(__file__).parents[1]
 LAYERS: tuple[set[str], ...] = (
-    {"limits", "compatibility", "trajectory", "types", "memory", "process", "ranks", "settings"},
+    {"limits", "foreign", "compatibility", "trajectory", "types", "memory", "process", "ranks", "settings"},
     {"scheduling", "policy", "optim", "checkpoints", "display", "tools.migration"},
     {
         *("plugins", "budgets", "scheduling.lengths", "rewards", "rollout", "update", "strategies", "data"),

@@ -66,10 +66,10 @@ def test_an_async_function_that_cancels_every_task_of_its_loop_fails_calls_and_s
         await asyncio.sleep(5)
 
     made = calls.Calls(1, "tools", "wait")
-    results = made.start(made.call_all([waits, cancels], True, 5.0)).result(timeout=3)
+    results = made.start(made.call_all([waits, cancels], True, 5.0, "tools")).result(timeout=3)
     assert [type(result.error) for result in results] == [asyncio.CancelledError] * 2
     with pytest.raises(RuntimeError, match="CancelledError"):
-        made.start(made.call(cancels, True, 5.0, lambda seconds: None)).result(timeout=3)
+        made.start(made.call(cancels, True, 5.0, lambda seconds: None, "tools")).result(timeout=3)
     made.stop()
 
 

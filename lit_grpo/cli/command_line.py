@@ -8,7 +8,8 @@ import shlex
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,11 +30,12 @@ from lit_grpo.cli.parsing.refusals import check_settings, check_values, find_che
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.faults import lost_rank
+from lit_grpo.foreign import owner_of
 from lit_grpo.memory import is_out_of_memory
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import CannotGoOn
 from lit_grpo.process.calls import BrokenLoop, TooManyHang
-from lit_grpo.process.terminal import first_line
+from lit_grpo.process.terminal import error_text, first_line
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
@@ -287,7 +289,7 @@ def run(args: list[str] | None = None, cli: Callable[..., GRPOCLI] = GRPOCLI) ->
     quieten()
     run_folder = RunFolder()
     try:
-        with run_folder:
+        with run_folder, _owners_named():
             cli(run_folder, **cli_arguments(args))
     except OSError as error:
         if _is_gone(error, run_folder.path) and not os.environ.get("LIT_GRPO_TRACEBACK"):
@@ -316,6 +318,19 @@ def run(args: list[str] | None = None, cli: Callable[..., GRPOCLI] = GRPOCLI) ->
         if not sentence or os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(sentence)
+
+
+@contextmanager
+def _owners_named() -> Iterator[None]:
+    """End the program with one sentence if a hook of others raises an error; what no hook can mend is left alone."""
+    try:
+        yield
+    except Exception as error:
+        owner = owner_of(error)
+        has_sentence = isinstance(error, CannotGoOn) or is_out_of_memory(error) or lost_rank(error)
+        if owner is None or has_sentence or os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        exit_with(f"{owner}: {error_text(error)}.{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
 
 
 def _out_of_memory(error: BaseException) -> str:

@@ -97,6 +97,7 @@ class LiveEnvironment:
         self.kind, self.limits = kind, limits
         self.object: Any = None
         self.spent_s = 0.0
+        self._owner = f"environment {kind.name}"
         self._calls, self._log, self._apart, self._is_over = calls, log, apart, is_over
 
     # ---- beginning and end --------------------------------------------------------------------------------
@@ -111,9 +112,9 @@ class LiveEnvironment:
         await self.make()
         if self.kind.type is None:
             return ""
-        reset, arguments = self.object.reset, self.kind.arguments(prompt)
+        given, arguments = self.object, self.kind.arguments(prompt)
         said = await self._guarded(
-            "is reset", lambda: reset(**arguments), self._is_async("reset"), self.limits.reset_timeout_s
+            "is reset", lambda: given.reset(**arguments), self._is_async("reset"), self.limits.reset_timeout_s
         )
         text = "" if said is None else await self._text(said, "reset")
         await self._try_state()
@@ -123,8 +124,8 @@ class LiveEnvironment:
         """Construct an environment and give it the state of an earlier one."""
         await self.make()
         if self.kind.type is not None:
-            restore = self.object.restore
-            await self._guarded("is restored", lambda: restore(state), self._is_async("restore"))
+            given = self.object
+            await self._guarded("is restored", lambda: given.restore(state), self._is_async("restore"))
 
     async def state(self) -> Any:
         """Return the environment's state; None for tools without an environment.
@@ -135,7 +136,7 @@ class LiveEnvironment:
         """
         if self.kind.type is None:
             return None
-        state = await self._guarded("is asked for its state", self.object.state, self._is_async("state"), at_once=True)
+        state = await self.ask("state", "its state", at_once=True)
         if (found := find_foreign(state)) is not None:
             raise ForeignState(f"returns a state that no checkpoint can hold: state(){found.place} {found}")
         return state
@@ -169,9 +170,9 @@ class LiveEnvironment:
         state = from_written(to_written(copied(await self.state())))
         fresh = LiveEnvironment(self.kind, self.limits, self._calls, self._log, self._apart)
         fresh.object = await self._guarded("is made", self.kind.make, False, at_once=True)
-        restore = fresh.object.restore
+        given = fresh.object
         try:
-            await self._guarded("is restored", lambda: restore(state), self._is_async("restore"), at_once=True)
+            await self._guarded("is restored", lambda: given.restore(state), self._is_async("restore"), at_once=True)
         finally:
             await fresh.close()
 
@@ -182,7 +183,9 @@ class LiveEnvironment:
             return
         limit_s = self.limits.reset_timeout_s
         try:
-            await self._calls.call(given.close, self._is_async("close"), limit_s, lambda _: None, self._apart)
+            await self._calls.call(
+                lambda: given.close(), self._is_async("close"), limit_s, lambda _: None, self._owner, self._apart
+            )
         except (Exception, *FAILURES) as error:  # nothing depends on it
             self._log.tell_failure(f"{self.kind.name} fails when it is closed ({error_text(error)})")
 
@@ -194,8 +197,8 @@ class LiveEnvironment:
             return await self._call_all(turn.calls, chat)
         if "respond" not in self.kind.methods or await self.is_done():
             return []
-        respond, content = self.object.respond, turn.content
-        said = await self._guarded("is asked to respond", lambda: respond(content), self._is_async("respond"))
+        given, content = self.object, turn.content
+        said = await self._guarded("is asked to respond", lambda: given.respond(content), self._is_async("respond"))
         if said is None:
             return []
         return [{"role": "user", "content": self._shortened(await self._text(said, "respond"), chat)}]
@@ -271,9 +274,12 @@ class LiveEnvironment:
         except ValueError as error:
             raise ValueError(f"{self.kind.name}.{name}: {error}.") from None
 
-    async def ask(self, name: str) -> Any:
-        """Return what a method without arguments returns."""
-        return await self._guarded(f"is asked for {name}", getattr(self.object, name), self._is_async(name))
+    async def ask(self, name: str, what: str = "", at_once: bool = False) -> Any:
+        """Return what a method without arguments returns; ``what`` is that in messages."""
+        given = self.object
+        return await self._guarded(
+            f"is asked for {what or name}", lambda: getattr(given, name)(), self._is_async(name), at_once=at_once
+        )
 
     async def _text(self, said: Any, method: str) -> str:
         """Return what a method has returned as text."""
@@ -300,7 +306,7 @@ class LiveEnvironment:
         """Make a call that may not fail: whatever it raises, and its hanging, is a failure of the environment."""
         try:
             if at_once:
-                return await self._calls.at_once(function, is_async, self.limits.tool_timeout_s)
+                return await self._calls.at_once(function, is_async, self.limits.tool_timeout_s, self._owner)
             return await self._within(function, is_async, timeout_s)
         except CallTimeout:
             self._log.counts["timeouts"] += 1
@@ -316,7 +322,8 @@ class LiveEnvironment:
             raise asyncio.CancelledError
         limit_s = self.limits.tool_timeout_s if timeout_s is None else timeout_s
         left_s = self.limits.trajectory_timeout_s - self.spent_s
-        return await self._calls.call(function, is_async, max(min(limit_s, left_s), 0.0), self.spend, self._apart)
+        limit_s = max(min(limit_s, left_s), 0.0)
+        return await self._calls.call(function, is_async, limit_s, self.spend, self._owner, self._apart)
 
     def spend(self, seconds: float) -> None:
         """Count seconds to ``trajectory_timeout_s``."""

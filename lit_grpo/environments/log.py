@@ -45,6 +45,7 @@ class EnvironmentLog:
         self._names = (*COUNTED, *more)
         self._told: set[str] = set()
         self._num_gone, self._failure = 0, ""  # batches in a row whose trajectories were all dropped, and why
+        self._has_ended = False  # whether a trajectory of an earlier batch has
 
     def tell(self, sentence: str) -> None:
         """Log a warning once."""
@@ -109,20 +110,18 @@ class EnvironmentLog:
         }
 
     def note_batch(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Note whether all trajectories of a batch were dropped, on all ranks."""
+        """Note whether all trajectories of a batch were dropped, on all ranks.
+
+        Raises:
+            CannotGoOn: They were, in the first batch or in :data:`MOST_BATCHES_GONE` in a row.
+        """
         numbers = gather((self.counts["ended"], self.counts["dropped"]))
         is_gone = not any(ended for ended, _ in numbers) and any(dropped for _, dropped in numbers)
         self._num_gone = self._num_gone + 1 if is_gone else 0
         if self._num_gone:
             self._failure = next((each for each in gather(self._failure) if each), "")
-
-    def check_goes_on(self) -> None:
-        """Check that not all trajectories of several batches were dropped.
-
-        Raises:
-            CannotGoOn: They were.
-        """
-        if self._num_gone >= MOST_BATCHES_GONE:
+        self._has_ended = self._has_ended or any(ended for ended, _ in numbers)
+        if self._num_gone >= (MOST_BATCHES_GONE if self._has_ended else 1):
             raise CannotGoOn(
                 f"{self._gone()} Fix the environment, or the service it connects to, and resume the run from its last "
                 "checkpoint."
@@ -134,7 +133,8 @@ class EnvironmentLog:
         return [*self.tool_calls.findings(), *gone]
 
     def _gone(self) -> str:
+        which = f"last {self._num_gone} batches" if self._num_gone > 1 else "last batch"
         return (
-            f"All trajectories of the last {self._num_gone} batches were dropped after their retries, because the "
-            f"environment failed: {self._failure}."
+            f"All trajectories of the {which} were dropped after their retries, because the environment failed: "
+            f"{self._failure}."
         )

@@ -461,7 +461,11 @@ class Trajectories(Plugin):
             self._going_on.clear()
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
-        """Nothing goes back to before the rollout any more."""
+        """Nothing goes back to before the rollout any more.
+
+        Raises:
+            CannotGoOn: All trajectories were dropped, in the first batch or in several.
+        """
         for record in self.records.values():
             record.kept, record.carried = [], []
         self._forget()
@@ -469,10 +473,6 @@ class Trajectories(Plugin):
         return {}
 
     # ---- what is told -------------------------------------------------------------------------------
-
-    def on_batch_start(self) -> None:
-        """Refuse to go on after several batches whose trajectories were all dropped."""
-        self._log.check_goes_on()
 
     def metrics(self, all_gather: AllGather = lambda own: [own]) -> dict[str, float]:
         """Return what happened in the last rollout on all ranks: sums of counts, and means over all trajectories."""

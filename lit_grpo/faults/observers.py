@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ from lightning.pytorch.callbacks import ThroughputMonitor as LightningThroughput
 from lightning.pytorch.loggers import Logger
 
 from lit_grpo.faults.lost_ranks import lost_rank
-from lit_grpo.process.terminal import first_line
+from lit_grpo.foreign import begin_run, guard_hooks, owner_of
+from lit_grpo.process.terminal import first_line, warn
 
 
 class Observer(pl.Callback):
@@ -47,8 +47,11 @@ class Observers:
         self.failures: Counter[str] = Counter()
 
     def guard(self, parts: Iterable[object]) -> None:
-        """Let all public methods of observers and loggers among ``parts`` fail from now on; others stay as they are."""
+        """Guard the hooks of others' callbacks and loggers, and let those of observers and of all loggers fail."""
+        begin_run()
         for part in parts:
+            if vars(part).get("_guarded_by") is not self:
+                guard_hooks(part, *(("logger", Logger) if isinstance(part, Logger) else ("callback", pl.Callback)))
             if not isinstance(part, (Observer, Logger, *LIGHTNING)) or vars(part).get("_guarded_by") is self:
                 continue
             vars(part)["_guarded_by"] = self
@@ -86,7 +89,9 @@ class Observers:
                 traceback.print_exc()
             said = first_line(error)
             said = said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
-            warnings.warn(
+            owner = owner_of(error) or ""
+            said = f"{owner}: {said}" if owner and name not in owner else said
+            warn(
                 f"{name} failed{where} ({said}). It only shows or writes the run, so the run goes on; further failures "
                 "of it are counted, not shown (LIT_GRPO_TRACEBACK=1 shows where).",
                 stacklevel=2,

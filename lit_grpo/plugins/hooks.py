@@ -16,17 +16,21 @@ import difflib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from numbers import Real
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar
 
+from lit_grpo.foreign import OURS, Guard
 from lit_grpo.limits import Count, Limit, NotNegative, Number, check_value
-from lit_grpo.plugins.plugin import Answer, Listener, Plugin, Resume
+from lit_grpo.plugins.plugin import Answer, Listener, Plugin, Resume, decided_by
 from lit_grpo.types import Completion, Prompt, Request, Rollout
 
 if TYPE_CHECKING:
     import torch
+
+    from lit_grpo.compatibility import Requirement
 
 Copied = TypeVar("Copied", bound=Plugin)
 FINITE = Limit(finite=True)
@@ -73,8 +77,10 @@ def ask(plugin: Listener, hook: str, *arguments: Any) -> Any:
     Raises:
         ValueError: The hook returned something else; the message names plug-in, hook and row.
     """
-    member = getattr(plugin, hook)
-    value = member if isinstance(getattr(Plugin, hook), property) else member(*arguments)
+    what = "plug-in" if isinstance(plugin, Plugin) else "callback"
+    with Guard(what, plugin, hook) if not type(plugin).__module__.startswith(OURS) else nullcontext():
+        member = getattr(plugin, hook)
+        value = member if isinstance(getattr(Plugin, hook), property) else member(*arguments)
     return read(plugin, hook, value, *arguments)
 
 
@@ -88,6 +94,13 @@ def fresh(plugin: Copied) -> Copied:
     begun = copy.copy(plugin)
     ask(begun, "setup")
     return begun
+
+
+def requirement_of(plugin: Plugin, name: str) -> Requirement:
+    """Return what a plug-in needs of a run and takes away from others, and what follows from the hooks it overrides."""
+    declared, decided = ask(plugin, "requirement", name), decided_by(plugin)
+    replaced = frozenset(decision.replaces for decision in decided if decision.replaces)
+    return replace(declared, needs=declared.needs.union(*(each.needs for each in decided)), decides=replaced)
 
 
 # ---- before a run: does a class override what there is? ------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from lit_grpo.budgets.history import NUM_RECENT
@@ -430,6 +430,9 @@ class Plugin(Listener):
 
         Returns:
             What to log; a figure that was logged before and is left out now is logged as NaN.
+
+        Raises:
+            CannotGoOn: The run cannot go on; all ranks raise it.
         """
         return {}
 
@@ -792,13 +795,6 @@ UPDATE_HOOKS = (
 def decided_by(plugin: Plugin) -> list[Decision]:
     """Return what a plug-in decides by the hooks that it overrides."""
     return [decision for decision in DECISIONS if overriding([plugin], *decision.hooks)]
-
-
-def requirement_of(plugin: Plugin, name: str) -> Requirement:
-    """Return what a plug-in needs of a run and takes away from others, and what follows from the hooks it overrides."""
-    declared, decided = plugin.requirement(name), decided_by(plugin)
-    replaced = frozenset(decision.replaces for decision in decided if decision.replaces)
-    return replace(declared, needs=declared.needs.union(*(each.needs for each in decided)), decides=replaced)
 
 
 def check_decisions(plugins: Sequence[tuple[str, Plugin]]) -> None:

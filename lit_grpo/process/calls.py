@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from lit_grpo.foreign import Visit, refuse_exits
 from lit_grpo.process.terminal import error_text
 
 _T = TypeVar("_T")
@@ -250,6 +251,7 @@ class Calls:
                 self._stream_copies[descriptor] = os.dup(descriptor)
         self._num_threads = num_threads
         self._of, self._remedy = of, remedy
+        refuse_exits()
         self._keeper = EventLoop("lit_grpo-calls")
         self._free = {is_apart: asyncio.Semaphore(num_threads) for is_apart in (False, True)}
         self._ends: dict[object, float] = {}  # of calls that are being made
@@ -285,9 +287,10 @@ class Calls:
         is_async: bool,
         timeout_s: float | None,
         took: Callable[[float], None],
+        owner: str,
         apart: bool = False,
     ) -> Any:
-        """Make a call; ``took`` is told its seconds, without the wait for a thread.
+        """Make a call of ``owner``'s code; ``took`` is told its seconds, without the wait for a thread.
 
         Calls that are ``apart`` do not wait for the threads of others.
 
@@ -300,24 +303,29 @@ class Calls:
             BaseException: Whatever the function raised, or a RuntimeError (:meth:`CallResult.unwrap`).
         """
         if is_async:
-            return await self._timed(self.at_once(function, True, timeout_s), timeout_s, took)
+            return await self._timed(self.at_once(function, True, timeout_s, owner), timeout_s, took)
         async with self._free[apart]:
-            result = await self._timed(self.at_once(function, False, timeout_s), timeout_s, took)
+            result = await self._timed(self.at_once(function, False, timeout_s, owner), timeout_s, took)
         if inspect.isawaitable(result):  # of a sync function around an async one, such as a decorator's
-            return await self._timed(self.at_once(lambda: result, True, timeout_s), timeout_s, took)
+            return await self._timed(self.at_once(lambda: result, True, timeout_s, owner), timeout_s, took)
         return result
 
-    async def at_once(self, function: Function, is_async: bool, timeout_s: float | None) -> Any:
+    async def at_once(self, function: Function, is_async: bool, timeout_s: float | None, owner: str) -> Any:
         """Make a short call as :meth:`call` does, without waiting for a thread that others have."""
         if is_async:
-            (result,) = await self._await([function], timeout_s)
+            (result,) = await self._await([function], timeout_s, owner)
             return result.unwrap()
-        series = _Series([function])
+        series = _Series([function], owner)
         await self._in_thread(series, timeout_s)
         return series.results[0].unwrap()
 
     async def call_all(
-        self, functions: Sequence[Function], is_async: bool, timeout_s: float | None, stop_on_error: bool = False
+        self,
+        functions: Sequence[Function],
+        is_async: bool,
+        timeout_s: float | None,
+        owner: str,
+        stop_on_error: bool = False,
     ) -> list[CallResult]:
         """Make calls, each with the same limit, and return their results in order; async ones all at a time.
 
@@ -328,6 +336,7 @@ class Calls:
             functions: The functions to call, without arguments.
             is_async: Whether they are async functions.
             timeout_s: The most seconds of one call.
+            owner: Whose functions they are, as in ``reward 'length'``.
             stop_on_error: Whether sync calls after an error are left out; the results then end with the first error.
 
         Raises:
@@ -335,8 +344,8 @@ class Calls:
             BrokenLoop: A function has closed the file descriptors of the loop.
         """
         if is_async:
-            return await self._await(functions, timeout_s)
-        series = _Series(functions, stop_on_error)
+            return await self._await(functions, timeout_s, owner)
+        series = _Series(functions, owner, stop_on_error)
         tasks: list[asyncio.Task[None]] = []
         try:
             while series.is_left and len(tasks) < self._num_threads:
@@ -385,10 +394,10 @@ class Calls:
                 thread.end()
                 self._lost.add(thread)
 
-    async def _await(self, functions: Sequence[Function], timeout_s: float | None) -> list[CallResult]:
+    async def _await(self, functions: Sequence[Function], timeout_s: float | None, owner: str) -> list[CallResult]:
         """Await all functions at once on the loop of users' coroutines, and cancel those that take too long."""
         results: dict[int, CallResult] = {}
-        ended = asyncio.wrap_future(USERS_LOOP.begin(_await_all(functions, results)))
+        ended = asyncio.wrap_future(USERS_LOOP.begin(_await_all(functions, results, owner)))
         try:
             is_late = not (await asyncio.wait([ended], timeout=timeout_s))[0]
         finally:
@@ -441,8 +450,8 @@ class Calls:
 class _Series:
     """Calls in their order, for any thread to take, and their results by number; ``lock`` guards it."""
 
-    def __init__(self, functions: Sequence[Function], stop_on_error: bool = False) -> None:
-        self.functions = functions
+    def __init__(self, functions: Sequence[Function], owner: str, stop_on_error: bool = False) -> None:
+        self.functions, self.owner = functions, owner
         self.results: dict[int, CallResult] = {}
         self.lock = threading.Lock()
         self._stop_on_error = stop_on_error
@@ -482,6 +491,7 @@ class _CallThread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[_Series, asyncio.Future[None]] | None] = SimpleQueue()
         self._number: int | None = None  # of the call that is being made
+        self._visit: Visit | None = None  # that call
         self._began_s = self._cpu_began_s = 0.0
         self._is_abandoned = False
         self._thread = threading.Thread(target=self._work, name="lit_grpo-call", daemon=True)
@@ -512,6 +522,8 @@ class _CallThread:
                 return False
             series.put(self._number, CallResult(error=CallTimeout.after(timeout_s, self._cpu_s())))
             self._is_abandoned = True
+            if self._visit is not None:
+                self._visit.abandon()
             return True
 
     def _cpu_s(self) -> float:
@@ -545,9 +557,11 @@ class _CallThread:
                 self._cpu_began_s = time.thread_time()
                 if self._number is None:
                     return
-            result = _made(series.functions[self._number])
-            if os.getpid() != process:  # the function has forked, and its child returned here as well
-                os._exit(0)
+                visit = self._visit = Visit(series.owner)
+            with visit:
+                result = _made(series.functions[self._number])
+                if os.getpid() != process:  # the function has forked, and its child returned here as well
+                    os._exit(0)
 
 
 def _settle(ended: asyncio.Future[None]) -> None:
@@ -562,17 +576,18 @@ def _made(function: Function) -> CallResult:
         return CallResult(error=_readable(error))
 
 
-async def _await_all(functions: Sequence[Function], results: dict[int, CallResult]) -> None:
+async def _await_all(functions: Sequence[Function], results: dict[int, CallResult], owner: str) -> None:
     """Await functions at once, on the loop of users' coroutines; write their results by number."""
 
     async def awaited(number: int, function: Function) -> None:
         process = os.getpid()
-        try:
-            result = CallResult(await function())
-        except BaseException as error:  # a user's function runs here: every error must reach the caller
-            result = CallResult(error=_readable(error))
-        if os.getpid() != process:  # the function has forked, and its child returned here as well
-            os._exit(0)
+        with Visit(owner):
+            try:
+                result = CallResult(await function())
+            except BaseException as error:  # a user's function runs here: every error must reach the caller
+                result = CallResult(error=_readable(error))
+            if os.getpid() != process:  # the function has forked, and its child returned here as well
+                os._exit(0)
         results[number] = result
 
     if len(functions) == 1:  # an environment's: without a task of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,15 @@ def say(text: str, *, flush: bool = False) -> None:
     """Print a line for the user; a terminal or a pipe that is gone is no reason to fail."""
     with suppress(OSError, ValueError):  # a closed pipe; a closed file, or one that cannot encode the text
         print(text, flush=flush)
+
+
+def warn(message: str, stacklevel: int = 1) -> None:
+    """Warn the user; where a filter makes an error of the warning, print it, because a warning may not end a run."""
+    try:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+    except Warning:
+        with suppress(OSError, ValueError):
+            print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -72,7 +82,7 @@ def may_fail(what: str, instead: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        warnings.warn(f"{what} could not be made ({error_text(error)}); {instead}.", stacklevel=3)
+        warn(f"{what} could not be made ({error_text(error)}); {instead}.", stacklevel=3)
 
 
 def on_one_line(text: str) -> str:

@@ -240,7 +240,8 @@ class RewardRunner(CoreListener):
             ]
             functions = [call for call, _ in made]
             limit_s = None if function.limits_itself else self._timeout_s
-            results = await calls.call_all(functions, function.is_async, limit_s, stop_on_error=self._raises)
+            owner = f"reward {function.name!r} ({function.path})"
+            results = await calls.call_all(functions, function.is_async, limit_s, owner, stop_on_error=self._raises)
             given = (
                 result.value if result.error is None else [result.error] * size
                 for result, (_, size) in zip(results, made, strict=False)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sqlite3
+import sys
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +288,64 @@ def test_a_run_whose_environment_is_gone_for_good_is_saved_and_ends(folder: str,
         train(folder, rows, None, max_steps=20, factory=Going, max_turns=2, retries=0)
     kept = torch.load(tmp_path / "runs" / "grpo" / "checkpoints" / "last.ckpt", weights_only=True)
     assert 5 <= kept["global_step"] < 12
+
+
+class Unset(Catch):
+    """Fails at every reset, in the way that a row names."""
+
+    _fails: Callable[[], Any]
+
+    def reset(self, *args: Any, **columns: Any) -> Any:
+        return type(self)._fails()
+
+
+def no_board() -> None:
+    raise KeyError("board")
+
+
+FAILURES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "raises": (no_board, "CannotGoOn", r"Unset fails when it is reset \(KeyError: 'board'\)"),
+    "hangs": (lambda: time.sleep(60), "CannotGoOn", "Unset takes too long when it is reset"),
+    "exits": (lambda: sys.exit(3), "CannotGoOn", r"Unset fails when it is reset \(SystemExit: 3\)"),
+    "ends the process": (lambda: os._exit(3), "CannotGoOn", r"fails when it is reset \(SystemExit: os\._exit\(3\)\)"),
+    "cannot be printed": (
+        lambda: Unprinted(),
+        "CannotGoOn",
+        r"fails when it has what reset returned printed \(TypeErr",
+    ),
+    "is no text": (lambda: [{"type": "image"}], "NotText", "Unset.reset returns content that is not text"),
+}
+
+
+class Unprinted:
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+@pytest.mark.parametrize("kind", table_rows(FAILURES, ["ends the process"]))
+def test_an_environment_that_fails_at_every_reset_ends_the_run_at_its_first_batch(
+    kind: str, folder: str, tmp_path: Path
+) -> None:
+    fails, error, why = FAILURES[kind]
+    Unset._fails = staticmethod(fails)
+    rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
+    with pytest.raises(Exception, match=why) as raised:
+        train(folder, rows, None, max_steps=3, factory=Unset, max_turns=2, retries=1, reset_timeout_s=0.2)
+    assert type(raised.value).__name__ == error
+    saved = tmp_path / "runs" / "grpo" / "checkpoints" / "last.ckpt"
+    if error == "CannotGoOn":  # else no batch has been learned from
+        assert torch.load(saved, weights_only=True)["global_step"] == 1
+
+
+@pytest.mark.nightly
+def test_an_environment_whose_factory_makes_none_is_a_failure_that_is_named(folder: str) -> None:
+    rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
+
+    def make() -> Catch:
+        return None  # pyright: ignore[reportReturnType]
+
+    with pytest.raises(CannotGoOn, match=r"Catch fails when it is reset \(AttributeError: 'NoneType' object"):
+        train(folder, rows, None, max_steps=3, factory=make, max_turns=2, retries=0)
 
 
 def count_on_a_rank(rank: int, folder: str) -> None:

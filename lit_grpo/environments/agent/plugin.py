@@ -261,7 +261,8 @@ class AgentDriver(TrajectoryDriver):
         if kind.is_async:
             begun.set()
         try:
-            return await self.calls.call(call, kind.is_async, None, lambda _: None, self._apart), None
+            owner = f"agent {kind.name}"
+            return await self.calls.call(call, kind.is_async, None, lambda _: None, owner, self._apart), None
         except (Exception, *FAILURES) as error:  # a user's function runs here: it must not end the loop
             return None, error
 
