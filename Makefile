@@ -25,6 +25,7 @@ test: lint
 # What takes long and seldom breaks: the other rows of those tables, every benchmark in its quick form, real vLLM servers that
 # are killed, clusters, commands of the documentation, more random settings, and the unit tests on the lowest versions.
 nightly: .venv/dev
+	.venv/bin/python tests/chromium.py --unless-installed
 	LIT_GRPO_FUZZ=400 .venv/bin/python -m pytest -m "nightly or fuzz" --numprocesses 2 --dist loadfile --durations 10
 	$(MAKE) --no-print-directory lowest
 

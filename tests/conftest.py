@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import shutil
 import subprocess
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from chromium import launch
 
 SLOWEST = (
     *("test_benchmarks", "test_real_model", "test_triton_code", "test_kill_and_resume", "test_ray"),
@@ -98,13 +98,10 @@ def _one_parser() -> Iterator[None]:
 def browser() -> Iterator[Any]:
     """Chromium without a window, that asks nobody for anything."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        pytest.skip("no Chromium is installed (apt-get install chromium)")
-    options = ["no-sandbox", "no-first-run"]
-    options += [f"disable-{name}" for name in ("gpu", "background-networking", "component-update", "sync", "quic")]
     with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=chromium, args=[f"--{option}" for option in options])
+        opened = launch(started)
+        if opened is None:
+            pytest.skip("no Chromium is installed (apt-get install chromium, or python tests/chromium.py)")
         yield opened
         opened.close()
 
