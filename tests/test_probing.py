@@ -161,7 +161,10 @@ def outcome(noise: float, seed: int, spread: float) -> PredictedRollout:
     rng = np.random.default_rng(seed)
     totals = np.clip(np.exp(rng.normal(4, spread, 32)), 10, 1000).astype(np.int64)
     after = totals * np.exp(noise * rng.standard_normal(32))
-    return PredictedRollout((0, 8), np.column_stack([np.full(32, 100.0), after]), totals, np.zeros(32, dtype=np.int64))
+    keys = tuple(("a", 0, (number,)) for number in range(32))
+    return PredictedRollout(
+        keys, (0, 8), np.column_stack([np.full(32, 100.0), after]), totals, np.zeros(32, dtype=np.int64)
+    )
 
 
 def learned(

@@ -167,6 +167,32 @@ def test_foretold_and_actual_lengths_come_from_timelines_where_no_trace_is_recor
     assert lengths["number"] == 64 * 8 and lengths["correlation"] > 0.99
 
 
+def test_predicted_lengths_are_compared_within_each_rollout_and_only_where_there_was_a_prediction(
+    tmp_path: Path,
+) -> None:
+    """Nothing was known in the first rollout; later ones were predicted well, but for ever shorter completions."""
+    run = make_run(tmp_path / "run", updates=10)
+    rows = [{"step": 1, "tokens": 10 + number, "predicted": None} for number in range(4)]
+    rows += [
+        {"step": step, "tokens": 100 - 9 * step + number, "predicted": 9 * step + number}
+        for step in range(2, 10)
+        for number in range(4)
+    ]
+    (run / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths = content_of(run)["lengths"]
+    assert [each["step"] for each in lengths["rollouts"]] == list(range(2, 10))
+    assert {each["correlation"] for each in lengths["rollouts"]} == {1.0} and lengths["correlation"] == 1.0
+    assert lengths["number"] == 32 and lengths["without"] == 4
+    (run / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    assert content_of(run)["lengths"] is None
+
+
+def test_points_of_predicted_lengths_are_those_of_the_newest_rollouts(tmp_path: Path) -> None:
+    lengths = content_of(make_run(tmp_path / "run", updates=400))["lengths"]
+    with_points = [each["step"] for each in lengths["rollouts"] if each["points"]]
+    assert len(lengths["rollouts"]) == 400 and with_points == list(range(151, 401))
+
+
 def test_more_own_metrics_than_anyone_reads_stand_in_the_table(tmp_path: Path) -> None:
     own = content_of(make_run(tmp_path / "run", names=[f"mine/{n}" for n in range(MAX_OWN + 5)]))["sections"][-1]
     assert len(own["panels"]) == MAX_OWN and len(own["table"]) == MAX_OWN + 5 and "of 45" in own["about"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_grpo.tools.simulation.known import lengths_of
+from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.traces import FAMILIES, load_trace, noisy, synthetic_trace
 
 GOOD = {"prompt_id": "a", "sample_id": 0, "prompt_tokens": 3, "tokens": 9}
@@ -68,6 +68,13 @@ def test_a_recorded_trace_keeps_order_groups_and_batches(tmp_path: Path) -> None
 def test_a_trace_without_steps_is_one_batch_and_has_no_predictions_unless_in_all_rows(tmp_path: Path) -> None:
     trace = load_trace(str(write(tmp_path / "run.jsonl", GOOD | {"predicted": 3}, GOOD | {"sample_id": 1})))
     assert len(trace.batches()) == 1 and trace.predicted is None
+
+
+def test_what_was_recorded_before_anything_was_known_counts_as_its_limit(tmp_path: Path) -> None:
+    rows = GOOD | {"tokens": 5, "predicted": None}, GOOD | {"sample_id": 1, "tokens": 9, "predicted": 4}
+    trace = load_trace(str(write(tmp_path / "run.jsonl", *rows)))
+    assert trace.predicted is not None
+    assert KnownLengths(trace.jobs, trace.predicted).estimate(trace.jobs).tolist() == [9, 4]
 
 
 @pytest.mark.parametrize(

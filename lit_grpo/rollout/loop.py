@@ -109,7 +109,7 @@ class RolloutLoop:
         points = self.points if self.points and len(self.buffer.unfinished) > capacity.slots else ()
         queues = make_queues(self.plan, self.lengths, capacity.slots, points)
         self._ledger.begin(capacity.slots, self.lengths, capacity.layout, capacity.kv_tokens, queues, points, forks)
-        self.stats = RolloutStats(spans=self._ledger.spans, predicted=self._ledger.expected)
+        self.stats = RolloutStats(spans=self._ledger.spans)
         self.stats.num_discarded = self._renewal.num_discarded
         self.stats.num_continued = self._renewal.num_continued
 
@@ -403,9 +403,8 @@ class RolloutStats:
     it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts were
     decoded again in it, and ``num_continued`` went on. ``bubble_ratio`` is one minus the share of slot steps in which a
     slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans``
-    says which slot decoded which completion when, by the steps of ``clock``, ``predicted`` how many tokens were
-    expected of each before anything was decoded, and ``step_bound`` is the fewest steps that these lengths allow in so
-    many slots.
+    says which slot decoded which completion when, by the steps of ``clock``, and ``step_bound`` is the fewest steps
+    that these lengths allow in so many slots.
     """
 
     num_steps: int = 0
@@ -426,7 +425,6 @@ class RolloutStats:
     lengths: array[int] = field(default_factory=partial(array, "q"))
     spans: Sequence[tuple[Key, Span]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
-    predicted: dict[Key, float] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
     @property

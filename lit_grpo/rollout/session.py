@@ -295,6 +295,10 @@ class RolloutSession:
             stats = loop.run(self.buffer.ready)
             batch.groups = self.buffer.take()
         self._describe(batch, stats)
+        if self.lengths is not None:
+            outcome = self.lengths.outcome()
+            first = zip(outcome.keys, outcome.said[:, 0].tolist(), strict=True)
+            batch.predicted = {key: tokens for key, tokens in first if not math.isnan(tokens)}
         batch.prompts = [group.prompt for group in batch.groups]
         if self.replaces and self._rounds is not None and self._stream is not None:
             self._leave_out(batch, run)
@@ -445,7 +449,7 @@ class RolloutSession:
     def _carry(self, batch: PromptBatch, stats: RolloutStats) -> dict[str, Part]:
         """Keep what was predicted of groups that stay open; return how many they are."""
         batch.carried = True
-        batch.predicted = self._predicted | dict(batch.predicted)
+        batch.predicted = {**batch.predicted, **self._predicted}  # what was said before the first token stays
         self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self.buffer}
         return {
             "rollout/open_prompts": Part(self.buffer.num_left),
@@ -456,8 +460,7 @@ class RolloutSession:
 
     def _describe(self, batch: PromptBatch, stats: RolloutStats) -> None:
         """Let the batch say how its rollout went on this rank."""
-        batch.predicted, batch.spans, batch.clock = stats.predicted, stats.spans, stats.clock
-        batch.messages = stats.messages
+        batch.spans, batch.clock, batch.messages = stats.spans, stats.clock, stats.messages
 
     def _metrics(self, run: Run, parts: Mapping[str, Part] = MappingProxyType({})) -> dict[str, float]:
         """Return what plug-ins, rounds, sizes and rewards have to say of a batch, for all ranks.

@@ -34,9 +34,10 @@ class PredictedRollout:
 
     ``said`` has, for each of ``points``, the total tokens predicted when a job had so many, float64, shape (jobs,
     points); NaN where it did not get there or nothing was said. ``totals`` are 0 of jobs that have not ended;
-    ``groups`` says which share a prompt. Both are int64, shape (jobs,).
+    ``groups`` says which share a prompt. Both are int64, shape (jobs,). ``keys`` are the jobs' own.
     """
 
+    keys: tuple[Key, ...]
     points: tuple[int, ...]
     said: np.ndarray
     totals: np.ndarray

@@ -178,7 +178,10 @@ class LengthPredictor:
 
     def outcome(self) -> PredictedRollout:
         """Return what was predicted of the rollout under way, each figure by what was known at its point."""
-        return PredictedRollout(self._stages, self._said.copy(), self._jobs["total"].copy(), self._jobs["group"].copy())
+        jobs = self._jobs
+        return PredictedRollout(
+            tuple(self._rows), self._stages, self._said.copy(), jobs["total"].copy(), jobs["group"].copy()
+        )
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
         """Return the tokens expected of each job in all, float64, shape (jobs,); its limit where nothing is known yet.

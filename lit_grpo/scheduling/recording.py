@@ -17,9 +17,9 @@ def timeline_row(step: int, batch: PromptBatch, seconds: Mapping[str, float]) ->
     """Return what is to be drawn of an update: plain values, at most some 200 kB as JSON.
 
     ``spans`` are ``[completion, slot, start, end]`` in decode steps, and ``completions`` ``[prompt, sample, tokens,
-    predicted, finish]``, both naming the row of a list; of what was not finished the last three are null. ``clock`` is
-    ``[steps, seconds, KV tokens]`` at some moments of the rollout, the first at its beginning; ``prefills`` are
-    ``[start, end, prompt tokens]`` in seconds.
+    predicted, finish]``, both naming the row of a list; of what was not finished the last three are null, and
+    ``predicted`` also where nothing was known before the first token. ``clock`` is ``[steps, seconds, KV tokens]`` at
+    some moments of the rollout, the first at its beginning; ``prefills`` are ``[start, end, prompt tokens]`` in seconds.
 
     Args:
         step: The update.
@@ -38,7 +38,9 @@ def timeline_row(step: int, batch: PromptBatch, seconds: Mapping[str, float]) ->
         prompt, completion = prompts.setdefault(key[0], len(prompts)), known.get(key)
         ended = [None] * 3
         if completion is not None:
-            ended = [completion.num_sampled, round(batch.predicted[key], 1), completion.finish_reason]
+            predicted = batch.predicted.get(key)
+            said = None if predicted is None else round(predicted, 1)
+            ended = [completion.num_sampled, said, completion.finish_reason]
         completions.append([prompt, ".".join(map(str, key[2])), *ended])
     return {
         "step": step,

@@ -15,13 +15,13 @@ class KnownLengths(NoLengths):
 
     Args:
         jobs: All jobs that will be asked for.
-        estimates: Tokens expected of each, shape (jobs,); what exceeds a job's limit counts as the limit.
+        estimates: Tokens expected of each, shape (jobs,); what exceeds a job's limit, or is NaN, counts as the limit.
         informative: Whether plans should follow them.
     """
 
     def __init__(self, jobs: Sequence[Job], estimates: np.ndarray, informative: bool = True) -> None:
         limits = np.array([job.max_tokens for job in jobs])
-        values = np.clip(estimates, 1.0, limits).tolist()
+        values = np.where(np.isnan(estimates), limits, np.clip(estimates, 1.0, limits)).tolist()
         self._estimates = {job.key: value for job, value in zip(jobs, values, strict=True)}
         self.informative = informative
 

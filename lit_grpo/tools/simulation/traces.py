@@ -81,8 +81,8 @@ def read_rows(path: Path) -> list[TraceRow]:
     """Read JSON lines, one object for each completion; a ValueError tells file, line, field, value and remedy.
 
     Fields: ``prompt_id`` (text), ``sample_id`` (0 or more), ``prompt_tokens`` and ``tokens`` (1 or more); and where
-    recorded ``visit`` and ``step`` (0 or more, whole) and ``predicted`` (the tokens that were expected). Other fields
-    are left alone. ``(prompt_id, visit, sample_id)`` comes once.
+    recorded ``visit`` and ``step`` (0 or more, whole) and ``predicted`` (the tokens that were expected; null, here NaN,
+    where nothing was known yet). Other fields are left alone. ``(prompt_id, visit, sample_id)`` comes once.
     """
     rows: list[TraceRow] = []
     seen: dict[tuple[str, int, int], int] = {}
@@ -117,7 +117,7 @@ def _parse(line: str, place: str) -> TraceRow:
     if not isinstance(record["prompt_id"], str):
         raise ValueError(f"{place}: prompt_id is {record['prompt_id']!r}: give text in quotes.")
     whole = {name: _whole(place, name, record[name]) for name in LEAST if name in record}
-    return TraceRow(record["prompt_id"], predicted=_predicted(place, record.get("predicted")), **whole)
+    return TraceRow(record["prompt_id"], predicted=_predicted(place, record), **whole)
 
 
 def _whole(place: str, name: str, value: Any) -> int:
@@ -126,9 +126,11 @@ def _whole(place: str, name: str, value: Any) -> int:
     return value
 
 
-def _predicted(place: str, value: Any) -> float | None:
-    if value is None:
+def _predicted(place: str, record: dict[str, Any]) -> float | None:
+    if "predicted" not in record:
         return None
+    if (value := record["predicted"]) is None:
+        return math.nan
     if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
         raise ValueError(f"{place}: predicted is {value!r}: give the tokens expected, above 0, or leave it out.")
     return float(value)
@@ -152,7 +154,7 @@ class Trace:
         lengths: Tokens that it comes to.
         max_tokens: The most it could have come to.
         batch: Number of the batch that it waited in; each batch is decoded by itself. None for one batch.
-        predicted: Tokens that the run expected of it, where that was recorded.
+        predicted: Tokens that the run expected of it, where that was recorded; NaN where it knew nothing yet.
     """
 
     name: str

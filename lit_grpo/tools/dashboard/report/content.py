@@ -265,17 +265,38 @@ def _table(names: Iterable[str], columns: Mapping[str, np.ndarray]) -> list[list
 
 
 def _lengths(rows: list[dict[str, Any]], most: int) -> dict[str, Any] | None:
-    """Return predicted and actual lengths, some of them as points, and their rank correlation."""
-    pairs = [(row["step"], row["predicted"], row["tokens"]) for row in rows if row["tokens"] and row["predicted"]]
-    if not pairs:
+    """Return predicted and actual lengths by rollout, with the rank correlation of each; None without a prediction.
+
+    Completions of which nothing was known before their first token have no prediction. The rollouts with points are the
+    newest ones that together have at most ``most`` of them.
+    """
+    pairs = [row for row in rows if row["tokens"]]
+    told: dict[int, list[list[float]]] = {}
+    for row in pairs:
+        if row["predicted"]:
+            told.setdefault(row["step"], []).append([round(float(row["predicted"]), 1), int(row["tokens"])])
+    if not told:
         return None
-    table = np.array(pairs, dtype=np.float64)
-    chosen = np.unique(np.linspace(0, len(table) - 1, min(len(table), most)).round().astype(int))
-    correlation = rank_correlation(table[:, 1], table[:, 2])
+    found, left = [], most
+    for step in sorted(told, reverse=True):
+        table = np.array(told[step], dtype=np.float64)
+        correlation = rank_correlation(table[:, 0], table[:, 1])
+        chosen = np.unique(np.linspace(0, len(table) - 1, min(len(table), most)).round().astype(int)).tolist()
+        left -= len(chosen)
+        found.append(
+            {
+                "step": int(step),
+                "number": len(table),
+                "correlation": None if correlation is None else round(correlation, 3),
+                "points": [told[step][place] for place in chosen] if left >= 0 or not found else [],
+            }
+        )
+    known = [each for each in found if each["correlation"] is not None]
+    total = sum(each["number"] for each in known)
+    mean = sum(each["correlation"] * each["number"] for each in known) / total if known else None
     return {
-        "points": [[int(step), round(predicted, 1), int(tokens)] for step, predicted, tokens in table[chosen].tolist()],
-        "number": len(table),
-        "first": int(table[:, 0].min()),
-        "last": int(table[:, 0].max()),
-        "correlation": None if correlation is None else round(correlation, 3),
+        "rollouts": found[::-1],
+        "number": sum(each["number"] for each in found),
+        "without": len(pairs) - sum(each["number"] for each in found),
+        "correlation": None if mean is None else round(mean, 3),
     }

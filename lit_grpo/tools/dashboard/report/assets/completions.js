@@ -1,16 +1,28 @@
 // What the policy wrote: predicted against actual lengths, and texts.
 
 class LengthChart {
-  constructor(lengths) {
-    this.lengths = lengths;
+  constructor({ rollouts, number, without, correlation }) {
     this.svg = makeSvg("svg", { role: "img", height: 320 });
-    const { number, first, last, correlation, points } = lengths;
-    const of = first === last ? `update ${last}` : `updates ${first} to ${last}`;
+    this.caption = make("figcaption", {});
+    const drawable = rollouts.filter((each) => each.points.length).reverse();
+    this.rollout = drawable[0];
+    const all = rollouts.length > 1 && correlation !== null ? ` Over all ${rollouts.length} rollouts, ${number.toLocaleString("en")} completions, it is ${correlation.toFixed(2)} on average.` : "";
+    const unknown = without ? ` ${without.toLocaleString("en")} completions had no prediction yet and are left out.` : "";
+    this.about = `${all}${unknown} On the diagonal a length was predicted exactly; predicted is what was expected before the first token.`;
+    const options = drawable.slice(0, 100).map((each) => [String(each.step), `update ${each.step}`]);
+    const chooser = choice("Rollout", options, String(this.rollout.step), (value) => {
+      this.rollout = drawable.find((each) => String(each.step) === value);
+      this.draw();
+    });
+    this.figure = make("figure", { id: "lengths-chart" }, make("header", {}, make("h3", {}, "Predicted against actual length (tokens)"), options.length > 1 ? chooser : null), this.svg, this.caption);
+    drawn.push(this);
+  }
+
+  describe() {
+    const { step, number, correlation, points } = this.rollout;
     const some = points.length < number ? `; ${points.length.toLocaleString("en")} of them are drawn` : "";
     const rank = correlation === null ? "There is no rank correlation, for one of the two is constant." : `Rank correlation (Spearman) ${correlation.toFixed(2)}.`;
-    this.text = `${number.toLocaleString("en")} completions of ${of}${some}. ${rank} On the diagonal a length was predicted exactly; predicted is what was expected before the first token.`;
-    this.figure = make("figure", { id: "lengths-chart" }, make("header", {}, make("h3", {}, "Predicted against actual length (tokens)")), this.svg, make("figcaption", {}, this.text));
-    drawn.push(this);
+    return `${number.toLocaleString("en")} completions of the rollout of update ${step}${some}. ${rank}${this.about}`;
   }
 
   measure() {
@@ -18,8 +30,9 @@ class LengthChart {
   }
 
   draw() {
-    const { width } = this, height = 320;
-    const all = this.lengths.points.flatMap(([, predicted, actual]) => [Math.max(predicted, 1), actual]);
+    const { width } = this, height = 320, { points } = this.rollout;
+    this.caption.textContent = this.describe();
+    const all = points.flatMap(([predicted, actual]) => [Math.max(predicted, 1), actual]);
     const least = Math.log(Math.min(...all) * 0.85), greatest = Math.log(Math.max(...all) * 1.2);
     const [left, right, top, bottom] = [46, 12, 8, 38];
     const xs = scale(least, greatest, left, width - right), ys = scale(least, greatest, height - bottom, top);
@@ -31,9 +44,9 @@ class LengthChart {
     }
     group.append(makeSvg("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle" }, "predicted"), makeSvg("text", { x: 0, y: top + 4 }, "actual"));
     const diagonal = makeSvg("line", { class: "limit", x1: xs(least), x2: xs(greatest), y1: ys(least), y2: ys(greatest) });
-    const path = this.lengths.points.map(([, predicted, actual]) => `M${xs(Math.log(Math.max(predicted, 1))).toFixed(1)} ${ys(Math.log(actual)).toFixed(1)}h0`).join("");
+    const path = points.map(([predicted, actual]) => `M${xs(Math.log(Math.max(predicted, 1))).toFixed(1)} ${ys(Math.log(actual)).toFixed(1)}h0`).join("");
     const dots = makeSvg("path", { d: path, style: "stroke: var(--series-1); stroke-width: 5; stroke-linecap: round; opacity: 0.5; fill: none" });
-    this.svg.replaceChildren(makeSvg("title", {}, this.text), group, diagonal, dots);
+    this.svg.replaceChildren(makeSvg("title", {}, this.caption.textContent), group, diagonal, dots);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   }
 }
