@@ -37,7 +37,8 @@ class SampleLogger(Observer):
     ``columns/NAME``.
 
     Each validation adds completions of the first validation prompts, the same ones every time, to ``val_samples.jsonl``
-    and to the loggers as ``val_samples``. They are not shown on the terminal.
+    and to the loggers as ``val_samples``. The best and the worst one of the last validation are shown on the terminal
+    at the end of the run.
 
     Args:
         every_n_updates: Show samples of the first batch, and whenever the policy's version reaches or passes a multiple
@@ -56,6 +57,7 @@ class SampleLogger(Observer):
         self.num_validation_samples = num_validation_samples
         self._version = 0  # the policy's version before this batch
         self._validated: dict[int, list[Rollout]] = {}  # of this validation, by the number of the data set
+        self._held_out: tuple[int, list[Rollout]] = (0, [])  # of the last one: its update, the best and the worst
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop the rows that a resumed run will write again."""
@@ -76,10 +78,7 @@ class SampleLogger(Observer):
         picked = self._pick(batch)
         if not picked:  # no group has a new rollout
             return
-        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        column = getattr(getattr(data, "renderer", None), "prompt_column", "prompt")
-        samples = [_sample(rollout, pl_module.rewards, column) for rollout in picked]
-        the_console().print(Samples(f"samples at update {step}", samples))
+        _show(f"samples at update {step}", picked, trainer, pl_module)
         self._keep(trainer, "samples", _same_columns([_row(step, rollout) for rollout in picked]))
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -108,6 +107,14 @@ class SampleLogger(Observer):
             for row in rows:
                 del row["advantage"]  # they are not trained on
             self._keep(trainer, "val_samples", rows)
+            self._held_out = trainer.global_step, _best_and_worst(rollouts, worst_first=0)[:2]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show what the policy of the last validation wrote."""
+        assert isinstance(pl_module, GRPOModule)
+        step, rollouts = self._held_out
+        if rollouts and self.every_n_updates:
+            _show(f"samples of the validation at update {step}, best and worst", rollouts, trainer, pl_module)
 
     def _pick(self, batch: PromptBatch) -> list[Rollout]:
         """Return best and worst rollouts of one prompt after another."""
@@ -129,6 +136,13 @@ class SampleLogger(Observer):
                 logger.log_table(table, columns=list(rows[0]), data=_cells(rows), step=step)
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text(table, _markdown(rows), step)
+
+
+def _show(title: str, rollouts: Sequence[Rollout], trainer: pl.Trainer, module: GRPOModule) -> None:
+    """Print rollouts on the terminal."""
+    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    column = getattr(getattr(data, "renderer", None), "prompt_column", "prompt")
+    the_console().print(Samples(title, [_sample(rollout, module.rewards, column) for rollout in rollouts]))
 
 
 def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollout]:

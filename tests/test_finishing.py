@@ -207,6 +207,34 @@ def test_samples_are_of_the_first_update_and_the_last(run: Path) -> None:
     assert [step for step, _ in record.sampled(read_folder(run), 20)] == [1, 19]  # an earlier policy
 
 
+def validate(run: Path, *steps: int) -> None:
+    """Let a run have completions of validations, whose rewards rise with the number of the prompt."""
+    rows = [
+        {"step": step, "prompt_id": f"validation/{number}", "prompt": f"{number}?", "tokens": 3, "finish": "stop"}
+        | {"completion": f"written at {step} to {number}", "reward": float(number)}
+        for step in steps
+        for number in range(4)
+    ]
+    (run / "val_samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    validate(run, 0, 20, 40, 60)
+    found = record.validated(read_folder(run), 40)
+    assert [(step, [row["prompt_id"] for row in rows]) for step, rows in found] == [
+        (0, ["validation/3", "validation/0"]),
+        (40, ["validation/3", "validation/0"]),
+    ]
+    main([str(run), "--gguf", "none"])
+    text = (run / "finished" / "README.md").read_text()
+    samples = text.split("## Samples")[1].split("## Files")[0]
+    assert "written at 0 to 3" in samples and "written at 40 to 0" in samples and "It is" not in samples
+    assert "held-out prompts" in samples and "last validation" in samples
+    validate(run, 30)
+    assert [step for step, _ in record.validated(read_folder(run), 40)] == [30]
+    assert record.validated(read_folder(run), 20) == []  # an earlier policy
+
+
 @pytest.mark.parametrize(
     ("passed", "learnt", "said"),
     [

@@ -65,6 +65,14 @@ def test_samples_without_an_id_a_step_or_a_reward_are_told_apart_by_their_text()
     assert over_time([]) == []
 
 
+def test_completions_of_the_last_validation_are_there_though_it_is_the_only_one() -> None:
+    rows = [sample(step, "validation/0", reward=step / 60, completion=f"at {step}") for step in (0, 60)]
+    (prompt,) = completions([], [], rows)["held_out"]
+    assert [moment["shown"][0]["completion"] for moment in prompt["moments"]] == ["at 0", "at 60"]
+    (prompt,) = completions([], [], rows[1:])["held_out"]
+    assert prompt["num_updates"] == 1 and prompt["moments"][0]["step"] == 60
+
+
 # ---- before and after ---------------------------------------------------------------------------------
 
 
@@ -118,10 +126,11 @@ def test_texts_of_all_runs_together_are_limited(num_runs: int) -> None:
     text = "y" * 3 * MAX_CHARACTERS
     samples = [sample(step, f"train/{number}", 0.0, text) for step in range(50) for number in range(40)]
     policies = [evaluated(f"p/{number}", name) | {"completion": text} for name in "ab" for number in range(99)]
-    made = completions(samples, policies, num_runs)
+    made = completions(samples, policies, samples, num_runs)
     assert len(json.dumps(made)) * num_runs < 1.05 * MAX_TEXT
     assert made["samples"][-1]["step"] == 49 and made["num_samples"] == 2000
-    assert 0 < len(made["over_time"]) <= MAX_PROMPTS and 0 < len(made["evaluation"]["prompts"]) <= MAX_PROMPTS
+    assert 0 < len(made["over_time"]) <= MAX_PROMPTS and 0 < len(made["held_out"]) <= MAX_PROMPTS
+    assert 0 < len(made["evaluation"]["prompts"]) <= MAX_PROMPTS
 
 
 def test_a_hostile_evaluation_cannot_end_the_element_that_holds_it(tmp_path: Path) -> None:

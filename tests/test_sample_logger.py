@@ -227,6 +227,28 @@ def test_a_validation_adds_completions_of_the_first_prompts_of_each_data_set(tmp
     assert len((tmp_path / "val_samples.jsonl").read_text().splitlines()) == 6
 
 
+@pytest.mark.parametrize(("every", "validated", "shown"), [(20, True, True), (20, False, False), (0, True, False)])
+def test_the_end_of_a_run_shows_the_best_and_the_worst_of_the_last_validation(
+    every: int, validated: bool, shown: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = SampleLogger(every_n_updates=every)
+    for version in (0, 7) if validated else ():
+        trainer = a_trainer(version, tmp_path, [])
+        logger.on_validation_epoch_start(trainer, module())
+        batch = a_batch(Prompt("validation/0", (3,), "1"))
+        for reward in (0.25, 0.5, 0.75):
+            prompt = Prompt(f"validation/{reward}", (3,), f"asked at {version}: {reward}")
+            made = make_rollout([3], [4, 5], reward)
+            batch.groups.append(RolloutGroup(prompt, [Rollout(prompt, made.completion, {"right": reward}, reward)]))
+        logger.on_validation_batch_end(trainer, module(), None, batch, 0)
+        logger.on_validation_epoch_end(trainer, module())
+    logger.on_train_end(a_trainer(7, tmp_path, []), module())
+    out = capsys.readouterr().out
+    assert ("samples of the validation at update 7, best and worst" in out) == shown
+    assert re.findall(r"^reward (\S+)", out, re.MULTILINE) == (["1.5", "0.25"] if shown else [])
+    assert ("asked at 7: 0.25" in out) == shown and "asked at 0" not in out
+
+
 def test_no_completion_of_a_validation_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
     logger, trainer = SampleLogger(num_validation_samples=0), a_trainer(0, tmp_path, [])
     logger.on_validation_epoch_start(trainer, module())

@@ -19,7 +19,8 @@ def timeline_row(step: int, batch: PromptBatch, seconds: Mapping[str, float]) ->
     ``spans`` are ``[completion, slot, start, end]`` in decode steps, and ``completions`` ``[prompt, sample, tokens,
     predicted, finish]``, both naming the row of a list; of what was not finished the last three are null, and
     ``predicted`` also where nothing was known before the first token. ``clock`` is ``[steps, seconds, KV tokens]`` at
-    some moments of the rollout, the first at its beginning; ``prefills`` are ``[start, end, prompt tokens]`` in seconds.
+    some moments of the rollout, the first at its beginning; ``prefills`` are ``[start, end, prompt tokens]`` in
+    seconds.
 
     Args:
         step: The update.

@@ -140,8 +140,9 @@ def _use(contents: Contents) -> str:
 
 
 def _samples(run: RunRecords, version: int) -> str:
+    of_validation = record.validated(run, version)
     lines = []
-    for step, rows in record.sampled(run, version):
+    for step, rows in of_validation or record.sampled(run, version):
         lines.append(f"### At update {step:,}")
         for row in rows:
             reward = row.get("reward")
@@ -150,8 +151,11 @@ def _samples(run: RunRecords, version: int) -> str:
     if not lines:
         return ""
     about = (
-        "Completions that were sampled in training, the best and the worst of those that the run has kept: each time "
-        "a prompt, then its completion. The first ones are of the policy before its first update."
+        "Completions of held-out prompts: the best and the worst of those that the run has kept of its last "
+        "validation, and those of the first validation to the same prompts. Each time a prompt, then its completion."
+        if of_validation
+        else "Completions that were sampled in training, the best and the worst of those that the run has kept: each "
+        "time a prompt, then its completion. The first ones are of the policy before its first update."
     )
     return "\n\n".join(["## Samples", about, *lines])
 

@@ -192,8 +192,34 @@ def _shown(value: Any) -> str:
     return visible(Path(text).name if Path(text).is_absolute() else text).replace("\n", " ")
 
 
+def validated(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return some completions of the first validation and of the last one up to the finished policy.
+
+    Args:
+        run: The records of the run.
+        version: The update of the finished policy.
+
+    Returns:
+        The update with its rows, the best and the worst of the last validation, and of the first those to the same
+        prompts; of a single validation its own alone, and nothing without one.
+    """
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in run.validated:
+        if isinstance(row.get("step"), int) and row["step"] <= version:
+            by_step.setdefault(row["step"], []).append(row)
+    if not by_step:
+        return []
+    first, last = min(by_step), max(by_step)
+    shown = _best(by_step[last])
+    if first == last:
+        return [(last, shown)]
+    asked = [str(row.get("prompt_id")) for row in shown]
+    before = {str(row.get("prompt_id")): row for row in reversed(by_step[first])}
+    return [(first, [before[name] for name in asked if name in before]), (last, shown)]
+
+
 def sampled(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Return some completions of the first update that was sampled from, and of the last.
+    """Return some completions of the first update that was sampled from in training, and of the last.
 
     Args:
         run: The records of the run.
@@ -216,8 +242,14 @@ def sampled(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, Any
 
 def _best(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows with the highest and the lowest reward."""
-    ordered = sorted(rows, key=lambda row: -float(row.get("reward") or 0.0))
+    ordered = sorted(rows, key=lambda row: -_reward(row))
     return ordered if len(ordered) < 3 else [ordered[0], ordered[-1]]
+
+
+def _reward(row: Mapping[str, Any]) -> float:
+    """Return the reward of a row; that of a row without one is the lowest."""
+    reward = row.get("reward")
+    return float(reward) if isinstance(reward, int | float) else -math.inf
 
 
 def _first_rows(path: Path) -> list[dict[str, Any]]:

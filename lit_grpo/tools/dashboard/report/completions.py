@@ -14,18 +14,22 @@ MAX_CHARACTERS = 4_000  # of a text
 MAX_TEXT = 1_500_000  # characters of all rows of completions in a file
 MAX_PROMPTS = 24  # shown at several updates, or with the completions of several policies
 MAX_POLICIES = 4
-SHARES = {"samples": 0.6, "over_time": 0.2, "evaluation": 0.2}
+SHARES = {"samples": 0.5, "over_time": 0.15, "held_out": 0.15, "evaluation": 0.2}
 """The fraction of MAX_TEXT that each kind of rows may take."""
 
 
 def completions(
-    samples: Sequence[Mapping[str, Any]], evaluated: Sequence[Mapping[str, Any]], num_runs: int = 1
+    samples: Sequence[Mapping[str, Any]],
+    evaluated: Sequence[Mapping[str, Any]],
+    validated: Sequence[Mapping[str, Any]] = (),
+    num_runs: int = 1,
 ) -> dict[str, Any]:
     """Return the completions that a page shows of one run.
 
     Args:
         samples: Rows of samples.jsonl.
         evaluated: Rows of evaluation/completions.jsonl, at most one for each prompt and policy.
+        validated: Rows of val_samples.jsonl.
         num_runs: Number of runs that share the page, and so the limit of its text.
     """
     room = {name: share * MAX_TEXT / num_runs for name, share in SHARES.items()}
@@ -34,15 +38,20 @@ def completions(
         "samples": _fitting(newest, room["samples"])[::-1],
         "num_samples": len(samples),
         "over_time": _fitting(over_time(samples), room["over_time"]),
+        "held_out": _fitting(over_time(validated, least=1), room["held_out"]),
         "evaluation": _evaluation(evaluated, room["evaluation"]),
     }
 
 
-def over_time(samples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def over_time(samples: Iterable[Mapping[str, Any]], least: int = 2) -> list[dict[str, Any]]:
     """Return the prompts with samples of several updates: first those whose reward changed, of most updates first.
 
     Each has its samples of the first, the middle and the last of its updates: the one with the highest reward, and the
     one with the lowest if that differs.
+
+    Args:
+        samples: The samples.
+        least: The number of updates that a prompt needs.
     """
     found: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for row in samples:
@@ -50,7 +59,7 @@ def over_time(samples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if name is not None and isinstance(step, int):
             found.setdefault(str(name), {}).setdefault(step, []).append(row)
     several = sorted(
-        (of_prompt for of_prompt in found.values() if len(of_prompt) > 1), key=_changed_and_often, reverse=True
+        (of_prompt for of_prompt in found.values() if len(of_prompt) >= least), key=_changed_and_often, reverse=True
     )
     prompts = []
     for of_prompt in several[:MAX_PROMPTS]:

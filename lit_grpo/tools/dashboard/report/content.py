@@ -54,7 +54,7 @@ def report_content(run: RunRecords, label: str = "", num_runs: int = 1) -> dict[
         "timelines": run.timelines[-max(len(run.timelines) // num_runs, 1) :],
         "num_timelines": run.num_timelines,
         "lengths": _lengths(run.lengths, MAX_SCATTER // num_runs),
-        **completions(run.samples, run.evaluated, num_runs),
+        **completions(run.samples, run.evaluated, run.validated, num_runs),
         "config": run.config_text[:MAX_CONFIG],
         "versions": run.versions,
     }

@@ -33,6 +33,7 @@ class RunRecords:
         config_text: The text of the configuration file.
         versions: The versions of packages at the last start of the run, a line each.
         samples: Rows of the file samples.jsonl.
+        validated: Rows of the file val_samples.jsonl.
         evaluated: Rows of evaluation/completions.jsonl, one for each prompt and policy: the greedy one if there is one.
         lengths: Rows with ``step``, ``tokens`` and ``predicted``, from trace.jsonl or else from the timelines.
         timelines: Rows of timeline.jsonl; only some if there are many.
@@ -48,6 +49,7 @@ class RunRecords:
     config_text: str
     versions: str
     samples: list[dict[str, Any]]
+    validated: list[dict[str, Any]]
     evaluated: list[dict[str, Any]]
     lengths: list[dict[str, Any]]
     timelines: list[dict[str, Any]]
@@ -93,6 +95,7 @@ def read_folder(folder: Path, may_be_new: bool = False) -> RunRecords:
         config_text=config_text,
         versions="\n".join(f"{name} {value}" for name, value in _object(folder / "versions.json").items()),
         samples=list(_tail(folder / "samples.jsonl")),
+        validated=list(_tail(folder / "val_samples.jsonl")),
         evaluated=_evaluated(folder / EVALUATED),
         lengths=lengths[-MAX_LENGTHS:],
         timelines=timelines,

@@ -97,15 +97,17 @@ function textBox(label, text) {
   return make("pre", { class: "text", tabindex: 0, "aria-label": label }, text === null || text === "" ? "(empty)" : String(text));
 }
 
+const OVER_TIME = "Prompts that samples.jsonl has at several updates: the samples of the first, the middle and the last one, with the highest and the lowest reward.";
+const HELD_OUT = "Held-out prompts: their completions at the first, the middle and the last validation (val_samples.jsonl). Prompts whose reward changed come first.";
+
 /** Prompts with samples of several updates: what the policy wrote to each at the first, the middle and the last one. */
-function overTime(prompts) {
-  const about = "Prompts that samples.jsonl has at several updates: the samples of the first, the middle and the last one, with the highest and the lowest reward.";
-  const rows = prompts.map(({ prompt_id: id, prompt, num_updates: number, moments }) => promptRow(id, `${number} updates`, prompt,
+function overTime(title, about, noun, prompts) {
+  const rows = prompts.map(({ prompt_id: id, prompt, num_updates: number, moments }) => promptRow(id, `${number} ${noun}${number === 1 ? "" : "s"}`, prompt,
     moments.map(({ step, number: samples, shown }) => shown.map(({ completion, reward }, index) => {
       const rank = shown.length < 2 ? "" : index ? `lowest of ${samples}` : `highest of ${samples}`;
       return [`update ${step}`, `reward ${short(reward)}`, rank, completion];
     }))));
-  return section("Over time", about, ...rows);
+  return section(title, about, ...rows);
 }
 
 /** Prompts with the completions of several policies, the first and the last of which are before and after. */

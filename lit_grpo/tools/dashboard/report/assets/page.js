@@ -113,7 +113,8 @@ function runParts(run) {
     const about = "What the policy writes, and how well its lengths are predicted.";
     parts.push(["Completions", section("Completions", about, make("div", { class: "pair" }, lengths, run.samples.length ? completions(run) : null))]);
   }
-  if (run.over_time.length) parts.push(["Over time", overTime(run.over_time)]);
+  if (run.held_out.length) parts.push(["Held out", overTime("Held out", HELD_OUT, "validation", run.held_out)]);
+  if (run.over_time.length) parts.push(["Over time", overTime("Over time", OVER_TIME, "update", run.over_time)]);
   if (run.evaluation) parts.push(["Before and after", beforeAndAfter(run.evaluation)]);
   parts.push(...made.filter(([title]) => title === "Own"));
   if (run.config || run.versions) parts.push(["Settings", settings(run)]);
