@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import signal
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from lit_grpo.faults import RankWatch
 from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import CannotGoOn
-from lit_grpo.process.terminal import say
+from lit_grpo.process.terminal import say, shell
 from lit_grpo.process.values import PLAIN, find_foreign
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
@@ -325,9 +324,9 @@ class RunCheckpoint(pl.Callback):
             return "Stopped before there was anything to save."
         if not settled(Path(path)).exists():
             return f"Update {version} was saved in {path}, which does not exist any more; it was moved or deleted."
-        name = shlex.quote(run_name(trainer))
+        name = shell(run_name(trainer))
         return (
-            f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {shlex.quote(path)} goes "
+            f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {shell(path)} goes "
             "on from there."
         )
 

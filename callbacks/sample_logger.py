@@ -20,6 +20,7 @@ from lit_grpo.faults import forget_after, json_line, writable
 from lit_grpo.faults.observers import Observer
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.module import GRPOModule
+from lit_grpo.process.terminal import markdown
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import Prompt, PromptBatch, Rollout
 
@@ -219,6 +220,6 @@ def _text(value: Any) -> str | None:
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
-    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
-    lines += [" | ".join(str(value).replace("|", "\\|").replace("\n", " ") for value in row.values()) for row in rows]
+    lines = [" | ".join(map(markdown, rows[0])), " | ".join("---" for _ in rows[0])]
+    lines += [" | ".join(markdown(str(value)) for value in row.values()) for row in rows]
     return writable("\n".join(lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import sys
 import threading
 import traceback
@@ -35,7 +34,7 @@ from lit_grpo.memory import is_out_of_memory
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import CannotGoOn
 from lit_grpo.process.calls import BrokenLoop, TooManyHang
-from lit_grpo.process.terminal import error_text, first_line
+from lit_grpo.process.terminal import error_text, first_line, shell
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
@@ -154,7 +153,7 @@ class GRPOCLI(LightningCLI):
         if name != run.name:
             print(
                 f"The run in {run.folder} still goes on, so this one is in {self.run_folder.path}; to resume it, add "
-                f"--run.name {shlex.quote(name)}.",
+                f"--run.name {shell(name)}.",
                 file=sys.stderr,
             )
         os.environ[RUN_NAME] = name

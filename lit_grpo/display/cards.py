@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.rule import Rule
 from rich.text import Text
 
-from lit_grpo.process.terminal import visible
+from lit_grpo.process.terminal import shell, visible
 
 MARGIN = "  "
 LEAST_WIDTH = 10
@@ -34,14 +33,15 @@ class Card:
         """Yield the lines."""
         if self.title:
             yield Rule(Text(visible(self.title), "bold"), align="left", style="dim")
-        label = max(map(len, self.facts))
+        facts = {visible(name): fact for name, fact in self.facts.items()}
+        label = max(map(cell_len, facts))
         width = max(options.max_width - label - len(MARGIN), LEAST_WIDTH)
-        for name, fact in self.facts.items():
+        for name, fact in facts.items():
             parts = [Text(part).wrap(console, width, overflow="fold") for part in _at_commas(visible(fact), width)]
             for number, line in enumerate(line for lines in parts for line in lines):
                 line.rstrip()
-                margin = "" if number else name
-                yield Text(no_wrap=True, overflow="crop").append(f"{margin:{label}}{MARGIN}", "dim").append_text(line)
+                margin = set_cell_size("" if number else name, label)
+                yield Text(no_wrap=True, overflow="crop").append(f"{margin}{MARGIN}", "dim").append_text(line)
         if self.commands:
             yield Text("next", "dim")
             for command in self.commands:
@@ -77,4 +77,4 @@ def near(path: str | Path) -> str:
     """Write a path for a shell; a path below the working directory is written relative to it."""
     path = Path(path)
     here = Path(os.getcwd())
-    return shlex.quote(str(path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path))
+    return shell(str(path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path))

@@ -45,7 +45,7 @@ class Samples:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the lines."""
-        yield Text(self.title, "bold")
+        yield Text(visible(self.title), "bold")
         for sample in self.samples:
             yield Text(_head(sample), "cyan")
             texts = {"prompt": sample.prompt, "completion": sample.completion}

@@ -1,15 +1,25 @@
-"""Text for a terminal: text of policies and data made safe, numbers with their nouns, and errors in one line."""
+"""Texts of others (policies, data, files, users), written so that each place shows them as they stand.
+
+There is one function for each place: :func:`visible` and :func:`say` for a terminal, :func:`markdown`,
+:func:`code_span` and :func:`fenced` for Markdown, :func:`shell` for a command to copy, :func:`html_text` for HTML, and
+:func:`picture_text` for a picture. Also numbers with their nouns, and errors in one line.
+"""
 
 from __future__ import annotations
 
+import html
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters that change a terminal's cursor, colours, clipboard or text direction."""
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+"""Control characters that change a terminal's cursor, colors, clipboard or text direction, and what is no character."""
+_MARKUP = re.compile(r"[\\`*{}\[\]<>#!|~$&]|(?<![0-9A-Za-z])[_@]|_(?![0-9A-Za-z])|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
 def visible(text: str) -> str:
@@ -18,9 +28,12 @@ def visible(text: str) -> str:
 
 
 def say(text: str, *, flush: bool = False) -> None:
-    """Print a line for the user; a terminal or a pipe that is gone is no reason to fail."""
+    """Print a line for the user, control characters in it made visible.
+
+    A terminal or a pipe that is gone is no reason to fail.
+    """
     with suppress(OSError, ValueError):  # a closed pipe; a closed file, or one that cannot encode the text
-        print(text, flush=flush)
+        print(visible(text), flush=flush)
 
 
 def warn(message: str, stacklevel: int = 1) -> None:
@@ -29,7 +42,7 @@ def warn(message: str, stacklevel: int = 1) -> None:
         warnings.warn(message, stacklevel=stacklevel + 1)
     except Warning:
         with suppress(OSError, ValueError):
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+            print(f"warning: {visible(message)}", file=sys.stderr, flush=True)
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -58,17 +71,59 @@ def error_text(error: BaseException) -> str:
 def markdown(text: str) -> str:
     r"""Write a text of others so that Markdown shows it as it stands, on one line: ``[x](y)`` becomes ``\[x\](y)``.
 
-    Punctuation that can begin markup, HTML or a formula is escaped with a backslash (CommonMark 0.31, section 2.4); an
-    underscore within a word is none.
+    Punctuation that can begin markup, HTML, a formula, a link or a mention is escaped with a backslash (CommonMark
+    0.31, section 2.4); an underscore within a word is none.
     """
-    text = " ".join(visible(text).replace("\u2028", " ").replace("\u2029", " ").split())
-    return re.sub(r"[\\`*{}\[\]<>#!|~$&]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])", r"\\\g<0>", text)
+    return _MARKUP.sub(r"\\\g<0>", one_line(text))
 
 
 def code_span(text: str) -> str:
     """Write a text of others as code of Markdown, on one line, also in a cell of a table."""
-    text = " ".join(visible(text).replace("`", "'").replace("|", "¦").split())
-    return f"`{text or ' '}`"
+    return f"`{one_line(text).replace('`', chr(39)).replace('|', '¦') or ' '}`"
+
+
+def fenced(text: str, language: str = "text") -> str:
+    """Write a text of others as a block of code of Markdown that no line of the text can end."""
+    text = visible(text)
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def shell(text: str) -> str:
+    """Write a text of others as one word of a shell, such as a path in a command to copy.
+
+    Line ends and control characters are written as bash, zsh and ksh read them within ``$'...'``.
+    """
+    if one_line(text) == text:
+        return shlex.quote(text)
+    plain = re.sub(r"['\\]", r"\\\g<0>", text)
+    return "$'" + re.sub(rf"{_CONTROL.pattern}|\s(?<! )", lambda found: _as_bytes(found[0]), plain) + "'"
+
+
+def html_text(text: str) -> str:
+    """Write a text of others for HTML, within an element or an attribute."""
+    return html.escape(visible(text))
+
+
+def picture_text(text: str) -> str:
+    r"""Write a text of others for a picture of matplotlib, on one line: dollar signs begin no formula.
+
+    A legend leaves out what begins with an underscore, so a blank stands before it.
+    """
+    text = one_line(text).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def one_line(text: str) -> str:
+    """Write a text on one line: control characters are made visible, and all white space is one blank."""
+    return " ".join(visible(text).split())
+
+
+def _as_bytes(character: str) -> str:
+    of_a_path = "\udc80" <= character <= "\udcff"  # a byte of a path that is no UTF-8
+    encoded = character.encode("utf-8", "surrogateescape" if of_a_path else "surrogatepass")
+    return "".join(f"\\x{byte:02x}" for byte in encoded)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lit_grpo.process.terminal import picture_text
 from lit_grpo.scheduling.recording import seconds_at
 from lit_grpo.types import Span
 
@@ -110,7 +111,7 @@ def draw_timeline(timelines: Sequence[Timeline], unit: str = "decode steps", slo
     curves = axes[len(timelines) :]
     for number, each in enumerate(timelines):
         look: dict[str, Any] = {
-            "label": each.name or None,
+            "label": picture_text(each.name) if each.name else None,
             "color": CURVE_COLORS[number % len(CURVE_COLORS)],
             "linestyle": DASHES[number % len(DASHES)],
             "linewidth": 1.2,
@@ -152,7 +153,7 @@ def _draw_slots(axis: Axes, timeline: Timeline, num_slots: int) -> None:
     colors = np.clip(palette[group.astype(np.int64) % len(palette)] * shades[:, None], 0, 1)
     axis.add_collection(PolyCollection(list(np.stack(corners, axis=1)), facecolors=colors, antialiased=False))
     axis.set(ylim=(num_slots, 0), ylabel="slot")
-    axis.set_title(timeline.title, loc="left", fontsize=9)
+    axis.set_title(picture_text(timeline.title), loc="left", fontsize=9)
     handles = []
     if timeline.prefills:
         ticks = [(start, max(end - start, 0)) for start, end in timeline.prefills]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lit_grpo.process.packages import MISSING_KERNELS
+from lit_grpo.process.terminal import visible
 
 LEVELS = {
     # Lightning's tips, its list of missing devices, and its "Seed set to".
@@ -49,7 +50,7 @@ def _one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """Leave out the place in our code, which tells the user nothing."""
-    return f"warning: {message}\n"
+    return f"warning: {visible(str(message))}\n"
 
 
 @contextmanager

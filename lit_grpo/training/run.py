@@ -18,6 +18,7 @@ from lit_grpo.checks import check_intervals
 from lit_grpo.data.module import SPLITS, PromptDataModule
 from lit_grpo.data.sources import GivenRows, naming
 from lit_grpo.module import GRPOModule
+from lit_grpo.process.terminal import shell
 from lit_grpo.rewards.function import listed
 from lit_grpo.settings import as_plain
 from lit_grpo.tools.migration.python import check_arguments
@@ -55,7 +56,7 @@ class Run(NamedTuple):
         return (
             f"run     {self.folder}, {self.module.policy_version} updates\n"
             f"policy  {policy if policy.is_dir() else 'not exported'}\n"
-            f"resume  python -m lit_grpo fit --config {self.folder / 'config.yaml'} --ckpt_path last "
+            f"resume  python -m lit_grpo fit --config {shell(str(self.folder / 'config.yaml'))} --ckpt_path last "
             f"--trainer.max_steps {2 * self.module.policy_version}"
         )
 

@@ -18,6 +18,7 @@ import yaml
 from lit_grpo.data.module import SPLITS
 from lit_grpo.data.sources import RowSource, naming
 from lit_grpo.process.files import replace_file
+from lit_grpo.process.terminal import shell
 
 CLASSES = ("model.optimizer", "model.lr_scheduler")
 """Fields that name a class with its arguments."""
@@ -55,7 +56,7 @@ def write_config(folder: Path, settings: Mapping[str, Mapping[str, Any] | None],
                 continue
             if f"{group}.{name}" not in LINKED:
                 config.setdefault(group, {})[name] = text
-    head = f"# To resume: python -m lit_grpo fit --config {folder / 'config.yaml'} --ckpt_path last\n"
+    head = f"# To resume: python -m lit_grpo fit --config {shell(str(folder / 'config.yaml'))} --ckpt_path last\n"
     replace_file(folder / "config.yaml", (head + yaml.safe_dump(config, sort_keys=False)).encode())
     return left
 

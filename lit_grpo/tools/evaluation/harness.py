@@ -13,6 +13,7 @@ import yaml
 
 from lit_grpo.process.files import replace_file
 from lit_grpo.process.packages import require
+from lit_grpo.process.terminal import shell
 from lit_grpo.rewards import texts
 from lit_grpo.rewards.builtin import ExactMatch, accepted_answers
 from lit_grpo.rewards.function import RewardFunction
@@ -84,7 +85,7 @@ class HarnessTask:
         replace_file(folder / f"{GRADING}.py", self.grading.encode())
         replace_file(folder / f"{self.name}.yaml", written.encode())
         model = "pretrained=POLICY" + ("" if self.adds_special_tokens else ",add_bos_token=False")
-        return f"lm_eval --model hf --model_args {model} --include_path {folder} --tasks {self.name}"
+        return f"lm_eval --model hf --model_args {model} --include_path {shell(str(folder))} --tasks {self.name}"
 
 
 def make_task(

@@ -6,6 +6,8 @@ import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lit_grpo.process.terminal import picture_text
+
 if TYPE_CHECKING:
     from lit_grpo.tools.evaluation.figures import Figure
 
@@ -27,8 +29,7 @@ def draw(figures: Mapping[str, Mapping[str, Mapping[str, Figure]]]) -> str:
     plain: dict[Any, Any] = {
         "svg.hashsalt": "evaluation",
         "svg.fonttype": "none",
-        "text.parse_math": False,
-    }  # a name may have two $
+    }
     with matplotlib.rc_context(plain):
         drawing = Drawing(figsize=(7, 1.2 + 0.45 * len(rows) + 0.12 * len(rows) * len(figures)), layout="constrained")
         axes: Any = drawing.subplots()
@@ -43,9 +44,9 @@ def draw(figures: Mapping[str, Mapping[str, Mapping[str, Figure]]]) -> str:
             heights = [number + shift for number in range(len(rows))]
             colour = COLOURS[place % len(COLOURS)]
             axes.errorbar(
-                shown, heights, xerr=errors, fmt="o", ms=5, capsize=3, color=colour, label=f" {policy}"
-            )  # a legend leaves out what begins with _
-        axes.set_yticks(range(len(rows)), [f"{how} {name}" for how, name in rows])
+                shown, heights, xerr=errors, fmt="o", ms=5, capsize=3, color=colour, label=picture_text(policy)
+            )
+        axes.set_yticks(range(len(rows)), [picture_text(f"{how} {name}") for how, name in rows])
         axes.invert_yaxis()
         axes.set_xlim(-2, 102)
         axes.set_xlabel("correct completions of held-out rows, %, with 95% intervals (higher is better)")

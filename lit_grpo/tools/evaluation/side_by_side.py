@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 
-from lit_grpo.process.terminal import counted, visible
+from lit_grpo.process.terminal import counted, html_text
 from lit_grpo.tools.evaluation.held_out import Scored
 
 MAX_ROWS = 200
@@ -83,4 +82,4 @@ def _cell(one: Scored) -> str:
 def _text(text: str) -> str:
     """Return a text for HTML, without control characters, and not longer than the page can show."""
     cut = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
-    return escape(visible(cut))
+    return html_text(cut)

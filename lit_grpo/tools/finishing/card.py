@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from lit_grpo import __version__
-from lit_grpo.process.terminal import code_span, markdown, visible
+from lit_grpo.process.terminal import code_span, fenced, markdown, shell, visible
 from lit_grpo.tools.dashboard.report.folder import RunRecords
 from lit_grpo.tools.finishing import record
 from lit_grpo.tools.finishing.comparison import Cost
@@ -128,14 +126,14 @@ def _use(contents: Contents) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("{contents.place}")',
         f'tokenizer = {contents.tokenizer_class}.from_pretrained("{contents.place}")',
     )
-    lines = ["## Use", _fenced("\n".join(code), "python")]
+    lines = ["## Use", fenced("\n".join(code), "python")]
     if contents.gguf:
-        name = shlex.quote(next(iter(contents.gguf.values()))[0])
+        name = shell(next(iter(contents.gguf.values()))[0])
         if contents.vocabulary is not None and contents.vocabulary.has_chat:
-            lines += ["With llama.cpp, a conversation:", _fenced(f"llama-cli -m {name}", "bash")]
+            lines += ["With llama.cpp, a conversation:", fenced(f"llama-cli -m {name}", "bash")]
         else:
             about = "With llama.cpp, a completion of a text (the file has no chat template that llama.cpp takes):"
-            lines += [about, _fenced(f"llama-completion -m {name} -no-cnv -p 'Once upon a time'", "bash")]
+            lines += [about, fenced(f"llama-completion -m {name} -no-cnv -p 'Once upon a time'", "bash")]
     return "\n\n".join(lines)
 
 
@@ -147,7 +145,7 @@ def _samples(run: RunRecords, version: int) -> str:
         for row in rows:
             reward = row.get("reward")
             lines.append(f"Reward {reward:.3g}:" if isinstance(reward, int | float) else "Without a reward:")
-            lines += [_fenced(_shortened(row.get("prompt"))), _fenced(_shortened(row.get("completion")))]
+            lines += [fenced(_shortened(row.get("prompt"))), fenced(_shortened(row.get("completion")))]
     if not lines:
         return ""
     about = (
@@ -230,10 +228,3 @@ def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
 def _shortened(text: Any) -> str:
     told = visible("" if text is None else str(text))
     return told if len(told) <= MAX_CHARACTERS else f"{told[:MAX_CHARACTERS]} ..."
-
-
-def _fenced(text: str, language: str = "text") -> str:
-    """Return a block of code that no line of the text can end."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text}\n{fence}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_grpo.cli.parsing.sentences import SentenceParser, exit_with
 from lit_grpo.process.signals import exit_on_signals
+from lit_grpo.process.terminal import say
 
 if TYPE_CHECKING:
     import argparse
@@ -117,10 +118,10 @@ def _finish(options: argparse.Namespace) -> None:
     said = _write(options, run, origin, kinds, output)
     if not options.gguf and not has_gguf:
         said.append("  A GGUF file needs gguf, which the extra lit_grpo[smollm2] installs.")
-    print("\n".join([f"The finished model is in {output}.", *said]))
+    say("\n".join([f"The finished model is in {output}.", *said]))
     if hub is not None:
         address = hub.push(output)
-        print(f"It is on the hub, {'public' if options.public else 'private'} if it was not there before: {address}")
+        say(f"It is on the hub, {'public' if options.public else 'private'} if it was not there before: {address}")
 
 
 def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: list[str], output: Path) -> list[str]:

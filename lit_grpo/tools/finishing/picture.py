@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lit_grpo.process.terminal import picture_text
 from lit_grpo.tools.dashboard.report.folder import RunRecords
 
 PANELS = (
@@ -31,7 +32,6 @@ def draw_curves(run: RunRecords, path: Path, version: int) -> bool:
     """
     if find_spec("matplotlib") is None:
         return False
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     panels: list[tuple[str, dict[str, str]]] = []
@@ -46,17 +46,17 @@ def draw_curves(run: RunRecords, path: Path, version: int) -> bool:
             panels.append((title, lines))
     if not panels:
         return False
-    with rc_context({"text.parse_math": False}):  # a metric's name may have two $
-        figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained")
-        for place, (title, lines) in enumerate(panels):
-            axes = figure.add_subplot(1, len(panels), place + 1)
-            for number, (name, label) in enumerate(lines.items()):
-                there = np.isfinite(run.columns[name])
-                steps, values = run.steps[there], run.columns[name][there]
-                axes.plot(steps, values, f"C{number}", marker="." if len(steps) <= 40 else "", label=label)
-            axes.axvline(version, color="0.7", linewidth=0.8, zorder=0)
-            axes.set_xlabel("update")
-            axes.set_ylabel(title)
-            axes.legend(fontsize="small")
-        figure.savefig(path, dpi=120)
+    figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained")
+    for place, (title, lines) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        for number, (name, label) in enumerate(lines.items()):
+            there = np.isfinite(run.columns[name])
+            steps, values = run.steps[there], run.columns[name][there]
+            marker = "." if len(steps) <= 40 else ""
+            axes.plot(steps, values, f"C{number}", marker=marker, label=picture_text(label))
+        axes.axvline(version, color="0.7", linewidth=0.8, zorder=0)
+        axes.set_xlabel("update")
+        axes.set_ylabel(title)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
     return True

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.policy.hub import answers
-from lit_grpo.process.terminal import first_line
+from lit_grpo.process.terminal import first_line, shell
 
 PATIENCE_S = 60.0
 """How long a hub may be silent."""
@@ -65,7 +65,7 @@ class Hub:
         """
         from huggingface_hub import ModelCard
 
-        by_hand = f"; the folder is complete, and hf upload {self.repository} {folder} sends it too"
+        by_hand = f"; the folder is complete, and hf upload {self.repository} {shell(str(folder))} sends it too"
         with _in_a_sentence(f"The hub {self.endpoint} did not accept the model card", by_hand):
             ModelCard.load(folder / "README.md").validate()
         with _in_a_sentence(f"{self.repository} could not be created on {self.endpoint}", by_hand):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.process.files import replace_file
+from lit_grpo.process.terminal import html_text, visible
 from lit_grpo.tools.dashboard.report.comparison import comparison, labels
 from lit_grpo.tools.dashboard.report.content import report_content
 from lit_grpo.tools.dashboard.report.folder import RunRecords, read_folder
@@ -59,16 +59,28 @@ def page_content(runs: Sequence[RunRecords]) -> dict[str, Any]:
 
 
 def make_page(content: dict[str, Any]) -> str:
-    """Return the page; the content cannot end the element that holds it, because ``<`` is escaped in it."""
-    data = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    """Return the page; the content cannot end the element that holds it, because ``<`` is escaped in it.
+
+    The page's script writes all of it as text, never as HTML; control characters in it are made visible.
+    """
+    data = json.dumps(_visible(content), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     parts = {
-        "TITLE": html.escape(content["title"]),
+        "TITLE": html_text(content["title"]),
         "STYLE": _asset("report.css"),
         "SCRIPT": "\n".join(map(_asset, SCRIPTS)),
         "CONTENT": data,
     }
     return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], _asset("report.html"))
+
+
+def _visible(value: Any) -> Any:
+    """Return plain values with all of their texts made visible."""
+    if isinstance(value, dict):
+        return {visible(name): _visible(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_visible(each) for each in value]
+    return visible(value) if isinstance(value, str) else value
 
 
 def _asset(name: str) -> str:
