@@ -47,7 +47,7 @@ class CompletionWriter(pl.Callback):
     ) -> None:
         assert isinstance(pl_module, EvaluationModule)
         for row in outputs:
-            if "rewards" in row:
+            if pl_module.pass_rule.judges(row.get("rewards", {})):
                 self._num_scored += 1
                 self._num_passed += pl_module.pass_rule.passes(row["rewards"])
             for name, value in {"reward": row.get("reward"), **row.get("rewards", {})}.items():
@@ -64,5 +64,6 @@ class CompletionWriter(pl.Callback):
             num = len(self._rewards.get("reward", ()))
             say(f"Mean over {counted(num, 'completion')}: {', '.join(means)}.")
             assert isinstance(pl_module, EvaluationModule)
-            share = f"{self._num_passed / self._num_scored:.1%}"
-            say(f"Passed ({pl_module.pass_rule}): {share} of {counted(self._num_scored, 'completion')}.")
+            if self._num_scored:
+                share = f"{self._num_passed / self._num_scored:.1%}"
+                say(f"Passed ({pl_module.pass_rule}): {share} of {counted(self._num_scored, 'completion')}.")

@@ -81,17 +81,22 @@ class EvaluationModule(pl.LightningModule):
         return Ranks(self.device)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Count which completions of held-out prompts pass."""
+        """Count which completions of held-out prompts pass.
+
+        A prompt of whose completions none can be called correct or wrong, such as one without an answer, is left out.
+        """
         for group in batch.groups:
             num_samples = len(group.rollouts)
             num_passed = sum(self.pass_rule.passes(rollout.rewards) for rollout in group.rollouts)
+            is_judged = any(self.pass_rule.judges(rollout.rewards) for rollout in group.rollouts)
             for k in self.pass_at_k:
                 if k <= num_samples:
-                    passed = pass_at_k(num_samples, num_passed, k) if self.rewards else math.nan
+                    passed = pass_at_k(num_samples, num_passed, k) if is_judged else math.nan
                     self._count(self.means[f"pass@{k}"], passed)
             rewarded = [rollout.reward for rollout in group.rollouts if not math.isnan(rollout.reward)]
             if group.prompt.dataset and rewarded:
-                values = num_passed / num_samples, math.fsum(rewarded) / len(rewarded)
+                passed = num_passed / num_samples if is_judged else math.nan
+                values = passed, math.fsum(rewarded) / len(rewarded)
                 self._held_out.setdefault(group.prompt.dataset, []).append(values)
             for rollout in group.rollouts:
                 completion = rollout.completion
@@ -143,7 +148,8 @@ class EvaluationModule(pl.LightningModule):
         for dataset in sorted(set().union(*parts)):
             its = [each for part in parts for each in part.get(dataset, ())]
             for name, of_prompts in zip(("pass@1", "reward"), zip(*its, strict=True), strict=True):
-                self.log(f"{prefix}/datasets/{dataset}/{name}", math.fsum(of_prompts) / len(its))
+                if known := [value for value in of_prompts if not math.isnan(value)]:
+                    self.log(f"{prefix}/datasets/{dataset}/{name}", math.fsum(known) / len(known))
         return {name: float(value) for name, value in values.items()}
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:

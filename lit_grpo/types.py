@@ -519,6 +519,13 @@ class PassRule:
                 "out for the first."
             )
 
+    def judges(self, rewards: Mapping[str, float | None]) -> bool:
+        """Whether a completion with these values of reward functions, by name, can be called correct or wrong.
+
+        It cannot if the functions that decide give no value, such as ``exact_match`` for a row without an answer.
+        """
+        return any(rewards.get(name) is not None for name in (self.reward, *self.others))
+
     def passes(self, rewards: Mapping[str, float | None]) -> bool:
         """Whether a completion with these values of reward functions, by name, passes; not where none is given."""
         value = rewards.get(self.reward)

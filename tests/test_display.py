@@ -1,5 +1,6 @@
 """Lines that fit the screen, and what they count."""
 
+import io
 import logging
 import math
 import time
@@ -25,7 +26,9 @@ from lit_grpo.callbacks.progress_bar import (  # pyright: ignore[reportMissingIm
 from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
 from packaging.version import Version
 from rich.cells import cell_len
+from rich.console import Console
 
+from lit_grpo.display import screen
 from lit_grpo.display.cards import folded
 from lit_grpo.display.lines import as_plain, as_text, count, duration
 from lit_grpo.display.samples import transcript
@@ -173,3 +176,20 @@ def test_the_command_of_an_offline_run_names_the_folders_of_all_its_parts_in_ord
     trainer: Any = SimpleNamespace(loggers=[Offline()], max_steps=1)
     command = next(each for each in _commands(trainer, tmp_path, done=False) if each[0] == "wandb sync")
     assert command[1:] == [str(tmp_path / names[1]), str(tmp_path / names[0])]
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(True, 3), (False, 1)])
+def test_a_sentence_ends_its_lines_between_words_on_a_terminal_alone(
+    is_terminal: bool, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=120, force_terminal=is_terminal, color_system=None)
+    monkeypatch.setattr(screen, "the_console", lambda: console)
+    sentence = " ".join(f"word{number}" for number in range(40)) + "."
+    screen.tell(sentence)
+    said = file.getvalue()
+    assert (
+        said.split() == sentence.split()
+        and said.count("\n") == lines
+        and max(map(len, said.split("\n"))) <= (120 if is_terminal else len(sentence))
+    )

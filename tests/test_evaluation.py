@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,15 @@ from lit_grpo.tools.evaluation.figures import Pass, compare
 from lit_grpo.tools.evaluation.harness import adds_special_tokens, make_task
 from lit_grpo.tools.evaluation.held_out import SamplingPass, Scored
 from lit_grpo.tools.evaluation.intervals import paired_p, percentile_interval, resampled, wilson
-from lit_grpo.tools.evaluation.picture import draw
 from lit_grpo.tools.evaluation.policies import find_policies
 from lit_grpo.tools.evaluation.result import Conditions, Result
 from lit_grpo.tools.evaluation.side_by_side import side_by_side
 from lit_grpo.types import PassRule, Prompt, SamplingParams
 
 
-def scored(row: int, sample: int = 0, text: str = "", correct: bool = False, **fields: Any) -> Scored:
+def scored(row: int, sample: int = 0, text: str = "", correct: bool | None = False, **fields: Any) -> Scored:
     """A completion of a row, right or wrong."""
-    values: dict[str, Any] = {"policy": "a", "greedy": False, "reward": float(correct), "answer": text}
+    values: dict[str, Any] = {"policy": "a", "greedy": False, "reward": float(correct or 0), "answer": text}
     values |= {"length": 3, "truncated": False}
     return Scored(f"test/{row}", f"{row}?", sample=sample, completion=text, correct=correct, **(values | fields))
 
@@ -323,12 +321,28 @@ def test_the_files_of_an_evaluation(tmp_path: Path) -> None:
         assert "greedy accuracy" in (tmp_path / "evaluation.svg").read_text()
 
 
-@pytest.mark.parametrize("name", [r"a$\frac$b", "$x_$", "_hidden", "a" * 300, "ä\u202eb", "<b>&amp;"])
-def test_a_name_is_drawn_as_it_stands(name: str) -> None:
-    pytest.importorskip("matplotlib")
-    result = result_of(passed("0", "0", "0", greedy=True), passed("1", "1", "1", greedy=True))
-    picture = draw({name: result.figures["a"], "b": result.figures["b"]})
-    assert escape(name, quote=False) in picture
+def test_rows_that_nothing_can_grade_are_in_no_figure_and_said_to_be_so(tmp_path: Path) -> None:
+    """A row without an answer; of the third row one reward failed, which counts as wrong."""
+    first = [scored(0, correct=True), scored(1, correct=None, reward=0.25), scored(2, correct=None, length=30)]
+    other = [scored(0), scored(1, correct=None, length=90), scored(2, correct=True)]
+    result = result_of(first, other)
+    figures = result.figures["a"]["greedy"]
+    assert (figures["accuracy"].value, figures["length"].value) == (0.5, 16.5)
+    assert (result.comparisons["b"]["greedy"].better, result.comparisons["b"]["greedy"].worse) == (1, 1)
+    said = "1 row of these got no reward that says whether correct >= 1, as without an answer; it is in no figure."
+    assert said in result.sentences()
+    result.write(tmp_path)
+    assert json.loads((tmp_path / "evaluation.json").read_text())["conditions"]["num_ungraded"] == 1
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [line["correct"] for line in lines] == [True, None, None, False, None, True]
+    page = (tmp_path / "side_by_side.html").read_text()
+    assert (
+        "Without a reward that says whether they are correct: 1 row" in page and page.count("not graded <small>") == 3
+    )
+    nothing = result_of([scored(0, correct=None)], [scored(0, correct=None)])
+    assert nothing.figures["a"]["greedy"]["accuracy"].value == 0
+    assert "No row got a reward that says whether correct >= 1, so nothing counts as correct." in nothing.sentences()
+    assert not any("no figure" in sentence for sentence in result_of(passed("1"), passed("0")).sentences())
 
 
 @pytest.mark.parametrize("part", ["draw", "side_by_side"])
@@ -386,8 +400,10 @@ def test_a_task_of_the_harness(tmp_path: Path) -> None:
     settings, (row,), grade = read_task(tmp_path)
     text = "<system>Be {{short}}.<user>2+3?"
     assert row == {"prompt_id": "test/0", "prompt": text, "given": "", "answer": "5"}
-    assert task.is_rendered and command.endswith(
-        "add_bos_token=False --include_path " + f"{tmp_path} --tasks my_run_test"
+    assert (
+        task.num_left_out == 1
+        and task.is_rendered
+        and command.endswith("add_bos_token=False --include_path " + f"{tmp_path} --tasks my_run_test")
     )
     assert settings["generation_kwargs"] == {"do_sample": False, "temperature": 0.0, "max_gen_toks": 7, "until": ["#"]}
     assert [grade(row, [text]) for text in ("it is 5.", "5, no: 6")] == [{"exact_match": 1.0}, {"exact_match": 0.0}]

@@ -238,7 +238,12 @@ def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsy
 @pytest.mark.parametrize(
     ("passed", "learnt", "said"),
     [
-        ([0.5, None, None, 0.8], True, "Pass@1 on held-out prompts was 50.0% at update 0 and 80.0% at update 3."),
+        (
+            [0.5, None, None, 0.8],
+            True,
+            "Pass@1 on held-out prompts was 50.0% (95% interval 45.6 to 54.4) at update 0 and 80.0% (95% interval 76.3 "
+            "to 83.3) at update 3.",
+        ),
         ([0.5, None, 0.8, 0.4], False, "**The run has learnt nothing that this metric shows:** pass@1 on held-out"),
         ([0.5, None, None, 0.5], False, "**The run has learnt nothing"),
         ([0.5, None, None, 0.53], False, "**The run may have learnt nothing:** pass@1 on held-out prompts was 50.0%"),
@@ -253,6 +258,37 @@ def test_a_run_that_learnt_nothing_is_said_to(
     main([str(run), "--gguf", "none"])
     assert said in (run / "finished" / "README.md").read_text()
     assert ("learnt nothing" in capsys.readouterr().out) != learnt
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "said"),
+    [
+        (
+            {"eval_sampling": {"temperature": 0.0}},
+            {"init_args": {"num_rows": 500}},
+            "Measured on: 500 held-out rows, 1 completion each, decoded greedily. Intervals are Wilson's, over rows.",
+        ),
+        (
+            {"sampling": {"temperature": 0.7}, "eval_num_generations": 4},
+            {"init_args": {"num_rows": 500}},
+            "Measured on: 500 held-out rows, 4 completions each, decoded at temperature 0.7.\n",
+        ),
+        (
+            {},
+            "somewhere",
+            "held-out prompts, whose number the run's config does not say, 1 completion each, decoded at a",
+        ),
+    ],
+)
+def test_the_card_says_rows_decoding_and_interval_of_its_figure(
+    model: dict[str, Any], data: Any, said: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = yaml.safe_load((run / "config.yaml").read_text())
+    told["model"] |= model
+    told["data"]["validation"] = data
+    (run / "config.yaml").write_text(yaml.safe_dump(told))
+    main([str(run), "--gguf", "none"])
+    assert said in (run / "finished" / "README.md").read_text()
 
 
 def test_without_held_out_prompts_the_rewards_of_batches_count(run: Path) -> None:

@@ -593,3 +593,15 @@ def test_predict_returns_a_row_for_each_completion(policy_folder: Path) -> None:
             {**common, "sample_id": 1, "token_ids": [8], "logprob": -2.0, "finish_reason": "length"},
         ]
     ]
+
+
+def test_a_held_out_prompt_that_no_reward_can_judge_is_left_out_of_pass_at_k(policy_folder: Path) -> None:
+    groups = as_groups([make_rollout([5], [6], 1.0, sample_id=sample) for sample in range(2)])
+    groups += as_groups([make_rollout([7], [6], 0.5, sample_id=sample) for sample in range(2)])
+    for rewards, rollout in zip(
+        (1.0, 0.0, None, None), [each for group in groups for each in group.rollouts], strict=True
+    ):
+        rollout.rewards = {"format_match": 1.0, "two_rewards": rewards}
+    module = make_module(policy_folder, rewards=TWO, eval_num_generations=2, pass_reward="two_rewards")
+    (logs,) = make_trainer().validate(module, Batches([groups]), verbose=False)
+    assert logs["val/pass@1"] == 0.5 and logs["val/reward"] == 0.75

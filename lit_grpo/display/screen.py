@@ -10,6 +10,9 @@ from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.text import Text
+
+from lit_grpo.process.terminal import visible
 
 REFRESHES_PER_S = 4
 
@@ -21,6 +24,12 @@ def the_console() -> Console:
     In a notebook it writes plain text.
     """
     return _Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
+
+
+def tell(text: str) -> None:
+    """Print a sentence; on a terminal its lines end between words."""
+    console = the_console()
+    console.print(Text(visible(text)), soft_wrap=not console.is_terminal)
 
 
 class _Console(Console):

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-"""Control characters that change a terminal's cursor, colors, clipboard or text direction, and what is no character."""
+"""Characters that change a terminal's cursor, colors, clipboard or text direction, and code points that are none."""
 _MARKUP = re.compile(r"[\\`*{}\[\]<>#!|~$&]|(?<![0-9A-Za-z])[_@]|_(?![0-9A-Za-z])|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 

@@ -18,8 +18,9 @@ A line of ``completions.jsonl``::
 
 ``policy`` is the policy as the command line names it. ``sample`` counts the completions of a row from 0; a greedy
 completion is number 0. ``reward`` is the weighted sum of the rewards, null if no reward function applies. ``correct``
-says whether the completion passes ``model.pass_threshold``. ``answer`` is what the majority is taken of: empty without
-an answer, null if answers to the row are not told apart. ``length`` counts sampled tokens. ``columns`` are the columns
+says whether the completion passes ``model.pass_threshold``, null if the rewards that decide give no value, as for a row
+without an answer; a row with nothing but null is in no figure. ``answer`` is what the majority is taken of: empty
+without an answer, null if answers to the row are not told apart. ``length`` counts sampled tokens. ``columns`` are the columns
 of the row that reward functions need. Completions of several turns also have ``messages``, the conversation after the
 prompt; rows of several data sets have ``dataset``.
 

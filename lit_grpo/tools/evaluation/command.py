@@ -21,7 +21,7 @@ from lit_grpo.checks import check_prompt_lengths
 from lit_grpo.cli.command_line import GROUPS, LikeFitCLI, run
 from lit_grpo.cli.parsing.refusals import check_settings, check_values
 from lit_grpo.cli.parsing.sentences import CONFIG, SentenceParser, exit_with
-from lit_grpo.display.screen import the_console
+from lit_grpo.display.screen import tell, the_console
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import load_tokenizer, longest_sequence
 from lit_grpo.process.terminal import counted, say
@@ -237,9 +237,12 @@ class EvaluateCLI(LikeFitCLI):
             say(f"A task for the lm-evaluation-harness: {self._task.write(self._options.lm_eval)}")
             if self._task.is_rendered:
                 name = self._candidates[0].source.name
-                say(
+                tell(
                     f"Its prompts are conversations as the chat template of {name} renders them, for that policy alone."
                 )
+            if self._task.num_left_out:
+                rows = counted(self._task.num_left_out, "row")
+                tell(f"It leaves out {rows} without an answer, as the figures below do.")
         sources, completions = {}, {}
         while self._candidates:
             candidate = self._candidates.pop(0)
@@ -261,12 +264,12 @@ class EvaluateCLI(LikeFitCLI):
         result = Result(conditions, completions, sources)
         the_console().print(result.table())
         for sentence in result.sentences():
-            say(sentence)
+            tell(sentence)
         if self._options.output is None:
-            say("Nothing was written; --output FOLDER keeps the figures and all completions.")
+            tell("Nothing was written; --output FOLDER keeps the figures and all completions.")
         else:
             files = result.write(self._options.output)
-            say(f"Written to {self._options.output}: {', '.join(files)}.")
+            tell(f"Written to {self._options.output}: {', '.join(files)}.")
 
 
 def _set_up(candidate: Candidate, stage: str, split: Split) -> None:
@@ -363,7 +366,7 @@ def _scored(group: RolloutGroup, policy: str, how: SamplingPass, module: GRPOMod
                 sample=completion.request.path[0],
                 completion=completion.text,
                 reward=rollout.reward,
-                correct=module.pass_rule.passes(rollout.rewards),
+                correct=module.pass_rule.passes(rollout.rewards) if module.pass_rule.judges(rollout.rewards) else None,
                 answer=answers.of(rollout.prompt, text),
                 length=completion.num_sampled,
                 truncated=completion.finish_reason == "length",

@@ -54,7 +54,8 @@ class Pass:
     """The completions of one policy to all rows, in one way of decoding.
 
     Args:
-        completions: All completions; those of a row follow each other, and all rows have equally many.
+        completions: All completions of rows that can be graded; those of a row follow each other, and all rows have
+            equally many. One that is neither correct nor wrong counts as wrong.
         num_samples: Number of completions per row.
         ks: Values of k for pass@k; of greedy completions none.
     """
@@ -62,7 +63,7 @@ class Pass:
     def __init__(self, completions: Sequence[Scored], num_samples: int, ks: Sequence[int]) -> None:
         self.num_samples = num_samples
         self.rows = [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
-        self.num_correct_R = np.array([sum(one.correct for one in row) for row in self.rows])
+        self.num_correct_R = np.array([sum(bool(one.correct) for one in row) for row in self.rows])
         ones_R, many_R = np.ones(len(self.rows)), np.full(len(self.rows), float(num_samples))
         self.by_row: dict[str, RowValues] = {}
         if not ks:
@@ -73,7 +74,8 @@ class Pass:
         told_R = np.array([row[0].answer is not None for row in self.rows], float)
         if ks and told_R.any():
             votes = [
-                majority_correct([one.answer or "" for one in row], [one.correct for one in row]) for row in self.rows
+                majority_correct([one.answer or "" for one in row], [bool(one.correct) for one in row])
+                for row in self.rows
             ]
             self.by_row[f"majority@{num_samples}"] = RowValues(np.array(votes) * told_R, told_R)
         for dataset in sorted({row[0].dataset for row in self.rows} - {""}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ class HarnessTask:
         is_rendered: Whether the prompts are conversations as the chat template of one policy has rendered them.
         adds_special_tokens: Whether the tokenizer adds its special tokens to the prompts, such as one that begins a
             text.
+        num_left_out: Number of rows that have no answer; no figure of an evaluation counts them either.
     """
 
     name: str
@@ -62,6 +63,7 @@ class HarnessTask:
     rows: list[dict[str, Any]]
     is_rendered: bool
     adds_special_tokens: bool = False
+    num_left_out: int = 0
 
     def write(self, folder: Path) -> str:
         """Write the task, its rows and its grading into a folder; return the command that evaluates a policy on it.
@@ -145,7 +147,8 @@ def make_task(
         pattern=ascii(pattern), ignore_case=ascii(match.ignore_case)
     )
     is_rendered = any(prompt.messages is not None for prompt in prompts)
-    return HarnessTask(re.sub(r"\W+", "_", name), settings, grading, rows, is_rendered)
+    task = HarnessTask(re.sub(r"\W+", "_", name), settings, grading, rows, is_rendered)
+    return replace(task, num_left_out=len(prompts) - len(rows))
 
 
 def adds_special_tokens(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> bool:

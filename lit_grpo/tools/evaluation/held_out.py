@@ -43,7 +43,7 @@ class Scored:
         sample: Number of the completion among those of the row.
         completion: Text of the sampled tokens.
         reward: Weighted sum of the rewards, NaN if no reward function applies.
-        correct: Whether it passes the run's threshold.
+        correct: Whether it passes the run's threshold; None if the rewards that decide give no value.
         answer: What the majority is taken of: empty without an answer, None if answers to the row are not told apart.
         length: Number of sampled tokens.
         truncated: Whether it ended at ``max_tokens``.
@@ -59,7 +59,7 @@ class Scored:
     sample: int
     completion: str
     reward: float
-    correct: bool
+    correct: bool | None
     answer: str | None
     length: int
     truncated: bool

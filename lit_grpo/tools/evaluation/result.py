@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lit_grpo.faults import json_line
 from lit_grpo.process.files import replace_file
-from lit_grpo.process.terminal import counted, may_fail
+from lit_grpo.process.terminal import counted, may_fail, one_line
 from lit_grpo.tools.evaluation.figures import FRACTIONS, Comparison, Figure, Pass, compare
 from lit_grpo.tools.evaluation.held_out import SamplingPass, Scored
 from lit_grpo.tools.evaluation.picture import draw
@@ -62,6 +62,10 @@ class Conditions:
                 f"{counted(self.num_left_out, 'row')} left out, because a policy cannot be asked "
                 f"{'it' if self.num_left_out == 1 else 'them'}."
             )
+        greedy = next((one for one in self.passes if one.greedy), None)
+        if greedy is not None:
+            most = counted(greedy.sampling.max_tokens, "token")
+            said.append(f"Greedy: 1 completion per row at temperature 0, at most {most}.")
         if sampled is not None:
             changed = [
                 f"{name} {getattr(sampled.sampling, name):g}"
@@ -93,12 +97,21 @@ class Result:
         sources: Mapping[str, Mapping[str, str | None]],
     ) -> None:
         self.conditions, self.completions, self.sources = conditions, completions, sources
+        graded = {
+            one.prompt_id
+            for collected in completions.values()
+            for rows in collected
+            for one in rows
+            if one.correct is not None
+        }
+        self.num_ungraded = conditions.num_rows - len(graded)
         self._passes: dict[str, dict[str, Pass]] = {}
         for name, collected in completions.items():
-            self._passes[name] = {
-                GREEDY if how.greedy else SAMPLED: Pass(rows, how.num_samples, () if how.greedy else conditions.ks)
-                for how, rows in zip(conditions.passes, collected, strict=True)
-            }
+            self._passes[name] = {}
+            for how, rows in zip(conditions.passes, collected, strict=True):
+                counted_rows = [one for one in rows if one.prompt_id in graded or not graded]
+                way = GREEDY if how.greedy else SAMPLED
+                self._passes[name][way] = Pass(counted_rows, how.num_samples, () if how.greedy else conditions.ks)
 
     @cached_property
     def figures(self) -> dict[str, dict[str, dict[str, Figure]]]:
@@ -115,7 +128,7 @@ class Result:
         """Return the figures as a table with a column for each policy."""
         table = Table("", "figure")
         for name in self.figures:
-            table.add_column(name, justify="right", overflow="fold")
+            table.add_column(one_line(name), justify="right", overflow="fold")
         ways = next(iter(self.figures.values()))
         for how, figures in ways.items():
             for place, name in enumerate(figures):
@@ -135,7 +148,19 @@ class Result:
                     f"{name} compared with {first}, {how}: {100 * one.difference:+.1f} points "
                     f"({100 * one.low:+.1f} to {100 * one.high:+.1f}), p = {one.p:.2g} ({test}; {rows})."
                 )
-        return said + self.conditions.sentences()
+        about, *others = self.conditions.sentences()
+        return [*said, about, *self._ungraded(), *others]
+
+    def _ungraded(self) -> list[str]:
+        """Return a sentence on the rows that are in no figure."""
+        number, rule = self.num_ungraded, self.conditions.pass_rule
+        if number == self.conditions.num_rows:
+            return [f"No row got a reward that says whether {rule}, so nothing counts as correct."]
+        they = "it is" if number == 1 else "they are"
+        return [
+            f"{counted(number, 'row')} of these got no reward that says whether {rule}, as without an answer; {they} "
+            "in no figure."
+        ] * (number > 0)
 
     def write(self, folder: Path) -> list[str]:
         """Write the files of :mod:`lit_grpo.tools.evaluation`; return their names.
@@ -169,7 +194,7 @@ class Result:
         first = next(iter(self.figures))
         return {
             "format": 1,
-            "conditions": conditions,
+            "conditions": conditions | {"num_ungraded": self.num_ungraded},
             "policies": [
                 {
                     "name": name,

@@ -15,6 +15,7 @@ KINDS = {
     "broken": "correct in the first policy, wrong in the last",
     "wrong": "wrong in both",
     "correct": "correct in both",
+    "not graded": "without a reward that says whether they are correct",
 }
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -45,7 +46,8 @@ def side_by_side(greedy: Mapping[str, Sequence[Scored]], about: str) -> str:
     kinds: dict[str, list[tuple[Scored, ...]]] = {kind: [] for kind in KINDS}
     for row in zip(*greedy.values(), strict=True):
         before, after = row[0].correct, row[-1].correct
-        kinds[("correct" if after else "broken") if before else ("fixed" if after else "wrong")].append(row)
+        kind = ("correct" if after else "broken") if before else ("fixed" if after else "wrong")
+        kinds[kind if any(one.correct is not None for one in row) else "not graded"].append(row)
     left, tables = MAX_ROWS, []
     alone = len(greedy) == 1
     for kind, rows in kinds.items():
@@ -74,6 +76,7 @@ def _row(row: Sequence[Scored]) -> str:
 
 def _cell(one: Scored) -> str:
     mark = '<span class="yes">correct</span>' if one.correct else '<span class="no">wrong</span>'
+    mark = "not graded" if one.correct is None else mark
     reward = f"reward {one.reward:.3g}" if math.isfinite(one.reward) else "no reward"
     about = f"{reward}, {counted(one.length, 'token')}{', truncated' if one.truncated else ''}"
     return f"<td>{mark} <small>{about}</small><pre>{_text(one.completion)}</pre></td>"

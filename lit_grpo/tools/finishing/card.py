@@ -111,6 +111,9 @@ def _result(run: RunRecords, contents: Contents) -> str:
         "## Result",
         "The run is too short to say whether the policy became better." if found is None else str(found),
     ]
+    if found is not None and found.how:
+        intervals = " Intervals are Wilson's, over rows." if found.rows is not None else ""
+        lines.append(f"Measured on: {found.how[0].lower()}{found.how[1:]}{intervals}")
     if contents.checkpoint == "best":
         lines.append("The checkpoint was chosen by this held-out score, so the score is optimistic.")
     if contents.has_picture:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from lit_grpo.findings.rewards import DOUBTFUL, TRAINING, Change
-from lit_grpo.process.terminal import visible
+from lit_grpo.process.terminal import counted, visible
 from lit_grpo.tools.dashboard.report.content import report_content
 from lit_grpo.tools.dashboard.report.folder import RunRecords
+from lit_grpo.tools.evaluation.intervals import wilson
 
 HELD_OUT = {"val/pass@1": "pass@1 on held-out prompts", "val/reward": "reward on held-out prompts"}
 LOSSES = {"val/sft/loss": "loss of held-out examples", "ce/loss": "loss of examples"}
@@ -52,6 +53,8 @@ class Progress:
         after_at: The update of the last one.
         certain: Whether the difference is more than noise explains; None if noise is not known.
         falls: Whether a better policy has a smaller value.
+        rows: Number of held-out rows that the values are fractions of, each answered once; None if that is not known.
+        how: How the rows were answered, as a sentence; empty if that is not known.
     """
 
     metric: str
@@ -61,6 +64,8 @@ class Progress:
     after_at: int
     certain: bool | None
     falls: bool = False
+    rows: int | None = None
+    how: str = ""
 
     @property
     def learnt(self) -> bool:
@@ -70,15 +75,23 @@ class Progress:
 
     def __str__(self) -> str:
         """The progress as a sentence."""
-        form = "{:.1%}" if "pass@" in self.metric else "{:.4g}"
-        values = f"{form.format(self.before)} at update {self.before_at} and {form.format(self.after)} at update "
-        values = f"{self.metric} was {values}{self.after_at}"
+        before, after = (self._shown(value) for value in (self.before, self.after))
+        values = f"{self.metric} was {before} at update {self.before_at} and {after} at update {self.after_at}"
         better = self.before - self.after if self.falls else self.after - self.before
         if better <= 0:
             return f"**The run has learnt nothing that this metric shows:** {values}."
         if self.certain is False:
             return f"**The run may have learnt nothing:** {values}, a difference that noise explains."
         return f"{values[0].upper()}{values[1:]}."
+
+    def _shown(self, value: float) -> str:
+        """Write a value, with its interval if it is a fraction of rows."""
+        if "pass@" not in self.metric:
+            return f"{value:.4g}"
+        if self.rows is None:
+            return f"{value:.1%}"
+        low, high = wilson(value * self.rows, self.rows)
+        return f"{value:.1%} (95% interval {100 * low:.1f} to {100 * high:.1f})"
 
 
 def progress(run: RunRecords, version: int) -> Progress | None:
@@ -105,10 +118,23 @@ def progress(run: RunRecords, version: int) -> Progress | None:
         if "pass@" in name and rows is not None:
             error = math.sqrt((before * (1 - before) + after * (1 - after)) / rows)
             certain = after - before > DOUBTFUL * error or bool(certain)
-        return Progress(
-            told, before, after, int(run.steps[there[0]]), int(run.steps[there[-1]]), certain, name in LOSSES
-        )
+        steps = int(run.steps[there[0]]), int(run.steps[there[-1]])
+        one_each = name == "val/pass@1" and run.settings("model").get("eval_num_generations", 1) == 1
+        how = _how_answered(run, rows) if name in HELD_OUT else ""
+        return Progress(told, before, after, *steps, certain, name in LOSSES, rows if one_each else None, how)
     return reward
+
+
+def _how_answered(run: RunRecords, rows: int | None) -> str:
+    """Say which held-out rows a run has asked, and how it has decoded their completions."""
+    model = run.settings("model")
+    sampling = model.get("eval_sampling") or model.get("sampling") or {}
+    temperature, each = sampling.get("temperature"), model.get("eval_num_generations", 1)
+    unknown = "Held-out prompts, whose number the run's config does not say"
+    many = unknown if rows is None else counted(rows, "held-out row")
+    decoded = f"at temperature {temperature:g}" if isinstance(temperature, int | float) and temperature else "greedily"
+    decoded = decoded if isinstance(temperature, int | float) else "at a temperature that the run's config does not say"
+    return f"{many}, {each} completion{'' if each == 1 else 's'} each, decoded {decoded}."
 
 
 def _training(run: RunRecords, version: int) -> Progress | None:
