@@ -20,9 +20,9 @@ A line of ``completions.jsonl``::
 completion is number 0. ``reward`` is the weighted sum of the rewards, null if no reward function applies. ``correct``
 says whether the completion passes ``model.pass_threshold``, null if the rewards that decide give no value, as for a row
 without an answer; a row with nothing but null is in no figure. ``answer`` is what the majority is taken of: empty
-without an answer, null if answers to the row are not told apart. ``length`` counts sampled tokens. ``columns`` are the columns
-of the row that reward functions need. Completions of several turns also have ``messages``, the conversation after the
-prompt; rows of several data sets have ``dataset``.
+without an answer, null if answers to the row are not told apart. ``length`` counts sampled tokens. ``columns`` are the
+columns of the row that reward functions need. Completions of several turns also have ``messages``, the conversation
+after the prompt; rows of several data sets have ``dataset``.
 
 ``evaluation.json`` has, for each policy, ``figures.greedy`` (``accuracy``, ``reward``, ``length``, ``truncated``) and
 ``figures.sampled`` (``pass@K``, ``majority@N``, ``reward``, ``length``, ``truncated``). Rows of

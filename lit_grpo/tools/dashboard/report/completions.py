@@ -66,7 +66,7 @@ def over_time(samples: Iterable[Mapping[str, Any]], least: int = 2) -> list[dict
         steps = sorted(of_prompt)
         moments = []
         for step in sorted({steps[0], steps[len(steps) // 2], steps[-1]}):
-            ranked = sorted(map(_sample, of_prompt[step]), key=lambda row: _rank(row["reward"]), reverse=True)
+            ranked = sorted(map(_sample, of_prompt[step]), key=lambda row: rank(row["reward"]), reverse=True)
             shown = ranked[:1] if ranked[-1]["reward"] == ranked[0]["reward"] else [ranked[0], ranked[-1]]
             moments.append({"step": step, "number": len(ranked), "shown": list(map(_text_and_reward, shown))})
         last = of_prompt[steps[-1]][0]
@@ -138,13 +138,12 @@ def _text_and_reward(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed_and_often(of_prompt: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[bool, int]:
     """Whether the highest reward of the last update differs from that of the first, and the number of updates."""
-    first, last = (
-        max(_rank(row.get("reward")) for row in of_prompt[step]) for step in (min(of_prompt), max(of_prompt))
-    )
+    first, last = (max(rank(row.get("reward")) for row in of_prompt[step]) for step in (min(of_prompt), max(of_prompt)))
     return first != last, len(of_prompt)
 
 
-def _rank(reward: Any) -> float:
+def rank(reward: Any) -> float:
+    """Return the number by which a reward of a row is ordered; what is no number is the lowest."""
     return max(min(reward, 1e300), -1e300) if isinstance(reward, int | float) else -math.inf
 
 

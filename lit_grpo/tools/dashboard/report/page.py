@@ -32,14 +32,23 @@ def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Pat
         OSError: The file cannot be written.
     """
     folders = [runs] if isinstance(runs, Path) else list(runs)
-    for place, each in enumerate(folders):
-        if each.resolve() in [earlier.resolve() for earlier in folders[:place]]:
-            raise ValueError(f"The run {str(each)!r} is given twice; give each run once.")
-    page = make_page(page_content([read_folder(each, may_be_new=len(folders) > 1) for each in folders]))
+    page = make_page(page_content(read_folders(folders)))
     path = output or default_path(folders)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, page.encode())
     return path
+
+
+def read_folders(folders: Sequence[Path]) -> list[RunRecords]:
+    """Read the records of the runs of a report.
+
+    Raises:
+        ValueError: A folder has no run, or is given twice.
+    """
+    for place, each in enumerate(folders):
+        if each.resolve() in [earlier.resolve() for earlier in folders[:place]]:
+            raise ValueError(f"The run {str(each)!r} is given twice; give each run once.")
+    return [read_folder(each, may_be_new=len(folders) > 1) for each in folders]
 
 
 def default_path(folders: Sequence[Path]) -> Path:
