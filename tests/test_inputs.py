@@ -9,7 +9,16 @@ import pytest
 from typing_extensions import TypedDict
 
 from lit_grpo.process.files import replace_file
-from lit_grpo.process.inputs import check_replaceable, read_input, read_json, read_text, read_yaml, typed
+from lit_grpo.process.inputs import (
+    check_replaceable,
+    read_input,
+    read_json,
+    read_lines,
+    read_text,
+    read_yaml,
+    row_reader,
+    typed,
+)
 
 CONTENTS = {  # content of a file, its reader, and what the sentence says
     "no JSON": (b'{"a": 1,\n "b": }', read_json, "Line 2 of {}.*is not JSON"),
@@ -90,3 +99,41 @@ def test_a_typed_value_is_the_value() -> None:
     given = {"step": 1, "reward": 2, "names": ["a"], "more": None}
     assert typed(given, Written, "rows.json", "copy it again") == {"step": 1, "reward": 2.0, "names": ["a"]}
     assert math.isnan(typed(math.nan, float, "a value", "copy it again"))
+
+
+LINES = {  # a line, and the row or what is said of it
+    "a row": (b'{"step": 1, "reward": 2, "names": []}\n', {"step": 1, "reward": 2.0, "names": []}),
+    "half a surrogate pair": (
+        b'{"step": 1, "reward": 2, "names": ["\\ud83d"]}',
+        {"step": 1, "reward": 2, "names": ["?"]},
+    ),
+    "a wrong type": (
+        b'{"step": "1", "reward": 2, "names": []}',
+        r"step: input should be a valid integer \(it is '1'\)",
+    ),
+    "half a row": (b'{"step": 1, "rew', "it is not JSON, EOF while parsing a string at column 16"),
+    "deep": (b"[" * 100_000, "it is not JSON, recursion limit exceeded at column"),
+    "a long number": (b'{"step": ' + b"9" * 10_000 + b"}", "it is not JSON, number out of range"),
+    "no object": (b"[]", "its value: input should be an object"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_is_a_row_or_says_what_is_wrong(name: str) -> None:
+    line, wanted = LINES[name]
+    read = row_reader(Written)
+    if isinstance(wanted, dict):
+        assert read(line) == wanted
+    else:
+        with pytest.raises(ValueError, match=wanted):
+            read(line)
+
+
+def test_lines_are_read_one_at_a_time_up_to_a_size(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(b"one\ntwo\nend")
+    assert list(read_lines(path)) == [b"one\n", b"two\n", b"end"] and list(read_lines(path, 6)) == [b"o\n", b"end"]
+    with path.open("wb") as file:
+        file.truncate(5 * 2**30)
+    with pytest.raises(ValueError, match=f"Line 1 of {re.escape(str(path))} has more than 16 MiB"):
+        list(read_lines(path))

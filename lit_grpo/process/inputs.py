@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 MOST_BYTES = 64 * 2**20
 """The size in bytes up to which a file is read as a whole, unless its reader says otherwise."""
+MOST_LINE = 16 * 2**20
+"""The size in bytes up to which a line is read."""
 MOST_DEPTH, MOST_VALUES = 64, 1_000_000
 """How deep the values of a YAML file are nested at most, and how many they are with all aliases written out."""
 Form = TypeVar("Form")
@@ -63,6 +69,28 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
         raise ValueError(
             f"Line {line} of {path} is not UTF-8 (byte 0x{data[error.start]:02x}); save the file as UTF-8."
         ) from None
+
+
+def read_lines(path: Path, begin: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends; the last one may lack its end. No more than a line is in memory.
+
+    Args:
+        path: The file.
+        begin: The byte to begin at.
+
+    Raises:
+        ValueError: It is no regular file, or a line has more than ``MOST_LINE`` bytes.
+        OSError: It is not there, or may not be read.
+    """
+    with open_input(path) as file:
+        file.seek(begin)
+        number = 0
+        while line := file.readline(MOST_LINE + 1):
+            number += 1
+            if len(line) > MOST_LINE:
+                place = f"Line {number} of {path}" if begin == 0 else f"A line of {path}"
+                raise ValueError(f"{place} has more than {MOST_LINE / 2**20:.0f} MiB; mend the file, or copy it again.")
+            yield line
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
@@ -140,12 +168,48 @@ def typed(value: Any, form: type[Form], place: str, remedy: str) -> Form:
     try:
         return pydantic.TypeAdapter(form).validate_python(value, strict=True)
     except pydantic.ValidationError as error:
-        first, *others = error.errors(include_url=False)
-        field = ".".join(map(str, first["loc"])) or "its value"
-        what = first["msg"][0].lower() + first["msg"][1:]
-        shown = "" if first["type"] == "missing" else f" (it is {first['input']!r:.60})"
-        more = f", as are {len(others)} more fields" if others else ""
-        raise ValueError(f"{place} is not as expected: {field}: {what}{shown}{more}; {remedy}.") from None
+        raise ValueError(f"{place} is not as expected: {_first_wrong(error)}; {remedy}.") from None
+
+
+def row_reader(form: Any) -> Callable[[bytes], Any]:
+    """Return a function that reads a line of JSON in a form, in half the time that ``json.loads`` takes for any.
+
+    Args:
+        form: As for ``typed``, or an annotated form, whose validators may refuse a row with a ValueError.
+
+    Returns:
+        A function of the line that returns the row. It raises a ValueError that says what is wrong, as a part of a
+        sentence without the place.
+    """
+    import pydantic
+
+    adapter = pydantic.TypeAdapter(form)
+
+    def read(line: bytes) -> Any:
+        try:
+            return adapter.validate_json(line, strict=True)
+        except pydantic.ValidationError as error:
+            wrong = error
+        if wrong.errors(include_url=False)[0]["type"] != "json_invalid":
+            raise ValueError(_first_wrong(wrong))
+        try:  # half of a surrogate pair, which JSON allows, and which our own rows have
+            told = json.loads(line) if b"\\ud" in line.lower() else None
+            return adapter.validate_json(json.dumps(told, ensure_ascii=False).encode("utf-8", "replace"), strict=True)
+        except (ValueError, RecursionError):
+            why = wrong.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
+            raise ValueError(f"it is not JSON, {why.replace(' at line 1 column', ' at column')}") from None
+
+    return read
+
+
+def _first_wrong(error: ValidationError) -> str:
+    """Name the first field that is wrong, its value, and how many there are."""
+    first, *others = error.errors(include_url=False)
+    field = ".".join(map(str, first["loc"])) or "its value"
+    what = first["msg"][0].lower() + first["msg"][1:]
+    shown = "" if first["type"] == "missing" else f" (it is {first['input']!r:.60})"
+    more = f", as are {len(others)} more fields" if others else ""
+    return f"{field}: {what}{shown}{more}"
 
 
 def check_replaceable(path: Path) -> None:
