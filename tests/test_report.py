@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -233,7 +234,7 @@ def test_rows_that_were_cut_within_stay_away_and_the_later_of_two_counts(tmp_pat
         ({"notes.txt": "hello"}, "has no metrics.csv"),
         ({"metrics.csv": ""}, "has no whole row yet"),
         ({"metrics.csv": "step,reward\n1,0."}, "has no whole row yet"),
-        ({"metrics.csv": "no run's file\nat all\n"}, "has no whole row yet"),
+        ({"metrics.csv": "no run's file\nat all\n"}, "where metrics of a run have 'step'"),
     ],
     ids=["missing", "empty", "no run", "no row", "half a row", "another file"],
 )
@@ -254,9 +255,42 @@ def test_a_report_goes_where_it_is_told_to(tmp_path: Path, capsys: pytest.Captur
     main([str(run), "--output", str(tmp_path / "new" / "page.html")])
     assert (run / "report.html").is_file() and (tmp_path / "new" / "page.html").is_file()
     assert capsys.readouterr().out.splitlines()[0] == f"The report is in {run / 'report.html'}."
-    with pytest.raises(SystemExit):
-        main([str(run), "--output", str(run)])
-    assert "choose another --output" in capsys.readouterr().err
+
+
+NO_PLACES = {
+    "a folder": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
+    "a symbolic link": lambda path: path.symlink_to("kept"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_PLACES)
+def test_a_report_replaces_nothing_that_is_no_file_and_says_so_first(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, place = make_run(tmp_path / "run", updates=2, names=["reward"]), tmp_path / "place"
+    (tmp_path / "kept").write_text("kept")
+    NO_PLACES[kind](place)
+    kept = place.lstat()
+    for arguments in ([tmp_path / "absent", "--output", place], [run, "--output", place]):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(each) for each in arguments])
+        assert f"{place} is {kind}, which is not replaced" in capsys.readouterr().err
+    place.rename(run / "report.html")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run)])
+    assert f"{run / 'report.html'} is {kind}, which is not replaced" in capsys.readouterr().err
+    assert (run / "report.html").lstat()[:2] == kept[:2] and (tmp_path / "kept").read_text() == "kept"
+
+
+def test_a_run_that_is_a_link_to_itself_or_has_a_long_name_is_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to("link")
+    for place in ("link", "x" * 300, "link/within"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path / place)])
+        assert "There is no run folder" in capsys.readouterr().err
 
 
 def test_a_report_is_written_without_torch(tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ def _finish(options: argparse.Namespace) -> None:
     from lit_grpo.tools.finishing.vocabulary import check_name
 
     run = read_folder(options.run)
+    if "config.yaml" in run.problems:
+        raise ValueError(run.problems["config.yaml"])
     if run.running:
         raise ValueError(f"The run in {str(options.run)!r} still goes on; stop it, or wait until it ends.")
     output: Path = options.output or options.run / "finished"
@@ -116,6 +118,7 @@ def _finish(options: argparse.Namespace) -> None:
         )
     hub = None if options.push is None else Hub(options.push, options.public)
     said = _write(options, run, origin, kinds, output)
+    said += [f"  {sentence}" for sentence in run.problems.values()]
     if not options.gguf and not has_gguf:
         said.append("  A GGUF file needs gguf, which the extra lit_grpo[smollm2] installs.")
     say("\n".join([f"The finished model is in {output}.", *said]))

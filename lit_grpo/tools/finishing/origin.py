@@ -13,8 +13,13 @@ from lit_grpo.policy.gguf import GGUFError, gguf_file
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.loading import adapter_folder
 from lit_grpo.policy.named import NAMED, own_folder
+from lit_grpo.process.inputs import read_text, read_yaml, typed
+from lit_grpo.tools.dashboard.report.rows import Config
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MAX_CARD_BYTES = 2**20
+UNREADABLE_CARD = (ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError)
+"""What huggingface_hub raises about the metadata of a card."""
 UNKNOWN = "unknown"
 """The hub's word for a licence that is not known."""
 _TEXTS = ("LICENSE", "LICENCE", "NOTICE", "ORIGIN")
@@ -93,12 +98,12 @@ def find_origin(policy: str, depth: int = 8) -> Origin:
 
 def _began_with(folder: Path) -> str | None:
     """Return the policy with which the run began that exported a folder; None if the folder is no run's export."""
+    path = folder.parent / "config.yaml"
     try:
-        config = yaml.safe_load((folder.parent / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        config = typed(read_yaml(path) or {}, Config, str(path), "mend the file")
+    except (OSError, ValueError):
         return None
-    policy = ((config if isinstance(config, dict) else {}).get("model") or {}).get("policy")
-    return policy if isinstance(policy, str) else None
+    return (config.get("model") or {}).get("policy")
 
 
 def _metadata(path: Path) -> dict[str, Any]:
@@ -106,8 +111,8 @@ def _metadata(path: Path) -> dict[str, Any]:
     from huggingface_hub import ModelCard
 
     try:
-        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return ModelCard(read_text(path, MAX_CARD_BYTES), ignore_metadata_errors=True).data.to_dict()
+    except (OSError, *UNREADABLE_CARD):
         return {}
 
 

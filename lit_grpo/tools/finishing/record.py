@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,11 +12,15 @@ from typing import Any
 import numpy as np
 
 from lit_grpo.findings.rewards import DOUBTFUL, TRAINING, Change
+from lit_grpo.process.inputs import read_lines
 from lit_grpo.process.terminal import counted, visible
 from lit_grpo.tools.dashboard.report.content import report_content
 from lit_grpo.tools.dashboard.report.folder import RunRecords
+from lit_grpo.tools.dashboard.report.rows import Sample
 from lit_grpo.tools.evaluation.intervals import wilson
 
+MAX_CHARACTERS = 300
+"""Of a setting that the card shows."""
 HELD_OUT = {"val/pass@1": "pass@1 on held-out prompts", "val/reward": "reward on held-out prompts"}
 LOSSES = {"val/sft/loss": "loss of held-out examples", "ce/loss": "loss of examples"}
 """Metrics that fall as the policy learns."""
@@ -162,10 +165,12 @@ def _num_held_out(run: RunRecords) -> int | None:
         number = (told.get("init_args") or {}).get("num_rows")
         return number if isinstance(number, int) and number > 0 else None
     path = Path(told) if isinstance(told, str) else Path()
-    if path.suffix != ".jsonl" or not path.is_file():
+    if path.suffix != ".jsonl":
         return None
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip()) or None
+    try:
+        return sum(not line.isspace() for line in read_lines(path)) or None
+    except (OSError, ValueError):  # it is no longer the file of the run
+        return None
 
 
 def facts(run: RunRecords) -> list[tuple[str, str]]:
@@ -215,10 +220,11 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
     text = str(value)
-    return visible(Path(text).name if Path(text).is_absolute() else text).replace("\n", " ")
+    text = visible(Path(text).name if Path(text).is_absolute() else text).replace("\n", " ")
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
 
 
-def validated(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, Any]]]]:
+def validated(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
     """Return some completions of the first validation and of the last one up to the finished policy.
 
     Args:
@@ -229,9 +235,9 @@ def validated(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, A
         The update with its rows, the best and the worst of the last validation, and of the first those to the same
         prompts; of a single validation its own alone, and nothing without one.
     """
-    by_step: dict[int, list[dict[str, Any]]] = {}
+    by_step: dict[int, list[Sample]] = {}
     for row in run.validated:
-        if isinstance(row.get("step"), int) and row["step"] <= version:
+        if row["step"] <= version:
             by_step.setdefault(row["step"], []).append(row)
     if not by_step:
         return []
@@ -239,12 +245,12 @@ def validated(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, A
     shown = _best(by_step[last])
     if first == last:
         return [(last, shown)]
-    asked = [str(row.get("prompt_id")) for row in shown]
-    before = {str(row.get("prompt_id")): row for row in reversed(by_step[first])}
+    asked = [row.get("prompt_id") for row in shown]
+    before = {row.get("prompt_id"): row for row in reversed(by_step[first])}
     return [(first, [before[name] for name in asked if name in before]), (last, shown)]
 
 
-def sampled(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, Any]]]]:
+def sampled(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
     """Return some completions of the first update that was sampled from in training, and of the last.
 
     Args:
@@ -254,8 +260,8 @@ def sampled(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, Any
     Returns:
         The update with its rows, best reward first; of prompts that both updates have, if there are any.
     """
-    first = _first_rows(run.folder / "samples.jsonl")
-    rows = [row for row in run.samples if isinstance(row.get("step"), int) and row["step"] <= version]
+    first = run.first_samples
+    rows = [row for row in run.samples if row["step"] <= version]
     if not first or not rows:
         return []
     last = [row for row in rows if row["step"] == rows[-1]["step"]]
@@ -266,34 +272,13 @@ def sampled(run: RunRecords, version: int) -> list[tuple[int, list[dict[str, Any
     return [(part[0]["step"], _best(part)) for part in groups]
 
 
-def _best(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _best(rows: Sequence[Sample]) -> list[Sample]:
     """Return the rows with the highest and the lowest reward."""
     ordered = sorted(rows, key=lambda row: -_reward(row))
     return ordered if len(ordered) < 3 else [ordered[0], ordered[-1]]
 
 
-def _reward(row: Mapping[str, Any]) -> float:
+def _reward(row: Sample) -> float:
     """Return the reward of a row; that of a row without one is the lowest."""
     reward = row.get("reward")
-    return float(reward) if isinstance(reward, int | float) else -math.inf
-
-
-def _first_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of the first update in a file of samples."""
-    found: list[dict[str, Any]] = []
-    if not path.is_file():
-        return found
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if (
-                not isinstance(row, dict)
-                or not isinstance(row.get("step"), int)
-                or (found and row["step"] != found[0]["step"])
-            ):
-                break
-            found.append(row)
-    return found
+    return -math.inf if reward is None else reward

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from typing_extensions import TypedDict
 
 from lit_grpo.checkpoints import settled
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import export
 from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.process.inputs import read_json, typed
 from lit_grpo.tools.commands.export import NotLoadedError, load_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class _Config(TypedDict, total=False):
+    """A model's config.json, as far as it is read here."""
+
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ class Source:
             ValueError: There is neither, or it cannot be read.
         """
         path, folder = settled(run / "checkpoints" / f"{checkpoint}.ckpt"), run / "policy"
-        if checkpoint == "last" and (folder / "config.json").is_file() and not path.exists():
+        exported = checkpoint == "last" and os.path.lexists(folder / "config.json")
+        if exported and not path.exists():
             return cls.of_folder(folder, last_update)
         if not path.exists():
             there = sorted(one.name.removesuffix(".ckpt") for one in path.parent.glob("*.ckpt"))
@@ -59,7 +68,7 @@ class Source:
         try:
             module = load_checkpoint(path)
         except NotLoadedError:
-            if checkpoint != "last" or not (folder / "config.json").is_file():
+            if not exported:
                 raise
             return cls.of_folder(folder, last_update)
         return cls(module.policy, module.tokenizer, module.policy_version)
@@ -67,9 +76,13 @@ class Source:
     @classmethod
     def of_folder(cls, folder: Path, version: int) -> Source:
         """Load the policy that a run has exported."""
-        dtype = json.loads((folder / "config.json").read_text()).get("dtype") or "float32"
+        path, remedy = folder / "config.json", "copy the policy again"
+        try:
+            dtype = typed(read_json(path), _Config, str(path), remedy).get("dtype")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}); {remedy}.") from None
         adapter = folder / "adapter"
-        policy, tokenizer = load_policy(str(folder), dtype), load_tokenizer(str(folder))
+        policy, tokenizer = load_policy(str(folder), dtype or "float32"), load_tokenizer(str(folder))
         return cls(policy, tokenizer, version, adapter if adapter.is_dir() else None)
 
     @cached_property

@@ -166,5 +166,6 @@ def shown_value(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
-    text = visible(str(value))
-    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"
+    text = str(value)
+    shown = visible(text[: MAX_CHARACTERS + 1])
+    return shown if len(shown) <= MAX_CHARACTERS else shown[:MAX_CHARACTERS] + " …"

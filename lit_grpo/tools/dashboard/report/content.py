@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ def report_content(run: RunRecords, label: str = "", num_runs: int = 1) -> dict[
     return {
         "name": label or visible(run.folder.resolve().name),
         "head": _heading(run),
+        "problems": [visible(sentence) for sentence in run.problems.values()],
         "advice": what_to_try(run.columns),
         "axis": axis(run.steps, run.columns, most),
         "axes": {name: title for name, title in AXES.items() if name in run.columns},
@@ -264,7 +265,7 @@ def _table(names: Iterable[str], columns: Mapping[str, np.ndarray]) -> list[list
     return rows
 
 
-def _lengths(rows: list[dict[str, Any]], most: int) -> dict[str, Any] | None:
+def _lengths(rows: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any] | None:
     """Return predicted and actual lengths by rollout, with the rank correlation of each; None without a prediction.
 
     Completions of which nothing was known before their first token have no prediction. The rollouts with points are the

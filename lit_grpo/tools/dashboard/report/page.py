@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.process.files import replace_file
-from lit_grpo.process.terminal import html_text, visible
+from lit_grpo.process.inputs import check_replaceable
+from lit_grpo.process.terminal import html_text, say, visible
 from lit_grpo.tools.dashboard.report.comparison import comparison, labels
 from lit_grpo.tools.dashboard.report.content import report_content
 from lit_grpo.tools.dashboard.report.folder import RunRecords, read_folder
@@ -20,7 +22,7 @@ SCRIPTS = ("scales.js", "charts.js", "timeline.js", "completions.js", "memory.js
 
 
 def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Path:
-    """Write the report of one run, or of several, and return its path.
+    """Write the report of one run, or of several, and return its path; print what could not be read.
 
     Args:
         runs: Folder of the run, or the folders of several runs, which are compared.
@@ -28,14 +30,20 @@ def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Pat
             holds the first one.
 
     Raises:
-        ValueError: A folder has no run, or is given twice.
+        ValueError: A folder has no run, or is given twice, or ``output`` is no file.
         OSError: The file cannot be written.
     """
     folders = [runs] if isinstance(runs, Path) else list(runs)
-    page = make_page(page_content(read_folders(folders)))
+    if output is not None:
+        check_replaceable(output)
+    records = read_folders(folders)
+    page = make_page(page_content(records))
     path = output or default_path(folders)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, page.encode())
+    replace_file(path, page.encode("utf-8", "replace"))
+    for run in records:
+        for sentence in run.problems.values():
+            say(sentence)
     return path
 
 
@@ -45,8 +53,9 @@ def read_folders(folders: Sequence[Path]) -> list[RunRecords]:
     Raises:
         ValueError: A folder has no run, or is given twice.
     """
-    for place, each in enumerate(folders):
-        if each.resolve() in [earlier.resolve() for earlier in folders[:place]]:
+    places = [os.path.realpath(each) for each in folders]  # a loop of links is a place too
+    for number, each in enumerate(folders):
+        if places[number] in places[:number]:
             raise ValueError(f"The run {str(each)!r} is given twice; give each run once.")
     return [read_folder(each, may_be_new=len(folders) > 1) for each in folders]
 

@@ -124,6 +124,8 @@ class _Writer:
         facts = {name: f"{value} {more}".strip() for name, value, more in content["head"]["facts"]}
         self._title(f"{content['name']}: {content['head']['state']}")
         self.console.print(Card("", facts))
+        for sentence in content["problems"]:
+            self.console.print(Text(one_line(sentence)))
 
     def _table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table(
@@ -151,14 +153,13 @@ class _Writer:
 
     def _completions(self, run: RunRecords) -> None:
         """Write the best and the worst completion of the last validation, or else of the last samples."""
-        of_validation = [row for row in run.validated if isinstance(row.get("step"), int)]
-        rows = of_validation or [row for row in run.samples if isinstance(row.get("step"), int)]
+        rows = run.validated or run.samples
         if not rows:
             return
         step = max(row["step"] for row in rows)
         ranked = sorted((row for row in rows if row["step"] == step), key=lambda row: rank(row.get("reward")))
         shown = ranked if len(ranked) < 2 else [ranked[-1], ranked[0]]
-        what = "validation at" if of_validation else "samples of"
+        what = "validation at" if run.validated else "samples of"
         self._title("Completions")
         self.console.print(Samples(f"{what} update {step:,}, best and worst", list(map(_sample, shown))))
 

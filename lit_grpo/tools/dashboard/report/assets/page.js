@@ -3,11 +3,12 @@
 performance.mark("begun");
 
 function heading(run) {
-  const { name, head, rows, axis } = run;
+  const { name, head, problems, rows, axis } = run;
   const facts = make("dl", { class: "facts" }, ...head.facts.map(([title, value, note]) => make("div", {}, make("dt", {}, title), make("dd", {}, value, note ? make("small", {}, note) : null))));
   const binned = axis.rows_per_point > 1 ? ` A point stands for up to ${axis.rows_per_point} updates: lines are means, and shades reach from the least to the greatest value.` : "";
   return make("header", { class: "head" }, make("h1", {}, name, make("span", { class: `state ${head.state}` }, head.state)),
-    make("p", { class: "note" }, `As of ${content.written}, ${rows.toLocaleString("en")} rows of metrics.csv.${binned}`), facts);
+    make("p", { class: "note" }, `As of ${content.written}, ${rows.toLocaleString("en")} rows of metrics.csv.${binned}`), facts,
+    ...problems.map((sentence) => make("p", { class: "note" }, sentence)));
 }
 
 function bar(titles) {

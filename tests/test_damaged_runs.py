@@ -1,0 +1,128 @@
+"""Run folders that are damaged: a sentence, or the right result with what was left out of it told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import random_policy, save_tokenizer, table_rows
+from damaged_runs import DAMAGES, EVALUATED, REFUSED, RIGHT, TOLD
+from made_runs import make_run
+
+from lit_grpo.tools.commands.report import main as report
+from lit_grpo.tools.finishing.command import main as finish
+
+METRICS = ["reward", "val/pass@1", "num_tokens", "time/total_s", "memory/update_peak_gib", "frac_reward_zero_std"]
+MEMORY = {"measured": {"weights": 2**30}, "forecast": {"update": {"weights": 2**30}}, "device": "cpu"}
+MOST_BYTES = 2**30
+"""What a row may take beside what the process has already."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a file of each kind."""
+    folder = make_run(tmp_path_factory.mktemp("runs") / "made", names=METRICS)
+    random_policy().save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder / "policy")
+    told = yaml.safe_load((folder / "config.yaml").read_text()) | {"data": {"train": "rows", "validation": "held-out"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(told))
+    (folder / "memory.json").write_text(json.dumps(MEMORY))
+    (folder / "versions.json").write_text('{"torch": "2.9"}')
+    (folder / EVALUATED).parent.mkdir()
+    row = {"prompt": "1+1=", "completion": "2", "reward": 1.0, "correct": True, "greedy": True}
+    rows = [row | {"prompt_id": f"test/{number}", "policy": policy} for policy in ("base", "new") for number in (1, 2)]
+    (folder / EVALUATED).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """Let a row take no more memory than it may, and no time without end."""
+    (held,) = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(held) * 1024 + MOST_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def content_of(page: Path) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="content">(.*?)</script>', page.read_text(), re.DOTALL)
+    return json.loads(found)
+
+
+def files_in(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Kind, size and time of everything in a folder, and beside it."""
+    there = [path for path in folder.parent.rglob("*") if not path.name.startswith(".")]
+    return {str(path): (path.lstat().st_mode, path.lstat().st_size, path.lstat().st_mtime_ns) for path in there
+            if not path.is_dir()}  # fmt: skip
+
+
+def said_of(
+    command: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """Run a command; return its exit code and its last line, or all that it printed where it went well."""
+    capsys.readouterr()
+    try:
+        command(arguments)
+    except SystemExit as stopped:
+        said = capsys.readouterr().err
+        assert stopped.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+        assert len(said) < 2_000
+        return 2, said
+    return 0, "".join(capsys.readouterr())
+
+
+def check(name: str, wanted: str, code: int, said: str, folder: Path) -> None:
+    file, about = DAMAGES[name].file, [line for line in said.splitlines() if str(folder) in line]
+    assert (code == 2) == (wanted == REFUSED), said
+    if wanted != RIGHT:
+        assert any(str(folder / file) in line or f"has no {file}" in line or file == "policy" for line in about), said
+    else:
+        assert not any("not read" in line or "cannot be read" in line for line in about), said
+
+
+REPORTS = ["config.yaml: itself", "metrics.csv: step '100000000'", "metrics.csv: reward '1e308'"]
+REPORTS += ["samples.jsonl: a pipe", "samples.jsonl: reward '[1.0]'", "timeline.jsonl: spans 'x'"]
+REPORTS += ["timeline.jsonl: a sparse file", "memory.json: a link to itself", "evaluation/completions.jsonl: brackets"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", table_rows(DAMAGES, REPORTS))
+def test_a_report_of_a_damaged_folder(
+    name: str, whole: Path, tmp_path: Path, bounded: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "runs" / "made"))
+    DAMAGES[name].do(folder)
+    before = files_in(folder)
+    code, said = said_of(report, [str(folder), "--output", str(tmp_path / "page.html")], capsys)
+    check(name, DAMAGES[name].report, code, said, folder)
+    assert files_in(folder) == before and (tmp_path / "page.html").exists() == (code == 0)
+    if code == 0:
+        (run,) = content_of(tmp_path / "page.html")["runs"]
+        assert bool(run["problems"]) == (DAMAGES[name].report == TOLD)
+
+
+FINISHES = ["config.yaml: model '5'", "samples.jsonl: reward '[1.0]'", "policy: config.json no JSON"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", table_rows(DAMAGES, FINISHES))
+def test_a_damaged_folder_is_finished(
+    name: str, whole: Path, tmp_path: Path, bounded: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "runs" / "made"))
+    DAMAGES[name].do(folder)
+    before = files_in(folder)
+    code, said = said_of(finish, [str(folder), "--output", str(tmp_path / "made"), "--gguf", "none"], capsys)
+    check(name, DAMAGES[name].finish, code, said, folder)
+    assert files_in(folder) == before
+    assert sorted(os.listdir(tmp_path)) == (["made", "runs"] if code == 0 else ["runs"])
+    assert code == 2 or (tmp_path / "made" / "README.md").stat().st_size < 100_000
