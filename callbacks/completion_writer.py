@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lit_grpo.display.cards import near
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.faults import json_line
+from lit_grpo.process.files import replace_file
 from lit_grpo.process.terminal import counted, say
 
 
@@ -32,7 +33,7 @@ class CompletionWriter(pl.Callback):
             path = path.with_stem(f"{path.stem}-{trainer.global_rank}")
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        path.write_text("", encoding="utf-8")
+        replace_file(path, b"")
         self._rewards: dict[str, list[float]] = {}
         self._num_scored = self._num_passed = 0
 

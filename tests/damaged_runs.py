@@ -204,6 +204,13 @@ def _damages() -> dict[str, Damage]:
         RIGHT,
     )
     add(METRICS, "2,000,000 columns", _text(METRICS, "step" + ",a" * 2_000_000 + "\n"), REFUSED, REFUSED)
+    add(
+        METRICS,
+        "a long name",
+        _lines(METRICS, lambda lines: [lines[0] + "," + "x" * 9999, *[line + ",1" for line in lines[1:]]]),
+        REFUSED,
+        REFUSED,
+    )
     add(METRICS, "200,000 wrong lines", _lines(METRICS, lambda lines: [*lines, *["x"] * 200_000]), REFUSED, REFUSED)
     add(
         METRICS,
@@ -309,6 +316,7 @@ def _damages() -> dict[str, Damage]:
             "slots_kept": (..., 10**9, -1, 0),
             "prefills": (..., [[1]], 5),
             "kv_limit": ("x", [1]),
+            "prompts.0": ("x" * 100_000, 5),
         },
         TRACE: {"step": (..., "1", 10**30), "tokens": ("5", [1], -1), "predicted": ("5", [1])},
         EVALUATED: {

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.checkpoints import FolderIO, check_folder, put_in_place, read, read_state, settled
+from lit_grpo.checkpoints import (
+    CheckpointError,
+    FolderIO,
+    WholeFileIO,
+    check_folder,
+    put_in_place,
+    read,
+    read_state,
+    settled,
+)
 
 CHECKPOINT = {
     "state_dict": {"embedding": torch.arange(6.0).view(2, 3), "scale": torch.ones(2, dtype=torch.bfloat16)},
@@ -59,6 +68,26 @@ def test_a_kill_while_a_folder_takes_its_place_leaves_the_one_before(
     assert not path.exists() and read(settled(path))["policy_version"] == (2 if before == "file" else 3)
     put_in_place(new, path)
     assert settled(path) == path and [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+
+
+NO_CHECKPOINTS = {
+    "a pipe": (os.mkfifo, "is a pipe, which is not replaced"),
+    "a link": (lambda path: path.symlink_to("mine"), "is a symbolic link, which is not replaced"),
+    "a folder of other files": (lambda path: (path / "photos").mkdir(parents=True), "so it is no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHECKPOINTS)
+@pytest.mark.parametrize("writer", [WholeFileIO, FolderIO])
+def test_a_checkpoint_replaces_nothing_that_is_none(kind: str, writer: Any, tmp_path: Path) -> None:
+    make, said = NO_CHECKPOINTS[kind]
+    (tmp_path / "mine").write_text("mine")
+    make(place := tmp_path / "last.ckpt")
+    before = place.lstat()
+    with pytest.raises(CheckpointError, match=said):
+        writer().save_checkpoint(CHECKPOINT, place)
+    assert place.lstat()[:2] == before[:2] and (tmp_path / "mine").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "mine"]
 
 
 class Harmful:

@@ -18,6 +18,7 @@ from damaged_runs import DAMAGES, EVALUATED, REFUSED, RIGHT, TOLD
 from made_runs import make_run
 
 from lit_grpo.tools.commands.report import main as report
+from lit_grpo.tools.evaluation.command import read_options
 from lit_grpo.tools.finishing.command import main as finish
 
 METRICS = ["reward", "val/pass@1", "num_tokens", "time/total_s", "memory/update_peak_gib", "frac_reward_zero_std"]
@@ -126,3 +127,15 @@ def test_a_damaged_folder_is_finished(
     assert files_in(folder) == before
     assert sorted(os.listdir(tmp_path)) == (["made", "runs"] if code == 0 else ["runs"])
     assert code == 2 or (tmp_path / "made" / "README.md").stat().st_size < 100_000
+
+
+CONFIGS = ["a pipe", "a folder", "a link to itself", "a device without end", "a socket", "a sparse file"]
+CONFIGS += ["bytes", "brackets", "itself", "a mapping in itself", "laughs", "deep", "a month", "an object", "a tab"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_config_of_a_run_that_is_evaluated(name: str, whole: Path, tmp_path: Path, bounded: None) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "runs" / "made"))
+    DAMAGES[f"config.yaml: {name}"].do(folder)
+    with pytest.raises(ValueError, match=str(folder / "config.yaml")):
+        read_options([str(folder)])

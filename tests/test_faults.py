@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -132,3 +133,14 @@ def test_a_resumed_run_forgets_the_rows_that_it_writes_again(tmp_path: Path) -> 
     path.write_text("".join(rows) + '{"st')
     forget_after(path, 2)
     assert path.read_text() == "".join(rows[:3])
+
+
+def test_a_resumed_run_keeps_lines_that_are_no_rows_and_reads_no_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    kept = "no json\n[1]\n{}\n" + '{"step": "9"}\n' + "[" * 100_000 + "\n"
+    path.write_text(kept + '{"step": 3}\n')
+    forget_after(path, 2)
+    assert path.read_text() == kept
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a pipe, and not a file"):
+        forget_after(tmp_path / "pipe", 2)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,21 @@ def test_half_a_line_at_the_end_gives_no_row(tmp_path: Path) -> None:
         rows = read(again.path)
         assert rows[-1] == {"step": "9", "reward": "7.5"}
         assert rows[:-1] == [{"step": str(n), "reward": str(n + 0.25)} for n in range(len(rows) - 1)]
+
+
+def test_lines_that_are_no_rows_are_left_out_of_a_resumed_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,reward\n1,0.5\nx,1\n2\n3,1,2\n4,0.75\n")
+    log = MetricsCSV(tmp_path / "metrics.csv")
+    log.log_metrics({"reward": 1.0}, step=5)
+    assert [row["step"] for row in read(log.path)] == ["1", "4", "5"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("photo,place\n1,here\n")])
+def test_what_is_no_file_of_metrics_is_not_replaced(make: Any, tmp_path: Path) -> None:
+    make(tmp_path / "metrics.csv")
+    with pytest.raises(ValueError, match=r"is a pipe, and not a file|begins with 'photo'"):
+        MetricsCSV(tmp_path / "metrics.csv").log_metrics({"reward": 1.0}, step=5)
+    assert not (tmp_path / "metrics.csv").is_file() or "here" in (tmp_path / "metrics.csv").read_text()
 
 
 def test_a_new_column_leaves_the_file_whole_if_it_cannot_be_written(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """A policy's folder is replaced as a whole, or left as it was."""
 
 import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
@@ -38,3 +40,26 @@ def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path: Path, error: Exceptio
             raise error
     assert files(folder) == {"config.json": "old"}
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("notes.txt"), lambda path: path.mkdir()])
+def test_what_is_no_file_is_not_replaced_and_nothing_else_is(name: str, make: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    for each in ("notes.txt", "model.safetensors", "generation_config.json"):
+        (folder / each).write_text("old")
+    make(folder / name)
+    kind = (folder / name).lstat()
+    with pytest.raises(ValueError, match=f"{name} is .*, which is not replaced"), written_as_a_whole(folder) as aside:
+        for each in ("config.json", "generation_config.json"):
+            (aside / each).write_text("new")
+    assert files(folder) | {name: ""} == {name: "", **dict.fromkeys(("notes.txt", "model.safetensors"), "old"),
+                                          "generation_config.json": "old"}  # fmt: skip
+    assert (folder / name).lstat()[:2] == kind[:2] and [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_place_that_is_no_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    os.mkfifo(folder := tmp_path / "policy")
+    with pytest.raises(ValueError, match="policy is a pipe, and not a folder"), written_as_a_whole(folder):
+        pytest.fail("the policy is written")

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.process.inputs import check_replaceable
 from lit_grpo.process.terminal import first_line
 from lit_grpo.process.values import PLAIN, named_foreign
+
+STATE = "state.pt"
+"""The file in the folder of a checkpoint with everything but the shards."""
 
 
 class CheckpointError(ValueError):
@@ -55,13 +59,30 @@ def put_in_place(aside: Path, path: Path) -> None:
 
     A file replaces a file at once. No system lets a folder replace another: the old checkpoint is moved aside first,
     where :func:`settled` finds it until the new one is in its place.
+
+    Raises:
+        CheckpointError: What is there is no checkpoint: a link, a pipe, a device, or a folder of other files.
     """
+    _check_replaceable(path)
     before = _before(path)
     if path.exists() and (path.is_dir() or aside.is_dir()):
         remove(before)
         path.rename(before)
     aside.replace(path)
     remove(before)
+
+
+def _check_replaceable(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        if not (path / STATE).is_file() and any(path.iterdir()):
+            raise CheckpointError(
+                f"{path} is a folder without {STATE}, so it is no checkpoint and is not replaced; move it elsewhere."
+            )
+        return
+    try:
+        check_replaceable(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def remove(path: Path) -> None:

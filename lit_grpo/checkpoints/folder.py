@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lit_grpo.checkpoints.disk import CheckpointError, aside_of, not_written, put_in_place, remove
+from lit_grpo.checkpoints.disk import STATE, CheckpointError, aside_of, not_written, put_in_place, remove
 from lit_grpo.process.values import from_written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STATE, METADATA = "state.pt", ".metadata"
-"""The file of everything without shards (a sharded tensor is there without content), and torch's list of the shards."""
+METADATA = ".metadata"
+"""Torch's list of the shards; everything else is in the file ``STATE``, a sharded tensor without its content."""
 SHARDED = ("state_dict", "optimizer_states")
 """The parts of Lightning's checkpoint of which ranks have shards."""
 PLAIN = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.process.files import replace_file
+from lit_grpo.process.inputs import read_lines
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -37,11 +38,24 @@ def _finite(value: Any) -> Any:
 def forget_after(path: Path, step: int) -> None:
     """Drop the rows of a file whose ``step`` is larger than this one, and an unfinished line at its end.
 
-    A killed run has written these rows, and the run that is resumed at ``step`` writes them again.
+    A killed run has written these rows, and the run that is resumed at ``step`` writes them again. A line that is no
+    row stays.
+
+    Raises:
+        ValueError: It is no regular file.
     """
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+    lines = list(read_lines(path))
+    kept = [line for line in lines if line.endswith(b"\n") and not _is_after(line, step)]
     if len(kept) < len(lines):
         replace_file(path, b"".join(kept))
+
+
+def _is_after(line: bytes, step: int) -> bool:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    found = row.get("step") if isinstance(row, dict) else None
+    return isinstance(found, int) and found > step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import stat
 import warnings
@@ -26,6 +27,7 @@ from lit_grpo.policy.architecture.unread import Unread, count_no_drafts, find_un
 from lit_grpo.policy.sharding import class_of, compute, full_tensor
 from lit_grpo.policy.tokenizers import save_tokenizer
 from lit_grpo.policy.weights import Named, PolicyWeights, digest
+from lit_grpo.process.inputs import check_replaceable, kind_of
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
@@ -80,21 +82,26 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
     """Give a temporary folder to write to; after the last file its files are moved to ``folder``.
 
     Raises:
-        ValueError: The disk is full, or not writable; then ``folder`` is unchanged.
+        ValueError: The disk is full or not writable, or what is to be replaced is no file; ``folder`` is unchanged.
     """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ValueError(f"{folder} is {kind_of(folder.lstat().st_mode)}, and not a folder; give another folder.")
     aside = folder.with_name(f".{folder.name}.writing")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        aside.unlink() if aside.is_symlink() else shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
         rights = stat.S_IMODE(aside.stat().st_mode) & 0o666  # safetensors gives its files to this user alone
-        _remove_others(folder, aside)
-        for path in sorted(aside.rglob("*")):
-            place = folder / path.relative_to(aside)
-            if path.is_file():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                path.chmod(rights)
-                path.replace(place)
+        others = _other_weights(folder, aside)
+        places = {path: folder / path.relative_to(aside) for path in sorted(aside.rglob("*")) if path.is_file()}
+        for place in (*others, *places.values()):
+            check_replaceable(place)
+        for path in others:
+            path.unlink()
+        for path, place in places.items():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.chmod(rights)
+            path.replace(place)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(
@@ -105,12 +112,10 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _remove_others(folder: Path, aside: Path) -> None:
-    """Remove weight files of an earlier export that would be read with the new ones, or instead of them."""
-    for pattern in ("model*.safetensors", _INDEX):
-        for path in folder.glob(pattern):
-            if not (aside / path.name).exists():
-                path.unlink()
+def _other_weights(folder: Path, aside: Path) -> list[Path]:
+    """Return weight files of an earlier export that would be read with the new ones, or instead of them."""
+    found = [path for pattern in ("model*.safetensors", _INDEX) for path in folder.glob(pattern)]
+    return [path for path in found if not (aside / path.name).exists()]
 
 
 def export(

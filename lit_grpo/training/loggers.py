@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.process.files import replace_file
+from lit_grpo.process.inputs import read_lines, read_text
 from lit_grpo.process.terminal import first_line
 from lit_grpo.tools.dashboard import sections
 from lit_grpo.tools.dashboard.tensorboard import hyperparameters, layout, scalars, tag
@@ -80,6 +81,7 @@ def _tags(settings: Mapping[str, Any]) -> list[str]:
     return [tag[:64] for tag in tags if tag]
 
 
+MAX_ID_BYTES = 1000
 RESERVED = 100
 """W&B steps that are written down in advance, so that a killed run has used none of those after them."""
 
@@ -98,13 +100,18 @@ class WandB(WandbLogger):
 
     def __init__(self, id_file: Path, resumes: bool, **kwargs: Any) -> None:
         if resumes and id_file.is_file():
-            kwargs |= {"id": id_file.read_text().strip(), "resume": "allow"}
+            kwargs |= {"id": read_text(id_file, MAX_ID_BYTES).strip(), "resume": "allow"}
         super().__init__(**kwargs)
         if self._offline:  # Lightning sets an environment variable, which W&B reads only once in a process
             self._wandb_init["mode"] = "offline"
         self._wandb_init.pop("anonymous")  # W&B warns of this argument, whatever its value
         self._id_file, self._step_file = id_file, id_file.with_name("wandb-step")
-        self._first_step = int(self._step_file.read_text()) if "id" in kwargs and self._step_file.is_file() else 0
+        self._first_step = 0
+        if "id" in kwargs and self._step_file.is_file():
+            told = read_text(self._step_file, MAX_ID_BYTES).strip()
+            if not told.isdecimal():
+                raise ValueError(f"{self._step_file} has {told!r}, and not W&B's next step; write that, or delete it.")
+            self._first_step = int(told)
         self._free_step = self._first_step
 
     @property
@@ -124,7 +131,7 @@ class WandB(WandbLogger):
                 f"W&B does not take the run ({first_line(error)}); set run.wandb to offline, and sync later."
             ) from error
         if begins and self._experiment is not None:  # on the first rank
-            self._id_file.write_text(f"{run.id}\n")
+            replace_file(self._id_file, f"{run.id}\n".encode())
             if self._first_step > run.step:
                 run.log({}, step=self._first_step, commit=False)
             for name, best in _with_a_best():
@@ -147,7 +154,7 @@ class WandB(WandbLogger):
 
     def _write_step(self, step: int) -> None:
         self._free_step = step
-        self._step_file.write_text(f"{step}\n")
+        replace_file(self._step_file, f"{step}\n".encode())
 
 
 def _with_a_best() -> Iterator[tuple[str, str]]:
@@ -283,11 +290,21 @@ class MetricsCSV(Logger):
         self._last = {**own[-1], "step": first_step} if own else None
 
     def _read(self) -> list[dict[str, Any]]:
-        """Read the rows of the file, without an unfinished line at its end."""
+        """Read the rows of the file, without an unfinished line at its end and lines that are no rows.
+
+        Raises:
+            ValueError: It is no file of metrics.
+        """
         if not self.path.exists():
             return []
-        lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
-        return list(csv.DictReader(line for line in lines if line.endswith("\n")))
+        lines = (line.decode("utf-8", "replace") for line in read_lines(self.path) if line.endswith(b"\n"))
+        reader = csv.DictReader(line.replace("\0", "") for line in lines)
+        if reader.fieldnames and reader.fieldnames[0] != "step":
+            raise ValueError(
+                f"Line 1 of {self.path} begins with {reader.fieldnames[0]!r:.60}, where metrics of a run have 'step'; "
+                "move the file elsewhere, or copy it again."
+            )
+        return [row for row in reader if row["step"].isdecimal() and None not in row and None not in row.values()]
 
     def _write(self, last: dict[str, Any]) -> None:
         """Write the last row again, or all rows if the columns have changed or the last write has failed."""

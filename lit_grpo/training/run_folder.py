@@ -14,6 +14,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_grpo.process.files import replace_file
 from lit_grpo.process.origins import versions
 
 _PART = re.compile(r"\w[\w.+=,@%-]*")
@@ -149,10 +150,7 @@ class RunFolder:
                 self.path.rename(moved)
                 lock.release()
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".write-test"
-            probe.write_text("")
-            probe.unlink()
-            (self.path / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
+            replace_file(self.path / "versions.json", (json.dumps(versions(), indent=1) + "\n").encode())
         return moved
 
 

@@ -24,6 +24,7 @@ from lit_grpo.cli.parsing.sentences import CONFIG, SentenceParser, exit_with
 from lit_grpo.display.screen import tell, the_console
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import load_tokenizer, longest_sequence
+from lit_grpo.process.inputs import read_yaml
 from lit_grpo.process.terminal import counted, say
 from lit_grpo.tools.evaluation.answers import Answers, find_answers
 from lit_grpo.tools.evaluation.harness import HarnessTask, adds_special_tokens, make_task
@@ -107,7 +108,13 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     run_folder = policies[-1].run if policies else None
     if not any(one in CONFIG or one.startswith("--config=") for one in others) and run_folder is not None:
         config = run_folder / "config.yaml"
-        if config.is_file():
+        try:
+            read_yaml(config)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ValueError(f"{config} cannot be read ({error.strerror}); make it readable.") from None
+        else:
             say(f"Settings: {config}")
             others = ["--config", str(config), *others]
     output = own.output

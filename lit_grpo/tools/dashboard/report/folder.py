@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from lit_grpo.process.inputs import open_input, read_json, read_lines, read_text, read_yaml, row_reader, typed
 from lit_grpo.process.terminal import counted
 from lit_grpo.tools.dashboard.report.rows import (
+    MAX_NAME,
     MAX_SPANS,
     Config,
     Evaluated,
@@ -324,9 +325,14 @@ def _read_metrics(path: Path, wrong: _Wrong) -> tuple[np.ndarray, dict[str, np.n
         raise ValueError(f"Line 1 of {path} is no header ({error}); {MEND}.") from None
     if names and names[0] != "step":
         raise ValueError(f"Line 1 of {path} begins with {names[0]!r:.60}, where metrics of a run have 'step'; {MEND}.")
-    if len(names) > MAX_METRICS or len({*names}) < len(names):
-        what = f"has {len(names):,} columns, more than a run logs" if len(names) > MAX_METRICS else "has a column twice"
-        raise ValueError(f"Line 1 of {path} {what}; {MEND}.")
+    limits = (
+        (len(names) > MAX_METRICS, f"has {len(names):,} columns, more than a run logs"),
+        (len({*names}) < len(names), "has a column twice"),
+        (any(len(name) > MAX_NAME for name in names), f"has a name of more than {MAX_NAME:,} characters"),
+    )
+    for found, what in limits:
+        if found:
+            raise ValueError(f"Line 1 of {path} {what}; {MEND}.")
     rows: dict[int, array[float]] = {}  # by step; a later row of the same step replaces the earlier one
     lines: dict[int, int] = {}
     for number, line in enumerate(texts, 2):

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 MAX_SPANS = 30_000  # of all timelines that are shown
-_ALL = ConfigDict(extra="allow", strict=True)
+_ALL, _DRAWN = ConfigDict(extra="allow", strict=True), Field(max_length=MAX_SPANS)
 
 
 def _finite(number: float) -> float | None:
@@ -35,7 +35,8 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number of updates or tokens, which a float64 holds."""
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 """Seconds, tokens or decode steps of one update."""
-Short = Annotated[str, Field(max_length=1000)]
+MAX_NAME = 1000
+Short = Annotated[str, Field(max_length=MAX_NAME)]
 Slots = Annotated[int, Field(ge=0, le=2**16)]
 
 
@@ -57,7 +58,7 @@ class Evaluated(TypedDict, total=False):
     """A row of evaluation/completions.jsonl."""
 
     __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
-    policy: Required[str]
+    policy: Required[Short]
     prompt_id: Required[str]
     prompt: str | None
     completion: str | None
@@ -94,11 +95,11 @@ class Timeline(TypedDict):
     slots_kept: Slots
     kv_limit: Amount | None
     seconds: Seconds
-    prompts: list[str]
-    completions: list[tuple[int, str, Count | None, Amount | None, str | None]]
-    spans: Annotated[list[tuple[int, int, Count, Count]], Field(max_length=MAX_SPANS)]
-    clock: list[tuple[Amount, Amount, Amount]]
-    prefills: list[tuple[Amount, Amount, Amount]]
+    prompts: Annotated[list[Short], _DRAWN]
+    completions: Annotated[list[tuple[int, Short, Count | None, Amount | None, Short | None]], _DRAWN]
+    spans: Annotated[list[tuple[int, int, Count, Count]], _DRAWN]
+    clock: Annotated[list[tuple[Amount, Amount, Amount]], _DRAWN]
+    prefills: Annotated[list[tuple[Amount, Amount, Amount]], _DRAWN]
 
 
 WholeTimeline = Annotated[Timeline, AfterValidator(_fits)]
