@@ -23,6 +23,7 @@ from conftest import random_policy, save_tokenizer, table_rows
 from huggingface_hub import ModelCard, constants
 from made_runs import make_run
 from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
 from tokenizers import normalizers
 from transformers import AutoModelForCausalLM
 
@@ -192,12 +193,27 @@ def test_files_can_be_read_by_those_who_can_read_the_folder(run: Path, capsys: p
         assert path.stat().st_mode & 0o777 == (run / "finished").stat().st_mode & 0o666, path
 
 
-def test_a_picture_that_cannot_be_drawn_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    curve(run, reward=[0.0, 1e308, -1e308, 1e308, -1e308])
+def test_a_picture_that_cannot_be_drawn_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("a font is missing")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
     with pytest.warns(UserWarning, match=r"curves\.png could not be made \(.*\); the run's metrics\.csv has"):
         main([str(run), "--gguf", "none"])
     assert "curves.png" not in (run / "finished" / "README.md").read_text()
     assert not (run / "finished" / "curves.png").exists()
+
+
+def test_rewards_that_are_too_large_to_be_computed_with_are_left_out_and_told(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve(run, reward=[0.0, 1e308, -1e308, 1e308, -1e308])
+    main([str(run), "--gguf", "none"])
+    said = capsys.readouterr().out
+    assert (
+        f"Line 3 of {run / 'metrics.csv'} is not read as a whole: reward is 1e+308. Neither are 3 more lines." in said
+    )
+    assert (run / "finished" / "curves.png").exists()
 
 
 def test_samples_are_of_the_first_update_and_the_last(run: Path) -> None:
