@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import random_policy, save_tokenizer
+from damaged_gguf import damages, fingerprint, parse
 
 from lit_grpo.policy.gguf import gguf_file
 from lit_grpo.policy.loading import files_note, load_config, load_policy, load_tokenizer
@@ -155,16 +160,12 @@ def test_parts_of_a_split_file_are_refused(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({"architecture": "mamba99"}, "holds no model that transformers can use: "),
-        ({"layers": 10**9}, "names 1000000000 layers (block_count), but has 20 tensors in all"),
-        ({"layers": 3}, "lack 9 of the model's weights, such as model.layers.2."),
         ({"kind": "I32"}, "holds no model that transformers can use: "),
     ],
 )
 def test_what_transformers_cannot_make_a_policy_of_is_refused(
     changes: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    import re
-
     write_gguf(tmp_path / "odd.gguf", **changes)
     with pytest.raises(ValueError, match=told.replace("(", r"\(").replace(")", r"\)")) as caught:
         load_policy(str(tmp_path / "odd.gguf"))
@@ -194,7 +195,7 @@ def test_four_bits_of_bitsandbytes_are_refused_on_a_gguf_file(file: Path) -> Non
 
 
 def test_without_the_package_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_grpo.policy.gguf.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_grpo.policy.gguf.file.util.find_spec", lambda name: None)
     assert sentence(file).endswith("is a GGUF file, which needs gguf; install the extra lit_grpo[smollm2].")
 
 
@@ -208,16 +209,79 @@ def test_a_file_beside_another_tokenizer_keeps_its_own(file: Path, tmp_path: Pat
     assert type(load_policy(str(tmp_path / "a.gguf"))).__name__ == "LlamaForCausalLM"
 
 
-def test_the_size_of_a_head_is_read_where_transformers_passes_it_over(tmp_path: Path) -> None:
-    """Of Qwen3, whose default is 128."""
-    writer = gguf.GGUFWriter(str(tmp_path / "head.gguf"), "qwen3")
-    writer.add_name("head")
-    writer.add_block_count(1)
-    writer.add_key_length(16)
-    writer.add_token_list(["a"])
-    writer.add_tensor("token_embd.weight", torch.zeros(1, 32).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert load_config(str(tmp_path / "head.gguf")).head_dim == 16
+def finished(folder: Path, **changes: Any) -> Path:
+    """A Qwen3 as ``finish`` writes it: the size of its head is another one than its heads and width give."""
+    from lit_grpo.tools.finishing.gguf_writer import write_gguf as write_finished
+
+    random_policy(**changes).save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder / "policy")
+    write_finished(folder / "policy", folder / "finished.gguf", "f32", "finished")
+    return folder / "finished.gguf"
+
+
+def test_what_transformers_passes_over_is_read(tmp_path: Path) -> None:
+    """The size of a head, whose default in Qwen3 is 128, and llama.cpp's base where the file names none."""
+    whole = parse(finished(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 700.0}).read_bytes())
+    path = tmp_path / "head.gguf"
+    path.write_bytes(whole.written())
+    assert load_config(str(path)).head_dim == 16 and load_config(str(path)).rope_parameters["rope_theta"] == 700.0
+    whole.facts.remove(whole.fact("rope.freq_base"))
+    path.write_bytes(whole.written())
+    assert load_config(str(path)).rope_parameters["rope_theta"] == 10_000.0
+
+
+DAMAGES = {  # by its name in the table of damaged_gguf.py, and what the sentence says
+    "block_count is 1": "of 1 layers (block_count), which has no place for 9 of its tensors, such as 'blk.1.attn_norm",
+    "block_count is 3": "of 3 layers (block_count), and its tensors lack 9 of the model's weights, such as",
+    "block_count is 2147483648": "llama.block_count .* input should be less than 2147483648",
+    "offset of blk.0.attn_v.weight exchanged": "'blk.0.attn_k.weight' begins at byte 11,008 of the data, and the one",
+    "attention.head_count is 8": "'blk.0.attn_q.weight' has the shape (32, 32), and the model of its header needs (64,",
+    "feed_forward_length is 32": "'blk.0.ffn_gate.weight' has the shape (64, 32), and the model of its header needs (3",
+    "embedding_length is 64": "embedding_length is 64, and the embedding has the shape (36, 32)",
+    "attention.layer_norm_rms_epsilon is nan": "layer_norm_rms_epsilon .* input should be less than or equal to 0.01",
+    "rope.freq_base is -10000": "llama.rope.freq_base .* input should be greater than 1 (it is -10000.0)",
+    "rope.dimension_count is 4": "model rotates|needs (16, 32)",
+    "35 types of tokens": "the vocabulary has 36 tokens, and tokenizer.ggml.token_type 35 entries",
+    "eos_token_id is 36": "tokenizer.ggml.eos_token_id .* input should be less than 36 (it is 36)",
+    "a token twice": "the tokens 5 and 35 are both",
+    "merge '1 2 3'": "merge 0 is '1 2 3', and not two parts",
+    "merge '1 €'": "holds no tokenizer that transformers can use: .*out of vocabulary",
+    "19 tensors": "and its tensors end at",
+    "bytes at the end": "and its tensors end at",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_header_that_contradicts_its_tensors_is_refused(damage: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf", "F32")
+    whole = parse((tmp_path / "whole.gguf").read_bytes())
+    made = dict(damages(whole))[damage](whole)
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(made if isinstance(made, bytes) else whole.written())
+    with pytest.raises(ValueError) as caught:
+        fingerprint(str(path))
+    told = DAMAGES[damage].replace("(", r"\(").replace(")", r"\)")
+    assert re.search(told, str(caught.value)) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "damaged" in sentence(tmp_path) and "is a pipe, and not a file" in sentence(tmp_path)
+    assert "There is no GGUF file" in sentence(tmp_path / "pipe.gguf")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["tied", "with heads of another size"])
+def test_each_of_some_400_damaged_headers_is_refused_or_right(kind: str, tmp_path: Path) -> None:
+    """In one process that gets a gibibyte; what is loaded has the weights, tokens and logits of the whole file."""
+    if kind == "tied":
+        write_gguf(tmp_path / "whole.gguf", "F32")
+    whole = tmp_path / "whole.gguf" if kind == "tied" else finished(tmp_path)
+    program = Path(__file__).with_name("damaged_gguf.py")
+    command = [sys.executable, "-W", "ignore", str(program), str(whole), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(rows) > 300, done.stderr[-2000:]
+    for row in rows:
+        assert row.get("is_right") or ("\n" not in row["refused"] and row["refused"].endswith(".")), row
+    assert 0 < sum("is_right" in row for row in rows) < 20

