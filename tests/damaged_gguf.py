@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import resource
 import struct
 import sys
@@ -269,26 +268,38 @@ def fingerprint(path: str) -> dict[str, Any]:
     }
 
 
-def main(whole: str, folder: Path) -> None:
-    expected, parts = fingerprint(whole), parse(Path(whole).read_bytes())
-    assert parts.written()[: len(Path(whole).read_bytes())] == Path(whole).read_bytes()
+def within_a_gibibyte(whole: str) -> dict[str, Any]:
+    """Return the fingerprint of a whole policy; from then on the process gets a gibibyte more."""
+    expected = fingerprint(whole)
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + GIB, taken + GIB))
+    return expected
+
+
+def report(damage: str, path: str, expected: dict[str, Any]) -> None:
+    """Load a damaged policy, and print what became of it."""
+    told: dict[str, Any] = {"damage": damage}
+    try:
+        told["is_right"] = fingerprint(path) == expected
+    except ValueError as error:
+        told["refused"] = str(error)
+    except BaseException:  # what is not refused in a sentence is what this looks for
+        told["traceback"] = traceback.format_exc()
+    print(json.dumps(told), flush=True)
+
+
+def main(whole: str, folder: Path) -> None:
+    parts = parse(Path(whole).read_bytes())
+    assert parts.written()[: len(Path(whole).read_bytes())] == Path(whole).read_bytes()
+    expected = within_a_gibibyte(whole)
     for number, (name, damage) in enumerate(damages(parts)):
         damaged = copy.deepcopy(parts)
         made = damage(damaged)
         path = folder / f"{number}.gguf"
         path.write_bytes(made if isinstance(made, bytes) else damaged.written())
-        told: dict[str, Any] = {"damage": name}
-        try:
-            told["is_right"] = fingerprint(str(path)) == expected
-        except ValueError as error:
-            told["refused"] = str(error)
-        except BaseException:  # what is not refused in a sentence is what this looks for
-            told["traceback"] = traceback.format_exc()
-        os.unlink(path)
-        print(json.dumps(told), flush=True)
+        report(name, str(path), expected)
+        path.unlink()
 
 
 if __name__ == "__main__":

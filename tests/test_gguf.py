@@ -238,7 +238,7 @@ DAMAGES = {  # by its name in the table of damaged_gguf.py, and what the sentenc
     "attention.head_count is 8": "'blk.0.attn_q.weight' has the shape (32, 32), and the model of its header needs (64,",
     "feed_forward_length is 32": "'blk.0.ffn_gate.weight' has the shape (64, 32), and the model of its header needs (3",
     "embedding_length is 64": "embedding_length is 64, and the embedding has the shape (36, 32)",
-    "attention.layer_norm_rms_epsilon is nan": "layer_norm_rms_epsilon .* input should be less than or equal to 0.01",
+    "attention.layer_norm_rms_epsilon is nan": "layer_norm_rms_epsilon .* input should be less than or equal to 0.1",
     "rope.freq_base is -10000": "llama.rope.freq_base .* input should be greater than 1 (it is -10000.0)",
     "rope.dimension_count is 4": "model rotates|needs (16, 32)",
     "35 types of tokens": "the vocabulary has 36 tokens, and tokenizer.ggml.token_type 35 entries",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -21,11 +20,13 @@ from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.policy.adapters import check_config
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, configured_length, context_length, in_evaluation
+from lit_grpo.policy.architecture.outline import bare_model
 from lit_grpo.policy.architecture.unread import known_unread, remember_unread
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.named import NAMED, own_folder, resolve_policy
 from lit_grpo.policy.nf4 import check_quantized, keep_as_it_is, nf4_config
+from lit_grpo.policy.saved import check_layers, check_settings, compare_with_files
 from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.tokenizers import read_tokenizer
 from lit_grpo.policy.weights import PolicyWeights
@@ -114,8 +115,8 @@ class SavedFiles:
     """
 
     place: str
-    errors = (OSError, ValueError, RuntimeError)
-    """Errors that transformers raises for files that it cannot read."""
+    errors = (Exception,)
+    """Errors that transformers raises for files that it cannot use: those on types in a config are plain ones."""
 
     @contextmanager
     def alone(self) -> Iterator[SavedFiles]:
@@ -131,15 +132,16 @@ class SavedFiles:
         return {"use_safetensors": True, "quantization_config": nf4_config(dtype) if nf4 else None}
 
     def check(self) -> None:
-        """Refuse a config that names more layers than the files have weights."""
-        _check_layers(self.place)
+        """Refuse a config.json with numbers that no model has, or more layers than the files have weights."""
+        check_settings(self.place)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Refuse weights whose quantization is not known, and have others saved without it."""
         check_quantized(model, self.place)
 
     def complete(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the configuration as it is: its file tells all."""
+        """Compare the configuration, whose file tells all, with the weights of a folder."""
+        compare_with_files(self.place, config)
         return config
 
     def note(self, dtype: str) -> str:
@@ -175,6 +177,7 @@ def load_config(policy: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     with _reading(policy, "config") as files:
+        files.check()
         return files.complete(AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options()))
 
 
@@ -303,42 +306,12 @@ def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrained
             **files.options(),
             **weight_options,
         )
-    model, report = loaded
+        model, report = loaded
+        check_layers(model, report["unexpected_keys"])
     _check_weights(policy, resolve_policy(policy), model, report)
     remember_unread(model)
     files.finish(model)
     return model
-
-
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-
-
-def _check_layers(name: str) -> None:
-    """Refuse a config that names more layers than its files have weights, before memory is taken for the layers."""
-    from safetensors import safe_open
-    from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-    from transformers.utils.hub import cached_file
-
-    settings = cached_file(name, CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
-    if settings is None:  # transformers says what is missing
-        return
-    config = json.loads(Path(settings).read_text())
-    text_config = config.get("text_config")
-    every = config | text_config if isinstance(text_config, dict) else config
-    layers = max([every[one] for one in _LAYERS if isinstance(every.get(one), int)], default=0)
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        num_weights = len(json.loads(Path(index).read_text())["weight_map"])
-    elif (path := cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)) is not None:
-        with safe_open(path, "pt") as file:
-            num_weights = len(list(file.keys()))
-    else:
-        return
-    if layers > num_weights:
-        raise ValueError(
-            f"its config.json names {layers} layers (num_hidden_layers), but its files hold {num_weights} weights in "
-            f"all; {_remedy(name)}."
-        )
 
 
 def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool) -> None:
@@ -407,11 +380,8 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
 
 def _check_kept(model: PreTrainedModel) -> None:
     """Refuse a loaded model with a weight that a model made from its config lacks: no export could be opened again."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        with torch.device("meta"):
-            bare = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), trust_remote_code=False)
+        bare = bare_model(model.config)
     except (ValueError, KeyError):  # a class of the user's own, of which nothing is known
         return
     ignored = getattr(bare, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -499,11 +469,11 @@ def _load_failure(name: str, what: str, error: Exception) -> str:
     if isinstance(_files(name), GGUFFile):
         return f"The GGUF file of policy {name!r} holds no {what} that transformers can use: {unreadable(error)}."
     if Path(name).is_dir():
-        return f"The policy folder {name!r} holds no usable {what}: {first_line(error)}."
+        return f"The policy folder {name!r} holds no usable {what}: {unreadable(error)}."
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return f"There is no policy folder {name!r}; give the path of a folder made by save_pretrained."
     return (
-        f"No {what} could be loaded for policy {name!r}: {first_line(error)}. "
+        f"No {what} could be loaded for policy {name!r}: {unreadable(error)}. "
         f"Give {', '.join(map(repr, NAMED))}, a folder made by save_pretrained, a GGUF file, or the id of a model you "
         "can download."
     )

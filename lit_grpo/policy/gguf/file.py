@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lit_grpo.policy.gguf.fitting import complete
+from lit_grpo.policy.architecture.outline import bare_model
+from lit_grpo.policy.gguf.fitting import check_rotation, check_tensors, complete_config
 from lit_grpo.policy.gguf.header import GGUFError, Header, read_header
 from lit_grpo.process.terminal import first_line
 
@@ -86,7 +87,12 @@ class GGUFFile:
         return {"quantization_config": GgufConfig(dequantize=True)}
 
     def check(self) -> None:
-        """Do nothing: what the header says is compared with the tensors when the configuration is completed."""
+        """Read the header, before anything is made of it.
+
+        Raises:
+            GGUFError: The package gguf is not installed, or the file is damaged.
+        """
+        assert self.header
 
     @cached_property
     def header(self) -> Header:
@@ -107,12 +113,15 @@ class GGUFFile:
         Raises:
             GGUFError: The header describes another model than the tensors are of.
         """
+        model = bare_model(complete_config(self.header, config))
         try:
-            return complete(self.header, config)
+            check_rotation(self.header, config)
+            check_tensors(self.header, model)
         except ValueError as error:
             raise GGUFError(
                 f"The GGUF file {str(self.path)!r} contradicts itself: {first_line(error)}; download it again."
             ) from error
+        return config
 
     def finish(self, model: PreTrainedModel) -> None:
         """Make a model, whose weights are floats now, one like any other: nothing says that it is quantized."""
@@ -164,8 +173,14 @@ def gguf_file(name: str) -> GGUFFile | None:
 
 
 def unreadable(error: Exception) -> str:
-    """Say what is wrong with a file, by the error that came of reading it; a lookup's error names only the key."""
-    return f"it lacks {error}" if isinstance(error, LookupError) else first_line(error)
+    """Say what is wrong with a file, by the error that came of reading it.
+
+    A lookup's error names only the key, and the first line of others may end where their cause begins.
+    """
+    if isinstance(error, LookupError):
+        return f"it lacks {error}"
+    first, *others = str(error).strip().splitlines() or [""]
+    return f"{first} {others[0].strip().rstrip('.')}" if first.endswith(":") and others else first_line(error)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import defaultdict
 from math import prod
@@ -23,19 +22,14 @@ _DEFAULT_BASE = 10_000.0
 """The base of rotary embeddings where a file names none, as in llama.cpp."""
 
 
-def complete(header: Header, config: PreTrainedConfig) -> PreTrainedConfig:
-    """Add what transformers' reader passes over, and compare the model of the configuration with the file's tensors.
+def complete_config(header: Header, config: PreTrainedConfig) -> PreTrainedConfig:
+    """Add what transformers' reader passes over, and return the configuration.
 
-    Added are the sizes of heads and experts, the base of rotary embeddings where the file names none, and Llama 3.1's scaled
-    frequencies. The model is made without memory for its weights.
-
-    Raises:
-        ValueError: The file lacks a tensor of the model, has one that the model lacks, or one of another shape; or the
-            rotary embedding is another one than the file's.
+    Added are the sizes of heads and experts, the base of rotary embeddings where the file names none, and Llama 3.1's
+    scaled frequencies.
     """
-    has_one_size = hasattr(config, "head_dim") and not hasattr(config, "global_head_dim")
     for name, attribute in _PASSED_OVER.items():
-        is_known = has_one_size if attribute == "head_dim" else hasattr(config, attribute)
+        is_known = _has_one_size(config) if attribute == "head_dim" else hasattr(config, attribute)
         if is_known and header.fact(name) is not None:
             setattr(config, attribute, header.fact(name))
     rope = getattr(config, "rope_parameters", None) or {}
@@ -46,16 +40,25 @@ def complete(header: Header, config: PreTrainedConfig) -> PreTrainedConfig:
         kept = {"rope_theta": rope["rope_theta"], "rope_type": "longrope", "attention_factor": 1.0, "factor": 1.0}
         kept |= {"original_max_position_embeddings": config.max_position_embeddings}
         config.rope_parameters = {**kept, "short_factor": factors, "long_factor": factors}
-    if "rope_theta" in rope and has_one_size:
-        _check_rotation(header, config, rope.get("partial_rotary_factor", 1.0))
-    _check_tensors(header, config)
     return config
 
 
-def _check_rotation(header: Header, config: Any, fraction: float) -> None:
-    """Refuse a file that rotates another number of a head's numbers than its model, or has other factors for them."""
-    rotated = int((config.head_dim or config.hidden_size // config.num_attention_heads) * fraction)
-    told = header.fact("rope.dimension_count")
+def _has_one_size(config: PreTrainedConfig) -> bool:
+    """Whether all heads of a model have the same size."""
+    return hasattr(config, "head_dim") and not hasattr(config, "global_head_dim")
+
+
+def check_rotation(header: Header, config: Any) -> None:
+    """Refuse a file that rotates another number of a head's numbers than its model, or has other factors for them.
+
+    Raises:
+        ValueError: It does.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope or not _has_one_size(config):
+        return
+    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    rotated, told = int(size * rope.get("partial_rotary_factor", 1.0)), header.fact("rope.dimension_count")
     if told not in (None, rotated):
         raise ValueError(f"rope.dimension_count is {told}, and the model rotates {rotated} numbers of each head")
     if header.rope_factors and (len(header.rope_factors) != rotated // 2 or not min(header.rope_factors) > 0):
@@ -65,13 +68,12 @@ def _check_rotation(header: Header, config: Any, fraction: float) -> None:
         )
 
 
-def _check_tensors(header: Header, config: PreTrainedConfig) -> None:
-    """Compare names and shapes of the tensors of a file and of the model that is made from its header."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def check_tensors(header: Header, model: Any) -> None:
+    """Compare names and shapes of the tensors of a file and of the model that is made from its header, both ways.
 
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    Raises:
+        ValueError: The file lacks a tensor of the model, has one that the model lacks, or one of another shape.
+    """
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     found, unknown = defaultdict[str, list[str]](list), list[str]()
     places = _places(header, model)

@@ -11,6 +11,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Annotated, Any
 
+from lit_grpo.policy.architecture.outline import ranges
 from lit_grpo.process.inputs import MOST_BYTES, open_input, typed
 from lit_grpo.process.terminal import first_line
 
@@ -242,9 +243,8 @@ def _forms(header: Header) -> dict[str, Any]:
     from pydantic import Field, FiniteFloat
 
     facts, own, tokens = header.facts, f"{header.architecture}.", header.facts.get(TOKENS)
-    natural, positive = Annotated[int, Field(ge=0, lt=2**31)], Annotated[int, Field(ge=1, lt=2**31)]
+    natural, positive, epsilon, base = ranges()
     row = Annotated[int, Field(ge=0, lt=len(tokens) if isinstance(tokens, list) else 2**31)]
-    epsilon, base = Annotated[float, Field(ge=1e-13, le=0.01)], Annotated[float, Field(gt=1, le=1e12)]
     forms: dict[str, Any] = {name: FiniteFloat for name, value in facts.items() if isinstance(value, float)}
     forms |= {name: epsilon for name in facts if name.startswith(own) and name.endswith("epsilon")}
     forms |= {name: base for name in facts if name.startswith(f"{own}rope.freq_base")}
