@@ -20,6 +20,7 @@ from lit_grpo.faults import forget_after, json_line, writable
 from lit_grpo.faults.observers import Observer
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.module import GRPOModule
+from lit_grpo.process.secrets import masked
 from lit_grpo.process.terminal import markdown
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import Prompt, PromptBatch, Rollout
@@ -129,7 +130,7 @@ class SampleLogger(Observer):
             Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
 
     def _keep(self, trainer: pl.Trainer, table: str, rows: list[dict[str, Any]]) -> None:
-        folder, step = Path(trainer.default_root_dir), trainer.global_step
+        folder, step, rows = Path(trainer.default_root_dir), trainer.global_step, masked(rows)
         with (folder / f"{table}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json_line(row) for row in rows)
         for logger in trainer.loggers:

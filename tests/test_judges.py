@@ -25,6 +25,8 @@ import yaml
 from test_reward_runner import make_group, rewards_of
 
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.process.secrets import masked
+from lit_grpo.process.terminal import first_line, visible
 from lit_grpo.process.urls import is_on_loopback
 from lit_grpo.rewards import (
     HTTPJudge,
@@ -504,14 +506,110 @@ def test_a_reply_without_a_score_says_what_came(server: JudgeServer, fault: Faul
         HTTPJudge(server.url, "m", TEMPLATE)(prompt="p", completion="c", answer=1)
 
 
-def test_a_key_that_the_server_repeats_is_not_shown(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
-    server.faults = [Fault(401, "wrong key sk-secret"), Fault(body="x" * 9000 + "sk-secret")]
-    judge = HTTPJudge(server.url, "m", TEMPLATE, api_key_env="JUDGE_KEY")
+KEY = "sk-se/cret-\\0123456789"
+SPELLED = json.dumps(KEY)[1:-1]
+HEXADECIMAL = "".join(rf"\u{ord(each):04x}" for each in KEY)
+
+
+@pytest.mark.parametrize("place", [0, 5, 65, 9_990], ids=lambda place: f"after {place} characters")
+@pytest.mark.parametrize("spelling", [KEY, SPELLED, HEXADECIMAL, json.dumps(HEXADECIMAL)[1:-1]])
+@pytest.mark.parametrize("kind", ["error", "no JSON", "no text", "reply", "score", "id"])
+def test_a_key_that_the_server_repeats_is_not_shown(
+    kind: str, spelling: str, place: int, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    said = "x" * place + spelling
+    relative = RelativeJudge(server.url, "m", api_key_env="JUDGE_KEY", cache="judged.sqlite")
+    judge: Any = HTTPJudge(server.url, "m", TEMPLATE, api_key_env="JUDGE_KEY", cache="judged.sqlite")
+    if kind in ("error", "no JSON"):
+        server.faults = [Fault(401 if kind == "error" else 200, said)]
+    elif kind == "no text":
+        server.faults = [Fault(body=json.dumps({"choices": [{"message": {"content": [KEY]}}]}))]
+    elif kind == "reply":
+        server.answer = lambda body: f"none {said}"
+    else:
+        judge = relative
+        scores = '"{0}": 1' if kind == "id" else '"x": "{0}"'
+        server.answer = lambda body: (
+            f'{{"scores": {{{scores.format(said)}, "{document(body)["completions"][0]["id"]}": "{said}"}}}}'
+        )
+    judge.begin("cpu", tmp_path)
+    asked: dict[str, Any] = {"prompt": "p", "completion": "c", "answer": 1}
+    with pytest.raises(JudgeError) as caught:
+        judge(**({"prompts": ["p"], "completions": ["c"]} if judge is relative else asked))
+    for shown in (str(caught.value), str(caught.value.__cause__), first_line(caught.value)):
+        for part in (KEY[:6], SPELLED[:6], HEXADECIMAL[:12]):
+            assert part not in shown
+
+
+def test_a_key_is_in_no_file_and_no_line_that_it_could_come_to(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server.answer = lambda body: f"{KEY}: 7"
+    judge = HTTPJudge(server.url, "m", TEMPLATE, api_key_env="JUDGE_KEY", cache="judged.sqlite")
+    judge.begin("cpu", tmp_path)
+    assert judge(prompt="p", completion="c", answer=1) == 7
+    assert KEY.encode() not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert masked([{"text": f"a {KEY} b"}, 5, None]) == [{"text": "a *** b"}, 5, None]
+    assert visible(f"{KEY}\x1b") == r"***\x1b" and first_line(OSError(f"no {SPELLED}")) == "no ***"
+
+
+@pytest.mark.parametrize("value", ["two words", "line\n", "caf\u00e9-key"])
+def test_a_key_that_no_header_holds_is_refused_unseen(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", value)
+    with pytest.raises(ValueError, match="names JUDGE_KEY, whose value has a space, a line end or another") as caught:
+        HTTPJudge("http://localhost", "m", TEMPLATE, api_key_env="JUDGE_KEY")
+    assert value not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings"),
+    [
+        ("9" * 400, {}),
+        ("-" + "9" * 400, {}),
+        ("9" * 400 + ".5", {}),
+        ("1e999", {"pattern": r"(\S+)"}),
+        ("nan", {"pattern": r"(\S+)"}),
+        ("-Infinity", {"pattern": r"(\S+)"}),
+        ("9", {"scale": 1e-308}),
+    ],
+)
+def test_a_score_that_is_not_finite_is_none_and_not_kept(
+    reply: str, settings: dict[str, Any], server: JudgeServer
+) -> None:
+    judge = HTTPJudge(server.url, "m", TEMPLATE, **settings)
+    server.answer = lambda body: reply
     for _ in range(2):
-        with pytest.raises(JudgeError) as caught:
+        with pytest.raises(JudgeError, match=r"holds the score .* which is not finite"):
             judge(prompt="p", completion="c", answer=1)
-        assert "secret" not in str(caught.value)
+    server.answer = lambda body: "0" if "scale" in settings else "5"
+    assert math.isfinite(judge(prompt="p", completion="c", answer=1))
+    assert judge.take_counts() == {
+        "calls": 3, "prompt_tokens": 300, "completion_tokens": 30, "cache_hits": 0, "failures": 2
+    }  # fmt: skip
+
+
+def test_weights_whose_sum_is_not_finite_still_give_a_fraction() -> None:
+    with judge_server(met_by(lambda criterion, completion: criterion == "a")) as server:
+        criteria = [{"text": "a", "weight": 1.5e308}, {"text": "b", "weight": 0.5e308}]
+        assert RubricJudge(server.url, "m", criteria)(completion="c", prompt="p") == 0.75
+
+
+def test_a_reply_in_the_cache_that_another_reader_accepted_is_asked_for_again(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    server.answer = lambda body: "7 of ten"
+    for pattern, calls in ((r"(\d+)", 1), (r"mark (\d+)", 1), (r"(\d+) of", 0)):
+        judge = HTTPJudge(server.url, "m", TEMPLATE, pattern=pattern, cache="judged.sqlite")
+        judge.begin("cpu", tmp_path)
+        asked: dict[str, Any] = {"prompt": "p", "completion": "c", "answer": 1}
+        if "mark" in pattern:
+            with pytest.raises(JudgeError, match="holds no score that pattern matches"):
+                judge(**asked)
+        else:
+            assert judge(**asked) == 7
+        assert judge.take_counts()["calls"] == calls
 
 
 def test_a_judge_that_is_slow_or_away_fails_the_call(server: JudgeServer) -> None:
@@ -648,6 +746,7 @@ def test_tokens_cannot_be_limited_where_the_server_does_not_count_them(relative:
         ({"pattern": r"\d+"}, r"has no group; put parentheses"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env names NO_SUCH_KEY, which is not set in the environment; export"),
         ({"scale": 0}, "scale must not be 0"),
+        ({"scale": math.inf}, "scale must be a finite number, not inf"),
         ({"call_limit": 0}, "call_limit must be at least 1, not 0."),
         ({"timeout_s": 0}, "timeout_s must be above 0, not 0."),
     ],

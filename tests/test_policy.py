@@ -87,7 +87,7 @@ def test_damaged_weights_are_called_so(tmp_path: Path) -> None:
 def test_a_config_of_other_sizes_is_called_so_and_takes_no_memory(field: str, tmp_path: Path) -> None:
     folder = edited(tmp_path, **{field: 10**9})
     before = psutil.Process().memory_info().rss
-    with pytest.raises(ValueError, match=r"with the shape .*, and its config.json describes .*1000000000"):
+    with pytest.raises(ValueError, match=r"with the shape .*, and its config.json describes .*000000000"):
         load_policy(folder)
     assert psutil.Process().memory_info().rss - before < 2**28
 

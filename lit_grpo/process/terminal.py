@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from lit_grpo.process.secrets import masked
+
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
@@ -23,8 +25,8 @@ _MARKUP = re.compile(r"[\\`*{}\[\]<>#!|~$&]|(?<![0-9A-Za-z])[_@]|_(?![0-9A-Za-z]
 
 
 def visible(text: str) -> str:
-    """Write control characters as text, tabs and line ends aside: a terminal would obey them."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """Write control characters as text, tabs and line ends aside, for a terminal would obey them, and mask secrets."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", masked(text))
 
 
 def say(text: str, *, flush: bool = False) -> None:
@@ -58,7 +60,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message without a full stop; the error's type if it has no message."""
-    lines = str(error).strip().splitlines()
+    lines = masked(str(error)).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 

@@ -7,13 +7,12 @@ import functools
 import hashlib
 import json
 import math
-import os
 import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 from lit_grpo.limits import Count, Number, Positive, checks_arguments
 from lit_grpo.process.calls import EventLoop
+from lit_grpo.process.secrets import masked, read_secret
 from lit_grpo.process.urls import is_on_loopback, is_url
 from lit_grpo.rewards.function import StatefulReward
 
@@ -40,7 +40,7 @@ class JudgeError(RuntimeError):
     """
 
     def __init__(self, sentence: str, retry_after_s: float = 0.0) -> None:
-        super().__init__(sentence)
+        super().__init__(masked(sentence))
         self.retry_after_s = retry_after_s
 
 
@@ -115,8 +115,8 @@ class Judge(StatefulReward):
                 f"url {url!r} is of another machine and not encrypted; use https://, or set plain_http to true for a "
                 "network that you trust."
             )
-        if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ValueError(f"api_key_env names {api_key_env}, which is not set in the environment; export it.")
+        if api_key_env is not None:
+            read_secret(api_key_env, "api_key_env")
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.model, self.options, self.api_key_env = model, options or {}, api_key_env
         self.limits = {"calls": call_limit, "tokens": token_limit}
@@ -161,8 +161,10 @@ class Judge(StatefulReward):
         with self._once(key):
             cached = self._replies.get(key)
             if cached is not None:
-                self._count(cache_hits=1)
-                return read(cached)
+                with suppress(ValueError, RecursionError):  # another reader has accepted it
+                    value = read(cached)
+                    self._count(cache_hits=1)
+                    return value
             try:
                 reply, is_whole = self._reply(body)
                 try:
@@ -229,9 +231,7 @@ class Judge(StatefulReward):
             raise JudgeError(f"the judge at {self.url} does not answer ({what})") from error
         if len(data) > MOST_BYTES:
             raise JudgeError(f"the judge at {self.url} answers more than {MOST_BYTES // 2**20} MiB; limit max_tokens")
-        shown = data[:10_000].decode("utf-8", "replace")
-        if self.api_key_env is not None:
-            shown = shown.replace(os.environ[self.api_key_env], "***")
+        shown = masked(data[:10_000].decode("utf-8", "replace"))
         if status != 200:
             pause_s = _pause_s(wait) if status in _WORTH_A_RETRY or status >= 500 else math.inf
             late = f", and asks to wait {pause_s:g} s" if MOST_PAUSE_S < pause_s < math.inf else ""
@@ -248,7 +248,7 @@ class Judge(StatefulReward):
         self._count_tokens(answer.get("usage"))
         if not isinstance(text, str):
             raise JudgeError(f"the judge at {self.url} answers without text: {shown!r:.120}")
-        return text, is_whole
+        return masked(text), is_whole  # so that no part of a key is quoted, cached or read
 
     def _count_tokens(self, usage: Any) -> None:
         """Count the tokens of a call, as the server reports them.
@@ -275,7 +275,7 @@ class Judge(StatefulReward):
             TimeoutError: The whole call takes longer than ``timeout_s``.
             httpx.HTTPError: The judge cannot be reached, or breaks off.
         """
-        key = None if self.api_key_env is None else os.environ[self.api_key_env]
+        key = None if self.api_key_env is None else read_secret(self.api_key_env, "api_key_env")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         data = bytearray()
         async with asyncio.timeout(self._timeout_s):

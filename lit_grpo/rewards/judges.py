@@ -14,12 +14,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import random
 import re
 import string
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
 
 from lit_grpo.limits import Limit, check_value, checks_arguments
@@ -362,8 +364,8 @@ class RubricJudge(Judge):
 
         messages = [{"role": "system", "content": self._system}, {"role": "user", "content": framed(document)}]
         met = self.ask(messages, read, response_format=_schema("met", ids, "boolean", self.explain))
-        earned = sum(weight for (_, weight), is_met in zip(criteria, met, strict=True) if is_met)
-        return earned / sum(weight for _, weight in criteria)
+        weights = [Fraction(weight) for _, weight in criteria]  # whose sum is finite, however large they are
+        return float(sum(weight for weight, is_met in zip(weights, met, strict=True) if is_met) / sum(weights))
 
 
 def _criteria(place: str, listed: Any) -> list[tuple[str, float]]:
@@ -410,13 +412,14 @@ class HTTPJudge(Judge):
         settings: ``api_key_env``, ``timeout_s``, ``options``, ``call_limit``, ``token_limit``, ``cache`` ...
     """
 
+    @checks_arguments()
     def __init__(
         self,
         url: str,
         model: str,
         template: str,
         pattern: str = r"(-?\d+(?:\.\d+)?)",
-        scale: float = 1.0,
+        scale: Annotated[float, Limit(finite=True)] = 1.0,
         **settings: Any,
     ) -> None:
         super().__init__(url, model, **settings)
@@ -435,10 +438,14 @@ class HTTPJudge(Judge):
 
         def read(reply: str) -> float:
             said = _after_thoughts(reply)
+            found = last_answer(self._pattern, said) or ""
             try:
-                return float(last_answer(self._pattern, said) or "") / self.scale
+                score = float(found) / self.scale
             except ValueError:
                 raise ValueError("holds no score that pattern matches") from None
+            if not math.isfinite(score):
+                raise ValueError(f"holds the score {found:.20}, which is not finite after the division by scale")
+            return score
 
         asked = self.template.format(**(columns | {"prompt": prompt, "completion": completion}))
         return self.ask([{"role": "user", "content": asked}], read)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from lit_grpo.limits import Limit, Positive, check_fields
 from lit_grpo.policy.architecture.decoder import context_length, token_logits
 from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.sharding import is_sharded
+from lit_grpo.process.secrets import masked, read_secret
 from lit_grpo.process.urls import is_on_loopback, is_url
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import AllGather, Completion, Key, Rollout
@@ -71,11 +71,7 @@ class TeacherSettings:
                     f"model.teacher.{name} has no effect with model.teacher.policy {self.policy!r}; leave it out."
                 )
         if self.api_key_env is not None:
-            if not os.environ.get(self.api_key_env):
-                raise ValueError(
-                    f"model.teacher.api_key_env names {self.api_key_env}, which is not set in the environment; export "
-                    "it."
-                )
+            read_secret(self.api_key_env, "model.teacher.api_key_env")
             if not self.policy.startswith("https://") and not is_on_loopback(self.policy):
                 raise ValueError(
                     f"model.teacher.api_key_env would send a key readably to {self.policy!r}; give an https:// URL."
@@ -185,7 +181,7 @@ class ServerTeacher:
 
         self.vocab_size = vocab_size
         self.settings, self.url = settings, settings.policy.rstrip("/").removesuffix("/v1")
-        key = None if settings.api_key_env is None else os.environ[settings.api_key_env]
+        key = None if settings.api_key_env is None else read_secret(settings.api_key_env, "model.teacher.api_key_env")
         headers, near = {} if key is None else {"Authorization": f"Bearer {key}"}, is_on_loopback(self.url)
         self._client = httpx.Client(headers=headers, timeout=settings.timeout_s, trust_env=not near)
         self._patience_s = min(settings.timeout_s, 10.0)  # one that is not there is not waited for
@@ -317,7 +313,7 @@ class ServerTeacher:
                 response = self._client.request(method, self.url + path, json=body)
                 if response.status_code == 200:
                     return response.json()
-                why = f"it answers {response.status_code} to {path}: {response.text[:120]!r}"
+                why = f"it answers {response.status_code} to {path}: {masked(response.text)[:120]!r}"
                 if response.status_code != 429 and response.status_code < 500:
                     raise RuntimeError(why)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
