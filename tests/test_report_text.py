@@ -45,13 +45,11 @@ def test_a_run_is_told_in_the_order_of_reading_within_the_width(width: int, tmp_
     table = (run / "metrics.csv").read_text().splitlines()
     column = table[0].split(",").index("reward")
     first, last = (f"{float(table[row].split(',')[column]):.4g}" for row in (1, -1))
-    (line,) = re.findall(r"^reward .*$", text, re.MULTILINE)
-    assert re.fullmatch(rf"reward +[▁-█]{{8,}} +{first} +{last} +\S+ +\S+", line)
+    assert re.search(rf"^reward +[▁-█]{{8,}} +{first} +{last} +\S+ +\S+$", text, re.MULTILINE)
     assert "validation at update 40, best and worst" in text
     assert re.findall(r"^  completion +(.*)$", text, re.MULTILINE) == ["written at 40 to 3", "written at 40 to 0"]
-    assert re.search(
-        r"^1\. .*\(docs/\S+, [\w ,]+\)$", text.split("What to try next")[1].replace("\n", " ").strip()
-    ) or ("1. " in text.split("What to try next")[1])
+    advice = " ".join(text.split("What to try next")[1].split()).lstrip("─ ")
+    assert re.match(r"1\. .*\(docs/\w+\.md, ", advice)
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -54,7 +54,7 @@ class LengthChart {
 function logTicks(least, greatest, few) {
   const found = [];
   for (let power = 10 ** Math.floor(Math.log10(least)); power <= greatest; power *= 10) {
-    for (const factor of few || greatest / least > 500 ? [1] : [1, 2, 5]) if (factor * power >= least && factor * power <= greatest) found.push(factor * power);
+    for (const factor of greatest / least > (few ? 50 : 500) ? [1] : [1, 2, 5]) if (factor * power >= least && factor * power <= greatest) found.push(factor * power);
   }
   return found;
 }
