@@ -28,7 +28,7 @@ from tokenizers import normalizers
 from transformers import AutoModelForCausalLM
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
-from lit_grpo.process.terminal import markdown
+from lit_grpo.process.terminal import markdown, one_line, visible
 from lit_grpo.tools.dashboard.report.folder import read_folder
 from lit_grpo.tools.finishing import command, record
 from lit_grpo.tools.finishing.command import main
@@ -119,9 +119,13 @@ def test_a_card_shows_hostile_samples_and_does_not_obey_them(run: Path) -> None:
     assert "Not a heading" not in outside and "<script" not in outside and "\x1b" not in text
 
 
-@pytest.mark.parametrize(
-    "text", ["<img src=x onerror=alert(1)>", "[x](javascript:y)", "`a` *b* _c_ | $d$ & #", "x;touch y"]
-)
+HOSTILE = [
+    *("<img src=x onerror=alert(1)>", "[x](javascript:y)", "`a` *b* _c_ | $d$ & #", "x;touch PWNED", r"a$\frac$b"),
+    *("\x1b[2J\x07a", "\u202eabc\u2066", "a\n# b\n\n<img src=x>", "```\n# c", "$(touch PWNED)", "https://a.b @owner"),
+]
+
+
+@pytest.mark.parametrize("text", table_rows(HOSTILE, [HOSTILE[0], HOSTILE[2], HOSTILE[5]]))
 def test_a_card_shows_texts_of_others_as_they_stand(
     text: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,7 +140,8 @@ def test_a_card_shows_texts_of_others_as_they_stand(
     text_of_card = ModelCard.load(run / "finished" / "README.md").text
     page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(text_of_card)
     shown = html.unescape(re.sub(r"<[^>]*>", "", page))
-    assert shown.count(text) >= 3, shown  # the dtype, the reward's name and function, the licence
+    assert shown.count(one_line(text)) >= 3, shown  # the dtype, the reward's name and function, the licence
+    assert visible(text_of_card) == text_of_card
     assert re.findall(r"<(?:img src=x|a|em)\b", page.replace('<img src="curves.png"', "")) == []
 
 

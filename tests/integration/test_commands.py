@@ -178,6 +178,8 @@ def check(name: str, *told: str, said: str) -> None:
             assert len(rows) == len(Path(values["--data.predict"]).read_text().splitlines()) == 8
         case "export":
             assert is_policy(Path(told[1]))
+        case "report" if "--text" in told:
+            assert "Curves, updates " in said and "What to try next" in said
         case "report":
             page = Path(values.get("--output", f"{told[0]}/report.html"))
             assert page.read_text().rstrip().endswith("</html>") and str(page) in said
