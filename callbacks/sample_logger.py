@@ -116,7 +116,7 @@ class SampleLogger(Observer):
         assert isinstance(pl_module, GRPOModule)
         step, rollouts = self._held_out
         if rollouts and self.every_n_updates:
-            _show(f"samples of the validation at update {step}, best and worst", rollouts, trainer, pl_module)
+            _show(f"held-out samples at update {step}, best and worst", rollouts, trainer, pl_module)
 
     def _pick(self, batch: PromptBatch) -> list[Rollout]:
         """Return best and worst rollouts of one prompt after another."""

@@ -244,7 +244,7 @@ def test_the_end_of_a_run_shows_the_best_and_the_worst_of_the_last_validation(
         logger.on_validation_epoch_end(trainer, module())
     logger.on_train_end(a_trainer(7, tmp_path, []), module())
     out = capsys.readouterr().out
-    assert ("samples of the validation at update 7, best and worst" in out) == shown
+    assert ("held-out samples at update 7, best and worst" in out) == shown
     assert re.findall(r"^reward (\S+)", out, re.MULTILINE) == (["1.5", "0.25"] if shown else [])
     assert ("asked at 7: 0.25" in out) == shown and "asked at 0" not in out
 

@@ -107,6 +107,7 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
         assert re.search(rf"^  answer +{row['columns/answer']}$", text, re.M)
         assert re.search(rf"[^#]{re.escape(row['prompt'].split('#')[-2 if chat else 0][-4:])}$", text, re.M)
     assert [text.count(f"validation at update {update}") for update in range(4)] == [1, 0, 1, 1]
+    assert re.search(r"^held-out samples at update 3, best and worst$", text, re.M)
     card = text[text.index("task: done") :]
     assert re.search(r"^pass@1 \(digits >= 1\) +\d.*% at update 0, \d.*% at update 3 \(best .*\)$", card, re.M)
     for part in ("by function, held out", "runs/task", "lit_grpo predict", "lit_grpo report runs/task", "lit_grpo fit"):
