@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp
 import pytest
 from conftest import random_policy, table_rows
+from made_runs import make_run
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lit_grpo.data.chat import UnusableRow, render_chat
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.process.terminal import markdown
+from lit_grpo.tools.finishing.command import main
 from lit_grpo.tools.finishing.vocabulary import (
     CONVERSATIONS,
     SPLITS,
-    Vocabulary,
     as_llama_cpp,
     comparable,
     conversations_of,
@@ -76,8 +81,6 @@ def added(*tokens: str | AddedToken, pre: str = "gpt-2", **flags: Any) -> PreTra
 
 def bpe(pre: str = "gpt-2", token: str | None = None, **options: Any) -> PreTrainedTokenizerFast:
     """The same with other options of BPE, and perhaps a token of text that no merge makes."""
-    import json
-
     told = json.loads(trained(pre))
     told["model"] |= options
     if token is not None:
@@ -204,13 +207,27 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 WRITTEN = {**ALIKE, **{name: make for name, (make, _) in SAID.items()}}
 
 
-def written(make: Callable[[], Any], folder: Path) -> tuple[Any, Vocabulary, Path]:
-    """Write a tokenizer with a random policy as a GGUF file; return it, what was written, and the file."""
-    tokenizer, path = make(), folder / "model.gguf"
+class Finished(NamedTuple):
+    """What `finish` made of a run, whose policy has one of these tokenizers."""
+
+    tokenizer: Any
+    file: Path
+    said: str
+    card: str
+
+
+def finish(make: Callable[[], Any], folder: Path, ends: Sequence[int] = ()) -> Finished:
+    tokenizer, run = make(), make_run(folder / "made", names=["reward"])
     changes = {"vocab_size": NUM_ROWS, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
-    random_policy(**changes).save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
-    tokenizer.save_pretrained(folder / "policy")
-    return tokenizer, write_gguf(folder / "policy", path, "f32", "a model"), path
+    random_policy(**changes).save_pretrained(run / "policy")  # pyright: ignore[reportCallIssue]
+    tokenizer.save_pretrained(run / "policy")
+    (run / "policy" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.eos_token_id, *ends]})
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main([str(run), "--gguf", "f32"])
+    made = run / "finished"
+    return Finished(tokenizer, made / "made-f32.gguf", said.getvalue(), (made / "README.md").read_text())
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -253,18 +270,29 @@ def test_three_end_tokens_have_places_and_a_fourth_is_told() -> None:
     assert told.startswith("The policy ends a completion at '<|end b|>' too, and GGUF has places for 3 end tokens only")
 
 
-@pytest.mark.parametrize("name", table_rows(WRITTEN, ["templates by name", "a template that asks for other tokens"]))
-def test_transformers_reader_renders_conversations_alike(name: str, tmp_path: Path) -> None:
-    tokenizer, found, path = written(WRITTEN[name], tmp_path)
-    theirs = load_tokenizer(str(path))
+@pytest.mark.parametrize("name", table_rows(WRITTEN, ["templates by name", "conversations without <s>"]))
+def test_finish_tells_what_readers_do_in_another_way(name: str, tmp_path: Path) -> None:
+    tokenizer, file, said, card = finish(WRITTEN[name], tmp_path, ends=[6, 2, 7])
+    told = describe(tokenizer, NUM_ROWS, [6, 2, 7]).left_out
+    assert told and all(f"\n  {sentence}" in said and f"\n- GGUF: {markdown(sentence)}" in card for sentence in told)
+    theirs = load_tokenizer(str(file))
     assert conversations_of(theirs) == conversations_of(tokenizer)
-    assert found.has_chat == bool(conversations_of(tokenizer))
-    fields = gguf.GGUFReader(path).fields
-    templates = {key: fields[key].contents() for key in fields if key.startswith("tokenizer.chat_template.")}
-    if isinstance(tokenizer.chat_template, dict):
-        names = sorted(tokenizer.chat_template.keys() - {"default"})
-        assert sorted(fields["tokenizer.chat_templates"].contents()) == names
-        assert templates == {f"tokenizer.chat_template.{each}": tokenizer.chat_template[each] for each in names}
+    assert ("llama-cli" in card) == bool(conversations_of(tokenizer))
+    texts = [row["prompt"] + row["completion"] for row in map(json.loads, (tmp_path / "made" / "samples.jsonl").open())]
+    compared = comparable(tokenizer, [*dict.fromkeys(texts), *conversations_of(tokenizer), *texts_of(tokenizer)])
+    apart = [text for text, ids in compared if theirs(text, add_special_tokens=False)["input_ids"] != ids]
+    assert ("transformers' reader splits" in card) == ("transformers' reader splits" in said) == bool(apart)
+
+
+def test_all_templates_are_in_the_file(tmp_path: Path) -> None:
+    file = finish(ALIKE["templates by name"], tmp_path).file
+    fields = gguf.GGUFReader(file).fields
+    assert {key: fields[key].contents() for key in fields if "chat_template" in key} == {
+        "tokenizer.chat_template": CHATML,
+        "tokenizer.chat_template.tool_use": "T" + CHATML,
+        "tokenizer.chat_template.rag_2": CHATML,
+        "tokenizer.chat_templates": ["rag_2", "tool_use"],
+    }
 
 
 def random_texts(number: int) -> list[str]:
@@ -281,7 +309,8 @@ def random_texts(number: int) -> list[str]:
 @pytest.mark.skipif(llama_cpp.python() is None, reason=llama_cpp.MISSING)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_llama_cpp_itself_splits_renders_and_ends_alike(name: str, tmp_path: Path) -> None:
-    tokenizer, found, path = written(WRITTEN[name], tmp_path)
+    tokenizer, path, _, _ = finish(WRITTEN[name], tmp_path, ends=[6, 2])
+    found = describe(tokenizer, NUM_ROWS, [6, 2])
     compared = comparable(tokenizer, [*conversations_of(tokenizer), *texts_of(tokenizer), *random_texts(400)])
     known = dict(compared)
     conversations = [(each, text) for each in CONVERSATIONS if (text := rendered(each, tokenizer)) in known]
@@ -325,8 +354,8 @@ def rendered(messages: list[dict[str, Any]], tokenizer: Any) -> str | None:
 @pytest.mark.nightly
 @pytest.mark.skipif(llama_cpp.python() is None, reason=llama_cpp.MISSING)
 def test_llama_cpp_does_not_load_what_is_refused_for_its_sake(tmp_path: Path) -> None:
-    _, _, path = written(byte_level, tmp_path)
+    path = finish(byte_level, tmp_path).file
     assert llama_cpp.ask(path, [("/tokenize", {"content": "a"})])
-    write_gguf(tmp_path / "policy", path, "f32", "not phi-3 at all")
+    write_gguf(path.parent, path, "f32", "not phi-3 at all")
     with pytest.raises(ValueError, match="Failed to init server"):
         llama_cpp.ask(path, [("/tokenize", {"content": "a"})])

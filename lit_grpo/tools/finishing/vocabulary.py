@@ -96,10 +96,11 @@ def describe(tokenizer: PreTrainedTokenizerBase, num_rows: int, end_ids: Sequenc
     kind, normalizers = model["type"], _steps(told["normalizer"], "normalizers")
     odd = [f"normalizer {step['type']}" for step in normalizers if step["type"] != "NFC"]
     odd += [name for name in _NO_FORM if model.get(name)]
+    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
+    odd += [f"merge {merge!r}" for merge in merges if merge.count(" ") != 1][:1]
     if odd or kind not in ("BPE", "WordLevel") or not pres:
         parts = ", ".join([f"type {kind}", *(splits or ["without a split"]), *odd])
         raise ValueError(f"The policy's tokenizer ({parts}) is not written as GGUF; {_REMEDY}.")
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
     words = _words(tokenizer, model["vocab"]) if kind == "WordLevel" else {}
     tokens, types = _rows(tokenizer, num_rows, words)
     left_out = [*_left_out(tokenizer, model, normalizers)]
@@ -239,7 +240,7 @@ def _split_apart(policy: Tokenizer, reader: Tokenizer, compared: Sequence[tuple[
 def _texts_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the text of each token, and some texts of several tokens from the whole vocabulary."""
     decode, added = _plain(tokenizer).decode, tokenizer.added_tokens_decoder
-    ids = [row for row in range(len(tokenizer)) if row not in added or not _flags(added[row])]
+    ids = [row for row in sorted(tokenizer.get_vocab().values()) if row not in added or not _flags(added[row])]
     some = ids[:: max(1, len(ids) // _MAX_TOKENS)]
     several = [some[begin : begin + _TOKENS_PER_TEXT] for begin in range(0, len(some), _TOKENS_PER_TEXT)]
     return [decode(rows, False) for rows in (*([row] for row in ids), *several)]
@@ -366,7 +367,7 @@ def _templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         ValueError: GGUF has no form for a template's name.
     """
     told: Any = tokenizer.chat_template or {}
-    templates: dict[str, str] = {DEFAULT_TEMPLATE: told} if isinstance(told, str) else dict(told)
+    templates: dict[str, str] = {DEFAULT_TEMPLATE: told} if isinstance(told, str) else dict(sorted(told.items()))
     tokens = {"bos_token": tokenizer.bos_token or "", **tokenizer.special_tokens_map}
     known = {"eos_token", *(["bos_token"] if tokenizer.bos_token else [])}
     for name, template in templates.items():
