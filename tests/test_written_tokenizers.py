@@ -29,6 +29,7 @@ from lit_grpo.tools.finishing.vocabulary import (
     comparable,
     conversations_of,
     describe,
+    plain,
     splitter,
     texts_of,
 )
@@ -236,7 +237,7 @@ def test_texts_are_split_alike(name: str) -> None:
     found = describe(tokenizer, NUM_ROWS)
     told = [sentence for sentence in found.left_out if "does not know" not in sentence]
     assert told == [] and len(found.tokens) == NUM_ROWS
-    compared = comparable(tokenizer, [*conversations_of(tokenizer), *texts_of(tokenizer)])
+    compared = comparable(plain(tokenizer), [*conversations_of(tokenizer), *texts_of(tokenizer)])
     assert len(compared) >= 8
     reader = as_llama_cpp(found)
     assert [reader.encode(text).ids for text, _ in compared] == [ids for _, ids in compared]
@@ -279,7 +280,7 @@ def test_finish_tells_what_readers_do_in_another_way(name: str, tmp_path: Path) 
     assert conversations_of(theirs) == conversations_of(tokenizer)
     assert ("llama-cli" in card) == bool(conversations_of(tokenizer))
     texts = [row["prompt"] + row["completion"] for row in map(json.loads, (tmp_path / "made" / "samples.jsonl").open())]
-    compared = comparable(tokenizer, [*dict.fromkeys(texts), *conversations_of(tokenizer), *texts_of(tokenizer)])
+    compared = comparable(plain(tokenizer), [*dict.fromkeys(texts), *conversations_of(tokenizer), *texts_of(tokenizer)])
     apart = [text for text, ids in compared if theirs(text, add_special_tokens=False)["input_ids"] != ids]
     assert ("transformers' reader splits" in card) == ("transformers' reader splits" in said) == bool(apart)
 
@@ -311,7 +312,7 @@ def random_texts(number: int) -> list[str]:
 def test_llama_cpp_itself_splits_renders_and_ends_alike(name: str, tmp_path: Path) -> None:
     tokenizer, path, _, _ = finish(WRITTEN[name], tmp_path, ends=[6, 2])
     found = describe(tokenizer, NUM_ROWS, [6, 2])
-    compared = comparable(tokenizer, [*conversations_of(tokenizer), *texts_of(tokenizer), *random_texts(400)])
+    compared = comparable(plain(tokenizer), [*conversations_of(tokenizer), *texts_of(tokenizer), *random_texts(400)])
     known = dict(compared)
     conversations = [(each, text) for each in CONVERSATIONS if (text := rendered(each, tokenizer)) in known]
 

@@ -13,7 +13,7 @@ import torch
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import ExportError
-from lit_grpo.tools.finishing.vocabulary import comparable, conversations_of, texts_of
+from lit_grpo.tools.finishing.vocabulary import comparable, conversations_of, plain, texts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ class Reference:
         tokenizer, policy = load_tokenizer(str(folder)), load_policy(str(folder)).eval()
         texts = list(texts)[:MAX_TEXTS]
         self.conversations = conversations_of(tokenizer)
-        self.split = comparable(tokenizer, [*texts, *self.conversations, *texts_of(tokenizer)])
+        self.split = comparable(plain(tokenizer), [*texts, *self.conversations, *texts_of(tokenizer)])
         rows = [ids[:MAX_TOKENS] for ids in (_tokens(tokenizer, text) for text in texts) if len(ids) > 1]
         if not rows:
             drawn = torch.Generator().manual_seed(0)

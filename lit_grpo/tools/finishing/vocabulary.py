@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lit_grpo.data.chat import EndlessTemplate, Message, UnusableRow, render_chat
 from lit_grpo.policy.tokenizers import TEXTS
@@ -118,8 +118,8 @@ def describe(tokenizer: PreTrainedTokenizerBase, num_rows: int, end_ids: Sequenc
             f"None of the chat templates ({', '.join(templates)}) is named {DEFAULT_TEMPLATE}, so readers of the file "
             "render no conversation until they are told a name."
         )
-    texts = comparable(tokenizer, [*conversations, *texts_of(tokenizer), *_texts_of_tokens(tokenizer)])
-    policy, apart = _plain(tokenizer), ""
+    policy, apart = plain(tokenizer), ""
+    texts = comparable(policy, [*conversations, *texts_of(tokenizer), *_texts_of_tokens(tokenizer, policy)])
     for pre in pres:
         found = Vocabulary(pre, tokens, types, merges, ids, adds, templates, (*left_out, *told_apart))
         if not (apart := _split_apart(policy, as_llama_cpp(found), texts)):
@@ -197,33 +197,32 @@ def texts_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return found
 
 
-def comparable(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[str, list[int]]]:
+def comparable(policy: Tokenizer, texts: Sequence[str]) -> list[tuple[str, list[int]]]:
     """Return texts with their tokens, without the few things that a GGUF file is known not to hold.
 
     Texts are in the form that the tokenizer's normalizer makes, and those with characters that it does not know are
     left out.
 
     Args:
-        tokenizer: The policy's tokenizer.
+        policy: The policy's tokenizer (:func:`plain`).
         texts: Texts.
     """
-    policy, normalizer = _plain(tokenizer), _plain(tokenizer).normalizer
+    normalizer, model = policy.normalizer, cast(Any, policy.model)
     formed = [text if normalizer is None else str(normalizer.normalize_str(text)) for text in texts]
-    model: Any = policy.model
     unknown = None if getattr(model, "unk_token", None) is None else policy.token_to_id(model.unk_token)
     rows = [each.ids for each in policy.encode_batch_fast(formed, add_special_tokens=False)]
     return [(text, ids) for text, ids in zip(formed, rows, strict=True) if unknown not in ids]
 
 
-def _plain(tokenizer: PreTrainedTokenizerBase) -> Any:
+def plain(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """Return the tokenizer of a ``tokenizer.json`` without limits of its length."""
     from tokenizers import Tokenizer
 
     backend: Any = tokenizer
-    plain: Any = Tokenizer.from_str(backend.backend_tokenizer.to_str())
-    plain.no_padding()
-    plain.no_truncation()
-    return plain
+    made: Any = Tokenizer.from_str(backend.backend_tokenizer.to_str())
+    made.no_padding()
+    made.no_truncation()
+    return made
 
 
 def _split_apart(policy: Tokenizer, reader: Tokenizer, compared: Sequence[tuple[str, list[int]]]) -> str:
@@ -237,9 +236,9 @@ def _split_apart(policy: Tokenizer, reader: Tokenizer, compared: Sequence[tuple[
     return ""
 
 
-def _texts_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _texts_of_tokens(tokenizer: PreTrainedTokenizerBase, policy: Tokenizer) -> list[str]:
     """Return the text of each token, and some texts of several tokens from the whole vocabulary."""
-    decode, added = _plain(tokenizer).decode, tokenizer.added_tokens_decoder
+    decode, added = policy.decode, tokenizer.added_tokens_decoder
     ids = [row for row in sorted(tokenizer.get_vocab().values()) if row not in added or not _flags(added[row])]
     some = ids[:: max(1, len(ids) // _MAX_TOKENS)]
     several = [some[begin : begin + _TOKENS_PER_TEXT] for begin in range(0, len(some), _TOKENS_PER_TEXT)]
