@@ -61,7 +61,21 @@ the middle of a completion, that part is computed again.
 
 Two things do not work with these layers: `model.sequence_parallel_size` above 1, and vLLM where its build has no such
 model (*not here* in the table). `configs/gsm8k_qwen3.5_0.8b.yaml` trains such a model on one GPU of 24 GB (not run
-yet)."""
+yet).
+
+## What exports carry
+
+Qwen3.5, DeepSeek-V3, GLM-4.5 and others have layers of *multi-token prediction* (MTP) in their files, which draft tokens
+for speculative decoding. transformers does not load them, so a run does not train them. The exports of `fit`, `export`
+and `finish` carry these tensors as they are in the policy that training began with. Their drafts are never wrong, for
+the trained policy checks each of them, but it accepts fewer the more it has changed. A GGUF file and an adapter alone
+are without them. If the files have no such layers, hold them quantized, or are gone when the run ends, the `config.json`
+of the export counts none, and a message says so.
+
+Other tensors that the model has no place for, such as a critic's head or the vision tower of a model that is trained on
+text alone, are left out. The first lines of a run name both kinds. In a policy whose files hold weights in four bits
+(bitsandbytes) only adapters are trained, and its export has no quantization; files quantized in other ways are refused
+if transformers keeps them quantized."""
 
 
 def models_page(path: Path, path_with_vllm: Path) -> str:

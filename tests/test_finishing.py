@@ -24,6 +24,7 @@ from huggingface_hub import ModelCard, constants
 from made_runs import make_run
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
+from safetensors.torch import load_file
 from tokenizers import normalizers
 from transformers import AutoModelForCausalLM
 
@@ -33,6 +34,7 @@ from lit_grpo.tools.dashboard.report.folder import read_folder
 from lit_grpo.tools.finishing import command, record
 from lit_grpo.tools.finishing.command import main
 from lit_grpo.tools.finishing.origin import find_origin
+from tests.doubles.draft_layers import add_tensors
 from tests.doubles.hub_server import TOKEN, USER, Answer, HubServer, card_errors, hub_server
 
 pytest.importorskip("gguf", reason="gguf is not installed (the extra smollm2)")
@@ -89,6 +91,25 @@ def test_the_folder_is_the_policy_with_a_card(run: Path, tmp_path: Path, capsys:
     assert load_tokenizer(str(folder / "made-f32.gguf")).eos_token == "<eos>"
     for path in folder.iterdir():  # nothing tells of places on this machine
         assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_layers_that_draft_are_in_the_folder_and_not_in_gguf_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("mtp.fc.weight", "model.layers.2.input_layernorm.weight")
+    heads = add_tensors(run / "policy", {name: torch.ones(3, 2) for name in names}, num_nextn_predict_layers=1)
+    main([str(run), "--gguf", "f32"])
+    sentence = (
+        "2 tensors of multi-token prediction are the base's: they were not trained, so speculative decoding accepts "
+        "fewer of their drafts than before; the GGUF files are without them."
+    )
+    assert f"  {sentence}\n" in capsys.readouterr().out
+    assert f"- {sentence}" in (run / "finished" / "README.md").read_text()
+    assert heads.keys() <= load_file(run / "finished" / "model.safetensors").keys()
+    of_gguf = load_policy(str(run / "finished" / "made-f32.gguf"))
+    assert of_gguf.config.num_hidden_layers == 2
+    for name, weight in load_policy(str(tmp_path / "base")).state_dict().items():
+        assert torch.equal(weight, of_gguf.state_dict()[name])
 
 
 def test_the_card_is_one_of_the_hubs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from lit_grpo.rollout.vllm import arguments as vllm_setup
 from lit_grpo.rollout.vllm import engine as vllm_engine
 from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
+    check_drafts,
     check_family,
     check_on_cpu,
     check_version,
@@ -396,6 +397,18 @@ def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Pa
     assert not list(tmp_path.glob("*.safetensors"))
     assert load_tokenizer(str(tmp_path / TOKENIZER)).encode("1+") == load_tokenizer(str(policy_folder)).encode("1+")
     assert policy.config.architectures is None
+
+
+def test_a_model_that_drafts_needs_weights_which_no_sync_sends() -> None:
+    heads = {"method": "mtp", "num_speculative_tokens": 1}
+    with pytest.raises(ValueError, match=r"'mtp' .* lacks model and draft_load_config; add .* or leave speculative_co"):
+        check_drafts({"speculative_config": heads})
+    with pytest.raises(ValueError, match=r"'a model' .* lacks draft_load_config; add"):
+        check_drafts({"speculative_config": {"model": "small", "num_speculative_tokens": 1}})
+    given = {**heads, "model": "base", "draft_load_config": {"load_format": "auto"}}
+    for config in (None, given, {"method": "ngram", "num_speculative_tokens": 3}):
+        check_drafts({"speculative_config": config})
+    check_drafts({})
 
 
 def test_a_family_that_vllm_computes_in_another_way_is_refused_with_a_remedy() -> None:

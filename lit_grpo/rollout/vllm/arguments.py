@@ -42,6 +42,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # likewise, in the tested build for CPUs
 _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"}
 _NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
+_DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 _WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 _CPU_SHARE = 0.4
 """Fraction of a machine's memory for the KV cache of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
@@ -283,6 +284,27 @@ def check_family(config: PreTrainedConfig, arguments: Mapping[str, Any], context
             f"vLLM lets a token of {family} see {window} tokens before it in layers with a sliding window, and "
             f"transformers lets it see {window - 1}, so the log-probs of longer texts differ; set max_model_len among "
             f"vLLM's arguments to at most {window}, or take lit_grpo.rollout.slots.SlotGenerator."
+        )
+
+
+def check_drafts(arguments: Mapping[str, Any]) -> None:
+    """Check that a model that drafts for vLLM gets its weights, which no sync sends.
+
+    Args:
+        arguments: The user's, of an engine or of servers.
+
+    Raises:
+        ValueError: It would begin with random weights, as the policy's model does until the first sync.
+    """
+    drafting = arguments.get("speculative_config")
+    if not isinstance(drafting, Mapping) or drafting.get("method") in _DRAFT_WITHOUT_WEIGHTS:
+        return
+    if lacking := [name for name in ("model", "draft_load_config") if not drafting.get(name)]:
+        raise ValueError(
+            f"speculative_config drafts by {drafting.get('method', 'a model')!r} with weights that are not sent to "
+            f"vLLM, and lacks {' and '.join(lacking)}; add draft_load_config: {{load_format: auto}}, and as model the "
+            "model that drafts (for multi-token prediction the policy that training begins with), or leave "
+            "speculative_config out."
         )
 
 

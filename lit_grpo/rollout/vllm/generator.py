@@ -20,6 +20,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import Capacity, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     adapter_arguments,
+    check_drafts,
     check_family,
     check_fits,
     dtype_of,
@@ -143,6 +144,7 @@ class EngineGenerator(Versioned, ABC):
             ValueError: vLLM is not installed, or does not take an argument, the model or its adapters.
         """
         warn_of_dtype(policy, self.weights_dtype)
+        check_drafts(self.arguments)
         check_family(policy.config.get_text_config(), self.arguments, policy.context_length)
         lora = self._adapter_arguments(policy)
         self.sends_alone = bool(lora)

@@ -35,6 +35,7 @@ class Contents:
         vocabulary: The tokenizer in the GGUF files; None without files.
         place: What ``from_pretrained`` takes: the repository on the hub, or the folder that holds the card.
         tokenizer_class: The class of transformers that loads the tokenizer as its file describes it.
+        num_carried: Number of tensors of multi-token prediction, which are the base's.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Contents:
     vocabulary: Vocabulary | None = None
     place: str = "."
     tokenizer_class: str = "AutoTokenizer"
+    num_carried: int = 0
 
 
 def write_card(run: RunRecords, origin: Origin, contents: Contents) -> str:
@@ -184,6 +186,20 @@ def cost_sentence(cost: Cost) -> str:
     return "; ".join(parts)
 
 
+def carried_sentence(num_carried: int, has_gguf: bool) -> str:
+    """Say what becomes of tensors of multi-token prediction.
+
+    Args:
+        num_carried: How many there are.
+        has_gguf: Whether there are GGUF files, which leave them out.
+    """
+    without = "; the GGUF files are without them" if has_gguf else ""
+    return (
+        f"{num_carried} tensors of multi-token prediction are the base's: they were not trained, so speculative "
+        f"decoding accepts fewer of their drafts than before{without}."
+    )
+
+
 def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
     lines = []
     if origin.licence:
@@ -205,6 +221,8 @@ def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
         lines.append("The policy imitates its examples. Nothing else was tested.")
     if not any(name.startswith("val/") for name in run.columns):
         lines.append("The run had no held-out prompts, so nothing is known of prompts that it was not trained on.")
+    if contents.num_carried:
+        lines.append(carried_sentence(contents.num_carried, bool(contents.gguf)))
     if any(kind != "f32" for kind in contents.gguf):
         lines.append("GGUF files other than f32 hold rounded weights; the table of files says what rounding changes.")
     if contents.vocabulary is not None:

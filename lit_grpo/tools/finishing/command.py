@@ -133,7 +133,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
     from lit_grpo.process.files import new_folder
     from lit_grpo.process.terminal import may_fail
     from lit_grpo.tools.finishing import record
-    from lit_grpo.tools.finishing.card import Contents, cost_sentence, write_card
+    from lit_grpo.tools.finishing.card import Contents, carried_sentence, cost_sentence, write_card
     from lit_grpo.tools.finishing.comparison import Cost, Reference
     from lit_grpo.tools.finishing.picture import draw_curves
     from lit_grpo.tools.finishing.source import Source
@@ -146,7 +146,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
     said: list[str] = []
     drawn = False
     with new_folder(output) as folder:
-        source.export(folder)
+        num_carried = source.export(folder)
         del source  # its memory is for the models that are compared
         _name_base(folder, origin)
         for text in origin.texts():
@@ -181,8 +181,11 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             vocabulary=written,
             place=options.push or ".",
             tokenizer_class=loading_class(str(folder)),
+            num_carried=num_carried,
         )
         (folder / "README.md").write_text(write_card(run, origin, contents), encoding="utf-8")
+    if num_carried:
+        said.append(f"  {carried_sentence(num_carried, bool(kinds))}")
     found = record.progress(run, version)
     if found is not None and not found.learnt:
         said.append(f"  {str(found).replace('**', '')}")

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType, LlamaFileType
 from safetensors import safe_open
 
+from lit_grpo.policy.architecture.unread import drafting
 from lit_grpo.policy.gguf import ROPE_FACTORS
 from lit_grpo.policy.loading import load_config, load_tokenizer
 from lit_grpo.tools.finishing.families import find_family, in_pairs, rope, rope_factors
@@ -104,6 +105,8 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
     """
     config, (matrices, file_type) = load_config(str(folder)), KINDS[kind]
     files = _files(folder)
+    for draft in drafting(config, files):  # the architectures have no place for them
+        del files[draft]
     shapes = {source: shape for source, (_, shape) in files.items()}
     tensors, num_rows = _tensors(config, shapes, matrices), shapes[_EMBEDDING][0]
     writer = _Writer(path, find_family(config).architecture)

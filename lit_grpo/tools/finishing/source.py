@@ -13,6 +13,7 @@ import torch
 from typing_extensions import TypedDict
 
 from lit_grpo.checkpoints import settled
+from lit_grpo.policy.architecture.unread import known_unread
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import export
 from lit_grpo.policy.weights import PolicyWeights
@@ -92,8 +93,9 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the weights."""
-        return sum(tensor.nbytes for tensor in self.outline.values())
+        """The size of the weights, and of what an export carries beside them."""
+        carried = [stored.outline for stored in known_unread(self.policy).drafts.values()]
+        return sum(tensor.nbytes for tensor in [*self.outline.values(), *carried])
 
     @property
     def num_weights(self) -> int:
@@ -111,8 +113,13 @@ class Source:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.outline.items()}
         return planned_bytes(self.policy.config, shapes, self.tokenizer, kind)
 
-    def export(self, folder: Path) -> None:
-        """Write the policy's folder, with the adapter alone if there is one, and compare it with the policy."""
-        export(self.policy, self.tokenizer, folder)
+    def export(self, folder: Path) -> int:
+        """Write the policy's folder, with the adapter alone if there is one, and compare it with the policy.
+
+        Returns:
+            The number of tensors of multi-token prediction, which are carried as they are in the base.
+        """
+        compared = export(self.policy, self.tokenizer, folder)
         if self.adapter is not None:
             shutil.copytree(self.adapter, folder / "adapter")
+        return 0 if compared is None else compared.num_carried
