@@ -6,8 +6,9 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import yaml
 
@@ -20,6 +21,8 @@ MOST_LINE = 16 * 2**20
 """The size in bytes up to which a line is read."""
 MOST_DEPTH, MOST_VALUES = 64, 1_000_000
 """How deep the values of a YAML file are nested at most, and how many they are with all aliases written out."""
+UNREADABLE_YAML = (yaml.YAMLError, ValueError, OverflowError, AttributeError, RecursionError)
+"""What PyYAML raises about a text: its own errors, and those of numbers, dates and nesting that it lets pass."""
 Form = TypeVar("Form")
 
 
@@ -115,35 +118,88 @@ def read_yaml(path: Path, most: int = MOST_BYTES) -> Any:
             values than memory should hold.
     """
     text = read_text(path, most)
+    with _told(path):
+        node = _composed(text, path, yaml.CSafeLoader, MOST_VALUES)
+        return None if node is None else yaml.CSafeLoader("").construct_document(node)
+
+
+class _WithoutDates(yaml.CSafeLoader):
+    """Reads a date as text, as jsonargparse does."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith("timestamp")]
+        for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def compose_config(path: Path, most_values: int) -> yaml.Node | None:
+    """Return the nodes of a YAML file whose values can be read, dates as text, and None of an empty one.
+
+    Args:
+        path: The file.
+        most_values: The number of values up to which it is read, with all aliases written out.
+
+    Raises:
+        ValueError: As ``read_yaml`` does.
+    """
+    text = read_text(path)
+    with _told(path):
+        node = _composed(text, path, _WithoutDates, most_values)
+        if node is not None:
+            _WithoutDates("").construct_document(node)
+            return yaml.compose(text, Loader=yaml.CSafeLoader)  # merging has changed the first one
+    return None
+
+
+class _Bounds(ValueError):
+    """A file has more than memory should hold."""
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raise a ValueError that names the file and line of what PyYAML cannot read."""
     try:
-        depth = 0
-        for event in yaml.parse(text, Loader=yaml.CSafeLoader):  # the loader itself calls itself for each level
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_DEPTH:
-                line = event.start_mark.line + 1
-                raise ValueError(f"Line {line} of {path} is nested more than {MOST_DEPTH} deep; mend the file.")
-        value = yaml.load(text, Loader=yaml.CSafeLoader)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML lets those of a number or a date pass
-        if isinstance(error, ValueError) and str(path) in str(error):
-            raise
+        yield
+    except _Bounds:
+        raise
+    except UNREADABLE_YAML as error:
         mark = getattr(error, "problem_mark", None)
         place = f"Line {mark.line + 1} of {path}" if mark is not None else str(path)
-        raise ValueError(f"{place} is not YAML: {getattr(error, 'problem', error)}; mend the file.") from None
-    _check_bounded(value, path)
-    return value
+        said = "a value does not fit its tag" if isinstance(error, AttributeError) else getattr(error, "problem", error)
+        raise ValueError(f"{place} is not YAML: {str(said).splitlines()[0]:.100}; mend the file.") from None
 
 
-def _check_bounded(value: Any, path: Path) -> None:
-    """Refuse values that contain themselves, or that are more than the file has through aliases of aliases."""
-    waiting, number = [(value, 0)], 0
-    while waiting:
-        one, depth = waiting.pop()
-        number += 1
-        if depth > MOST_DEPTH or number > MOST_VALUES:
-            why = "contains itself or is nested too deeply" if depth > MOST_DEPTH else "stands for too many values"
-            raise ValueError(f"{path} has an alias (*) whose value {why}; write the values out.")
-        if isinstance(one, dict | list):
-            waiting += [(part, depth + 1) for part in (one.values() if isinstance(one, dict) else one)]
+def _composed(text: str, path: Path, loader: type[Any], most_values: int) -> yaml.Node | None:
+    """Return the nodes of a YAML text that is neither nested too deeply nor has too many values."""
+    depth = number = 0
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):  # the loader itself calls itself for each level
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        number += isinstance(event, yaml.NodeEvent)
+        if depth > MOST_DEPTH or number > most_values:
+            why = f"is nested more than {MOST_DEPTH} deep" if depth > MOST_DEPTH else "has too many values"
+            raise _Bounds(f"Line {event.start_mark.line + 1} of {path} {why}; mend the file.")
+    node = yaml.compose(text, Loader=loader)
+    depth, number = (0, 0) if node is None else _extent(node, {}, set())
+    if depth > MOST_DEPTH or number > most_values:
+        why = "contains itself or is nested too deeply" if depth > MOST_DEPTH else "stands for too many values"
+        raise _Bounds(f"{path} has an alias (*) whose value {why}; write the values out.")
+    return node
+
+
+def _extent(node: yaml.Node, known: dict[int, tuple[int, int]], above: set[int]) -> tuple[int, int]:
+    """Return the depth and the number of values of a node with its aliases replaced; no end if it contains itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 0, 1
+    if id(node) in above:
+        return MOST_DEPTH + 1, 1
+    if id(node) not in known:
+        above.add(id(node))
+        inner = [one for each in node.value for one in (each if isinstance(each, tuple) else (each,))]
+        extents = [_extent(one, known, above) for one in inner]
+        deepest = 1 + max((depth for depth, _ in extents), default=0)
+        known[id(node)] = deepest, 1 + sum(number for _, number in extents)
+        above.remove(id(node))
+    return known[id(node)]
 
 
 def typed(value: Any, form: type[Form], place: str, remedy: str) -> Form:
