@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 
+from lit_grpo.process.inputs import UNREADABLE_YAML
+
 LONGEST_LIST = 32
 """Longer ones are data, and no settings."""
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -142,8 +144,8 @@ def _told(setting: str, spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str
 def _value(field: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ValueError(f"{field} is set to {text!r}, which is no value.") from None
+    except UNREADABLE_YAML:
+        raise ValueError(f"{field} is set to {text!r:.60}, which is no value.") from None
 
 
 def _imported(path: str) -> Any:

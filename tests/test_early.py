@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_all_names_that_no_field_has_are_told_at_once(tmp_path: Path, capsys: py
         configs = ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}"]
         check_early(["doctor", *configs, "--data.batchsize", "4", "--rollout.plam=x"])
     errors = capsys.readouterr().err.splitlines()
-    wrong = ["model.nun_generations", "model.sampling.max_token", "data.tain", "b.yaml is no YAML", "--data.batchsize"]
+    wrong = ["model.nun_generations", "model.sampling.max_token", "data.tain", "b.yaml is not YAML", "--data.batchsize"]
     assert len(errors) == 6
     assert all(line.startswith("error: ") and name in line for line, name in zip(errors, [*wrong, "plam"], strict=True))
 
@@ -61,13 +62,28 @@ def test_all_names_that_no_field_has_are_told_at_once(tmp_path: Path, capsys: py
 WRONG = {
     "a field": ("model:\n  policy: tiny\n  nun_generations: 4\n", "field model.nun_generations (c.yaml, line 3); did"),
     "a field of a group": ("model: {sampling: {max_token: 4}}\n", "model.sampling.max_token (c.yaml, line 1); did"),
-    "no YAML": ("model:\n  policy: [tiny\n", "c.yaml is no YAML in line 3"),
+    "no YAML": ("model:\n  policy: [tiny\n", "Line 3 of c.yaml is not YAML"),
     "aliases": (
         "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
         + "".join(f"{x}: &{x} [{', '.join([f'*{y}'] * 10)}]\n" for x, y in zip("bcdef", "abcde", strict=True)),
-        "c.yaml has over 100,000 values after its aliases are replaced",
+        "c.yaml has an alias (*) whose value stands for too many values",
     ),
-    "an alias of itself": ("a: &a [*a]\n", "c.yaml has over 100,000 values"),
+    "merged aliases": (
+        "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 25)),
+        "c.yaml has an alias (*) whose value stands for too many values",
+    ),
+    "a text for a group": ("model: tiny\n", "model is tiny, but it is a group of fields (c.yaml, line 1)"),
+    "nothing for a group": (
+        "run: {}\ntrainer: null\n",
+        "trainer is null, but it is a group of fields (c.yaml, line 2)",
+    ),
+    "an unknown group": ("modle: {policy: tiny}\n", "There is no field modle (c.yaml, line 1); did you mean"),
+    "nothing": ("# to be written\n", "c.yaml holds no fields"),
+    "brackets": ("[" * 100_000, "Line 1 of c.yaml is nested more than 64 deep"),
+    "an object": ("run: !!python/object/apply:os.system [ls]\n", "Line 1 of c.yaml is not YAML: could not determine"),
+    "a tag that does not fit": ("run: {name: !!timestamp x}\n", "c.yaml is not YAML: a value does not fit its tag"),
+    "a long number": ("trainer: {max_steps: 1" + "0" * 5000 + "}\n", "c.yaml is not YAML: Exceeds the limit"),
+    "an alias of itself": ("a: &a [*a]\n", "c.yaml has an alias (*) whose value contains itself"),
 }
 
 
@@ -151,3 +167,19 @@ def test_the_help_of_a_class_is_asked_for_by_its_short_name() -> None:
         (["--help", "slots", "--model.generator.help"], ["--help", "slots", "--model.generator.help"]),
     ):
         assert list(with_class_paths(given)) == taken
+
+
+def test_of_thousands_of_mistakes_the_first_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("".join(f"field_{number}: 1\n" for number in range(3000)))
+    with pytest.raises(SystemExit, match="2"):
+        check_early(["fit", "--config", str(config)])
+    assert 2 <= capsys.readouterr().err.count("error: There is no field field_") <= 20
+
+
+def test_only_a_file_is_read_as_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a folder"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(SystemExit, match="2"):
+            check_early(["fit", "--config", str(path)])
+        assert capsys.readouterr().err == f"error: {path} is {kind}, and not a file; give the path of a file.\n"

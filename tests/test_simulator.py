@@ -187,7 +187,7 @@ def test_golden_steps_of_all_plans() -> None:
 @pytest.mark.parametrize(
     ("engine", "sentence"),
     [
-        (Engine(0), "The number of slots is 0: an engine needs 1 or more."),
+        (Engine(0), "The number of slots is 0: an engine has from 1 to 1,048,576."),
         (
             Engine(1, kv_tokens=9),
             "A KV budget of 9 tokens is too small for the longest completion of hand made with its prompt: the "

@@ -28,7 +28,7 @@ def test_a_fit_is_the_best_of_all_that_are_not_negative() -> None:
 
 
 def test_a_negative_cost_and_no_steps_are_told_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match=r"^The cost of a step is \(1\.0, -2\.0, 0\.0\): give three times"):
+    with pytest.raises(ValueError, match=r"^The cost of a step is \(1\.0, -2\.0, 0\.0\) in s: give three times"):
         StepCost(1.0, -2.0, 0.0)
     with pytest.raises(ValueError, match=r"^There are 0 measured steps"):
         StepCost.fit(np.array([]), np.array([]), np.array([]))

@@ -84,11 +84,11 @@ def test_what_was_recorded_before_anything_was_known_counts_as_its_limit(tmp_pat
         ([1], "line 2: '[1]' is no JSON object: give one with prompt_id, sample_id, prompt_tokens, tokens."),
         ({"prompt_id": "a", "sample_id": 1, "tokens": 2}, "line 2: prompt_tokens is missing: give"),
         (GOOD | {"prompt_id": 7}, "line 2: prompt_id is 7: give text in quotes."),
-        (GOOD | {"tokens": 0}, "line 2: tokens is 0: give a whole number of 1 or more."),
-        (GOOD | {"tokens": 2.5}, "line 2: tokens is 2.5: give a whole number of 1 or more."),
-        (GOOD | {"sample_id": True}, "line 2: sample_id is True: give a whole number of 0 or more."),
-        (GOOD | {"visit": -1}, "line 2: visit is -1: give a whole number of 0 or more."),
-        (GOOD | {"sample_id": 1, "predicted": -3}, "line 2: predicted is -3: give the tokens expected, above 0"),
+        (GOOD | {"tokens": 0}, "line 2: tokens is 0: give a whole number from 1 to"),
+        (GOOD | {"tokens": 2.5}, "line 2: tokens is 2.5: give a whole number from 1 to"),
+        (GOOD | {"sample_id": True}, "line 2: sample_id is True: give a whole number from 0 to"),
+        (GOOD | {"visit": -1}, "line 2: visit is -1: give a whole number from 0 to"),
+        (GOOD | {"sample_id": 1, "predicted": -3}, "line 2: predicted is -3: give the tokens expected, from above 0"),
         (GOOD, "line 2: prompt_id, visit and sample_id ('a', 0, 0) are those of line 1: count visit up"),
     ],
 )  # fmt: skip
@@ -109,9 +109,9 @@ def test_an_empty_trace_is_told(tmp_path: Path) -> None:
     [
         ("lognormal", "'lognormal' is neither a file nor a family of traces: the families are lognormal_mild,"),
         ("bimodal:slots=3", "The trace 'bimodal:slots=3' sets 'slots': the fields are prompts, group, max_tokens,"),
-        ("bimodal:group=0", "The trace 'bimodal:group=0' sets group to '0': give a whole number of 1 or more."),
-        ("bimodal:seed=x", "The trace 'bimodal:seed=x' sets seed to 'x': give a whole number of 0 or more."),
-        ("bimodal:group", "The trace 'bimodal:group' sets group to '': give a whole number of 1 or more."),
+        ("bimodal:group=0", "The trace 'bimodal:group=0' sets group to '0': give a whole number from 1 to"),
+        ("bimodal:seed=x", "The trace 'bimodal:seed=x' sets seed to 'x': give a whole number from 0 to"),
+        ("bimodal:group", "The trace 'bimodal:group' sets group to '': give a whole number from 1 to"),
     ],
 )
 def test_a_bad_spec_is_told_with_what_there_is(source: str, sentence: str) -> None:

@@ -25,6 +25,7 @@ from lit_grpo.checks import check_trainer
 from lit_grpo.cli.parsing.errors import InputParser, one_sentence, own_frames
 from lit_grpo.cli.parsing.help import add_short_help
 from lit_grpo.cli.parsing.names import DEFAULTS
+from lit_grpo.cli.parsing.places import with_place
 from lit_grpo.cli.parsing.refusals import check_settings, check_values, find_checkpoint
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.data.module import PromptDataModule, asked_prompts
@@ -311,7 +312,9 @@ def run(args: list[str] | None = None, cli: Callable[..., GRPOCLI] = GRPOCLI) ->
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
-        exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
+        exit_with(
+            f"{with_place(one_sentence(str(error)), InputParser.given)}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)"
+        )
     except (RuntimeError, MemoryError) as error:
         sentence = _out_of_memory(error) if is_out_of_memory(error) else lost_rank(error)
         if not sentence or os.environ.get("LIT_GRPO_TRACEBACK"):

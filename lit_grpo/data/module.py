@@ -24,7 +24,7 @@ from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.plugins import ask
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
 from lit_grpo.policy.named import TINY
-from lit_grpo.process.terminal import counted, say
+from lit_grpo.process.terminal import counted, listed, say
 from lit_grpo.ranks import Ranks
 from lit_grpo.settings import takes_dicts
 from lit_grpo.types import Prompt, own_copy
@@ -482,8 +482,7 @@ def _rename(row: Row, columns: dict[str, str], place: str) -> Row:
     for name, column in columns.items():
         if column not in row:
             raise ValueError(
-                f"data.columns takes {name!r} from column {column!r}, which {place} lacks; "
-                f"it has {', '.join(map(repr, row)) or 'none'}."
+                f"data.columns takes {name!r} from column {column!r}, which {place} lacks; it has {listed(row)}."
             )
     kept = {column: value for column, value in row.items() if column not in columns.values()}
     return kept | {name: row[column] for name, column in columns.items()}

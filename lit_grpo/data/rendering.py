@@ -17,6 +17,7 @@ from lit_grpo.data.mixture import DATASET
 from lit_grpo.data.parts import num_common
 from lit_grpo.data.sources import Row
 from lit_grpo.limits import Count, check_fields
+from lit_grpo.process.terminal import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -409,7 +410,7 @@ def column_of(row: Row, column: str) -> Any:
         UnusableRow: The row has no such column, or no value in it.
     """
     if column not in row:
-        raise UnusableRow(f"has no column {column!r} (it has {', '.join(map(repr, row)) or 'none'})")
+        raise UnusableRow(f"has no column {column!r} (it has {listed(row)})")
     if row[column] is None:
         raise UnusableRow(f"has no value in column {column!r}")
     return row[column]

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from lit_grpo.process.inputs import open_input
 from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
 
@@ -79,7 +80,7 @@ class FileRows(RowSource):
                 f"The file {self.describe()} needs the package pyarrow, which is not installed; install the extra "
                 f"{EXTRA}, or convert it to .jsonl.",
             )
-        if not self.path.is_file():
+        if not os.path.isfile(self.path):  # Path's fails for a name that is too long
             raise ValueError(f"There is no file {self.describe()}; check the path, which is relative to {Path.cwd()}.")
 
     def rows(self) -> Iterator[Row]:
@@ -318,14 +319,14 @@ def make_source(source: str | os.PathLike[str] | RowSource | Iterable[Any]) -> R
         return GivenRows(source)
     source = os.fspath(source)
     path = Path(source).expanduser()
-    if path.suffix.lower() in READERS or path.is_file():
+    if path.suffix.lower() in READERS or os.path.isfile(path):
         return FileRows(path)
-    if not path.is_dir() and CLASS_PATH.fullmatch(source):
+    if not os.path.isdir(path) and CLASS_PATH.fullmatch(source):
         raise ValueError(
             f"The source {source!r} is no file, and not the class path of a RowSource either: {_not_a_class(source)}; "
             "check it, or name a dataset by class_path: lit_grpo.data.HubRows."
         )
-    if source and (path.is_dir() or HUB_ID.fullmatch(source)):
+    if source and (os.path.isdir(path) or HUB_ID.fullmatch(source)):
         return HubRows(source)
     raise ValueError(
         f"The source {source!r} is no file ({', '.join(READERS)}), no existing folder and no dataset id "
@@ -345,6 +346,7 @@ def _not_a_class(path: str) -> str:
 
 MOST_BYTES = 16 * 2**20
 """The most bytes of one row's text; reading and encoding a longer one takes minutes, and no policy reads it."""
+_CHUNK, _BATCH, _NO_SPACE = 2**20, 1024, re.compile(r"[^ \t\n\r]")
 _MOST = f"a row may have at most {MOST_BYTES // 2**20} MiB; shorten its columns, or split the row"
 
 
@@ -371,52 +373,138 @@ def _num_characters(value: Any) -> int:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_input(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), start=1):
             place = f"line {number} of {path}"
             if len(line) > MOST_BYTES:
-                raise ValueError(f"{place} has {len(line) / 2**20:,.0f} MiB, and {_MOST}.")
+                raise ValueError(f"{place} has more than {MOST_BYTES // 2**20} MiB, and {_MOST}.")
             text = _decode(line, place).strip()
             if text:
                 yield _as_row(_parse(text, place, "make each line one JSON object"), place)
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    text = _decode(path.read_bytes(), str(path))
-    if not text.strip():
-        return
-    remedy = "mend it, or name it .jsonl if it holds one object a line"
-    data = _parse(text, str(path), remedy)
-    if not isinstance(data, list):
-        raise ValueError(f"{path} holds {_kind(data)}, not a list of objects; make it a list, one object a row.")
-    for number, row in enumerate(data):
-        yield _as_row(row, f"element {number} (from 0) of {path}")
+    """Yield the objects of a list, one after another: the file may be larger than memory."""
+    with open_input(path) as file:
+        text = _Stream(file, path)
+        if not (begin := text.next_character()):
+            return
+        if begin != "[":
+            kind = _kind(text.value())
+            if text.next_character():
+                raise text.error("Extra data")
+            raise ValueError(f"{path} holds {kind}, not a list of objects; make it a list, one object a row.")
+        text.skip(1)
+        number, follows = 0, text.next_character()
+        while follows != "]":
+            yield _as_row(text.value(), f"element {number} (from 0) of {path}")
+            number, follows = number + 1, text.next_character()
+            if follows == ",":
+                text.skip(1)
+            elif follows != "]":
+                raise text.error("an element is followed by neither a comma nor the end of the list")
+        text.skip(1)
+        if text.next_character():
+            raise text.error("Extra data")
+
+
+class _Stream:
+    """JSON values of a file, of which only a part is in memory."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file, self._path = io.TextIOWrapper(file, "utf-8-sig"), path
+        self._text, self._place, self._line = "", 0, 1
+        self._decoder = json.JSONDecoder()
+
+    def next_character(self) -> str:
+        """Return the next character that is no white space, and stay before it; nothing at the end of the file."""
+        while True:
+            found = _NO_SPACE.search(self._text, self._place)
+            if found is not None:
+                self.skip(found.start() - self._place)
+                return found[0]
+            self.skip(len(self._text) - self._place)
+            if not self._more():
+                return ""
+
+    def value(self) -> Any:
+        """Return the value that comes next.
+
+        Raises:
+            ValueError: It is no JSON, or longer than a row may be.
+        """
+        self.next_character()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._place)
+                if end < len(self._text) or not self._more():  # a number may go on
+                    self.skip(end - self._place)
+                    return value
+            except RecursionError:
+                raise self.error("it is nested too deeply") from None
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._place > MOST_BYTES:
+                    raise self.error(f"a value has more than {MOST_BYTES // 2**20} MiB") from None
+                if not self._more():
+                    raise self.error(error.msg, error.pos) from None
+            except ValueError:
+                raise self.error("a number has too many digits") from None
+
+    def skip(self, length: int) -> None:
+        """Go on after a number of characters."""
+        self._line += self._text.count("\n", self._place, self._place + length)
+        self._place += length
+
+    def error(self, what: str, place: int | None = None) -> ValueError:
+        """Return the refusal of what stands at a place in the text, by default at that which is read."""
+        line = self._line + self._text.count("\n", self._place, self._place if place is None else place)
+        remedy = "mend it, or name it .jsonl if it holds one object a line"
+        return ValueError(f"{self._path} is not JSON: {what} in line {line}; {remedy}.")
+
+    def _more(self) -> bool:
+        """Read on: as much as there is of a value that is not whole yet; whether there was more."""
+        rest = self._text[self._place :]
+        try:
+            more = self._file.read(max(_CHUNK, len(rest)))
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{error.object[error.start]:02x}"
+            raise ValueError(
+                f"{self._path} is not UTF-8 ({byte} after line {self._line}); save the file as UTF-8."
+            ) from error
+        self._text, self._place = rest + more, 0
+        return bool(more)
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    text = _decode(path.read_bytes(), str(path))
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     limit = csv.field_size_limit(MOST_BYTES)  # of all readers; by default 128 KiB
-    try:
-        header = next(reader, [])
-        if len(set(header)) < len(header):
-            raise ValueError(f"The header of {path} names a column twice ({', '.join(header)}); rename one of them.")
-        for cells in filter(None, reader):
-            if len(cells) != len(header):
+    with open_input(path) as file:
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        reader = csv.reader(iter(lambda: text.readline(MOST_BYTES + 1), ""), strict=True)
+        try:
+            header = next(reader, [])
+            if len(set(header)) < len(header):
                 raise ValueError(
-                    f"Line {reader.line_num} of {path} ends a row of {len(cells)} cells where the header "
-                    f"names {len(header)}; mend the row, quoting cells that hold commas."
+                    f"The header of {path} names a column twice ({', '.join(header)[:200]}); rename one of them."
                 )
-            yield dict(zip(header, cells, strict=True))
-    except csv.Error as error:
-        if "field limit" in str(error):
-            raise ValueError(
-                f"Line {reader.line_num} of {path} has a cell of more than {MOST_BYTES // 2**20} MiB, and {_MOST}, or "
-                "end a quote that goes on."
-            ) from error
-        raise ValueError(f"Line {reader.line_num} of {path} is not CSV: {error}; mend that line.") from error
-    finally:
-        csv.field_size_limit(limit)
+            for cells in filter(None, reader):
+                if len(cells) != len(header):
+                    raise ValueError(
+                        f"Line {reader.line_num} of {path} ends a row of {len(cells)} cells where the header "
+                        f"names {len(header)}; mend the row, quoting cells that hold commas."
+                    )
+                yield dict(zip(header, cells, strict=True))
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{error.object[error.start]:02x} after line {reader.line_num}"
+            raise ValueError(f"{path} is not UTF-8 ({byte}); save the file as UTF-8.") from error
+        except csv.Error as error:
+            if "field limit" in str(error):
+                raise ValueError(
+                    f"Line {reader.line_num} of {path} has a cell of more than {MOST_BYTES // 2**20} MiB, and {_MOST}, "
+                    "or end a quote that goes on."
+                ) from error
+            raise ValueError(f"Line {reader.line_num} of {path} is not CSV: {error}; mend that line.") from error
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -424,8 +512,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+        with open_input(path) as content, pyarrow.parquet.ParquetFile(content) as file:
+            for batch in file.iter_batches(batch_size=_BATCH):
                 yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read as parquet: {first_line(error)}; write the file again.") from error

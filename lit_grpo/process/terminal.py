@@ -12,8 +12,9 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from lit_grpo.process.secrets import masked
 
@@ -56,6 +57,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
         plural: Of several; the noun with an ``s`` by default.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(names: Iterable[Any], most: int = 20) -> str:
+    """Name the first of several things, quoted, and how many more there are: ``'a', 'b' and 2,998 more``."""
+    every = list(names)
+    more = f" and {len(every) - most:,} more" if len(every) > most else ""
+    return ", ".join(f"{name!r:.60}" for name in every[:most]) + more or "none"
 
 
 def first_line(error: BaseException) -> str:

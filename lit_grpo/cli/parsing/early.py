@@ -9,13 +9,15 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import yaml
 
 from lit_grpo.cli.parsing.declared import declared
-from lit_grpo.cli.parsing.help import OPTIONS, short_help, whole_help
+from lit_grpo.cli.parsing.help import MORE_OPTIONS, OPTIONS, short_help, whole_help
 from lit_grpo.cli.parsing.sentences import CONFIG, did_you_mean, exit_with, near, nearest, with_paths
+from lit_grpo.process.inputs import compose_config
 from lit_grpo.tools.commands import TOOLS
 
 COMMANDS = ("fit", "validate", "test", "predict", *(name for name, tool in TOOLS.items() if tool.has_settings_of_a_run))
@@ -41,6 +43,8 @@ Each has its own --help.
 """
 MOST_NODES = 100_000
 """The most values of a configuration after its aliases are replaced."""
+MOST_MISTAKES = 20
+"""The number of mistakes that are told at once."""
 OF_A_CLASS = ("class_path", "init_args", "dict_kwargs", "<<")
 
 
@@ -60,7 +64,7 @@ def check_early(arguments: Sequence[str]) -> None:
             print(
                 f"{', '.join(ignored)} has no effect; give settings as --FIELD VALUE or by --config.", file=sys.stderr
             )
-        if mistakes := list(_mistakes(list(with_paths(arguments[1:])))):
+        if mistakes := list(islice(_mistakes(list(with_paths(arguments[1:]))), MOST_MISTAKES)):
             exit_with("\nerror: ".join(mistakes))
 
 
@@ -86,6 +90,15 @@ def _table() -> tuple[frozenset[str], list[str]]:
     return frozenset(group.name for group in groups), fields
 
 
+@cache
+def _top_names() -> frozenset[str]:
+    """Return the names that stand at the top of a config."""
+    of_commands = [option.name for options in MORE_OPTIONS.values() for option in options]
+    groups, fields = _table()
+    settings = {*groups, *(name.partition(".")[0] for name in fields), *of_commands, "weights_only"}
+    return frozenset(settings - {"config", "print_config", "help", "help-all"})
+
+
 def _options() -> list[str]:
     return [f"--{name}" for name in _table()[1]]
 
@@ -101,43 +114,34 @@ def _exists(name: str) -> bool:
 
 
 def _mistakes_of_file(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        return
     try:
-        root = yaml.compose(path.read_text(), Loader=yaml.CSafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f" in line {mark.line + 1}"
-        yield f"{path} is no YAML{line}: {getattr(error, 'problem', None) or 'it is not text'}."
+        root = compose_config(path, MOST_NODES)
+    except FileNotFoundError:  # the parser knows the names of configs
         return
-    if root is None:
+    except OSError as error:
+        yield f"{path} cannot be read ({error.strerror}); check the path."
         return
-    if _num_nodes(root, {}, set()) > MOST_NODES:
-        yield f"{path} has over {MOST_NODES:,} values after its aliases are replaced; write it without aliases."
+    except ValueError as error:
+        yield str(error)
         return
-    for name, node in _fields(path, root, ""):
-        if not _exists(name):
+    if not isinstance(root, yaml.MappingNode):
+        yield f"{path} holds no fields; write each as NAME: VALUE, such as trainer: {{max_steps: 100}}."
+        return
+    for name, node, value in _fields(path, root, ""):
+        if name in _table()[0] and not isinstance(value, yaml.MappingNode):
+            given = f"{value.value or 'null':.60}" if isinstance(value, yaml.ScalarNode) else "a list"
+            yield (
+                f"{name} is {given}, but it is a group of fields ({path}, line {node.start_mark.line + 1}); "
+                "give these, or leave it out."
+            )
+        elif not _exists(name) or ("." not in name and name not in _top_names()):
             options = [option.removeprefix("--") for option in _options()]
             hint = did_you_mean(near(name, options), "fit --help lists all fields.")
             yield f"There is no field {name} ({path}, line {node.start_mark.line + 1}){hint}"
 
 
-def _num_nodes(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
-    """Count the values of a node with its aliases replaced; a node that holds itself has more than ``MOST_NODES``."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) in above:
-        return MOST_NODES + 1
-    if id(node) not in known:
-        above.add(id(node))
-        inner = [one for each in node.value for one in (each if isinstance(each, tuple) else (each,))]
-        known[id(node)] = 1 + sum(_num_nodes(one, known, above) for one in inner)
-        above.remove(id(node))
-    return known[id(node)]
-
-
-def _fields(file: Path, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node]]:
-    """Yield the names in our groups with the nodes of their keys."""
+def _fields(file: Path, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Yield the names in our groups with the nodes of their keys and of their values."""
     groups, _ = _table()
     if not isinstance(node, yaml.MappingNode):
         return
@@ -150,6 +154,6 @@ def _fields(file: Path, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.
             line = key.start_mark.line + 1
             print(f"{file} sets {name} twice; that of line {line} is taken.", file=sys.stderr)
         seen.add(name)
-        yield name, key
+        yield name, key, value
         if name in groups:
             yield from _fields(file, value, name)

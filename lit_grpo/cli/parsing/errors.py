@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from jsonargparse import ArgumentError, set_parsing_settings
 from jsonargparse._typehints import ActionTypeHint
@@ -21,6 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lit_grpo.cli.parsing.fields import Field
 from lit_grpo.cli.parsing.help import SHORT, short_help
 from lit_grpo.cli.parsing.names import with_class_paths
+from lit_grpo.cli.parsing.places import with_place
 from lit_grpo.cli.parsing.sentences import did_you_mean, exit_with, near, nearest, shipped, with_paths
 from lit_grpo.tools.commands import TOOLS
 
@@ -40,6 +41,9 @@ class InputParser(LightningArgumentParser):
     (``arithmetic``, ``generators/vllm``).
     """
 
+    given: ClassVar[list[str]] = []
+    """The command line that was parsed last; a parser of a subcommand does not know it."""
+
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Parse, after names of configurations and of classes are replaced by their paths.
 
@@ -50,7 +54,8 @@ class InputParser(LightningArgumentParser):
         for place, one in reversed(list(enumerate(given))):
             if one.startswith("--") and one.endswith(".help") and one not in known:
                 given[place : place + 1] = ["--help-all", one[2:].removesuffix(".help")]
-        return super().parse_args([*with_class_paths([*with_paths(given)])], *rest, **options)
+        InputParser.given = [*with_paths(given)]
+        return super().parse_args([*with_class_paths(InputParser.given)], *rest, **options)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         """Add an argument whose classes have short names, and whose lists replace earlier lists."""
@@ -85,7 +90,7 @@ class InputParser(LightningArgumentParser):
         sentence = _unknown_name(message) or _unknown_field(message, parser) or one_sentence(message)
         if sentence.startswith("unrecognized arguments: "):
             sentence += nearest(sentence.split()[2], _options(self))
-        exit_with(sentence)
+        exit_with(with_place(sentence, InputParser.given))
 
 
 def own_frames(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
 
 from lit_grpo.cli.parsing.names import FIELDS
+from lit_grpo.process.inputs import UNREADABLE_YAML
 from lit_grpo.rewards.function import with_function
 
 REWARDS, TEACHER = "model.rewards", "model.teacher"
@@ -109,7 +110,7 @@ def _is_group(value: Any) -> bool:
     """Whether a value of the command line is a mapping, or null."""
     try:
         read = yaml.safe_load(value) if isinstance(value, str) else value
-    except yaml.YAMLError:
+    except UNREADABLE_YAML:
         return False
     return read is None or isinstance(read, Mapping)
 
@@ -125,7 +126,7 @@ def _spelled_out(value: Any, append: bool) -> Any:
             return value
         try:
             value = yaml.safe_load(text) if text[0] in "[{" else text
-        except yaml.YAMLError:
+        except UNREADABLE_YAML:
             return value
     if isinstance(value, list):
         return [_reward(each) for each in value]

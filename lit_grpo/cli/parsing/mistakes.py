@@ -12,12 +12,13 @@ from pathlib import Path
 
 import yaml
 
+from lit_grpo.cli.parsing.early import MOST_MISTAKES, MOST_NODES
 from lit_grpo.cli.parsing.sentences import CONFIG, with_paths
+from lit_grpo.process.inputs import compose_config
 
 _FIELD = re.compile(
     r'Parser key "([\w.]+)"|There is no field ([\w.]+)|unrecognized arguments: --([\w.]+)|^error: (\w+(?:\.\w+)+) is '
 )
-MOST_MISTAKES = 20
 
 
 def parse_or_exit(parse: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
@@ -84,7 +85,7 @@ def _without(arguments: Sequence[str], field: str, folder: Path) -> list[str] | 
 
 def _copy_without(path: Path, parts: Sequence[str], copy: Path) -> Path:
     """Write a config without a field; return the config itself if it does not set the field."""
-    root = yaml.compose(path.read_text(), Loader=yaml.CSafeLoader) if path.is_file() else None
+    root = compose_config(path, MOST_NODES) if path.is_file() else None
     if not _remove(root, parts):
         return path
     copy.write_text(yaml.serialize(root, Dumper=yaml.CSafeDumper))

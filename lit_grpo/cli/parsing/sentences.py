@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def near(option: str, options: list[str]) -> list[str]:
 def shipped_config(name: str) -> str:
     """Return the path of a configuration that comes with the package; a file or an unknown name stays unchanged."""
     path = shipped() / f"{name.removesuffix('.yaml')}.yaml"
-    return str(path) if not Path(name).is_file() and path.is_file() else name
+    return str(path) if not os.path.isfile(name) and os.path.isfile(path) else name  # Path's fails for long names
 
 
 def shipped() -> Path:

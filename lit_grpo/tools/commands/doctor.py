@@ -13,8 +13,9 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
-from lit_grpo.cli.parsing.errors import one_sentence, own_frames
+from lit_grpo.cli.parsing.errors import InputParser, one_sentence, own_frames
 from lit_grpo.cli.parsing.mistakes import parse_or_exit
+from lit_grpo.cli.parsing.places import with_place
 from lit_grpo.cli.parsing.refusals import SETTINGS, check_values, find_checkpoint
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.tools.doctor import CheckUp, Examined, Finding, Report
@@ -143,5 +144,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
-        exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
+        exit_with(
+            f"{with_place(one_sentence(str(error)), InputParser.given)}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)"
+        )
     raise AssertionError("a check-up ends in Examined")

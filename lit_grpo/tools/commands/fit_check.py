@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
-from lit_grpo.cli.parsing.errors import one_sentence
+from lit_grpo.cli.parsing.errors import InputParser, one_sentence
+from lit_grpo.cli.parsing.places import with_place
 from lit_grpo.cli.parsing.refusals import check_values
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.memory import free_bytes
@@ -116,4 +117,4 @@ def main(arguments: Sequence[str]) -> None:
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
-        exit_with(one_sentence(str(error)))
+        exit_with(with_place(one_sentence(str(error)), InputParser.given))

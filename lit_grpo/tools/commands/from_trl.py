@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import shlex
@@ -15,7 +16,10 @@ import yaml
 
 from lit_grpo.cli.parsing.names import FIELDS
 from lit_grpo.cli.parsing.sentences import SentenceParser, exit_with
+from lit_grpo.process.files import replace_file
+from lit_grpo.process.inputs import read_yaml, typed
 from lit_grpo.tools.migration import Converted, convert_trl, convert_trl_sft, plain_fields, read_script
+from lit_grpo.tools.migration.forms import LARGEST
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -27,8 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, or a script (.py)")
     parser.add_argument("--sft", action="store_true", help="the YAML file is one for trl sft --config")
-    parser.add_argument("--rows", type=int, help="the number of training prompts, to turn epochs into steps")
-    parser.add_argument("--devices", type=int, default=1, help="the number of devices of the run (1)")
+    parser.add_argument("--rows", type=_count, help="the number of training prompts, to turn epochs into steps")
+    parser.add_argument("--devices", type=_count, default=1, help="the number of devices of the run (1)")
     parser.add_argument("--drop", action="store_true", help="leave out the fields that have no counterpart here")
     parser.add_argument("--output", type=Path, help="the file to write; by default the config is printed")
     parser.epilog = "The arguments of a script that uses TrlParser follow after --, as in: -- --learning_rate 1e-5"
@@ -42,24 +46,45 @@ def main(arguments: Sequence[str]) -> None:
         else:
             made = _converted_file(options)
         text = as_yaml(options.config.name, made)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        exit_with("\n".join(" ".join(line.split()) for line in str(error).splitlines()))
+    except OSError as error:
+        exit_with(f"{options.config} cannot be read ({error.strerror}); check the path.")
+    except ValueError as error:
+        said = str(error) if str(options.config) in str(error) else f"{options.config}: {error}"
+        exit_with("\n".join(" ".join(line.split()) for line in said.splitlines()))
     if options.output is None:
         print(text, end="")
         print("# Next: save this as a file (--output OURS.yaml), and python -m lit_grpo doctor --config OURS.yaml")
     else:
-        options.output.write_text(text)
+        try:
+            replace_file(options.output, text.encode())
+        except (OSError, ValueError) as error:
+            said = (
+                f"{options.output} cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error)
+            )
+            exit_with(f"{said.rstrip('.')}; choose another --output.")
         print(
             f"{options.output} is written. Next: python -m lit_grpo doctor --config {shlex.quote(str(options.output))}"
         )
 
 
+def _count(text: str) -> int:
+    """Read a number of things.
+
+    Raises:
+        ValueError: It is none, or there is nothing to count.
+    """
+    if not text.isdecimal() or not 1 <= int(text[:20]) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no number of these; give a whole number of 1 or more.")
+    return int(text)
+
+
 def _converted_file(options: Namespace) -> Converted:
-    given = yaml.safe_load(options.config.read_text())
+    given = read_yaml(options.config)
     if not isinstance(given, dict):
         raise ValueError(
             f"{options.config} holds no fields; give a YAML file as for trl grpo --config, or a script (.py)."
         )
+    given = typed(given, dict[str, Any], str(options.config), "write names of fields as text")
     return (convert_trl_sft if options.sft else convert_trl)(given, options.rows, options.devices, options.drop)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import util
@@ -13,6 +12,7 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from lit_grpo.methods.plans import find_plan, shipped_plans
+from lit_grpo.process.inputs import check_replaceable
 from lit_grpo.scheduling.jobs import LearntLengths
 from lit_grpo.scheduling.plans.plan import memory_bound, slot_bound
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
@@ -97,6 +97,7 @@ def _cells(outcome: PlanResult, engine: Engine, cost: StepCost | None) -> list[s
 
 Noise = float | Literal["none", "recorded"]
 DEFAULT_TRACE = "lognormal_heavy"
+MOST_NOISE = 20  # factors of 10^8 and more
 MAX_POINTS = 2000  # of a curve in the picture
 
 
@@ -117,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "lit_grpo[plots], or leave it out."
         )
     try:
+        if options.output is not None:
+            check_replaceable(options.output)
         engine = Engine(options.slots, options.kv_tokens)
         sources = options.trace or [DEFAULT_TRACE]
         results = [(source, _outcomes(load_trace(source), engine, options)) for source in sources]
@@ -181,13 +184,15 @@ def _parse_noise(text: str) -> Noise:
         sigma = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number: give 0 or more, none or recorded.") from None
-    if not (math.isfinite(sigma) and sigma >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is no spread: give 0 or more, none or recorded.")
+    if not 0 <= sigma <= MOST_NOISE:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no spread: give a number from 0 to {MOST_NOISE}, none or recorded."
+        )
     return sigma
 
 
 def _parse_points(text: str) -> tuple[int, ...]:
-    points = tuple(int(part) for part in text.split(",") if part.strip().isdecimal())
+    points = tuple(int(part) for part in text.split(",") if part.strip().isdecimal() and len(part) < 12)
     if not points or len(points) != text.count(",") + 1 or list(points) != sorted({*points} - {0}):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no probe: give ascending numbers of tokens, such as 32 or 64,128."

@@ -6,12 +6,14 @@ import ast
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from lit_grpo.process.inputs import UNREADABLE_YAML, read_text
 from lit_grpo.tools.migration.table import SFT, TRAINER, TRL
 from lit_grpo.tools.migration.trl import OLD, REWARDS
 
@@ -52,6 +54,8 @@ PARSES = ("parse_args_and_config", "parse_args_into_dataclasses")
 """Methods of TrlParser and HfArgumentParser."""
 _DEPTH = 20
 """Max number of names and operators between a field and its value."""
+MOST_BYTES, MOST_VALUES = 2**20, 10_000
+"""The size of a script, and the values in its arguments, up to which it is read: lists of lists of names may be huge."""
 
 
 @dataclass
@@ -88,8 +92,8 @@ def read_script(path: Path, flags: Sequence[str] = ()) -> Script:
         ValueError: It is no Python, or makes neither a trainer nor a config of TRL.
     """
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError) as error:
+        tree = ast.parse(read_text(path, MOST_BYTES))
+    except (SyntaxError, RecursionError) as error:
         raise ValueError(f"{path} is no Python that can be parsed ({error}); correct it.") from error
     return _Reader(path, tree, flags).read()
 
@@ -114,10 +118,12 @@ def _read_flags(flags: Sequence[str]) -> dict[str, Any]:
 
 def _number_of(text: str) -> Any:
     """Return a flag's value: YAML reads ``1e-5`` as text, and a number is meant."""
+    with suppress(ValueError):
+        return float(text) if "e" in text.lower() else int(text)
     try:
-        return float(text) if "e" in text.lower() else yaml.safe_load(text)
-    except ValueError:
         return yaml.safe_load(text)
+    except UNREADABLE_YAML:
+        return text
 
 
 class _Reader:
@@ -125,6 +131,7 @@ class _Reader:
 
     def __init__(self, path: Path, tree: ast.Module, flags: Sequence[str]) -> None:
         self._path, self._tree, self._flags = path, tree, _read_flags(flags)
+        self._num_values = 0
         self._parsed: set[str] = set()  # names of what TrlParser gives
         self._values: dict[str, ast.expr] = {}  # of names that are assigned once
         self._sources: dict[str, str] = {}  # import path by the name in the script
@@ -210,7 +217,8 @@ class _Reader:
             _Unknown: It is something else.
         """
         node, deeper = self._resolved(node), depth + 1
-        if depth > _DEPTH:
+        self._num_values += 1
+        if depth > _DEPTH or self._num_values > MOST_VALUES:
             raise _Unknown
         match node:
             case ast.Constant(value=value):
@@ -218,7 +226,7 @@ class _Reader:
             case ast.List() | ast.Tuple():
                 return [self._value(each, deeper) for each in node.elts]
             case ast.Dict() if None not in node.keys:
-                keys = [self._value(each, deeper) for each in node.keys if each is not None]
+                keys = [str(self._value(each, deeper)) for each in node.keys if each is not None]
                 return dict(zip(keys, (self._value(each, deeper) for each in node.values), strict=True))
             case ast.Call(func=ast.Name(id="dict"), args=[]) if all(each.arg for each in node.keywords):
                 return {str(each.arg): self._value(each.value, deeper) for each in node.keywords}
@@ -228,7 +236,10 @@ class _Reader:
                 sides = [_number(self._value(each, deeper)) for each in (node.left, node.right)]
                 if sides[1] == 0 and isinstance(node.op, ast.Div | ast.FloorDiv):
                     raise _Unknown
-                return run(*sides)
+                try:
+                    return run(*sides)
+                except OverflowError:
+                    raise _Unknown from None
             case ast.JoinedStr():
                 parts = (each.value if isinstance(each, ast.FormattedValue) else each for each in node.values)
                 return "".join(str(self._value(each, deeper)) for each in parts)

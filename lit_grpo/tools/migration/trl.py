@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.tools.migration.forms import typed_fields
 from lit_grpo.tools.migration.table import BATCH, TRL, Counterpart
 
 PEFT_DEFAULT = "peft-default"
@@ -46,6 +47,8 @@ REWARDS: dict[str, dict[str, Any]] = {
 }
 
 
+MOST_PROBLEMS = 20
+"""The most problems that are told; a file of another program may have thousands of fields."""
 ROWS = (".jsonl", ".json", ".csv", ".parquet")
 """Suffixes of files with rows."""
 Part = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
@@ -119,7 +122,11 @@ def converted(
     given = _with_model_arguments(given)
     without = dict(_without_counterpart(given, table, trainer))
     problems = [] if drop else list(without.values())
-    given = {name: value for name, value in given.items() if name in table and name not in without}
+    known = {name: value for name, value in given.items() if name in table and name not in without}
+    try:
+        given = typed_fields(known, table)
+    except ValueError as error:
+        raise ValueError("\n".join(first_of([*problems, str(error)]))) from error
     taken = {name: row.default for name, row in (TRL | dict(table)).items()} | dict(given)
     config: dict[str, Any] = {"seed_everything": taken["seed"]}
     for part in parts:
@@ -128,13 +135,19 @@ def converted(
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        names = "" if drop else ", ".join(without)
+        names = "" if drop else ", ".join(first_of(list(without)))
         raise ValueError(
-            "\n".join(problems) + (f" With --drop the rest is converted without {names}." if names else "")
+            "\n".join(first_of(problems)) + (f" With --drop the rest is converted without {names}." if names else "")
         )
     own = {name: table[name] for name, value in given.items() if value != table[name].default}
     notes = [f"{name}: {row.note}" for name, row in own.items() if row.kind in ("changed", "none")]
     return Converted(config, [*(f"Left out: {sentence}" for sentence in without.values()), *_merged(notes)])
+
+
+def first_of(listed: list[str]) -> list[str]:
+    """Return the first of a long list, and how many more there are."""
+    more = len(listed) - MOST_PROBLEMS
+    return listed if more <= 0 else [*listed[:MOST_PROBLEMS], f"and {more:,} more"]
 
 
 def _with_model_arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,11 +170,11 @@ def _without_counterpart(
         if name == "env":
             yield name, "env sets variables of TRL's process; set them in the shell, and leave it out."
         elif name in OLD:
-            yield name, f"{name} is {value!r}, but TRL 1.16 has no such field: {OLD[name]}."
+            yield name, f"{name} is {value!r:.60}, but TRL 1.16 has no such field: {OLD[name]}."
         elif name not in table:
-            yield name, f"TRL 1.16 has no field {name!r} for {trainer}; correct it, or leave it out."
+            yield name, f"TRL 1.16 has no field {name!r:.60} for {trainer}; correct it, or leave it out."
         elif table[name].kind == "refused" and value not in (table[name].default, None):
-            yield name, f"{name} is {value!r}, which cannot be had: {table[name].note}."
+            yield name, f"{name} is {value!r:.60}, which cannot be had: {table[name].note}."
 
 
 def _merged(notes: list[str]) -> list[str]:

@@ -21,6 +21,8 @@ from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import Trace
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams, Span, Trajectory
 
+MOST_SLOTS = 2**20
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -38,8 +40,8 @@ class Engine:
 
     def check(self, trace: Trace) -> None:
         """Raise a ValueError where no plan could decode a trace."""
-        if self.num_slots < 1:
-            raise ValueError(f"The number of slots is {self.num_slots}: an engine needs 1 or more.")
+        if not 1 <= self.num_slots <= MOST_SLOTS:
+            raise ValueError(f"The number of slots is {self.num_slots}: an engine has from 1 to {MOST_SLOTS:,}.")
         prompts = np.array([self.layout.prompt(tokens) for tokens in trace.prompt_tokens.tolist()])
         held = prompts + self.layout.completion(trace.prompt_tokens, trace.lengths, trace.max_tokens)
         if self.kv_tokens is not None and self.kv_tokens < held.max():

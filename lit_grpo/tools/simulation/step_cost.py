@@ -7,6 +7,8 @@ from itertools import combinations
 
 import numpy as np
 
+LONGEST_S = 1e6
+
 
 @dataclass(frozen=True)
 class StepCost:
@@ -24,8 +26,8 @@ class StepCost:
 
     def __post_init__(self) -> None:
         values = (self.step_s, self.row_s, self.token_s)
-        if not all(np.isfinite(value) and value >= 0 for value in values):
-            raise ValueError(f"The cost of a step is {values}: give three times that are finite and 0 or more.")
+        if not all(0 <= value <= LONGEST_S for value in values):
+            raise ValueError(f"The cost of a step is {values} in s: give three times from 0 s to {LONGEST_S:g} s.")
 
     def seconds(self, num_steps: np.ndarray, rows: np.ndarray, kv_tokens: np.ndarray) -> float:
         """Return the seconds of segments in which each row adds a token a step to the KV cache.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lit_grpo.process.inputs import open_input
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.types import Key
 
@@ -73,6 +73,8 @@ class TraceRow:
     predicted: float | None = None
 
 
+MOST_ROWS, MOST_BYTES, LARGEST = 200_000, 2**20, 2**31 - 1
+"""The most completions of a trace, bytes of a line, and tokens or other numbers in it."""
 LEAST = {"sample_id": 0, "prompt_tokens": 1, "tokens": 1, "visit": 0, "step": 0}
 NEEDED = ("prompt_id", "sample_id", "prompt_tokens", "tokens")
 
@@ -86,11 +88,13 @@ def read_rows(path: Path) -> list[TraceRow]:
     """
     rows: list[TraceRow] = []
     seen: dict[tuple[str, int, int], int] = {}
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_input(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), start=1):
             if not line.strip():
                 continue
             row = _parse(line, f"{path}, line {number}")
+            if len(rows) == MOST_ROWS:
+                raise ValueError(f"{path} has more than {MOST_ROWS:,} rows: give a trace of fewer steps.")
             key = (row.prompt_id, row.visit, row.sample_id)
             if key in seen:
                 raise ValueError(
@@ -104,25 +108,31 @@ def read_rows(path: Path) -> list[TraceRow]:
     return rows
 
 
-def _parse(line: str, place: str) -> TraceRow:
+def _parse(line: bytes, place: str) -> TraceRow:
+    shown = line[:60].decode("utf-8", "replace").strip()
+    if len(line) > MOST_BYTES:
+        raise ValueError(f"{place}: a line of more than {MOST_BYTES // 2**20} MiB is no row: give one object a line.")
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: {line.strip()[:60]!r} is no JSON ({error.msg}): give one object a line.") from None
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: byte 0x{line[error.start]:02x} is no UTF-8: save the file as UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        why = getattr(error, "msg", "a number or its nesting is too long")
+        raise ValueError(f"{place}: {shown!r} is no JSON ({why}): give one object a line.") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: {line.strip()[:60]!r} is no JSON object: give one with {', '.join(NEEDED)}.")
+        raise ValueError(f"{place}: {shown!r} is no JSON object: give one with {', '.join(NEEDED)}.")
     missing = [name for name in NEEDED if name not in record]
     if missing:
         raise ValueError(f"{place}: {missing[0]} is missing: give {', '.join(NEEDED)} in each row.")
     if not isinstance(record["prompt_id"], str):
-        raise ValueError(f"{place}: prompt_id is {record['prompt_id']!r}: give text in quotes.")
+        raise ValueError(f"{place}: prompt_id is {record['prompt_id']!r:.60}: give text in quotes.")
     whole = {name: _whole(place, name, record[name]) for name in LEAST if name in record}
     return TraceRow(record["prompt_id"], predicted=_predicted(place, record), **whole)
 
 
 def _whole(place: str, name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < LEAST[name]:
-        raise ValueError(f"{place}: {name} is {value!r}: give a whole number of {LEAST[name]} or more.")
+    if not isinstance(value, int) or isinstance(value, bool) or not LEAST[name] <= value <= LARGEST:
+        raise ValueError(f"{place}: {name} is {value!r:.60}: give a whole number from {LEAST[name]} to {LARGEST:,}.")
     return value
 
 
@@ -131,8 +141,10 @@ def _predicted(place: str, record: dict[str, Any]) -> float | None:
         return None
     if (value := record["predicted"]) is None:
         return math.nan
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{place}: predicted is {value!r}: give the tokens expected, above 0, or leave it out.")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= LARGEST:
+        raise ValueError(
+            f"{place}: predicted is {value!r:.60}: give the tokens expected, from above 0 to {LARGEST:,}, or leave it out."
+        )
     return float(value)
 
 
@@ -265,7 +277,14 @@ def _parse_fields(spec: str, settings: str) -> dict[str, int]:
         least = 0 if name == "seed" else 1
         if name not in SPEC:
             raise ValueError(f"The trace {spec!r} sets {name!r}: the fields are {', '.join(SPEC)}.")
-        if not value.isdecimal() or int(value) < least:
-            raise ValueError(f"The trace {spec!r} sets {name} to {value!r}: give a whole number of {least} or more.")
+        if not value.isdecimal() or len(value) > 10 or not least <= int(value) <= LARGEST:
+            raise ValueError(
+                f"The trace {spec!r:.200} sets {name} to {value!r:.60}: give a whole number from {least} to "
+                f"{LARGEST:,}."
+            )
         fields[name] = int(value)
+    if (number := (SPEC | fields)["prompts"] * (SPEC | fields)["group"]) > MOST_ROWS:
+        raise ValueError(
+            f"The trace {spec!r:.200} has {number:,} completions: lower prompts or group, to {MOST_ROWS:,} at most."
+        )
     return fields
