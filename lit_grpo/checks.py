@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
-from lit_grpo.limits import Count, check_value
+from lit_grpo.limits import Completions, check_value
 from lit_grpo.process.terminal import first_line
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
@@ -93,8 +93,8 @@ def check_generations(num_generations: int, eval_num_generations: int, pass_at_k
     Raises:
         ValueError: A number is less than 1, or a k of pass@k more completions than there are in validation.
     """
-    check_value("num_generations", num_generations, Count)
-    check_value("eval_num_generations", eval_num_generations, Count)
+    check_value("num_generations", num_generations, Completions)
+    check_value("eval_num_generations", eval_num_generations, Completions)
     for k in pass_at_k:
         if not 1 <= k <= eval_num_generations:
             raise ValueError(
@@ -261,14 +261,15 @@ def make_part(field: str, make: Callable[[Any], Any], of: Any) -> Any:
 
 
 def check_stepping(optimizer: Any, weights: Sequence[torch.nn.Parameter]) -> None:
-    """Refuse an optimizer that cannot take steps with nothing but gradients of the trained weights.
+    """Refuse an optimizer that cannot take steps with nothing but gradients of the trained weights, or not in float32.
 
     Args:
         optimizer: What is to take the steps.
         weights: The weights that are trained.
 
     Raises:
-        ValueError: It is none, or holds none of the weights, evaluates the loss itself or needs sparse gradients.
+        ValueError: It is none, or holds none of the weights, evaluates the loss itself or needs sparse gradients, or
+            one of its numbers is infinite in float32.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -290,6 +291,10 @@ def check_stepping(optimizer: Any, weights: Sequence[torch.nn.Parameter]) -> Non
         raise ValueError(
             f"model.optimizer {name} needs sparse gradients, and a policy has none; take torch.optim.AdamW."
         )
+    largest = torch.finfo(torch.float32).max
+    for option, value in ((option, value) for group in optimizer.param_groups for option, value in group.items()):
+        if isinstance(value, float) and not abs(value) <= largest:
+            raise ValueError(f"model.optimizer {name} has {option} {value}; give a number of at most {largest:.2g}.")
 
 
 def check_schedule(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 from lit_grpo.faults import Phases
 from lit_grpo.faults.observers import Observers
 from lit_grpo.findings.rewards import HELD_OUT, RewardCurves
+from lit_grpo.limits import Limit, check_value
 from lit_grpo.metrics import pass_at_k
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.function import RewardFunction
@@ -51,6 +52,7 @@ class EvaluationModule(pl.LightningModule):
         self.pass_at_k = pass_at_k
         names = (*(f"pass@{k}" for k in pass_at_k), *EVAL_MEANS)
         self.means = torch.nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in names})
+        check_value("pass_threshold", pass_threshold, Annotated[float, Limit()])
         self._pass_reward, self._pass_threshold = pass_reward, pass_threshold
         self._held_out: dict[str, list[tuple[float, float]]] = {}  # pass@1 and reward of the prompts of each data set
         self.score_with(rewards)

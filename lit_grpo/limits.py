@@ -24,17 +24,22 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Init = TypeVar("Init", bound=Callable[..., None])
+LARGEST = 10**9
+"""The largest number of a setting that does not say otherwise."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Bounds of a numeric field; a bound that is left out does not apply, and NaN is never allowed.
+    """Bounds of a numeric field; NaN is never allowed.
+
+    A setting whose upper bound is left out is at most ``LARGEST``: with more, counts take all memory, and products of
+    weights are infinite.
 
     On a field that is text it says that nothing else is: a number or ``yes`` in a config is text in quotes alone.
 
@@ -43,7 +48,8 @@ class Limit:
         gt: Bound that the number must exceed.
         le: The largest allowed number.
         lt: Bound below which the number must be.
-        finite: Whether infinity is refused.
+        finite: Whether infinity is refused also where a number is no setting.
+        infinite: Whether a setting may be infinite.
         remedy: End of the error message: the remedy or the reason.
     """
 
@@ -52,7 +58,13 @@ class Limit:
     le: float | None = None
     lt: float | None = None
     finite: bool = False
+    infinite: bool = False
     remedy: str = ""
+
+    def of_a_setting(self) -> Limit:
+        """Return these bounds with those that every setting has."""
+        has_least, has_most = (self.ge, self.gt) != (None, None), (self.le, self.lt) != (None, None)
+        return replace(self, ge=self.ge if has_least else -LARGEST, le=self.le if has_most else LARGEST)
 
     def allows(self, value: Any, kind: Any) -> bool:
         """Whether ``value`` is of ``kind``, ``int``, ``float`` or ``str``, and a number within the bounds."""
@@ -93,6 +105,8 @@ def is_number(value: Any, kind: Any) -> bool:
 
 Count = Annotated[int, Limit(ge=1)]
 """A number of things, of which there is one at least."""
+Completions = Annotated[int, Limit(ge=1, le=2**16)]
+"""Number of completions that a generator decodes at a time, or samples of one prompt."""
 Number = Annotated[int, Limit(ge=0)]
 """A number of things, of which there may be none."""
 Share = Annotated[float, Limit(gt=0, le=1)]
@@ -159,7 +173,10 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
     for option, limit in _options(annotation):
         if limit is not None:
             if limit.allows(value, option):
-                return
+                bounds = limit.of_a_setting()
+                if option is str or bounds.allows(value, option) or (limit.infinite and math.isinf(value)):
+                    return
+                limit = bounds
             words.append(limit.text(value, option))
             remedies += [limit.remedy] if limit.remedy else []
         elif get_origin(option) is Literal:

@@ -37,6 +37,7 @@ from lit_grpo.checks import (
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.faults.differing_ranks import CONTENTS, check_alike, of_policy, of_run
 from lit_grpo.findings.rewards import BatchWatch
+from lit_grpo.limits import Count, checks_arguments
 from lit_grpo.metrics import dataset_metrics, rollout_metrics, staleness_shares
 from lit_grpo.optim.course import Course
 from lit_grpo.optim.rates import UnusualRate, unusual_rate
@@ -54,6 +55,7 @@ from lit_grpo.process.packages import MISSING_KERNELS
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts, warn_of_doubts
+from lit_grpo.rewards.runner import Timeout
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
@@ -64,7 +66,7 @@ from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings, make_reference
-from lit_grpo.update.logprobs.teacher import ModelTeacher, ServerTeacher, TeacherSettings, make_teacher
+from lit_grpo.update.logprobs.teacher import ModelTeacher, ServerTeacher, TeacherSettings, check_teacher, make_teacher
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import TrainingRun
@@ -144,14 +146,15 @@ class GRPOModule(EvaluationModule):
     learner: Learner
 
     @takes_dicts
+    @checks_arguments()
     def __init__(
         self,
         policy: str = "tiny",
         generator: Generator | None = None,
         rewards: list[RewardSpec] | None = None,
         on_reward_error: Literal["raise", "none"] = "raise",
-        reward_timeout_s: float = 60.0,
-        reward_workers: int = 16,
+        reward_timeout_s: Timeout = 60.0,
+        reward_workers: Count = 16,
         num_generations: int = 16,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         eval_num_generations: int = 1,
@@ -356,6 +359,15 @@ class GRPOModule(EvaluationModule):
                 "model.teacher has no effect, because no plug-in of rollout.plugins learns from a teacher; add one "
                 "that does (docs/update.md), or leave it out."
             )
+
+    def find_teacher(self) -> None:
+        """Check that the teacher is there, once the policy is loaded; the learner loads it.
+
+        Raises:
+            ValueError: It is not, or has another vocabulary.
+        """
+        if self.teacher_settings is not None:
+            check_teacher(self.teacher_settings, self.tokenizer, len(embeddings(self.policy)[0]))
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback.

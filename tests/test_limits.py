@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -38,7 +39,9 @@ SIZE: Any = Literal[0, 1, 2]
         (Number, [0, 7]),
         (Count | None, [None, 1]),
         (Share, [1, 1e-9, 1.0]),
-        (NotNegative, [0, 0.0, math.inf]),
+        (NotNegative, [0, 0.0, 1e9]),
+        (Annotated[float, Limit(gt=0, infinite=True)], [1e-9, math.inf]),
+        (Annotated[int, Limit(ge=1, le=2**53)], [2**53]),
         (Annotated[float | None, Limit(gt=0)], [None, 0.5]),
         (Positive | ONE_WORD, ["auto", 0.1]),
         (SIZE, [0, 1, 2]),
@@ -67,6 +70,15 @@ def test_what_fits_is_taken(hint: Any, taken: list[Any]) -> None:
         (Annotated[float, Limit(ge=0, lt=1)], 1.0, "field must be at least 0 and below 1, not 1.0."),
         (Annotated[float, Limit(gt=0, finite=True)], math.inf, "field must be a finite number above 0, not inf."),
         (Annotated[float, Limit(finite=True)], math.nan, "field must be a finite number, not nan."),
+        (NotNegative, math.inf, "field must be from 0 to 1000000000, not inf."),
+        (NotNegative, 1e308, "field must be from 0 to 1000000000, not 1e+308."),
+        (Annotated[float, Limit()], -1e308, "field must be from -1000000000 to 1000000000, not -1e+308."),
+        (
+            Annotated[float, Limit(gt=0, infinite=True)],
+            1e30,
+            "field must be above 0 and at most 1000000000, not 1e+30.",
+        ),
+        (Count, 10**18, "field must be from 1 to 1000000000, not 1000000000000000000."),
         (Annotated[int, Limit(ge=2, remedy="give more")], 1, "field must be at least 2, not 1; give more."),
         (Positive | ONE_WORD, 0, "field must be above 0, or auto, not 0."),
         (Positive | ONE_WORD, "much", "field must be a number above 0, or auto, not 'much'."),
@@ -160,7 +172,18 @@ def excluded(annotation: Any) -> Any:
     return next((value for value in map(excluded, options) if value is not None), None)
 
 
-def test_every_field_refuses_what_its_annotation_excludes() -> None:
+def too_large(annotation: Any) -> Any:
+    """A number that no setting has; None where the annotation says no bounds, or allows infinity."""
+    if get_origin(annotation) is Annotated:
+        kind, *said = get_args(annotation)
+        bounded = [one for one in said if isinstance(one, Limit) and not one.infinite]
+        return (10**19 if kind is int else 1e308) if bounded and kind in (int, float, float | None) else None
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return next((value for value in map(too_large, options) if value is not None), None)
+
+
+@pytest.mark.parametrize("wrong", [excluded, too_large])
+def test_every_field_refuses_what_its_annotation_excludes(wrong: Callable[[Any], Any]) -> None:
     checked = 0
     for each in limited_classes():
         try:
@@ -176,8 +199,8 @@ def test_every_field_refuses_what_its_annotation_excludes() -> None:
             if its.default is its.empty and its.kind != its.VAR_KEYWORD
         }
         for name in arguments if each.__name__ not in UNCHECKED else ():
-            if (value := excluded(hints.get(name))) is not None:
-                with pytest.raises(ValueError, match=rf"{name} must be .*, not {value!r}"):
+            if (value := wrong(hints.get(name))) is not None:
+                with pytest.raises(ValueError, match=rf"{name} must be .*, not {re.escape(repr(value))}"):
                     each(**given | {name: value})
                 checked += 1
     assert checked > 100

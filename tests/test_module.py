@@ -112,8 +112,8 @@ def naive_step(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_generations": 0}, "num_generations must be at least 1, not 0"),
-        ({"eval_num_generations": 0}, "eval_num_generations must be at least 1, not 0"),
+        ({"num_generations": 0}, "num_generations must be from 1 to 65536, not 0"),
+        ({"eval_num_generations": 0}, "eval_num_generations must be from 1 to 65536, not 0"),
         ({"pass_at_k": (1, 4), "eval_num_generations": 3}, "pass_at_k holds 4, but there are 3 completions a prompt"),
         ({"pass_at_k": (0,)}, "pass_at_k holds 0"),
         (

@@ -210,6 +210,8 @@ def test_error_that_counts_as_no_reward_leaves_the_other_rollouts_alone(
         (math.nan, "it returned nan; return a finite number, or None where it does not apply"),
         (-math.inf, "it returned -inf; return a finite number, or None where it does not apply"),
         (10**400, "it returned inf; return a finite number, or None where it does not apply"),
+        (1e308, "it returned 1e+308; return a number from -1e+09 to 1e+09"),
+        (-(10**10), "it returned -10000000000.0; return a number from -1e+09 to 1e+09"),
         ("1.0", "it returned '1.0', which is not a number; return a float or None"),
         ([1.0], "it returned [1.0], which is not a number; return a float or None"),
     ],

@@ -1,4 +1,5 @@
 import multiprocessing
+import threading
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -183,3 +184,39 @@ def test_no_run_lies_within_another(tmp_path: Path) -> None:
 def test_a_home_in_the_place_of_all_runs_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert RunConfig("a", "~/runs").folder == Path("/home/somebody/runs/a")
+
+
+def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    with RunFolder() as refused:
+        refused.claim(tmp_path / "runs/group/demo", resumes=False)
+    assert not list(tmp_path.iterdir())
+    with RunFolder() as opened:
+        opened.claim(tmp_path / "runs/group/demo", resumes=False)
+        opened.open()
+        with RunFolder() as refused:
+            refused.claim(tmp_path / "runs/group/demo", resumes=False)
+            assert refused.path == tmp_path / "runs/group/demo-1"
+    assert sorted(path.name for path in (tmp_path / "runs/group").iterdir()) == [".demo.lock", "demo"]
+
+
+def test_of_many_runs_that_start_together_one_has_the_folder(tmp_path: Path) -> None:
+    taken, most = [0], [0]
+    guard = threading.Lock()
+
+    def run() -> None:
+        for _ in range(200):
+            with RunFolder() as folder:
+                folder.claim(tmp_path / "runs/demo", resumes=False)
+                if folder.path.name == "demo":
+                    with guard:
+                        taken[0] += 1
+                        most[0] = max(most[0], taken[0])
+                    with guard:
+                        taken[0] -= 1
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] and not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -244,6 +244,7 @@ class GRPOCLI(LightningCLI):
             Stage("callbacks", set_up_callbacks, ("trainer", "data")),
             Stage("module", lambda: module.setup("fit"), ("callbacks",)),
             Stage("policy", load),
+            Stage("teacher", module.find_teacher, ("module", "policy")),
             Stage("lengths", lambda: module.check_lengths(asked_prompts(trainer)), ("module", "policy")),
             Stage("optimizer", lambda: cast(None, module.configure_optimizers()), ("policy",)),
         ]
@@ -313,7 +314,8 @@ def run(args: list[str] | None = None, cli: Callable[..., GRPOCLI] = GRPOCLI) ->
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(
-            f"{with_place(one_sentence(str(error)), InputParser.given)}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)"
+            f"{with_place(one_sentence(str(error)), InputParser.given)}{own_frames(error)}\n"
+            "(LIT_GRPO_TRACEBACK=1 shows where)"
         )
     except (RuntimeError, MemoryError) as error:
         sentence = _out_of_memory(error) if is_out_of_memory(error) else lost_rank(error)

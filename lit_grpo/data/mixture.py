@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from lit_grpo.data.sources import HubRows, Row, RowSource, make_source
-from lit_grpo.limits import Count, Limit, check_fields
+from lit_grpo.limits import LARGEST, Count, Limit, check_fields
 
 DATASET = "dataset"
 """Column that names the data set of a row."""
@@ -118,8 +118,10 @@ class MixtureWeights:
         for name in ("weights", "final_weights"):
             weights = getattr(self, name)
             for dataset, weight in weights.items():
-                if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < float("inf"):
-                    raise ValueError(f"data.mixture.{name} of {dataset!r} is {weight!r}; give a number of 0 or more.")
+                if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight <= LARGEST:
+                    raise ValueError(
+                        f"data.mixture.{name} of {dataset!r} is {weight!r}; give a number from 0 to {LARGEST:,}."
+                    )
             object.__setattr__(self, name, {dataset: float(weight) for dataset, weight in weights.items()})
             if weights and not sum(weights.values()):
                 raise ValueError(f"data.mixture.{name} are all 0, so that no prompt would be drawn; give one above 0.")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
@@ -20,7 +20,7 @@ from lit_grpo.data.rendering import Converses, PromptRenderer, column_of
 from lit_grpo.data.sources import FileRows, HubRows, PolicyFault, Row, RowSource, check_size, make_source, naming
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.faults.differing_ranks import check_alike, check_rows, of_run
-from lit_grpo.limits import Count, Number, checks_arguments
+from lit_grpo.limits import Count, Limit, checks_arguments
 from lit_grpo.plugins import ask
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
 from lit_grpo.policy.named import TINY
@@ -118,7 +118,7 @@ class PromptDataModule(LightningDataModule):
         max_prompt_tokens: int = 512,
         unusable_rows: Literal["refuse", "drop"] = "refuse",
         shuffle: bool = True,
-        seed: Number = 0,
+        seed: Annotated[int, Limit(ge=0, le=2**63 - 1)] = 0,
         mixture: MixtureWeights | None = None,
     ) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 
-from lit_grpo.limits import Limit, Positive
+from lit_grpo.limits import Limit
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.plugin import LearningBatch
@@ -67,9 +67,9 @@ class Capo(Plugin):
     needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights", "all_ranks"})  # masks a whole step
     changes: ClassVar[Mapping[str, str]] = {"all_tokens": "leaves tokens out by a model of curvature"}
 
-    fisher: Positive = 1e-4
+    fisher: Annotated[float, Limit(gt=0, infinite=True)] = 1e-4
     """Upper bound of ``m_F``, in nats."""
-    hessian: Positive = 0.01
+    hessian: Annotated[float, Limit(gt=0, infinite=True)] = 0.01
     """Upper bound of ``|m_H|``."""
     top: Annotated[int, Limit(ge=2)] = 50
     """Number of tokens of the vocabulary that a distribution is cut to: the likeliest, including the sampled one."""

@@ -53,7 +53,7 @@ class Blended(Plugin):
     """
     gamma: Annotated[float, Limit(gt=0, finite=True)] = 20.0
     """Slope of the weight's sigmoid; the larger, the sharper the change between the two kinds of advantage."""
-    rho: Annotated[float, Limit()] = 1.5
+    rho: Annotated[float, Limit(infinite=True)] = 1.5
     """Entropy H, in bits, at which both kinds of advantage have the weight one half; at most the base-2 logarithm of
     ``model.num_generations``, the H of a group without two equal answers. ``-.inf`` is the estimator's rule, ``.inf``
     compares groups only with other groups.

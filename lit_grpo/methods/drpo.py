@@ -29,7 +29,7 @@ from lit_grpo.limits import Limit
 from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.types import PassRule, Rollout
 
-Temperature = Annotated[float, Limit(gt=0)]
+Temperature = Annotated[float, Limit(gt=0, infinite=True)]
 
 
 @dataclass

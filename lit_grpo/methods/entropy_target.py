@@ -34,9 +34,9 @@ class EntropyTarget(Plugin):
     """Initial weight of the entropy bonus."""
     delta: Positive = 0.005
     """Change of the coefficient per step."""
-    min_coefficient: float = 0.0
+    min_coefficient: Annotated[float, Limit()] = 0.0
     """Lower bound of the coefficient."""
-    max_coefficient: float = 1.0
+    max_coefficient: Annotated[float, Limit()] = 1.0
     """Upper bound of the coefficient."""
 
     _by_token = True  # until a run says otherwise

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
-from lit_grpo.limits import Count, Positive, check_fields
+from lit_grpo.limits import Limit, Positive, check_fields
 from lit_grpo.policy.weights import active_adapters, adapted_parameter, is_adapter, lora_layers
 from lit_grpo.process.packages import require
 from lit_grpo.ranks import Ranks
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+MOST_RANK = 8192
+"""The highest rank of an adapter; policies have layers of so many features and more."""
+
+
 @dataclass(frozen=True)
 class LoraSettings:
     """Train low-rank adapters (LoRA, arXiv 2106.09685) and keep the weights of the policy frozen."""
 
-    r: Count = 16
+    r: Annotated[int, Limit(ge=1, le=MOST_RANK, remedy="a higher rank adapts all weights")] = 16
     """Rank of the adapters."""
     alpha: Positive = 32.0
     """The adapters' output is scaled by ``alpha / r``. Keep it if you change ``r``: the best learning rate then hardly

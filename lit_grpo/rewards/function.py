@@ -36,6 +36,10 @@ class RewardError(RuntimeError):
     """A reward function failed on a rollout; the original exception is its cause."""
 
 
+LARGEST_REWARD = 1e9
+"""The largest value of a reward function; with the largest weight its square is still finite in float32."""
+
+
 @dataclass(frozen=True)
 class RewardSpec:
     """A reward function with its weight and name."""
@@ -99,7 +103,7 @@ def _name_of(call: Callable[..., Any]) -> str:
 def read_value(value: Any) -> float | None:
     """Return a value as a float. ``None`` stays ``None``: the function does not apply to the completion.
 
-    A value is a finite number, bool, NumPy scalar or 0-d tensor.
+    A value is a number up to ``LARGEST_REWARD`` on either side of 0, a bool, NumPy scalar or 0-d tensor.
 
     Raises:
         ValueError: It is anything else.
@@ -116,6 +120,8 @@ def read_value(value: Any) -> float | None:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}; return a finite number, or None where it does not apply")
+    if abs(number) > LARGEST_REWARD:
+        raise ValueError(f"it returned {number}; return a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}")
     return number
 
 

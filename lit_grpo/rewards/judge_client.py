@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from lit_grpo.limits import Count, Number, Positive, checks_arguments
+from lit_grpo.limits import Count, Limit, Number, Positive, checks_arguments
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.secrets import masked, read_secret
 from lit_grpo.process.urls import is_on_loopback, is_url
@@ -101,7 +101,7 @@ class Judge(StatefulReward):
         timeout_s: Positive = 30.0,
         options: dict[str, Any] | None = None,
         call_limit: Count | None = None,
-        token_limit: Count | None = None,
+        token_limit: Annotated[int, Limit(ge=1, le=2**53)] | None = None,
         cache: str | None = None,
         cache_size: Number = 10_000,
         plain_http: bool = False,

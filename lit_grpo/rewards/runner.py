@@ -64,6 +64,10 @@ class _Submission:
     values: Future[list[list[Values]]]
 
 
+Timeout = Annotated[float | None, Limit(gt=0, remedy="null is no limit")]
+"""Seconds that a call of a reward function may take."""
+
+
 class RewardRunner(CoreListener):
     """Runs reward functions over rollout groups in the background.
 
@@ -107,7 +111,7 @@ class RewardRunner(CoreListener):
         self,
         functions: Sequence[RewardFunction],
         on_error: Literal["raise", "none"] = "raise",
-        timeout_s: Annotated[float | None, Limit(gt=0, finite=True, remedy="null is no limit")] = 60.0,
+        timeout_s: Timeout = 60.0,
         num_workers: Count = 16,
     ) -> None:
         if not functions:

@@ -6,10 +6,10 @@ import random
 from abc import abstractmethod
 from collections.abc import Iterator, Set
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lit_grpo.data.sources import RowSource
-from lit_grpo.limits import Count, checks_arguments
+from lit_grpo.limits import Limit, checks_arguments
 
 Split = Literal["train", "validation"]
 _VALIDATION_ONE_IN = 5
@@ -18,6 +18,10 @@ _VALIDATION_ONE_IN = 5
 def split_of(number: int) -> Split:
     """Return the split of an exercise with this hash."""
     return "train" if number % _VALIDATION_ONE_IN else "validation"
+
+
+MOST_ROWS = 10**6
+"""The most rows that are drawn; more take hours and all memory."""
 
 
 def geometric(rng: random.Random, least: int, most: int, more: float) -> int:
@@ -46,7 +50,7 @@ class DrawnRows(RowSource):
     most_draws: ClassVar[int | None] = None
 
     @checks_arguments()
-    def __init__(self, num_rows: Count, split: Split, seed: int) -> None:
+    def __init__(self, num_rows: Annotated[int, Limit(ge=1, le=MOST_ROWS)], split: Split, seed: int) -> None:
         self.split: Split = split
         self.num_rows, self.seed = num_rows, seed
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
@@ -17,6 +19,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_grpo.process.files import replace_file
 from lit_grpo.process.origins import versions
 
+_MOST_TRIES = 1000
+"""How often a lock is tried for whose file other runs, which are refused, remove meanwhile."""
 _PART = re.compile(r"\w[\w.+=,@%-]*")
 """A part of a run's name: commands that name a run need no quotes."""
 
@@ -75,14 +79,20 @@ class RunFolder:
 
     def __init__(self) -> None:
         self.path = Path()
-        self._resumes = False
+        self._resumes = self._is_open = False
         self._lock: FileLock | None = None
+        self._made: list[Path] = []  # folders above it, the innermost first
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the folder."""
+        """Release the folder; of a run that was refused before it was opened nothing stays."""
+        if self._lock is not None and not self._is_open:
+            with suppress(OSError):
+                Path(self._lock.lock_file).unlink()
+                for folder in self._made:
+                    folder.rmdir()
         if self._lock is not None:
             with suppress(OSError):  # a user's function has closed its descriptor, which releases it
                 self._lock.release()
@@ -100,7 +110,7 @@ class RunFolder:
                 raise ValueError(
                     f"The run folder {str(path)!r} is a link to {path.resolve()}; name that with run.dir and run.name."
                 )
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._made = list(itertools.takewhile(lambda one: not one.exists(), path.parents))
             self._lock = _lock(path)
             if self._lock is None and resumes:
                 raise ValueError(
@@ -143,7 +153,7 @@ class RunFolder:
         Raises:
             ValueError: The folder cannot be written to.
         """
-        moved = None
+        moved, self._is_open = None, True
         with _writing(self.path):
             if not self._resumes and (self.path / "metrics.csv").exists():
                 moved, lock = _next_free(self.path)
@@ -176,12 +186,24 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _lock(path: Path) -> FileLock | None:
     """Take the lock of a folder; return None if a living run has it."""
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return None
-    return lock
+    file = path.with_name(f".{path.name}.lock")
+    for is_last in (*[False] * _MOST_TRIES, True):
+        lock = FileLock(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            return None
+        except FileNotFoundError:  # a run that was refused has removed the folder meanwhile
+            if is_last:
+                raise
+            continue
+        held = os.fstat(cast(int, lock._context.lock_file_fd))
+        with suppress(FileNotFoundError):  # a run that was refused has removed the file meanwhile
+            if os.path.samestat(held, file.stat()):
+                return lock
+        lock.release()
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(file))
 
 
 def _check_nesting(path: Path) -> None:

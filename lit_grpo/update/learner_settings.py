@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
-from lit_grpo.limits import Count, NotNegative, check_fields
+from lit_grpo.limits import Count, Limit, NotNegative, check_fields
 from lit_grpo.plugins import UPDATE_HOOKS, Plugin, ask, check_decisions, check_overrides, overriding, requirement_of
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
@@ -39,7 +39,7 @@ class LearnerSettings:
     weights: dict[str, float]
     temperature: float
     max_tokens: int
-    num_iterations: Count = 1
+    num_iterations: Annotated[int, Limit(ge=1, le=1024)] = 1
     num_minibatches: Count = 1
     max_tokens_per_micro_batch: Count | Literal["auto"] = 8192
     max_grad_norm: NotNegative = 1.0

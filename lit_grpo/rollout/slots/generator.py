@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
+from lit_grpo.limits import Completions, Number, check_value
 from lit_grpo.memory import in_one_copy, is_out_of_memory
 from lit_grpo.policy.architecture.decoder import compute_dtype, token_head
 from lit_grpo.policy.sharding import gather
@@ -58,6 +59,8 @@ class SlotGenerator(Versioned):
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
+        check_value("num_slots", num_slots, Completions)
+        check_value("prefill_tokens", prefill_tokens, Number)
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}.")
         self.num_slots = num_slots

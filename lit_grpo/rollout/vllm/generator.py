@@ -34,7 +34,7 @@ from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, check_nothin
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.types import Key, Prompt, Request
 
-Slots = Annotated[int, Limit(ge=1, remedy="a completion needs a slot to decode in")]
+Slots = Annotated[int, Limit(ge=1, le=2**16, remedy="a completion needs a slot to decode in")]
 """Number of completions that an engine decodes at a time."""
 Travel = Literal["auto", "merged", "alone"]
 """Way of sending LoRA adapters."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from lit_grpo.compatibility import Clash, check_clashes
-from lit_grpo.limits import Count, Limit, Positive, checks_arguments
+from lit_grpo.limits import Limit, Positive, checks_arguments
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.packages import require
@@ -71,7 +71,7 @@ class VLLMServerGenerator(EngineGenerator):
     def __init__(
         self,
         num_slots: Slots = 64,
-        num_servers: Count = 1,
+        num_servers: Annotated[int, Limit(ge=1, le=1024)] = 1,
         devices: list[str] | None = None,
         urls: list[str] | None = None,
         transfer: Literal["full", "changes"] = "full",

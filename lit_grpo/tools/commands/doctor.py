@@ -145,6 +145,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(
-            f"{with_place(one_sentence(str(error)), InputParser.given)}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)"
+            f"{with_place(one_sentence(str(error)), InputParser.given)}{own_frames(error)}\n"
+            "(LIT_GRPO_TRACEBACK=1 shows where)"
         )
     raise AssertionError("a check-up ends in Examined")

@@ -55,7 +55,7 @@ PARSES = ("parse_args_and_config", "parse_args_into_dataclasses")
 _DEPTH = 20
 """Max number of names and operators between a field and its value."""
 MOST_BYTES, MOST_VALUES = 2**20, 10_000
-"""The size of a script, and the values in its arguments, up to which it is read: lists of lists of names may be huge."""
+"""The size of a script, and the values in its arguments, up to which it is read: lists of names may be huge."""
 
 
 @dataclass

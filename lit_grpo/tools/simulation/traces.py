@@ -143,7 +143,8 @@ def _predicted(place: str, record: dict[str, Any]) -> float | None:
         return math.nan
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= LARGEST:
         raise ValueError(
-            f"{place}: predicted is {value!r:.60}: give the tokens expected, from above 0 to {LARGEST:,}, or leave it out."
+            f"{place}: predicted is {value!r:.60}: give the tokens expected, from above 0 to {LARGEST:,}, or "
+            "leave it out."
         )
     return float(value)
 

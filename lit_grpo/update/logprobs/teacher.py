@@ -425,6 +425,25 @@ def check_num_tokens(teacher: str, num_tokens: int, tokenizer: PreTrainedTokeniz
         )
 
 
+def check_teacher(settings: TeacherSettings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Check that there is such a teacher for a policy, before a run writes anything; no weights are loaded.
+
+    Args:
+        settings: What the user has set.
+        tokenizer: The policy's tokenizer.
+        vocab_size: Number of rows of the policy's embedding.
+
+    Raises:
+        ValueError: There is no such model or server, or it has another vocabulary.
+    """
+    name = settings.policy
+    if is_url(name):
+        ServerTeacher(settings, tokenizer, vocab_size)
+    elif name not in SELF:
+        check_vocabulary(name, tokenizer, load_tokenizer(name))
+        load_policy(name, outline=True)
+
+
 def make_teacher(
     settings: TeacherSettings,
     policy: PreTrainedModel,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from lit_grpo.limits import Positive, check_fields, check_order
+from lit_grpo.limits import NotNegative, Positive, check_fields, check_order
 from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, completion_means, completion_sums, spread
 
 CorrectionMode = Literal[
@@ -32,7 +32,7 @@ class Correction:
     ``geometric_mask`` sets the weight of a sequence to 0 if the geometric mean of its tokens' ratios is outside it,
     else to 1.
     """
-    low: float | None = None
+    low: NotNegative | None = None
     """Lower bound of the correction weight; no bound by default."""
     high: Positive | None = 3.0
     """Upper bound of the correction weight."""
