@@ -169,6 +169,8 @@ def excluded(annotation: Any) -> Any:
                 return next((bound + step for bound, step in bounds if bound is not None), None)
         return excluded(kind)
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    if bool in options:  # which is not checked
+        return None
     return next((value for value in map(excluded, options) if value is not None), None)
 
 
