@@ -23,8 +23,8 @@ from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
 from lit_grpo.rollout.vllm import engine as vllm_engine
 from lit_grpo.rollout.vllm.arguments import (
-    check_engine_args,
     check_drafts,
+    check_engine_args,
     check_family,
     check_on_cpu,
     check_version,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from lit_grpo.policy.saved import check_layers, check_settings, compare_with_fil
 from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.tokenizers import read_tokenizer
 from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.process.inputs import kind_of, read_json, typed
 from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
 
@@ -97,7 +98,7 @@ def adapter_folder(policy: str) -> AdapterFolder | None:
             return None
     if path is None:
         return None
-    base = json.loads(Path(path).read_text()).get("base_model_name_or_path")
+    base = _fields_of(Path(path), "adapter_config.json").get("base_model_name_or_path")
     if not base:
         raise ValueError(
             f"Policy {policy!r} is an adapter whose adapter_config.json names no base_model_name_or_path; put the name "
@@ -198,12 +199,31 @@ def _reading(policy: str, what: str) -> Iterator[SavedFiles | GGUFFile]:
     files = _files(name)
     with hub_or_cache(files.place), without_bars():
         try:
+            _check_files(Path(name))
             with files.alone() as alone:
                 yield alone
         except SafetensorError as error:
             raise ValueError(f"The weights of policy {policy!r} are damaged ({error}); {_remedy(name)}.") from error
         except files.errors as error:  # RuntimeError: weights of another shape than the config's
             raise ValueError(_load_failure(name, what, error)) from error
+
+
+def _fields_of(path: Path, name: str) -> dict[str, Any]:
+    """Read a JSON file of fields."""
+    return typed(read_json(path), dict[str, Any], str(path), f"save the {name} again")
+
+
+_TEXTS, MOST_TEXT_BYTES = (".json", ".txt", ".jinja"), 512 * 2**20
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse what is no file among the files of a folder, and texts that are too long: transformers reads any."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        kind = path.stat().st_mode if path.exists() else stat.S_IFREG
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            raise ValueError(f"{path} is {kind_of(kind)}, and not a file; save the policy again.")
+        if path.suffix in _TEXTS and path.exists() and path.stat().st_size > MOST_TEXT_BYTES:
+            raise ValueError(f"{path} has more than {MOST_TEXT_BYTES / 2**20:,.0f} MiB; save the policy again.")
 
 
 def load_tokenizer(policy: str | LoadedPolicy) -> PreTrainedTokenizerBase:

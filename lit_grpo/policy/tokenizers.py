@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
+from lit_grpo.process.inputs import read_json
 from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
 
@@ -171,5 +172,5 @@ def save_for_engines(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     if (folder / _FILE).is_file():
-        settings = json.loads((folder / _SETTINGS).read_text())
+        settings = read_json(folder / _SETTINGS)
         (folder / _SETTINGS).write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -140,7 +140,7 @@ def _predicted(place: str, record: dict[str, Any]) -> float | None:
     if "predicted" not in record:
         return None
     if (value := record["predicted"]) is None:
-        return math.nan
+        return float("nan")
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= LARGEST:
         raise ValueError(
             f"{place}: predicted is {value!r:.60}: give the tokens expected, from above 0 to {LARGEST:,}, or "

@@ -1,0 +1,96 @@
+"""Whatever a policy's folder holds: it is loaded, or refused with one sentence that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import random_policy, save_tokenizer, table_rows
+
+from lit_grpo.policy.loading import load_config, load_policy, load_tokenizer
+
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
+CONTENTS = {
+    "nothing": b"",
+    "zeros": b"\0" * 100,
+    "no UTF-8": b"\xff\xfe{",
+    "brackets": b"[" * 100_000,
+    "a list": b"[1]",
+    "a text": b'"x"',
+    "null": b"null",
+    "digits": b"9" * 10_000,
+    "half": b'{"a": ',
+}
+KINDS = ("a pipe", "a folder", "a link to nothing", "a link to itself", "/dev/zero")
+FIELDS = {
+    "config.json": ("model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size", "rope_parameters"),
+    "tokenizer_config.json": ("eos_token", "tokenizer_class", "chat_template", "added_tokens_decoder"),
+}
+ODD: dict[str, Any] = {
+    "none": None,
+    "minus": -1,
+    "huge": 10**12,
+    "text": "x",
+    "list": [1],
+    "object": {"a": 1},
+    "1e308": 1e308,
+}
+TABLE = [
+    *((file, kind) for file in FILES for kind in (*CONTENTS, *KINDS)),
+    *((file, f"{field}: {odd}") for file, fields in FIELDS.items() for field in fields for odd in ODD),
+    ("adapter_config.json", "a list"), ("adapter_config.json", "brackets"), ("adapter_config.json", "no UTF-8"),
+    ("model.safetensors.index.json", "a list"), ("model.safetensors.index.json", "brackets"),
+]  # fmt: skip
+QUICK = [
+    ("config.json", "a pipe"), ("config.json", "brackets"), ("config.json", "hidden_size: text"),
+    ("tokenizer.json", "/dev/zero"), ("tokenizer_config.json", "a list"), ("adapter_config.json", "a list"),
+    ("model.safetensors.index.json", "a list"), ("model.safetensors", "a pipe"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("file", "kind"), table_rows(TABLE, QUICK))
+def test_a_damaged_policy_is_refused_in_a_sentence(
+    file: str, kind: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = tmp_path / "damaged"
+    shutil.copytree(policy, folder)
+    path, (field, _, odd) = folder / file, kind.partition(": ")
+    before = json.loads(path.read_text()) if odd else {}
+    path.unlink(missing_ok=True)
+    match kind:
+        case "a pipe":
+            os.mkfifo(path)
+        case "a folder":
+            path.mkdir()
+        case "a link to nothing":
+            path.symlink_to("nowhere")
+        case "a link to itself":
+            path.symlink_to(path.name)
+        case "/dev/zero":
+            path.symlink_to("/dev/zero")
+        case _ if odd:
+            path.write_text(json.dumps(before | {field: ODD[odd]}))
+        case _:
+            path.write_bytes(CONTENTS[kind])
+    try:
+        load_config(str(folder))
+        load_tokenizer(str(folder))
+        load_policy(str(folder))
+    except ValueError as error:
+        assert str(folder) in str(error)
+        assert len(str(error)) < 2000
+    else:
+        assert file in ("tokenizer_config.json", "generation_config.json") or odd
