@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lit_grpo.process import private_folders
-from lit_grpo.process.private_folders import PrivateFolder, is_private
+from lit_grpo.process.files import PrivateFolder, is_private
 from lit_grpo.rollout.weights.files import weights_folder
 
 OWNER = """

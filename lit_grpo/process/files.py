@@ -1,14 +1,22 @@
-"""Files that are replaced as a whole."""
+"""Files that are replaced as a whole, and folders that are removed however their owner ends."""
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
+import stat
+import tempfile
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from lit_grpo.process.inputs import check_replaceable
-from lit_grpo.process.private_folders import PrivateFolder
+
+_LOCK = ".owner"  # locked as long as the folder's owner lives
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -24,6 +32,60 @@ def replace_file(path: Path, data: bytes) -> None:
     with aside.open("xb") as file:
         file.write(data)
     aside.replace(path)
+
+
+class PrivateFolder:
+    """A folder at ``path``, for this user alone, with a name that nobody can guess; it is removed with this object.
+
+    Its owner holds a lock on a file in it, which the kernel releases however the owner ends. The next folder with the
+    same prefix removes those whose owners were killed.
+
+    Args:
+        prefix: The beginning of the folder's name.
+        parent: Folder in which the private folder is made; by default the one for temporary files.
+    """
+
+    def __init__(self, prefix: str, parent: str | None = None) -> None:
+        place = Path(parent or tempfile.gettempdir())
+        _sweep(place, prefix)
+        self.path, lock = _make(place, prefix)
+        self.remove = weakref.finalize(self, _remove, self.path, lock)
+
+
+def is_private(folder: Path) -> bool:
+    """Whether this is a folder (not a link to one) that this user has made and no other user can open."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077 and status.st_uid == os.getuid()
+
+
+def _make(place: Path, prefix: str) -> tuple[Path, FileLock]:
+    """Make a folder and lock it; make another if it was swept away before it was locked."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # with mode 0700
+        lock = FileLock(path / _LOCK, thread_local=False)
+        with suppress(Timeout, FileNotFoundError):
+            lock.acquire(blocking=False)
+            if path.exists():
+                return path, lock
+
+
+def _remove(path: Path, lock: FileLock) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    lock.release()
+
+
+def _sweep(place: Path, prefix: str) -> None:
+    """Remove the folders of dead owners, if they are this user's; links and folders of others are left alone."""
+    for path in place.glob(f"{glob.escape(prefix)}*"):
+        if not is_private(path) or not (path / _LOCK).is_file():
+            continue
+        with suppress(Timeout, OSError):
+            lock = FileLock(path / _LOCK, thread_local=False)
+            lock.acquire(blocking=False)
+            _remove(path, lock)
 
 
 @contextmanager

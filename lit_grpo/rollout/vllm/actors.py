@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util import get_node_ip_address
 
-from lit_grpo.process.private_folders import PrivateFolder
+from lit_grpo.process.files import PrivateFolder
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.process import ServerProcess
 

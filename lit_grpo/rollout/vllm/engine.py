@@ -18,7 +18,7 @@ from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import checks_arguments
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
-from lit_grpo.process.private_folders import PrivateFolder
+from lit_grpo.process.files import PrivateFolder
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.vllm.arguments import (

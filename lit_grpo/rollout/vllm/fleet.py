@@ -18,7 +18,7 @@ import torch
 
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.calls import EventLoop
-from lit_grpo.process.private_folders import PrivateFolder
+from lit_grpo.process.files import PrivateFolder
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_on_cpu,

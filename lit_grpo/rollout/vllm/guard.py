@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import unquote
 
-from lit_grpo.process.private_folders import is_private
+from lit_grpo.process.files import is_private
 from lit_grpo.rollout.weights.files import WEIGHTS_PREFIX
 
 GUARD = "lit_grpo.rollout.vllm.guard.Guard"

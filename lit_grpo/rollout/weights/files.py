@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from lit_grpo.process.private_folders import PrivateFolder
+from lit_grpo.process.files import PrivateFolder
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.weights.tensors import Named

@@ -49,7 +49,7 @@ def _serve(options: argparse.Namespace, others: list[str]) -> int:
 
     from lit_grpo.policy import load_policy, load_tokenizer
     from lit_grpo.policy.spec import PolicySpec
-    from lit_grpo.process.private_folders import PrivateFolder
+    from lit_grpo.process.files import PrivateFolder
     from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm, server_arguments, server_environment
     from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
     from lit_grpo.rollout.vllm.process import ServerProcess
