@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.process import private_folders
+from lit_grpo.process import files
 from lit_grpo.process.files import PrivateFolder, is_private
 from lit_grpo.rollout.weights.files import weights_folder
 
@@ -78,7 +78,7 @@ def test_what_others_have_planted_is_neither_followed_nor_removed(
     assert (victim / "precious").exists() and (victim / ".owner").exists() and open_to_all.exists()
     open_to_all.chmod(0o700)
     own = os.getuid()
-    monkeypatch.setattr(private_folders.os, "getuid", lambda: own + 1)  # it is another user's
+    monkeypatch.setattr(files.os, "getuid", lambda: own + 1)  # it is another user's
     with weights_folder(str(tmp_path)):
         pass
     assert open_to_all.exists()
