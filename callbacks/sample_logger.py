@@ -20,8 +20,8 @@ from lit_grpo.faults import forget_after, json_line, writable
 from lit_grpo.faults.observers import Observer
 from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.module import GRPOModule
-from lit_grpo.process.secrets import masked
 from lit_grpo.process.terminal import markdown
+from lit_grpo.process.urls import masked
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import Prompt, PromptBatch, Rollout
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -228,6 +230,21 @@ def test_what_transformers_passes_over_is_read(tmp_path: Path) -> None:
     whole.facts.remove(whole.fact("rope.freq_base"))
     path.write_bytes(whole.written())
     assert load_config(str(path)).rope_parameters["rope_theta"] == 10_000.0
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 4, [2.0, 1.0, 1.0], [math.nan, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, math.inf]])
+def test_factors_of_a_rotary_embedding_are_those_of_its_model(factors: list[float], tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf", "F32")
+    parts = parse((tmp_path / "whole.gguf").read_bytes())
+    parts.data += bytes(-len(parts.data) % 32)
+    parts.tensors.append(["rope_freqs.weight", [len(factors)], 0, len(parts.data)])
+    parts.data += struct.pack(f"<{len(factors)}f", *factors)
+    (tmp_path / "scaled.gguf").write_bytes(parts.written())
+    if factors == [1.0] * 4:
+        assert load_config(str(tmp_path / "scaled.gguf")).rope_parameters["short_factor"] == factors
+    else:
+        with pytest.raises(ValueError, match=r"rope_freqs.weight has \d numbers, .* needs 4 finite numbers above"):
+            load_config(str(tmp_path / "scaled.gguf"))
 
 
 DAMAGES = {  # by its name in the table of damaged_gguf.py, and what the sentence says

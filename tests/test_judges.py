@@ -25,9 +25,8 @@ import yaml
 from test_reward_runner import make_group, rewards_of
 
 from lit_grpo.policy.loading import load_tokenizer
-from lit_grpo.process.secrets import masked
 from lit_grpo.process.terminal import first_line, visible
-from lit_grpo.process.urls import is_on_loopback
+from lit_grpo.process.urls import is_on_loopback, masked
 from lit_grpo.rewards import (
     HTTPJudge,
     JudgeError,

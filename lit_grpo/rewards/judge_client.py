@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 
 from lit_grpo.limits import Count, Limit, Number, Positive, checks_arguments
 from lit_grpo.process.calls import EventLoop
-from lit_grpo.process.secrets import masked, read_secret
-from lit_grpo.process.urls import is_on_loopback, is_url
+from lit_grpo.process.urls import is_on_loopback, is_url, masked, read_secret
 from lit_grpo.rewards.function import StatefulReward
 
 T = TypeVar("T")

@@ -87,12 +87,7 @@ class GGUFFile:
         return {"quantization_config": GgufConfig(dequantize=True)}
 
     def check(self) -> None:
-        """Read the header, before anything is made of it.
-
-        Raises:
-            GGUFError: The package gguf is not installed, or the file is damaged.
-        """
-        assert self.header
+        """Do nothing: ``options`` reads the header, and ``complete`` compares it with the tensors."""
 
     @cached_property
     def header(self) -> Header:
@@ -113,15 +108,22 @@ class GGUFFile:
         Raises:
             GGUFError: The header describes another model than the tensors are of.
         """
-        model = bare_model(complete_config(self.header, config))
-        try:
-            check_rotation(self.header, config)
+        with self._said():
+            check_rotation(self.header, complete_config(self.header, config))
+        model = bare_model(config)
+        with self._said():
             check_tensors(self.header, model)
+        return config
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        """Say of which file a contradiction is."""
+        try:
+            yield
         except ValueError as error:
             raise GGUFError(
                 f"The GGUF file {str(self.path)!r} contradicts itself: {first_line(error)}; download it again."
             ) from error
-        return config
 
     def finish(self, model: PreTrainedModel) -> None:
         """Make a model, whose weights are floats now, one like any other: nothing says that it is quantized."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.policy.gguf.header import ROPE_FACTORS, Header
@@ -29,8 +29,8 @@ def complete_config(header: Header, config: PreTrainedConfig) -> PreTrainedConfi
     scaled frequencies.
     """
     for name, attribute in _PASSED_OVER.items():
-        is_known = _has_one_size(config) if attribute == "head_dim" else hasattr(config, attribute)
-        if is_known and header.fact(name) is not None:
+        is_one = attribute != "head_dim" or not hasattr(config, "global_head_dim")  # for all layers
+        if is_one and hasattr(config, attribute) and header.fact(name) is not None:
             setattr(config, attribute, header.fact(name))
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" in rope and header.fact("rope.freq_base") is None:
@@ -43,11 +43,6 @@ def complete_config(header: Header, config: PreTrainedConfig) -> PreTrainedConfi
     return config
 
 
-def _has_one_size(config: PreTrainedConfig) -> bool:
-    """Whether all heads of a model have the same size."""
-    return hasattr(config, "head_dim") and not hasattr(config, "global_head_dim")
-
-
 def check_rotation(header: Header, config: Any) -> None:
     """Refuse a file that rotates another number of a head's numbers than its model, or has other factors for them.
 
@@ -55,16 +50,17 @@ def check_rotation(header: Header, config: Any) -> None:
         ValueError: It does.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_theta" not in rope or not _has_one_size(config):
+    if "rope_theta" not in rope or hasattr(config, "global_head_dim"):
         return
-    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotated, told = int(size * rope.get("partial_rotary_factor", 1.0)), header.fact("rope.dimension_count")
     if told not in (None, rotated):
         raise ValueError(f"rope.dimension_count is {told}, and the model rotates {rotated} numbers of each head")
-    if header.rope_factors and (len(header.rope_factors) != rotated // 2 or not min(header.rope_factors) > 0):
+    factors = header.rope_factors
+    if factors and (len(factors) != rotated // 2 or not all(0 < factor < math.inf for factor in factors)):
         raise ValueError(
-            f"{ROPE_FACTORS} has {len(header.rope_factors)} numbers from {min(header.rope_factors)}, and the model "
-            f"needs {rotated // 2} numbers above 0"
+            f"{ROPE_FACTORS} has {len(factors)} numbers, such as {factors[-1]}, and the model needs {rotated // 2} "
+            "finite numbers above 0"
         )
 
 
@@ -136,5 +132,7 @@ def _stored_shape(model: PreTrainedModel, place: str, shape: tuple[int, ...], nu
 
 def _check_shape(name: str, shape: tuple[int, ...], needed: tuple[int, ...]) -> None:
     """Refuse another shape; a side of 1 may be left out."""
-    if [side for side in shape if side > 1] != [side for side in needed if side > 1] or prod(shape) != prod(needed):
+    if [side for side in shape if side > 1] != [side for side in needed if side > 1] or math.prod(shape) != math.prod(
+        needed
+    ):
         raise ValueError(f"the tensor {name!r:.80} has the shape {shape}, and the model of its header needs {needed}")

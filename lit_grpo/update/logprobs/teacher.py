@@ -19,8 +19,7 @@ from lit_grpo.limits import Limit, Positive, check_fields
 from lit_grpo.policy.architecture.decoder import context_length, token_logits
 from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.sharding import is_sharded
-from lit_grpo.process.secrets import masked, read_secret
-from lit_grpo.process.urls import is_on_loopback, is_url
+from lit_grpo.process.urls import is_on_loopback, is_url, masked, read_secret
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import AllGather, Completion, Key, Rollout
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs, log_rest
