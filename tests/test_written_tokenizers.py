@@ -38,7 +38,7 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra smol
 from lit_grpo.tools.finishing.gguf_writer import write_gguf  # noqa: E402  # needs gguf
 
 NUM_ROWS = 420
-SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|end a|>", "<|end b|>"]
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|end_a|>", "<|end_b|>"]
 TRAINED_ON = ["user assistant system the answer is 12 caf\u00e9s don't sell 3 + 4 = 7 na\u00efve guests: TEAS\n  "] * 20
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -189,8 +189,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a token twice": (lambda: added(AddedToken("[PAD419]")), "the token '[PAD419]' 2 times"),
     "other tokens around": (
-        lambda: byte_level(post_processor=around("<|end a|>", "$A", "<|end b|>")),
-        "puts '<|end a|>', '<|end b|>' around a text",
+        lambda: byte_level(post_processor=around("<|end_a|>", "$A", "<|end_b|>")),
+        "puts '<|end_a|>', '<|end_b|>' around a text",
     ),
     "a template's odd name": (
         lambda: byte_level(template={"default": "a", "a-b": "b"}),
@@ -205,6 +205,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "the id of no row": (lambda: added(*(f"<{n}>" for n in range(200))), "and the policy 420 rows"),
 }
 """Tokenizers by what `finish` does: written, written with a sentence, refused with a sentence."""
+CUT_BY_TRANSFORMERS = {"added tokens", "special tokens of other letters"}
+"""Its reader cuts added tokens with spaces, and special ones with other letters than the byte-level alphabet's."""
 WRITTEN = {**ALIKE, **{name: make for name, (make, _) in SAID.items()}}
 
 
@@ -268,7 +270,7 @@ def test_three_end_tokens_have_places_and_a_fourth_is_told() -> None:
     assert [found.ids[kind] for kind in ("eos", "eot", "eom")] == [4, 6, 2] and found.left_out == ()
     found = describe(byte_level(), NUM_ROWS, [4, 6, 2, 7])
     (told,) = found.left_out
-    assert told.startswith("The policy ends a completion at '<|end b|>' too, and GGUF has places for 3 end tokens only")
+    assert told.startswith("The policy ends a completion at '<|end_b|>' too, and GGUF has places for 3 end tokens only")
 
 
 @pytest.mark.parametrize("name", table_rows(WRITTEN, ["templates by name", "conversations without <s>"]))
@@ -282,6 +284,7 @@ def test_finish_tells_what_readers_do_in_another_way(name: str, tmp_path: Path) 
     texts = [row["prompt"] + row["completion"] for row in map(json.loads, (tmp_path / "made" / "samples.jsonl").open())]
     compared = comparable(plain(tokenizer), [*dict.fromkeys(texts), *conversations_of(tokenizer), *texts_of(tokenizer)])
     apart = [text for text, ids in compared if theirs(text, add_special_tokens=False)["input_ids"] != ids]
+    assert bool(apart) == (name in CUT_BY_TRANSFORMERS)
     assert ("transformers' reader splits" in card) == ("transformers' reader splits" in said) == bool(apart)
 
 
