@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lit_grpo.checkpoints import check_whole, read, settled
 from lit_grpo.cli.parsing.sentences import exit_with
+from lit_grpo.process.files import new_folder
+from lit_grpo.process.signals import exit_on_signals
 
 if TYPE_CHECKING:
     from lit_grpo.module import GRPOModule
@@ -27,16 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", help="the folder of the policy that training began with, if it has been moved")
     options = parser.parse_args(arguments)
     checkpoint = settled(options.checkpoint)
-    if not checkpoint.exists():
+    if not os.path.exists(checkpoint):  # Path's fails for a name that is too long
         there = sorted(map(str, options.checkpoint.parent.glob("*.ckpt")))
         give = " or ".join(there) or "one of a run's checkpoints"
         exit_with(f"There is no checkpoint {str(options.checkpoint)!r}; give {give}.")
-    if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
+    if os.path.lexists(options.folder) and (not options.folder.is_dir() or any(options.folder.iterdir())):
         exit_with(f"{str(options.folder)!r} exists already; give a folder that is new or empty.")
+    exit_on_signals()
+    folder = options.folder
     try:
-        compared = load_checkpoint(checkpoint, options.policy).export(options.folder)
+        module = load_checkpoint(checkpoint, options.policy)
+        with new_folder(options.folder) as folder:
+            compared = module.export(folder)
+    except OSError as error:
+        exit_with(f"{options.folder} cannot be written ({error.strerror}); give another folder.")
     except ValueError as error:
-        exit_with(str(error))
+        exit_with(str(error).replace(str(folder), str(options.folder)))
     print(f"The policy is in {options.folder}: {compared}.")
 
 

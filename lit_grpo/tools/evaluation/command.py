@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,9 @@ from lit_grpo.cli.parsing.sentences import CONFIG, SentenceParser, exit_with
 from lit_grpo.display.screen import tell, the_console
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import load_tokenizer, longest_sequence
+from lit_grpo.process.files import PrivateFolder
 from lit_grpo.process.inputs import read_yaml
+from lit_grpo.process.signals import exit_on_signals
 from lit_grpo.process.terminal import counted, say
 from lit_grpo.tools.evaluation.answers import Answers, find_answers
 from lit_grpo.tools.evaluation.harness import HarnessTask, adds_special_tokens, make_task
@@ -392,5 +393,9 @@ def main(arguments: Sequence[str]) -> None:
         options, others = read_options(arguments)
     except ValueError as error:
         exit_with(str(error))
-    with tempfile.TemporaryDirectory(prefix="lit_grpo-evaluate-") as scratch:
-        run(["fit", *others], functools.partial(EvaluateCLI, options, Path(scratch)))
+    exit_on_signals()
+    scratch = PrivateFolder("lit_grpo-evaluate-")
+    try:
+        run(["fit", *others], functools.partial(EvaluateCLI, options, scratch.path))
+    finally:
+        scratch.remove()
