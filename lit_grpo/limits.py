@@ -162,8 +162,14 @@ def checks_arguments(place: str = "") -> Callable[[Init], Init]:
     return decorated
 
 
-def check_value(name: str, value: Any, annotation: Any) -> None:
+def check_value(name: str, value: Any, annotation: Any, is_setting: bool = True) -> None:
     """Check a value against an annotation; one without a limit or literal takes all.
+
+    Args:
+        name: What the value is, for the message.
+        value: The value.
+        annotation: The annotation.
+        is_setting: Whether ``LARGEST`` bounds it; not if it is computed.
 
     Raises:
         ValueError: It does not take the value.
@@ -174,7 +180,12 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         if limit is not None:
             if limit.allows(value, option):
                 bounds = limit.of_a_setting()
-                if option is str or bounds.allows(value, option) or (limit.infinite and math.isinf(value)):
+                if (
+                    option is str
+                    or not is_setting
+                    or bounds.allows(value, option)
+                    or (limit.infinite and math.isinf(value))
+                ):
                     return
                 limit = bounds
             words.append(limit.text(value, option))

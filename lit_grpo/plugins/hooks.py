@@ -200,7 +200,7 @@ class Single(Form):
 
     def read(self, call: Call, value: Any) -> Any:
         value = _number(value)
-        check_value(str(call), value, self.annotation)
+        check_value(str(call), value, self.annotation, is_setting=False)
         return value
 
 
@@ -212,7 +212,9 @@ class Chance(Form):
         value, bounds = _number(value), Limit()
         if ask(call.plugin, "prompt_candidates") == 1:
             bounds = Limit(ge=0, le=1)
-        check_value(f"{call} of prompt {call.arguments[0].prompt_id!r}", value, Annotated[float, bounds])
+        check_value(
+            f"{call} of prompt {call.arguments[0].prompt_id!r}", value, Annotated[float, bounds], is_setting=False
+        )
         return value
 
 
