@@ -222,8 +222,11 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hybrid_folder(policy_folder: Path) -> Path:
-    """A saved random hybrid, in a folder ``hybrid`` of the random policy's."""
+    """A saved random hybrid with layers that draft, in a folder ``hybrid`` of the random policy's."""
+    from tests.doubles.draft_layers import add_heads
+
     folder = policy_folder / "hybrid"
     random_policy(hybrid=True).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
     save_tokenizer(folder)
+    add_heads(folder, "qwen3_5_text")
     return folder
