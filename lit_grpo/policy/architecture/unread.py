@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lit_grpo.policy.hub import weight_files
-from lit_grpo.policy.weights import checkpoint_name
+from lit_grpo.policy.weights import checkpoint_name, persistent_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -204,7 +204,9 @@ def _places(model: PreTrainedModel) -> Callable[[str], bool]:
     """Return whether a tensor of some name is loaded into a model, by the rules of transformers' loader."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    own: dict[str, Any] = {checkpoint_name(name): tensor for name, tensor in model.state_dict().items()}
+    # not its state_dict, which makes shards of whole weights, on this rank alone
+    tensors = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
+    own: dict[str, Any] = {checkpoint_name(name): tensor for name, tensor in tensors}
     conversions = copy.deepcopy(getattr(model, "_weight_conversions", None) or [])
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
