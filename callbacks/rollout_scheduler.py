@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.checks import check_rewarded, total_updates
 from lit_grpo.compatibility import ONE_TURN, SHARDS, Requirement, check_together, clashing
@@ -20,6 +20,7 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.methods.plans import find_plan
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Listener, ask, overriding
+from lit_grpo.process.terminal import warn
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
@@ -110,7 +111,7 @@ class RolloutScheduler(pl.Callback):
             if answering:
                 self._check_turns([getattr(each, "datasets", frozenset()) for each in answering])
             for sentence in self._unvisited(trainer, pl_module):
-                rank_zero_warn(sentence)
+                rank_zero_only(warn)(sentence)
             if self.session.mode.overlap == "within":
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
             pl_module.set_plugins(*self.session.plugins.values())
@@ -309,4 +310,4 @@ class RolloutScheduler(pl.Callback):
 
     def _warn(self, batch: PromptBatch) -> None:
         for message in batch.messages:
-            rank_zero_warn(message)
+            rank_zero_only(warn)(message)

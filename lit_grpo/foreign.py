@@ -65,8 +65,10 @@ def _states() -> tuple[tuple[State, ...], tuple[State, ...], tuple[State, ...]]:
     """Return the states of the process, of each thread, and of the main thread; torch is loaded with the first call."""
     import numpy as np
     import torch
+    from torch.utils import _device as devices
 
     native, backends = torch._C, torch.backends
+    of_device = torch._GLOBAL_DEVICE_CONTEXT
     get, set_to = native._get_fp32_precision_getter, native._set_fp32_precision_setter  # pyright: ignore[reportAttributeAccessIssue]
     wholes = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
     parts = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
@@ -135,13 +137,18 @@ def _states() -> tuple[tuple[State, ...], tuple[State, ...], tuple[State, ...]]:
             torch.set_autocast_enabled(device, on)
             torch.set_autocast_dtype(device, dtype)
 
-    def default_device() -> Any:
-        context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-        return None if context is None else context.device
+    def modes() -> list[Any]:
+        """Return the default device, and the modes that torch's functions run in; each device has one too."""
+        depth = native._len_torch_function_stack()
+        of_functions = [native._get_function_stack_at(place) for place in range(depth)]
+        return [getattr(of_device, "device_context", None), devices.CURRENT_DEVICE, *of_functions]
 
-    def leave_modes(before: int) -> None:
-        while native._len_torch_function_stack() > before:
+    def set_modes(before: list[Any]) -> None:
+        of_device.device_context, devices.CURRENT_DEVICE, *of_functions = before
+        while native._len_torch_function_stack():
             native._pop_torch_function_stack()
+        for mode in of_functions:
+            native._push_on_torch_function_stack(mode)
 
     of_process = (
         State("torch.set_float32_matmul_precision or fp32_precision", precision, set_precision),
@@ -166,8 +173,7 @@ def _states() -> tuple[tuple[State, ...], tuple[State, ...], tuple[State, ...]]:
         State("torch.inference_mode", torch.is_inference_mode_enabled, _set_inference_mode, is_setting=False),
         State("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled, is_setting=False),
         State("torch.autocast", autocast, set_autocast, is_setting=False),
-        State("torch.set_default_device", default_device, torch.set_default_device, is_setting=False),
-        State("the modes of torch's functions", native._len_torch_function_stack, leave_modes, is_setting=False),
+        State("torch.set_default_device or another mode of its functions", modes, set_modes, is_setting=False),
         State("torch.set_num_threads", torch.get_num_threads, torch.set_num_threads),
         State("numpy.seterr", np.geterr, lambda before: np.seterr(**before), is_setting=False),
     )
@@ -206,7 +212,7 @@ def is_foreign(kind: type[Any]) -> bool:
 
 
 class Guard:
-    """Within it a hook of others runs, in the thread of whoever asks it.
+    """Within it a hook of others runs, in the thread that asks it.
 
     Args:
         what: What the owner is, such as ``plug-in``.

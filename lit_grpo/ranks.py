@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
 from torch import distributed
+
+from lit_grpo.process.terminal import warn
 
 T = TypeVar("T")
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -75,7 +76,7 @@ class Ranks:
     def warn(self, message: str) -> None:
         """Warn once, whatever the number of ranks."""
         if self.rank == 0:
-            warnings.warn(message, stacklevel=3)
+            warn(message, stacklevel=3)
 
     def _reduce(self, value: float | torch.Tensor, operation: str) -> torch.Tensor:
         numbers = value.tolist() if isinstance(value, torch.Tensor) else value

@@ -7,12 +7,14 @@ import logging
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompts_of, text_of
 from conversations import play as play_with
 from lit_grpo.callbacks.sample_logger import _row  # pyright: ignore[reportMissingImports]
@@ -940,6 +942,24 @@ class Gone(Guess):
 
     def reset(self, number: int, **_: Any) -> str:
         raise ConnectionError("no server")
+
+
+class Strict(Guess):
+    def reset(self, number: int, **columns: Any) -> str:
+        warnings.simplefilter("error")
+        torch.set_float32_matmul_precision("medium")
+        return super().reset(number, **columns)
+
+
+def test_what_an_environment_changes_for_the_whole_process_is_put_back_and_told() -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.warns() as caught:
+        play(worker_of(Strict))
+        assert not [each for each in warnings.filters if each[0] == "error"]
+    assert torch.get_float32_matmul_precision() == before
+    told = [str(each.message).partition(" for the whole")[0] for each in caught]
+    assert "environment Strict: it changes torch.set_float32_matmul_precision or fp32_precision" in told
+    assert "environment Strict: it changes the filters that make errors of warnings" in told
 
 
 class NeverDone(Guess):

@@ -9,19 +9,22 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from conftest import table_rows
 from lightning.pytorch.loggers import Logger
 from test_reward_runner import make_group
 
 from lit_grpo import foreign
+from lit_grpo.cli import command_line
 from lit_grpo.faults.observers import Observer, Observers
 from lit_grpo.foreign import ForeignExit, owner_of
-from lit_grpo.plugins import Plugin, ask
+from lit_grpo.plugins import CannotGoOn, Plugin, ask
 from lit_grpo.process import calls
 from lit_grpo.process.terminal import warn
 from lit_grpo.rewards import RewardFunction, RewardRunner
@@ -109,7 +112,7 @@ def test_what_a_hook_changes_for_the_process_is_put_back_and_told_once(change: s
     assert all(each.startswith("plug-in test_foreign.Mine, hook on_batch_start: it changes ") for each in said)
 
 
-@pytest.mark.parametrize("change", [*OF_PROCESS, *(name for name in OF_THREAD if name != "numpy's errors")])
+@pytest.mark.parametrize("change", table_rows([*OF_PROCESS, *OF_THREAD], ["simplefilter", "no_grad"]))
 def test_what_a_reward_changes_for_the_process_is_put_back_and_told_once(change: str) -> None:
     def score(completion: str) -> float:
         (OF_PROCESS | OF_THREAD)[change]()
@@ -383,3 +386,33 @@ def test_a_warning_of_ours_is_printed_where_filters_make_errors_of_warnings(capf
         warnings.simplefilter("error")
         warn("it goes on")
     assert capfd.readouterr().err == "warning: it goes on\n"
+
+
+@pytest.mark.parametrize(
+    ("raises", "said"),
+    [
+        (divides, "error: plug-in test_foreign.Mine, hook on_batch_start: ZeroDivisionError: division by zero."),
+        (
+            lambda: Path("/no/such/file").read_text(),
+            "hook on_batch_start: FileNotFoundError: [Errno 2] No such file or directory",
+        ),
+        (lambda: sys.exit(0), "hook on_batch_start: ForeignExit: SystemExit: 0, which would end the process; raise"),
+    ],
+)
+def test_a_command_ends_with_the_owner_and_the_error_in_one_sentence(
+    raises: Callable[[], Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, command_line._owners_named():
+        ask(Mine(raises), "on_batch_start")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("error", [CannotGoOn("no"), torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_an_error_that_has_a_sentence_of_its_own_keeps_it(error: BaseException) -> None:
+    def raises() -> None:
+        raise error
+
+    with pytest.raises(type(error)), command_line._owners_named():
+        ask(Mine(raises), "on_batch_start")

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
+
+from lit_grpo.process.terminal import warn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,7 +158,7 @@ def _in_accepted_form(
     for form, text in clean.items():
         if _shows_calls(text, forms[form], tokenizer, options):
             return forms[form]
-    rank_zero_warn(
+    rank_zero_only(warn)(
         "Prompts have earlier tool calls, and the tokenizer's chat template does not show them, so that the policy "
         "never sees them; choose a model whose template does, or write the calls into the messages' content."
     )

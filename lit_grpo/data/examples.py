@@ -13,13 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.data.chat import Message, UnusableRow, read_message, render_chat
 from lit_grpo.data.control import TAGS, ControlTokens
 from lit_grpo.data.parts import PartTokens, num_common
 from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
+from lit_grpo.process.terminal import warn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,7 +268,7 @@ def _written(
         if thinking == answers:
             raise
     written = _divided_text(asked, thinking, tokenizer, options)
-    rank_zero_warn(
+    rank_zero_only(warn)(
         "The generation prompt of the chat template begins a thought, and answers have none: they are imitated with an "
         "empty thought. Give answers with thoughts (<think> ... </think>), or set data.chat_template_kwargs (often "
         "enable_thinking: false) so that no thought is begun."

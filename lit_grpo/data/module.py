@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lightning import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
@@ -24,7 +24,7 @@ from lit_grpo.limits import Count, Limit, checks_arguments
 from lit_grpo.plugins import ask
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
 from lit_grpo.policy.named import TINY
-from lit_grpo.process.terminal import counted, listed, say
+from lit_grpo.process.terminal import counted, listed, say, warn
 from lit_grpo.ranks import Ranks
 from lit_grpo.settings import takes_dicts
 from lit_grpo.types import Prompt, own_copy
@@ -336,7 +336,7 @@ class PromptDataModule(LightningDataModule):
             )
         if spelled:
             names = list(dict.fromkeys(name for each in spelled.values() for name in each))
-            rank_zero_warn(
+            rank_zero_only(warn)(
                 f"data.{split}: {len(spelled)} of the {len(prompts)} prompts of {source.describe()} spell control "
                 f"tokens ({', '.join(names[:NUM_ROWS_SHOWN])}{', ...' * (len(names) > NUM_ROWS_SHOWN)}; row "
                 f"{min(spelled)} is "
@@ -431,7 +431,7 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(f"{report}; no row is left: check data.prompt_column, data.template and the data.")
         if self.unusable_rows == "refuse":
             raise ValueError(f"{report}; mend them, or set data.unusable_rows to drop to go on without them.")
-        rank_zero_warn(f"{place}: {report}; they are left out.")
+        rank_zero_only(warn)(f"{place}: {report}; they are left out.")
 
 
 def _checked(source: RowSource) -> Iterator[tuple[str, Row]]:

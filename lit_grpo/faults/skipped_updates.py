@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 
+from lit_grpo.process.terminal import warn
 from lit_grpo.types import Rollout
 
 MOST_TOKENS = 2**20
@@ -58,7 +58,7 @@ class SkippedUpdates:
                 path.write_bytes(_safetensors(rollouts, {"grad_norm": grad_norm, "loss": loss}))
                 where = f": the batch of the update is in {path}"
             except OSError as error:
-                warnings.warn(f"The batch could not be written to {path} ({error.strerror}).", stacklevel=2)
+                warn(f"The batch could not be written to {path} ({error.strerror}).", stacklevel=2)
         if self.num_skipped >= self._most:
             raise FloatingPointError(
                 f"The policy collapsed at update {version}: the gradient's norm is {grad_norm} and the loss {loss}, "

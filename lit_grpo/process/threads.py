@@ -11,9 +11,10 @@ import os
 import re
 import sys
 import threading
-import warnings
 from functools import cache
 from pathlib import Path
+
+from lit_grpo.process.terminal import warn
 
 QUIET = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -66,7 +67,7 @@ def _quieten_loaded() -> None:
     for path in others:
         ctypes.CDLL(str(path)).kmp_set_blocktime(ctypes.c_int(0))
     if "torch" in sys.modules and not gnu and not others:
-        warnings.warn(
+        warn(
             "torch was imported before lit_grpo, so its threads spin while they wait, which is slow next to other busy "
             "processes; import lit_grpo first, or set OMP_WAIT_POLICY=PASSIVE before Python starts.",
             stacklevel=3,

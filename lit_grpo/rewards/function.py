@@ -8,7 +8,6 @@ import inspect
 import math
 import numbers
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from lit_grpo.limits import Limit, check_fields
 from lit_grpo.process.processes import ProcessCall
 from lit_grpo.process.signals import check_signals
-from lit_grpo.process.terminal import error_text
+from lit_grpo.process.terminal import error_text, warn
 from lit_grpo.rewards.inputs import GROUP_INPUTS, OF_EPISODES, ROLLOUT_INPUTS, SHARED
 from lit_grpo.rewards.loading import REWARDS, load_object, near_names, split_path
 from lit_grpo.types import Episode, Prompt, own_copy
@@ -668,7 +667,7 @@ def warn_of_doubts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[
             if doubts:
                 named = ", ".join([*doubts][:MOST_NAMED]) + (" ..." if len(doubts) > MOST_NAMED else "")
                 first, why = next(iter(doubts.items()))
-                warnings.warn(
+                warn(
                     f"{len(doubts)} of {len(scored)} rows of {split} cannot be won by reward {function.name!r} as they "
                     f"are ({named}): of {first}, {why}.",
                     stacklevel=2,

@@ -9,7 +9,6 @@ import logging
 import math
 import re
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from lit_grpo.limits import Count, Limit, checks_arguments
 from lit_grpo.plugins import CoreListener
 from lit_grpo.process.calls import Calls, CallTimeout
 from lit_grpo.process.processes import ProcessEnded
-from lit_grpo.process.terminal import error_text
+from lit_grpo.process.terminal import error_text, warn
 from lit_grpo.rewards.function import RewardError, RewardFunction, check_names
 from lit_grpo.rewards.inputs import NOT_IN_TRL, OF_EPISODES, TRL_INPUTS
 from lit_grpo.types import FEEDBACK, AllGather, Completion, Part, Prompt, Rollout, RolloutGroup, alone, over_ranks
@@ -181,9 +180,7 @@ class RewardRunner(CoreListener):
             reopened = [] if self._calls is None else self._calls.reopen_streams()
             if reopened and not self._told_of_streams:
                 self._told_of_streams = True
-                warnings.warn(
-                    f"A reward function closed {' and '.join(reopened)}; the run has opened it again.", stacklevel=2
-                )
+                warn(f"A reward function closed {' and '.join(reopened)}; the run has opened it again.", stacklevel=2)
 
     def _with_rollouts_of(self, groups: Iterable[RolloutGroup]) -> list[_Submission]:
         ids = {id(rollout) for group in groups for rollout in group.rollouts}

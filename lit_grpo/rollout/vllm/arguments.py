@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from lit_grpo.memory import free_bytes
+from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.sampling import request_key
 from lit_grpo.types import FinishReason, Request
 
@@ -143,7 +144,7 @@ def _release(version: str) -> tuple[int, ...]:
 def _warn_once(subject: str, sentence: str) -> None:
     if subject not in _warned_of:
         _warned_of.add(subject)
-        warnings.warn(sentence, stacklevel=3)
+        warn(sentence, stacklevel=3)
 
 
 # ---- arguments of engines and servers ---------------------------------------------------------------------
@@ -234,7 +235,7 @@ def dtype_of(arguments: Mapping[str, Any]) -> torch.dtype | None:
 def warn_of_dtype(policy: PolicySpec, dtype: torch.dtype | None) -> None:
     """Say that policy and engine compute in different types."""
     if dtype is not None and dtype != policy.dtype:
-        warnings.warn(
+        warn(
             f"vLLM computes in {dtype} and the policy's weights are {policy.dtype}; sync/logprob_gap and "
             "sampling/logprob_gap_mean show what that makes of the log-probs.",
             stacklevel=3,

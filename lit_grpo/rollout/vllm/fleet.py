@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import torch
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.files import PrivateFolder
+from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_on_cpu,
@@ -133,7 +133,7 @@ class Server:
             if self.holds_base:
                 self.holds_base = self.up and self._reported_weights() == self.client.weights
         except (ServerError, ValueError) as error:
-            warnings.warn(f"A server is left out: {error}", stacklevel=2)
+            warn(f"A server is left out: {error}", stacklevel=2)
             self.up = False
 
     def introduce(self, introduction: Introduction) -> None:
@@ -319,7 +319,7 @@ class Fleet:
             if server.answered or server.starting:
                 continue
             if server in were_up and (server.process is None or server.process.runs):
-                warnings.warn(
+                warn(
                     f"The vLLM server at {server.client.url} is left out: it, or its engine, has not answered for "
                     f"{self.timeout_s:g} s.{server.log}",
                     stacklevel=2,
@@ -335,7 +335,7 @@ class Fleet:
             if told == began or time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
                 urls = " and ".join(f"{server.client.url} ({server.log.strip()})" for server in waited_for)
-                warnings.warn(
+                warn(
                     f"No vLLM server is up. The run waits for {urls}, and goes on with the first that answers; "
                     f"{waited_s:.0f} s of at most {self.start_timeout_s:g} s have passed.",
                     stacklevel=2,
@@ -353,7 +353,7 @@ class Fleet:
         if server.starting and process is not None:
             if process.failed():
                 server.starting = False
-                warnings.warn(process.failure(), stacklevel=2)
+                warn(process.failure(), stacklevel=2)
                 self._start_again(server)
                 return
             if not process.is_ready():
@@ -373,10 +373,10 @@ class Fleet:
         try:
             server.process, server.starting = server.process.again(), True
         except ValueError as error:
-            warnings.warn(f"{said} It is not started again: {error}", stacklevel=2)
+            warn(f"{said} It is not started again: {error}", stacklevel=2)
             return
         self._end_with_us(server.process)
-        warnings.warn(
+        warn(
             f"{said} It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are "
             "left).",
             stacklevel=2,

@@ -9,7 +9,6 @@ import os
 import socket
 import ssl
 import time
-import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -23,6 +22,7 @@ from urllib.parse import quote
 import httpx
 
 from lit_grpo.process.calls import EventLoop
+from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.vllm.guard import NAME_HEADER, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, TOKEN_VARIABLE
 
 _LOOK_S = 5.0  # in which a server that is well answers
@@ -247,7 +247,7 @@ class ServerClient:
         while not wait_for([future], timeout=tell_s).done:
             waited_s = time.monotonic() - began
             left_out = "" if limit_s is None else f"; it is left out at {limit_s:g} s"
-            warnings.warn(
+            warn(
                 f"Waiting for the vLLM server at {self.url}: {path} has not been answered for {waited_s:.0f} s"
                 f"{left_out}.",
                 stacklevel=2,
