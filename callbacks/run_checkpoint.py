@@ -7,8 +7,8 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -23,13 +23,18 @@ from lit_grpo.faults import RankWatch
 from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import CannotGoOn
-from lit_grpo.process.terminal import say, shell
+from lit_grpo.process.files import FolderLostError, HeldFolder
+from lit_grpo.process.terminal import first_line, say, shell
 from lit_grpo.process.values import PLAIN, find_foreign
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
 from .rollout_scheduler import RolloutScheduler
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+_SAVING = ("state_dict", "on_save_checkpoint")
+"""Hooks of callbacks that add to checkpoints."""
 
 
 class Stopped(SystemExit):
@@ -69,14 +74,15 @@ class RunCheckpoint(pl.Callback):
         self._best_is_due = False
         self._newest: tuple[int, str | None] = (0, None)  # version and path of the last checkpoint on the disk
         self._given: tuple[int, str | None] = (0, None)  # of the last one that was given to the writer
-        self._phase: Literal["away", "rollout", "update", "learnt"] = "away"
+        self._phase: Literal["away", "between", "rollout", "update", "learnt", "ended"] = "away"
         self._tried = False  # whether the states that checkpoints keep have been looked at
         self._validated = True  # whether the validation after this batch has ended, or there is none
+        self._leaves_out = False  # what callbacks would add to a checkpoint and cannot, which else ends the run
         self._requested = 0  # the number of the signal
         self._several = False
         self._watch: RankWatch | None = None
         self._previous: dict[int, Any] = {}
-        self._run_folder: Path | None = None  # on the first rank, if it exists
+        self._run_folder: HeldFolder | None = None  # on the first rank, if it exists
         self.saved_best: Path | None = None  # in this run, before it was resumed too
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -95,9 +101,12 @@ class RunCheckpoint(pl.Callback):
             self._watch = RankWatch(trainer.global_rank, children, parent, lambda: self._how_to_go_on(trainer))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop watching for lost ranks, so that ranks may end one after another."""
+        """Stop watching for lost ranks, so that ranks may end one after another, and release the run's folder."""
         if self._watch is not None:
             self._watch.end()
+        if self._run_folder is not None:
+            self._run_folder.close()
+            self._run_folder = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best}
@@ -115,7 +124,7 @@ class RunCheckpoint(pl.Callback):
         best = self.path(trainer, "best")
         self.saved_best = best if self._best > float("-inf") and settled(best).exists() else None
         folder = Path(trainer.default_root_dir)
-        self._run_folder = folder if trainer.is_global_zero and folder.exists() else None
+        self._run_folder = HeldFolder(folder) if trainer.is_global_zero and folder.exists() else None
         self._listen()
 
     def on_train_batch_start(
@@ -127,7 +136,8 @@ class RunCheckpoint(pl.Callback):
             ValueError: A state that checkpoints will keep cannot be read back; before the first batch.
         """
         assert isinstance(pl_module, GRPOModule)
-        self._check_folder()
+        self._phase = "between"
+        self._end_if_lost(pl_module)
         if not self._tried:
             self._try_states(trainer)
             self._tried = True
@@ -149,13 +159,17 @@ class RunCheckpoint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note that the state can be saved again."""
+        assert isinstance(pl_module, GRPOModule)
         self._phase, self._validated = "learnt", False
-        self._check_folder()
+        self._end_if_lost(pl_module)
 
-    def _check_folder(self) -> None:
-        """End a run whose folder was moved or deleted: loggers and displays go on without it."""
-        if self._run_folder is not None and not self._run_folder.exists():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._run_folder / self.folder))
+    def _end_if_lost(self, module: GRPOModule) -> None:
+        """End a run whose folder was moved or deleted, on all ranks: loggers and displays would go on without it."""
+        lost = bool(module.ranks.max(float(self._is_lost))) if self._several else self._is_lost
+        if lost and self._run_folder is not None:
+            raise self._run_folder.error()
+        if lost:
+            raise FolderLostError("The run's folder was moved or deleted while the run went on, as rank 0 says.")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember whether this validation is the best so far."""
@@ -171,23 +185,31 @@ class RunCheckpoint(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
+        self._phase = "ended"
+        self._end_if_lost(pl_module)
         self._save_due(trainer, pl_module.policy_version, at_end=True)
         self._settle(pl_module)
         self._phase = "away"
         self._hang_up()
 
     def _try_states(self, trainer: pl.Trainer) -> None:
-        """Refuse what the callbacks, the data and the schedules would put into checkpoints that nothing can read."""
+        """Refuse what the callbacks, the data and the schedules would put into checkpoints that nothing can read.
+
+        If a callback of the user adds to checkpoints, one is made for it, and not written.
+        """
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
-        for owner in (*callbacks, *schedulers, *([] if data is None else [data])):
-            found = find_foreign(owner.state_dict())
-            if found is not None:
-                raise ValueError(
-                    f"{type(owner).__name__}.state_dict(){found.place} {found}, which no checkpoint can hold; have it "
-                    f"return {PLAIN}."
-                )
+        with _guarded_hooks(trainer):
+            for owner in (*callbacks, *schedulers, *([] if data is None else [data])):
+                found = find_foreign(owner.state_dict())
+                if found is not None:
+                    raise ValueError(
+                        f"{type(owner).__name__}.state_dict(){found.place} {found}, which no checkpoint can hold; have "
+                        f"it return {PLAIN}."
+                    )
+            if any(type(one).on_save_checkpoint is not pl.Callback.on_save_checkpoint for one in _of_user(trainer)):
+                trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _save_due(self, trainer: pl.Trainer, version: int, at_end: bool = False) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
@@ -214,7 +236,7 @@ class RunCheckpoint(pl.Callback):
         module = trainer.lightning_module
         assert isinstance(module, GRPOModule)
         self._settle(module)
-        with module.phases.of("checkpoint"):
+        with module.phases.of("checkpoint"), _guarded_hooks(trainer, self._leaves_out):
             trainer.save_checkpoint(path, weights_only=False)
 
     def _settle(self, module: GRPOModule) -> None:
@@ -230,7 +252,18 @@ class RunCheckpoint(pl.Callback):
 
     def path(self, trainer: pl.Trainer, name: str) -> Path:
         """Return where the run saves the checkpoint ``last`` or ``best``."""
-        return Path(trainer.default_root_dir) / self.folder / f"{name}.ckpt"
+        moved_to = self._moved_to
+        return (moved_to or Path(trainer.default_root_dir)) / self.folder / f"{name}.ckpt"
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the run's folder was moved or deleted, on the first rank."""
+        return self._run_folder is not None and not self._run_folder.is_in_place
+
+    @property
+    def _moved_to(self) -> Path | None:
+        """The place to which the run's folder was moved, if it was and that is known."""
+        return self._run_folder.find() if self._run_folder is not None and self._is_lost else None
 
     # ---- signals and errors ---------------------------------------------------------------------------
 
@@ -283,36 +316,59 @@ class RunCheckpoint(pl.Callback):
         if self._watch is not None:
             self._watch.end(exception)
         phase, self._phase = self._phase, "away"
-        can_save = not isinstance(exception, KeyboardInterrupt | CheckpointError)
-        can_save = can_save and (isinstance(exception, Stopped | CannotGoOn) or not self._several)
+        is_lost = self._finds_newest(trainer)
+        can_save = not isinstance(exception, KeyboardInterrupt)
+        can_save = can_save and (is_lost or not isinstance(exception, CheckpointError))
+        on_all_ranks = isinstance(exception, Stopped | CannotGoOn | FolderLostError)
+        can_save = can_save and (on_all_ranks or not self._several)
         learnt = phase == "learnt"
-        if learnt and not self._validated and 0 <= trainer.max_steps <= trainer.global_step:
+        if learnt and not self._validated and 0 <= trainer.max_steps <= trainer.global_step and not is_lost:
             can_save = False  # a resumed run would have no update left, and so skip this validation: repeat the update
-        kept = self._newest[1]
-        is_lost = kept is not None and not settled(Path(kept)).exists()
+        can_save = can_save and phase not in ("away", "update")
+        can_save = can_save and (pl_module.policy_version > self._newest[0] or is_lost)
+        if self._several and isinstance(exception, FolderLostError):  # other ranks do not know where the folder is
+            can_save = trainer.strategy.broadcast(can_save)
+        self._leaves_out = True
         try:
-            if phase in ("rollout", "learnt") and can_save and (pl_module.policy_version > self._newest[0] or is_lost):
+            if can_save:
                 if learnt and trainer.training:  # the update's row may not be written yet
                     trainer._logger_connector.update_train_step_metrics()  # pyright: ignore[reportAttributeAccessIssue]
-                with _without_batch(trainer, learnt, self._validated):
+                between = nullcontext() if phase == "ended" else _without_batch(trainer, learnt, self._validated)
+                with between:
                     self._save_or_rescue(trainer, pl_module)
         except (CheckpointError, OSError) as error:
             say(str(error))
         finally:
+            self._leaves_out = False
             self._hang_up()
         if phase != "away" and trainer.is_global_zero:
             say(self._how_to_go_on(trainer))
 
+    def _finds_newest(self, trainer: pl.Trainer) -> bool:
+        """Return whether the newest checkpoint is lost; if the run's folder was moved, look for it there."""
+        version, path = self._newest
+        if path is None or settled(Path(path)).exists():
+            return False
+        moved = self.path(trainer, Path(path).stem)
+        if not settled(moved).exists():
+            return True
+        self._newest = self._given = (version, str(moved))
+        return False
+
     def _save_or_rescue(self, trainer: pl.Trainer, module: GRPOModule) -> None:
         """Save in the run's folder; if that is gone and cannot be made again, in a new folder for temporary files."""
+        root = Path(trainer.default_root_dir)
         try:
+            if self._is_lost and self._moved_to is None and root.exists():  # it may be of another run
+                raise FileExistsError(errno.EEXIST, "something else is in its place", str(root))
             self._save_best(trainer)
             self._save_last(trainer, module.policy_version)
             self._settle(module)
         except (CheckpointError, OSError) as error:
-            if self._several or Path(trainer.default_root_dir).is_dir():
+            if self._several or not (self._is_lost or not root.is_dir()):
                 raise
-            say(str(error))
+            if isinstance(error, CheckpointError):
+                say(str(error))
             path = Path(tempfile.mkdtemp(prefix="lit_grpo-")) / "last.ckpt"
             self._save(trainer, path)
             self._settle(module)
@@ -324,7 +380,9 @@ class RunCheckpoint(pl.Callback):
             return "Stopped before there was anything to save."
         if not settled(Path(path)).exists():
             return f"Update {version} was saved in {path}, which does not exist any more; it was moved or deleted."
-        name = shell(run_name(trainer))
+        name, moved_to = shell(run_name(trainer)), self._moved_to
+        if moved_to is not None:
+            name = f"{shell(moved_to.name)} --run.dir {shell(str(moved_to.parent))}"
         return (
             f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {shell(path)} goes "
             "on from there."
@@ -386,6 +444,52 @@ def run_name(trainer: pl.Trainer) -> str:
     names = [Path(str(logger.name)).parts for logger in trainer.loggers if logger.name]
     name = next((name for name in names if name and parts[-len(name) :] == name), parts[-1:])
     return "/".join(name)
+
+
+def _of_user(trainer: pl.Trainer) -> list[pl.Callback]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return [one for one in callbacks if not type(one).__module__.startswith(("lit_grpo.", "lightning."))]
+
+
+@contextmanager
+def _guarded_hooks(trainer: pl.Trainer, leaves_out: bool = False) -> Iterator[None]:
+    """Name a user's callback that fails in what it adds to a checkpoint.
+
+    Args:
+        trainer: Lightning's Trainer.
+        leaves_out: Whether the checkpoint is made without it then, because it is the last one of a run that ends.
+
+    Raises:
+        ValueError: A callback failed.
+    """
+    before = [(vars(one), name, vars(one).get(name)) for one in _of_user(trainer) for name in _SAVING]
+    for one in _of_user(trainer):
+        for name in _SAVING:
+            vars(one)[name] = _guarded(one, name, leaves_out)
+    try:
+        yield
+    finally:
+        for attributes, name, value in before:
+            attributes.pop(name)
+            attributes |= {} if value is None else {name: value}
+
+
+def _guarded(callback: pl.Callback, name: str, leaves_out: bool) -> Callable[..., Any]:
+    hook = getattr(callback, name)
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return hook(*arguments)
+        except Exception as error:  # the user's own code, which may fail in any way
+            said = first_line(error)
+            said = said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
+            sentence = f"{type(callback).__name__}.{name} failed ({said})"
+            if not leaves_out:
+                raise ValueError(f"{sentence}, so no checkpoint can be written; mend it, or leave it out.") from error
+            say(f"{sentence}; the checkpoint is without what it keeps.")
+            return {}
+
+    return call
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from lit_grpo.checkpoints.form import place_of
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Completions, check_value
 from lit_grpo.process.terminal import first_line
@@ -61,7 +63,7 @@ REFUSED: dict[type[pl.Callback], str] = {
     ModelPruning: "replaces weights outside of an update; leave it out, and prune the exported policy",
 }
 """Lightning's callbacks that cannot do here what they do elsewhere, each with the reason and the remedy."""
-FORMAT = 15
+FORMAT = 16
 """Of checkpoints; it changes whenever what they hold does."""
 
 
@@ -103,29 +105,30 @@ def check_generations(num_generations: int, eval_num_generations: int, pass_at_k
             )
 
 
-def check_checkpoint(checkpoint: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a checkpoint that another program wrote, or that is of another policy.
+def check_checkpoint(
+    checkpoint: Mapping[str, Any], weights: Mapping[str, torch.Tensor], path: Path | str | None
+) -> None:
+    """Refuse a checkpoint that is of another policy.
 
     Args:
         checkpoint: The checkpoint to load.
         weights: The policy's weights by name, into which the checkpoint is to be loaded.
+        path: Its path, for the message.
 
     Raises:
-        ValueError: It is foreign, or lacks one of the weights, or has one more or of another shape.
+        ValueError: It lacks one of the weights, or has one more or of another shape.
     """
-    if not {"policy_version", "state_dict"} <= checkpoint.keys():
-        raise ValueError("The checkpoint was not written by lit_grpo; give one of a run's folder checkpoints/.")
     theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
     own = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in [*own, *theirs]:
         if theirs.get(name) != own.get(name):
             raise ValueError(
-                f"The checkpoint is of another policy: the shape of {name} is {theirs.get(name, 'none')} there and "
+                f"{place_of(path)} is of another policy: the shape of {name} is {theirs.get(name, 'none')} there and "
                 f"{own.get(name, 'none')} here; set model.policy and model.lora to what it was trained with."
             )
 
 
-def check_format(checkpoint: Mapping[str, Any]) -> None:
+def check_format(checkpoint: Mapping[str, Any], path: Path | str | None) -> None:
     """Refuse to go on from a checkpoint of another format.
 
     Raises:
@@ -133,9 +136,9 @@ def check_format(checkpoint: Mapping[str, Any]) -> None:
     """
     if (theirs := checkpoint.get("format", "earlier")) != FORMAT:
         raise ValueError(
-            f"The checkpoint is of another version of lit_grpo (format {theirs}, where this one has {FORMAT}), and "
-            "training cannot go on from it; go on with that version, or take its policy out with python -m lit_grpo "
-            "export and begin a new run on it."
+            f"{place_of(path)} is of another version of lit_grpo (format {theirs!s:.40}, where this one has {FORMAT}), "
+            "and training cannot go on from it; go on with that version, or take its policy out with python -m "
+            "lit_grpo export and begin a new run on it."
         )
 
 

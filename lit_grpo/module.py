@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
+from lit_grpo.checkpoints.form import check_form
 from lit_grpo.checkpoints.resuming import RunSettings, apply_to, check_optimizer, differences, recorded_settings
 from lit_grpo.checks import (
     FORMAT,
@@ -537,12 +538,15 @@ class GRPOModule(EvaluationModule):
         Raises:
             ValueError: The checkpoint is foreign, or of another policy.
         """
-        self.check_base(checkpoint)
-        check_checkpoint(checkpoint, self._kept(self.state_dict()))
-        self.policy_version = checkpoint["policy_version"]
         learner: Learner | None = getattr(self, "learner", None)
+        path = None if self._trainer is None else self.trainer.ckpt_path
+        check_form(checkpoint, path)
         if learner is not None:
-            check_format(checkpoint)
+            check_format(checkpoint, path)
+            check_form(checkpoint, path, resumes=True)
+        self.check_fits(checkpoint, path)
+        self.policy_version = checkpoint["policy_version"]
+        if learner is not None:
             learner.load_state_dict(checkpoint)
             names, watch = checkpoint["logged"]
             self._names_logged = {source: set(those) for source, those in names.items()}
@@ -552,9 +556,10 @@ class GRPOModule(EvaluationModule):
             self.held_out_curves.load_state_dict(held_out)
             self._told_before = checkpoint["told"]
 
-    def check_base(self, checkpoint: Mapping[str, Any]) -> None:
-        """Check that what the adapters of a checkpoint were trained on is the policy, before anything is written."""
+    def check_fits(self, checkpoint: Mapping[str, Any], path: Path | str | None) -> None:
+        """Check that a checkpoint is of the policy, and that its adapters were trained on it, before it is loaded."""
         check_base(checkpoint, self._base, recorded_name(self.policy_name, self._continues), self.policy_dtype)
+        check_checkpoint(checkpoint, self._kept(self.state_dict()), path)
 
     def _kept(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the weights that a checkpoint has: all of them, or with adapters what is trained."""

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from lit_grpo.checks import FORMAT
 from lit_grpo.tools.dashboard import sections
 
 HOSTILE = (
@@ -36,6 +38,28 @@ def all_metrics() -> list[str]:
     names = [metric.name for section in sections() for metric in section.metrics]
     known = [member for name in names for member in members.get(name, [name.replace("*", "8")])]
     return [*known, "mine/words", "mine/<b>bold</b>"]
+
+
+def make_checkpoint(version: int = 4) -> dict[str, Any]:
+    """What a run puts into a checkpoint, but small."""
+    moments = {"state": {0: {"exp_avg": torch.randn(40, 30)}}, "param_groups": [{"lr": 1e-3, "params": [0, 1]}]}
+    return {
+        "state_dict": {"weight": torch.randn(40, 30), "bias": torch.randn(70)},
+        "optimizer_states": [moments],
+        "lr_schedulers": [],
+        "callbacks": {},
+        "loops": {"fit_loop": {}},
+        "epoch": 0,
+        "global_step": version,
+        "format": FORMAT,
+        "policy_version": version,
+        "told": {"model.policy": "tiny"},
+        "logged": ({}, {}),
+        "reward_curves": ({}, {}),
+        "learner": {"beta": 0.0, "history": {}, "skipped": 0, "budget": None},
+        "hyper_parameters": {"policy": "tiny", "dtype": "float32", "lora": None},
+        "pytorch-lightning_version": "2.0.0",
+    }
 
 
 def make_run(folder: Path, updates: int = 40, names: list[str] | None = None) -> Path:

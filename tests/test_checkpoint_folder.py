@@ -1,5 +1,7 @@
 import os
 import pickle
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from lit_grpo.checkpoints import (
     FolderIO,
     WholeFileIO,
     check_folder,
+    fault_of,
     put_in_place,
     read,
     read_state,
@@ -116,3 +119,21 @@ def test_a_folder_that_cannot_be_read_is_a_sentence_and_runs_nothing(
     (path / "state.pt").unlink()
     with pytest.raises(ValueError, match=r"is a folder, but no checkpoint \(it has no state\.pt\); give"):
         check_folder(path)
+
+
+def test_shards_of_another_save_are_refused_before_and_while_they_are_read(path: Path, tmp_path: Path) -> None:
+    """Two saves of equal states differ too, and whatever file of one is copied to the other."""
+    FolderIO().save_checkpoint(CHECKPOINT, tmp_path / "other.ckpt")
+    assert fault_of(path) is None
+    for file in sorted((tmp_path / "other.ckpt").iterdir()):
+        mixed = Path(shutil.copytree(path, tmp_path / f"mixed-{file.name}.ckpt"))
+        shutil.copy(file, mixed / file.name)
+        assert re.match(r"is damaged, or mixes files of two saves", str(fault_of(mixed)))
+    with pytest.raises(ValueError, match=r"cannot read checkpoint .*A shard of the checkpoint is of another save"):
+        read(tmp_path / "mixed-__0_0.distcp.ckpt")
+    listed = tmp_path / "other.ckpt" / ".metadata"
+    flipped = bytearray(listed.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    listed.write_bytes(flipped)
+    with pytest.raises(ValueError, match=r"its \.metadata cannot be read"):
+        read(tmp_path / "other.ckpt")

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeFileIO, read
-from lit_grpo.process.values import find_foreign
+from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeFileIO, fault_of, read
+from lit_grpo.checkpoints.disk import not_written
+from lit_grpo.process.values import checksum, find_foreign
 
 Point = namedtuple("Point", "x")
 
@@ -113,3 +114,25 @@ def test_a_state_that_contains_itself_is_foreign() -> None:
 class Mute:
     def __repr__(self) -> str:
         raise RuntimeError("has no words")
+
+
+def test_checksums_hold_for_every_value_that_comes_back_and_for_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    WholeFileIO().save_checkpoint({"callbacks": KEPT}, path)
+    assert fault_of(path) is None
+    for place, value in (("scalars", [None, 1]), ("containers", {}), ("tensor", torch.arange(4)), ("days", None)):
+        saved = torch.load(path, weights_only=True)
+        saved["callbacks"][place] = value
+        torch.save(saved, tmp_path / f"{place}.ckpt")
+        assert fault_of(tmp_path / f"{place}.ckpt") == "is not what was saved (callbacks was changed)"
+    assert checksum([1, (True, {"a": 0.0})]) != checksum([1, (1, {"a": 0.0})]) != checksum([1, [1, {"a": 0.0}]])
+    assert checksum({"a": 1, "b": 2}) != checksum({"b": 2, "a": 1}) and checksum({1, 2}) == checksum({2, 1})
+
+
+def test_a_checkpoint_whose_folder_is_gone_is_not_said_to_need_room(tmp_path: Path) -> None:
+    gone = tmp_path / "runs" / "last.ckpt"
+    said = str(not_written(gone, FileNotFoundError(2, "No such file or directory")))
+    assert said.endswith("(No such file or directory); its folder was moved or deleted while the run went on.")
+    (tmp_path / "last.ckpt").touch()
+    said = str(not_written(tmp_path / "last.ckpt", OSError(28, "No space left on device")))
+    assert said.endswith("device), and the one before it is unchanged; make room or choose another run.dir.")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import random_policy
 from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups
+from made_runs import make_checkpoint
 
-from lit_grpo.checks import FORMAT
+from lit_grpo.checkpoints import WholeFileIO
 from lit_grpo.cli.parsing.refusals import check_settings, check_values
 
 TRAINER = {
@@ -76,17 +77,19 @@ def test_checkpoints_come_from_disk_and_from_runs(tmp_path: Path) -> None:
         str(tmp_path): "is a folder of checkpoints; give one of them, such as",
         str(tmp_path / "text.ckpt"): "is no checkpoint, or a damaged one",
         str(tmp_path / "code.ckpt"): "or one that would run code",
-        str(tmp_path / "foreign.ckpt"): "is no checkpoint of lit_grpo",
+        str(
+            tmp_path / "foreign.ckpt"
+        ): "foreign.ckpt' is not as expected: hyper_parameters: field required, as are 1 more",
     }
     for path, sentence in refused.items():
         with pytest.raises(ValueError, match=sentence):
             check_settings(settings(path), fits=True)
-    torch.save({"policy_version": 1, "state_dict": {}, "format": FORMAT}, tmp_path / "ours.ckpt")
+    WholeFileIO().save_checkpoint(make_checkpoint(), tmp_path / "ours.ckpt")
     check_settings(settings(str(tmp_path / "ours.ckpt")), fits=True)
 
 
 def test_a_checkpoint_of_an_earlier_format_is_refused_where_training_would_go_on_from_it(tmp_path: Path) -> None:
-    torch.save({"policy_version": 1, "state_dict": {}, "told": {}}, tmp_path / "last.ckpt")
+    torch.save({name: part for name, part in make_checkpoint().items() if name != "format"}, tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match=r"another version of lit_grpo \(format earlier, .* python -m lit_grpo export"):
         check_settings(settings(str(tmp_path / "last.ckpt")), fits=True)
     check_settings(settings(str(tmp_path / "last.ckpt")), fits=False)
@@ -94,7 +97,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_where_training_would_go_on
 
 def test_a_truncated_checkpoint_names_the_newest_whole_one_beside_it(tmp_path: Path) -> None:
     for name, version in (("best", 4), ("older", 2), ("last", 6)):
-        torch.save({"policy_version": version, "state_dict": {}, "format": FORMAT}, tmp_path / f"{name}.ckpt")
+        WholeFileIO().save_checkpoint(make_checkpoint(version), tmp_path / f"{name}.ckpt")
     last = tmp_path / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-100])
     with pytest.raises(

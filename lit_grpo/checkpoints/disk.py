@@ -16,7 +16,7 @@ STATE = "state.pt"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint could not be written; the one before it is unchanged."""
+    """A checkpoint could not be written; the one before it, if there was one, is unchanged."""
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
@@ -25,10 +25,10 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
         return error
     cause = error if isinstance(error, OSError) else error.__context__
     reason = cause.strerror if isinstance(cause, OSError) else first_line(error)
-    return CheckpointError(
-        f"The checkpoint {path} could not be written ({reason}), and the one before it is unchanged; make room or "
-        "choose another run.dir."
-    )
+    remedy = "make room or choose another run.dir"
+    if isinstance(cause, FileNotFoundError | NotADirectoryError):
+        remedy = "its folder was moved or deleted while the run went on"
+    return CheckpointError(f"The checkpoint {path} could not be written ({reason}){_kept(path)}; {remedy}.")
 
 
 def not_readable(path: Path, checkpoint: Mapping[str, Any], error: BaseException) -> CheckpointError:
@@ -38,9 +38,13 @@ def not_readable(path: Path, checkpoint: Mapping[str, Any], error: BaseException
     if named is None:
         return not_written(path, error)
     return CheckpointError(
-        f"The checkpoint {path} could not be read back, because {named}, and the one before it is unchanged; have the "
-        f"state() or state_dict() that says so return {PLAIN}."
+        f"The checkpoint {path} could not be read back, because {named}{_kept(path)}; have the state() or state_dict() "
+        f"that says so return {PLAIN}."
     )
+
+
+def _kept(path: Path) -> str:
+    return ", and the one before it is unchanged" if settled(path).exists() else ""
 
 
 def aside_of(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ from torch import distributed
 
 from lit_grpo.checkpoints.disk import CheckpointError, aside_of, not_readable, put_in_place, settled
 from lit_grpo.checkpoints.folder import apart, check_folder, fill, read_state, replaced, write_folder
+from lit_grpo.checkpoints.form import sealed
 from lit_grpo.checkpoints.whole import check_whole
 from lit_grpo.process.values import UNWRITABLE, from_written, to_written
 
@@ -42,7 +44,7 @@ class WholeFileIO(TorchCheckpointIO):
             path.parent.mkdir(parents=True, exist_ok=True)
             aside.unlink(missing_ok=True)  # it may be a link to a file of the user
             with aside.open("xb") as file:
-                torch.save(checkpoint, file)
+                torch.save(sealed(checkpoint), file)
                 file.flush()
                 os.fsync(file.fileno())
             read_state(aside)
@@ -84,6 +86,7 @@ class FolderIO(WholeFileIO):
         """
         self.prepare()
         state, tensors = apart(to_written(checkpoint))
+        state["save"] = uuid.uuid4().hex  # so that two saves of equal states have two ids
         write_folder(_written(state, Path(path)), tensors, Path(path), self._group)
 
 
@@ -91,7 +94,7 @@ def _written(state: dict[str, Any], path: Path) -> bytes | CheckpointError:
     """Return what a folder holds beside the shards; the error where that could not be read back."""
     file = io.BytesIO()
     try:
-        torch.save(state, file)
+        torch.save(sealed(state), file)
         file.seek(0)
         torch.load(file, map_location="cpu", weights_only=True)
     except UNWRITABLE as error:

@@ -9,11 +9,14 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -22,10 +25,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lit_grpo.checkpoints.disk import STATE, CheckpointError, aside_of, not_written, put_in_place, remove
+from lit_grpo.process.terminal import first_line
 from lit_grpo.process.values import from_written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch.distributed.checkpoint.planner import SavePlanner
 
 METADATA = ".metadata"
 """Torch's list of the shards; everything else is in the file ``STATE``, a sharded tensor without its content."""
@@ -88,7 +94,8 @@ def write_folder(
     """Write ``path`` on all ranks; it is moved to its place after every rank's shards are on the disk.
 
     Args:
-        state: The content of the file ``STATE``, or why there is none; the first rank's is written.
+        state: The content of the file ``STATE``, or why there is none; the first rank's is written. Its checksum is the
+            id of the save, with which every shard begins, and which torch's list names for every shard.
         tensors: The shards by name; all ranks have the same names.
         path: The folder, on a file system that all ranks see.
         group: The process group of all ranks, on CPUs; None for a single process.
@@ -118,11 +125,15 @@ def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> N
         alone: Whether this process reads without the other ranks.
 
     Raises:
-        ValueError: The folder was replaced meanwhile, so that the tensors may be of two checkpoints.
+        ValueError: A shard cannot be read or is of another save, or the folder was replaced meanwhile.
     """
     before = _stamp(path)
-    with _alone(alone):
-        load(tensors, storage_reader=_Reader(str(path)), no_dist=alone)
+    try:
+        with _alone(alone):
+            load(tensors, storage_reader=_Reader(str(path)), no_dist=alone)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(f"Rank {rank} cannot read checkpoint {str(path)!r}: {first_line(cause)}") from error
     if before != _stamp(path):
         raise ValueError(f"Checkpoint {str(path)!r} was replaced while it was read; do it again.")
 
@@ -132,8 +143,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
     A sharded tensor has a shape and no content. The tensors of a file are read from the disk when they are used.
     """
+    return from_written(read_written(path))
+
+
+def read_written(path: Path) -> Any:
+    """Read like :func:`read_state`, but return NumPy's values in the form in which they are written."""
     file = path / STATE if path.is_dir() else path
-    return from_written(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 def check_folder(path: Path) -> None:
@@ -168,13 +184,90 @@ def check_folder(path: Path) -> None:
         )
 
 
+def check_one_save(path: Path) -> str | None:
+    """Say why the files of a folder are not known to be of one save; None if they are.
+
+    Only the beginning of each shard is read.
+    """
+    reader, save = _Reader(str(path)), _id_of((path / STATE).read_bytes())
+    for place in reader.read_metadata().storage_data.values():
+        stamps = reader.stamps(place.transform_descriptors or ())
+        if not stamps:
+            return (
+                "was written by an earlier version of lit_grpo, whose files do not say of which save they are (resume "
+                "or export it with that version)"
+            )
+        with (path / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            is_as_listed = all(stamp.is_in(file) for stamp in stamps)
+        others = [stamp for stamp in stamps if stamp.save != save]
+        if others or not is_as_listed:
+            one, other = (METADATA, STATE) if others else (place.relative_path, METADATA)
+            return (
+                f"is damaged, or mixes files of two saves, as after a copy that was interrupted (in it {one} does not "
+                f"belong to {other}; copy all of the folder again)"
+            )
+    return None
+
+
 def written_tensors(path: Path) -> Iterator[tuple[str, str, IO[bytes]]]:
     """Yield each shard in a folder: the tensor's name, the file's name, and the archive in the file."""
     reader = _Reader(str(path))
     for index, place in reader.read_metadata().storage_data.items():
         with (path / place.relative_path).open("rb") as file:
             file.seek(place.offset)
-            yield index.fqn, place.relative_path, io.BytesIO(file.read(place.length))
+            archive: IO[bytes] = io.BytesIO(file.read(place.length))
+        for stamp in reader.stamps(place.transform_descriptors or ()):
+            archive = stamp.transform_from(archive)
+        yield index.fqn, place.relative_path, archive
+
+
+class _Stamp(StreamTransformExtension):
+    """Writes the id of a save, and the rank, before each shard, and checks them when the shard is read.
+
+    Files of two saves have the same names and sizes. A copy that was interrupted may mix whole files or, written in
+    place, the shards in one file.
+
+    Args:
+        save: The id of the save.
+        rank: The number of the rank that writes.
+    """
+
+    def __init__(self, save: str, rank: int) -> None:
+        self.save, self._bytes = save, f"{save}-{rank:06}".encode()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "lit_grpo.save"
+
+    @staticmethod
+    def from_descriptor(version: str) -> _Stamp:
+        save, _, rank = version.partition("-")
+        return _Stamp(save, int(rank))
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/{self._bytes.decode()}"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        output.write(self._bytes)
+        return output
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        if not self.is_in(input):
+            raise ValueError("A shard of the checkpoint is of another save; copy all of its folder again.")
+        return io.BytesIO(input.read())
+
+    def is_in(self, file: IO[bytes]) -> bool:
+        """Return whether the next bytes of a file are the stamp."""
+        return file.read(len(self._bytes)) == self._bytes
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank writes, as the first rank tells it: the beginning of its file's name, and its stamp."""
+
+    prefix: str
+    stamp: _Stamp
 
 
 class _Writer(FileSystemWriter):
@@ -195,24 +288,46 @@ class _Writer(FileSystemWriter):
             raise self._state
         remove(self._aside)  # a killed run may have left it
         self._aside.mkdir(parents=True)
-        return super().prepare_global_plan(plans)
+        save = _id_of(self._state)
+        places = [_Place(f"__{rank}_", _Stamp(save, rank)) for rank in range(len(plans))]
+        return [replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        self.transforms.extensions = (plan.storage_data.stamp,)
+        return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
         assert isinstance(self._state, bytes), "prepare_global_plan has raised"
-        with (self._aside / STATE).open("wb") as file:
-            file.write(self._state)
-            file.flush()
-            os.fsync(file.fileno())
+        listed = self._aside / METADATA
+        for path, mode, content in (
+            (listed, "ab", sha256(listed.read_bytes()).digest()),  # torch's reader stops before it
+            (self._aside / STATE, "wb", self._state),
+        ):
+            with path.open(mode) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
         put_in_place(self._aside, self._place)
 
 
 class _Reader(FileSystemReader):
     """Reads torch's list without letting it run code."""
 
+    def __init__(self, path: str) -> None:
+        registry = ExtensionRegistry()
+        registry.register(_Stamp)
+        super().__init__(path, registry)
+        self.stamps: Any = registry.from_descriptor_list
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / METADATA).open("rb") as file:
-            return _Unpickler(file).load()
+        content = (Path(self.path) / METADATA).read_bytes()
+        file = io.BytesIO(content)
+        metadata = _Unpickler(file).load()
+        listed, own = content[: file.tell()], content[file.tell() :]
+        if own and own != sha256(listed).digest():  # an earlier version wrote none
+            raise ValueError("its checksum does not match")
+        return metadata
 
 
 class _Unpickler(pickle.Unpickler):
@@ -229,6 +344,10 @@ def _alone(alone: bool) -> Iterator[None]:
         if alone:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _id_of(state: bytes) -> str:
+    return sha256(state).hexdigest()[:32]
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -16,9 +16,23 @@ import torch
 from lightning.__version__ import version as lightning_version
 from packaging.version import InvalidVersion, Version
 
-from lit_grpo.checkpoints.folder import STATE, check_folder, read_state, written_tensors
+from lit_grpo.checkpoints.folder import (
+    SHARDED,
+    STATE,
+    check_folder,
+    check_one_save,
+    read_state,
+    read_written,
+    replaced,
+    written_tensors,
+)
+from lit_grpo.checkpoints.form import change_of, check_form
+from lit_grpo.process.values import from_written
 
-UNREADABLE = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, struct.error)
+UNREADABLE = (
+    *(pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+    struct.error,
+)
 """Errors of torch for a file that is damaged or no checkpoint."""
 _NO_ARCHIVE = (
     *(zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOFError, OSError, ValueError),
@@ -45,6 +59,21 @@ def check_whole(path: Path) -> None:
         ValueError: The folder is no checkpoint, or files are missing.
     """
     refuse(path, fault_of(path))
+
+
+def checked(path: Path) -> dict[str, Any]:
+    """Return everything in a checkpoint except shards, once it is known to be whole and to have a policy.
+
+    Args:
+        path: A file, or a folder of shards.
+
+    Raises:
+        ValueError: It is damaged, changed, of two saves, or none of a run.
+    """
+    check_whole(path)
+    checkpoint = read_state(path)
+    check_form(checkpoint, path)
+    return checkpoint
 
 
 def refuse(path: Path, fault: str | None) -> None:
@@ -76,7 +105,8 @@ def _fault(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> str | None:
     with state.open("rb") as file:
         damage = _damage(file)
     try:
-        checkpoint = read_state(path)
+        checkpoint = read_written(path)
+        from_written(checkpoint)
     except UNREADABLE as error:
         why = type(error).__name__ if damage is None else f"{type(error).__name__}; {damage}"
         return f"is no checkpoint, or a damaged one, or one that would run code ({why})"
@@ -85,6 +115,10 @@ def _fault(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> str | None:
     if not isinstance(checkpoint, Mapping):
         return None  # the code that reads it reports this
     if (fault := _version_fault(checkpoint.get("pytorch-lightning_version"))) is not None:
+        return fault
+    if (change := change_of(checkpoint)) is not None:
+        return f"is not what was saved ({change})"
+    if path.is_dir() and (fault := check_one_save(path)) is not None:
         return fault
     if path.is_dir():
         return _shards_fault(path)
@@ -110,8 +144,8 @@ def _shards_fault(folder: Path) -> str | None:
             tensor = torch.load(file, map_location="cpu", weights_only=True)
         except UNREADABLE as error:
             return f"is damaged ({name} in {place} cannot be read: {type(error).__name__})"
-        if name.startswith("state_dict.") and not _is_finite(tensor):
-            return _no_number(name.removeprefix("state_dict."))
+        if not _is_finite(tensor):
+            return _no_number(name)
     return None
 
 
@@ -131,10 +165,11 @@ def _version_fault(version: Any) -> str | None:
 
 
 def _tensors(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    weights = checkpoint.get("state_dict")
-    for name, value in weights.items() if isinstance(weights, Mapping) else ():
-        if isinstance(value, torch.Tensor):
-            yield name, value
+    """Yield the tensors of the weights and the optimizers, each by its name in a folder of shards."""
+    found: dict[str, torch.Tensor] = {}
+    for name in SHARDED:
+        replaced(checkpoint.get(name), name, lambda place, tensor: found.setdefault(place, tensor))
+    yield from found.items()
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -144,7 +179,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _no_number(name: str) -> str:
-    return f"holds NaN or infinity in the weight {name}, so the run that wrote it had failed"
+    what = f"the weight {weight}" if (weight := name.removeprefix("state_dict.")) != name else name
+    return f"holds NaN or infinity in {what}, so the run that wrote it had failed"
 
 
 def _whole_beside(path: Path) -> str:
@@ -153,7 +189,7 @@ def _whole_beside(path: Path) -> str:
     for other in path.parent.glob("*.ckpt"):
         with suppress(*UNREADABLE):
             if other != path and fault_of(other) is None:
-                versions[other] = read_state(other)["policy_version"]
+                versions[other] = int(read_state(other)["policy_version"])
     if not versions:
         return "give one that a run has left in its folder checkpoints/"
     newest = max(versions, key=lambda other: versions[other])

@@ -35,6 +35,7 @@ from lit_grpo.memory import is_out_of_memory
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import CannotGoOn
 from lit_grpo.process.calls import BrokenLoop, TooManyHang
+from lit_grpo.process.files import FolderLostError
 from lit_grpo.process.terminal import error_text, first_line, shell
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
@@ -236,7 +237,7 @@ class GRPOCLI(LightningCLI):
             with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
                 module.configure_model()
             if ckpt_path:
-                module.check_base(read_state(settled(Path(ckpt_path))))
+                module.check_fits(read_state(settled(Path(ckpt_path))), ckpt_path)
 
         return [
             Stage("trainer", lambda: check_trainer(trainer, module.policy_dtype)),
@@ -293,17 +294,21 @@ def run(args: list[str] | None = None, cli: Callable[..., GRPOCLI] = GRPOCLI) ->
         with run_folder, _owners_named():
             cli(run_folder, **cli_arguments(args))
     except OSError as error:
-        if _is_gone(error, run_folder.path) and not os.environ.get("LIT_GRPO_TRACEBACK"):
+        shows = os.environ.get("LIT_GRPO_TRACEBACK")
+        if isinstance(error, FolderLostError) and not shows:
+            exit_with(str(error), code=1)
+        if _is_gone(error, run_folder.path) and not shows:
             exit_with(
                 f"The run's file {error.filename} does not exist any more: its folder {run_folder.path} was moved or "
-                "deleted while the run went on; resume from a checkpoint in it with --ckpt_path, or begin again."
+                "deleted while the run went on.",
+                code=1,
             )
-        if error.errno == errno.EMFILE and not os.environ.get("LIT_GRPO_TRACEBACK"):
+        if error.errno == errno.EMFILE and not shows:
             exit_with(
                 f"The process may not open another file ({error.filename or error.strerror}): its limit, which ulimit "
                 "-n shows, is too low; raise it, for example with ulimit -n 4096, and begin again or resume the run."
             )
-        if error.errno not in FULL or os.environ.get("LIT_GRPO_TRACEBACK"):
+        if error.errno not in FULL or shows:
             raise
         place = "" if error.filename is None else f" to {error.filename}"
         exit_with(

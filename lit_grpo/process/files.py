@@ -88,6 +88,53 @@ def _sweep(place: Path, prefix: str) -> None:
             _remove(path, lock)
 
 
+class FolderLostError(FileNotFoundError):
+    """A folder that a program writes to was moved or deleted meanwhile."""
+
+
+class HeldFolder:
+    """A folder that is known again when it has been moved, and is not mistaken for another one in its place.
+
+    Args:
+        path: The folder, which exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # keeps its number from others
+        self._own = os.fstat(self._descriptor)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the folder is where it was."""
+        return self._is_at(self.path)
+
+    def find(self) -> Path | None:
+        """Return where the folder is now; None if it was deleted, or if this system does not say."""
+        try:
+            place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+        except OSError:
+            return None
+        return place if self._is_at(place) else None
+
+    def error(self) -> FolderLostError:
+        """Return the error that says what has become of the folder."""
+        place = self.find()
+        what = "was moved or deleted" if place is None else f"was moved to {place}"
+        return FolderLostError(f"The run's folder {self.path} {what} while the run went on, so the run has ended.")
+
+    def close(self) -> None:
+        """Release the folder."""
+        with suppress(OSError):  # a user's function has closed it
+            os.close(self._descriptor)
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(self._own, path.stat())
+        except OSError:
+            return False
+
+
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """Give a folder to write to, which becomes ``output`` at the end; an error or an exit leaves nothing of it.

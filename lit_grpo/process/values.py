@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import marshal
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +155,46 @@ def _hashable(value: Any) -> Any:
 
 def _alike(these: Iterable[Any], those: Iterable[Any]) -> bool:
     return all(mine is own for mine, own in zip(these, those, strict=True))
+
+
+def checksum(tree: Any) -> str:
+    """Return a checksum of a tree that :func:`to_written` has returned: the same before it is written and once read.
+
+    Tensors count by dtype and shape; the archive of a checkpoint has checksums of their content.
+    """
+    hashed = blake2b(digest_size=8)
+    for part in _parts(tree):
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def _parts(tree: Any) -> Iterator[bytes]:
+    """Yield the values in a tree in their order, as bytes."""
+    kind = type(tree)
+    if kind in _SCALARS or kind is bytes:
+        yield _in_bytes(tree)
+    elif kind in _MAPPINGS:
+        yield f"{kind.__name__} {len(tree)}".encode()
+        for key, value in tree.items():
+            yield from _parts(key)
+            yield from _parts(value)
+    elif kind is set:
+        yield b"".join(sorted(b"".join(_parts(value)) for value in tree))
+    elif kind in _SEQUENCES:
+        if _SCALARS.issuperset(map(type, tree)):
+            yield _in_bytes(tree)
+            return
+        yield f"{kind.__name__} {len(tree)}".encode()
+        for value in tree:
+            yield from _parts(value)
+    elif hasattr(tree, "dtype") and hasattr(tree, "shape"):
+        yield f"{tree.dtype} {tuple(tree.shape)}".encode()
+    else:
+        yield _name(tree).encode()
+
+
+def _in_bytes(value: Any) -> bytes:
+    return marshal.dumps(value, 2)  # later versions depend on which values are one object
 
 
 def named_foreign(checkpoint: Mapping[str, Any]) -> str | None:

@@ -131,7 +131,7 @@ def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing_behind(whol
     assert [path.name for path in (folder / "kept").iterdir()] == ["filler"]
 
 
-@pytest.mark.parametrize("in_its_place", table_rows(["nothing", "a file"], ["a file"]))
+@pytest.mark.parametrize("in_its_place", table_rows(["nothing", "a file", "a folder"], ["a file"]))
 def test_weights_of_a_run_whose_folder_is_removed_are_saved(
     in_its_place: str, policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -144,6 +144,8 @@ def test_weights_of_a_run_whose_folder_is_removed_are_saved(
             shutil.rmtree("runs")
             if in_its_place == "a file":
                 Path("runs").touch()
+            if in_its_place == "a folder":
+                Path("runs/grpo").mkdir(parents=True)
         return [float(len(each) % 3) for each in completions]
 
     with pytest.raises(FileNotFoundError):
@@ -161,5 +163,5 @@ def test_weights_of_a_run_whose_folder_is_removed_are_saved(
     (saved,) = tmp_path.rglob("last.ckpt")
     assert torch.load(saved, weights_only=True)["global_step"] == 3
     assert (
-        f"--ckpt_path {saved if in_its_place == 'a file' else saved.relative_to(tmp_path)}" in capsys.readouterr().out
+        f"--ckpt_path {saved.relative_to(tmp_path) if in_its_place == 'nothing' else saved}" in capsys.readouterr().out
     )

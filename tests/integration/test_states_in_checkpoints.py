@@ -33,7 +33,19 @@ class Keeps(pl.Callback):
         return {"best": self.best, "kept": [kept]}
 
 
-def train(policy: Path, callback: pl.Callback, **options: Any) -> Any:
+class Adds(pl.Callback):
+    """Adds to checkpoints, and fails from an update on."""
+
+    def __init__(self, fails_from: int) -> None:
+        self.fails_from = fails_from
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        if trainer.global_step >= self.fails_from:
+            raise KeyError("no such average")
+        checkpoint["averages"] = len(checkpoint["state_dict"])
+
+
+def train(policy: Path, callback: pl.Callback, every: int = 1, **options: Any) -> Any:
     return lit_grpo.train(
         str(policy),
         ROWS,
@@ -42,7 +54,7 @@ def train(policy: Path, callback: pl.Callback, **options: Any) -> Any:
         num_generations=2,
         sampling={"max_tokens": 4},
         trainer={"accelerator": "cpu", "enable_progress_bar": False, "callbacks": [callback]},
-        callbacks={"checkpoint": {"every_n_updates": 1}},
+        callbacks={"checkpoint": {"every_n_updates": every}},
         **options,
     )
 
@@ -63,3 +75,22 @@ def test_callbacks_keep_what_can_be_read_back_and_what_cannot_is_refused_in_time
     saved = read(Path("runs/late/checkpoints/last.ckpt"))
     assert saved["policy_version"] == 1 and saved["callbacks"]["Keeps"] == {"best": 0.5, "kept": [1]}
     assert type(saved["callbacks"]["Keeps"]["best"]) is np.float64
+
+
+def test_a_callback_that_fails_as_a_checkpoint_is_made_is_named_at_once_and_the_run_is_saved_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed = r"Adds\.on_save_checkpoint failed \(KeyError: 'no such average'\)"
+    with pytest.raises(ValueError, match=f"{failed}, so no checkpoint can be written; mend it, or leave it out"):
+        train(policy_folder, Adds(fails_from=0), max_steps=3, name="first", every=50)
+    assert not Path("runs/first/metrics.csv").exists()
+    with pytest.raises(ValueError, match=failed):
+        train(policy_folder, Adds(fails_from=2), max_steps=3, name="late", every=50)
+    said = capsys.readouterr().out
+    assert "Adds.on_save_checkpoint failed" in said and "the checkpoint is without what it keeps" in said
+    assert "Update 3 is saved" in said
+    saved = read(Path("runs/late/checkpoints/last.ckpt"))
+    assert saved["policy_version"] == 3 and "averages" not in saved
+    run = train(policy_folder, Adds(fails_from=99), max_steps=1, name="good")
+    assert read(run.folder / "checkpoints/last.ckpt")["averages"] == len(saved["state_dict"])

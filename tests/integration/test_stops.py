@@ -26,8 +26,10 @@ def score(completion):
         number = next(numbers)
         if number == int(when) and what == "FAIL":
             raise KeyError("no such answer")
-        if number == int(when) and what == "MOVE":
+        if number == int(when) and what in ("MOVE", "REPLACE"):
             os.rename("runs/task", "elsewhere")
+            if what == "REPLACE":
+                os.mkdir("runs/task")  # as a logger does
         elif number == int(when):
             os.kill(os.getpid(), int(what))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
@@ -227,17 +229,26 @@ def test_a_policy_that_collapses_is_named_and_the_best_one_before_it_is_kept(
         assert largest[0] < 10 and not largest[1] < 1e5
 
 
-def test_a_folder_that_is_moved_while_its_run_goes_on_ends_it_in_one_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", table_rows(["MOVE", "REPLACE"], ["REPLACE"]))
+def test_a_folder_that_is_moved_while_its_run_goes_on_ends_it_and_has_all_of_it(
+    what: str, folder: Path, whole: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "event").write_text("MOVE 26")
+    from safetensors.torch import load_file
+
+    (folder / "event").write_text(f"{what} 26")
     with pytest.raises(SystemExit) as exit_:
-        fit("task", "--checkpoint.every_n_updates", "2")
+        fit("task", "--checkpoint.every_n_updates", "4")
     said = capsys.readouterr()
-    assert exit_.value.code == 2
-    assert "does not exist any more: its folder runs/task was moved or deleted while the run went on" in said.err
-    named = re.findall(r"--ckpt_path (\S+)", said.out)
-    assert all(Path(path).exists() for path in named) and Path("elsewhere/checkpoints/last.ckpt").exists()
+    assert exit_.value.code == 1
+    assert f"runs/task was moved to {folder}/elsewhere while the run went on, so the run has ended" in said.err
+    (line,) = [one for one in said.out.splitlines() if "goes on from there" in one]
+    assert line.startswith(f"Update {version('elsewhere/checkpoints/last.ckpt')} is saved; ")
+    (folder / "event").unlink()
+    words = re.findall(r"(--run\.name|--run\.dir|--ckpt_path) (\S+)", line)
+    run(["fit", "--config", "elsewhere/config.yaml", *(word for pair in words for word in pair)])
+    assert not list(Path("runs/task").rglob("*.ckpt"))
+    expected, actual = (load_file(f"{one}/policy/model.safetensors") for one in ("runs/whole", "elsewhere"))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("steps", "good"), table_rows([("2", False), ("6", True)], [("6", True)]))

@@ -12,7 +12,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 from jsonargparse import Namespace
 
-from lit_grpo.checkpoints import check_folder, check_whole, read_state, settled
+from lit_grpo.checkpoints import check_folder, check_form, check_whole, read_state, settled
+from lit_grpo.checkpoints.form import CHECKSUMS
 from lit_grpo.checks import check_format, check_intervals, check_left_to_module
 from lit_grpo.process.packages import require
 from lit_grpo.training.run_folder import RunConfig, is_first_rank
@@ -220,9 +221,12 @@ def check_ckpt_path(path: str, fits: bool) -> None:
     if is_first_rank():  # it checks for all ranks, because the check reads every file
         check_whole(file)
     checkpoint = read_state(file)
-    if not isinstance(checkpoint, Mapping) or not {"policy_version", "state_dict"} <= checkpoint.keys():
-        raise ValueError(
-            f"{path!r} is no checkpoint of lit_grpo; give one that a run has left in its folder checkpoints/."
-        )
+    check_form(checkpoint, path)
     if fits:
-        check_format(checkpoint)
+        check_format(checkpoint, path)
+        check_form(checkpoint, path, resumes=True)
+        if CHECKSUMS not in checkpoint:
+            raise ValueError(
+                f"The checkpoint {path!r} was not written by lit_grpo, or was changed after that: it has no field "
+                f"{CHECKSUMS}; give one that a run has left in its folder checkpoints/."
+            )

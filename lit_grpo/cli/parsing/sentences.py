@@ -16,10 +16,10 @@ from lit_grpo.tools.migration import TRL
 CONFIG = ("--config", "-c")
 
 
-def exit_with(sentence: str) -> NoReturn:
-    """Print an error, with control characters of quoted values made visible, and exit with code 2."""
+def exit_with(sentence: str, code: int = 2) -> NoReturn:
+    """Print an error, with control characters of quoted values made visible, and exit; code 2 is a wrong input."""
     print(f"error: {visible(sentence)}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 class SentenceParser(argparse.ArgumentParser):

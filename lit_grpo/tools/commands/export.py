@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_grpo.checkpoints import check_whole, read, settled
+from lit_grpo.checkpoints import checked, read, settled
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.process.files import new_folder
 from lit_grpo.process.signals import exit_on_signals
+from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
     from lit_grpo.module import GRPOModule
@@ -62,7 +62,7 @@ def load_checkpoint(checkpoint: Path, policy: str | None = None) -> GRPOModule:
     """
     from lit_grpo.module import GRPOModule
 
-    check_whole(checkpoint)
+    checked(checkpoint)
     try:
         saved = read(checkpoint, only=("state_dict",))
         told: dict[str, Any] = saved["hyper_parameters"] | ({} if policy is None else {"policy": policy})
@@ -75,6 +75,8 @@ def load_checkpoint(checkpoint: Path, policy: str | None = None) -> GRPOModule:
         module.configure_model()
         module.on_load_checkpoint(saved)
         module.load_state_dict(saved["state_dict"], strict=module.strict_loading)
-    except (RuntimeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{str(checkpoint)!r} is no checkpoint of a run: {str(error).splitlines()[0]}") from error
+    except NotLoadedError:
+        raise
+    except (RuntimeError, OSError, ValueError) as error:
+        raise ValueError(f"The policy of {str(checkpoint)!r} cannot be loaded: {first_line(error)}") from error
     return module

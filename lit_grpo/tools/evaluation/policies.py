@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.checkpoints import check_whole, read, settled
+from lit_grpo.checkpoints import checked, settled
 from lit_grpo.policy.named import resolve_policy
-from lit_grpo.process.terminal import first_line
 
 _OF_A_POLICY = ("config.json", "adapter_config.json")
 _OF_A_RUN = ("versions.json",)
@@ -81,12 +79,8 @@ def _of_checkpoint(given: str, path: Path) -> PolicySource:
     if not checkpoint.exists():
         there = " or ".join(sorted(map(str, path.parent.glob("*.ckpt")))) or "one of a run's checkpoints"
         raise ValueError(f"There is no checkpoint {given!r}; give {there}.")
-    check_whole(checkpoint)
-    try:
-        saved = read(checkpoint, only=())["hyper_parameters"]
-        policy, lora, dtype = saved["policy"], saved["lora"], saved["dtype"]
-    except (RuntimeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{given!r} is no checkpoint of a run: {first_line(error)}.") from error
+    saved = checked(checkpoint)["hyper_parameters"]
+    policy, lora, dtype = saved["policy"], saved["lora"], saved["dtype"]
     if not policy:
         raise ValueError(
             f"The checkpoint {given!r} is of a model that was made, not loaded; give the policy that the run has saved."

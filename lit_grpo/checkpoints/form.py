@@ -1,0 +1,118 @@
+"""The form of a checkpoint: the fields that its readers need, and a checksum of each field as it was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from typing_extensions import NotRequired, TypedDict  # noqa: UP035 (pydantic needs it in Python 3.11)
+
+from lit_grpo.process.inputs import typed
+from lit_grpo.process.values import checksum
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHECKSUMS = "checksums"
+"""The field with the checksums of the other fields."""
+_REMEDY = "give one that a run of lit_grpo has left in its folder checkpoints/"
+Fields = dict[str, Any]
+
+
+class _Settings(TypedDict):
+    policy: str
+    dtype: Literal["float32", "bfloat16"]
+    lora: Fields | None
+
+
+class _Policy(TypedDict):
+    """What is needed of a checkpoint for its policy."""
+
+    __pydantic_config__ = {"arbitrary_types_allowed": True}  # noqa: RUF012 # pyright: ignore[reportGeneralTypeIssues]
+    state_dict: dict[str, torch.Tensor]
+    hyper_parameters: _Settings
+    policy_version: int
+    base: NotRequired[str]
+
+
+class _Optimizer(TypedDict):
+    state: dict[int | str, Fields]
+    param_groups: list[Fields]
+
+
+class _Loops(TypedDict):
+    fit_loop: Fields
+
+
+class _Learner(TypedDict):
+    beta: float
+    history: Fields
+    skipped: int
+    budget: int | None
+
+
+class _Run(_Policy):
+    """What is needed to resume a run."""
+
+    __pydantic_config__ = {"arbitrary_types_allowed": True}  # noqa: RUF012 # pyright: ignore[reportGeneralTypeIssues]
+    format: int
+    epoch: int
+    global_step: int
+    loops: _Loops
+    callbacks: Fields
+    optimizer_states: list[_Optimizer]
+    lr_schedulers: list[Fields]
+    told: Fields
+    logged: tuple[Fields, Fields]
+    reward_curves: tuple[Fields, Fields]
+    learner: _Learner
+
+
+def sealed(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with the checksums of its fields.
+
+    The archive of a checkpoint proves that its bytes are those that were written. The checksums prove that nobody has
+    loaded, changed and saved it: a position in the data that was changed would train to other weights without a word.
+
+    Args:
+        checkpoint: What is written; NumPy's values are in the form in which they are written.
+    """
+    own = {name: checksum(part) for name, part in checkpoint.items() if name != CHECKSUMS}
+    return {**checkpoint, CHECKSUMS: own}
+
+
+def change_of(checkpoint: Mapping[str, Any]) -> str | None:
+    """Say how a checkpoint differs from what was saved; None if it does not, or has no checksums.
+
+    Args:
+        checkpoint: The checkpoint as it is written.
+    """
+    if CHECKSUMS not in checkpoint:
+        return None
+    saved, own = checkpoint[CHECKSUMS], sealed(checkpoint)[CHECKSUMS]
+    if not isinstance(saved, Mapping):
+        return f"{CHECKSUMS} was changed"
+    name = next((name for name in {**saved, **own} if saved.get(name) != own.get(name)), None)
+    if name is None:
+        return None
+    return f"{name!s:.80} was {'removed' if name not in own else 'changed' if name in saved else 'added'}"
+
+
+def check_form(checkpoint: Any, path: Path | str | None = None, resumes: bool = False) -> None:
+    """Refuse a checkpoint that lacks a field that its readers need, or has one of another type.
+
+    Args:
+        checkpoint: What has been read, before anything is loaded from it.
+        path: Its path, for the message.
+        resumes: Whether a run is to be resumed from it; for its policy fewer fields are needed.
+
+    Raises:
+        ValueError: The message names the first such field.
+    """
+    typed(checkpoint, _Run if resumes else _Policy, place_of(path), _REMEDY)
+
+
+def place_of(path: Path | str | None) -> str:
+    """Return the beginning of a sentence about a checkpoint."""
+    return "The checkpoint" if path is None else f"The checkpoint {str(path)!r}"
