@@ -331,8 +331,9 @@ class RunCheckpoint(pl.Callback):
         self._leaves_out = True
         try:
             if can_save:
-                if learnt and trainer.training:  # the update's row may not be written yet
-                    trainer._logger_connector.update_train_step_metrics()  # pyright: ignore[reportAttributeAccessIssue]
+                logs: Any = trainer._logger_connector  # pyright: ignore[reportAttributeAccessIssue]
+                if learnt and trainer.training and logs._first_loop_iter is not None:  # else the epoch has ended
+                    logs.update_train_step_metrics()  # the update's row may not be written yet
                 between = nullcontext() if phase == "ended" else _without_batch(trainer, learnt, self._validated)
                 with between:
                     self._save_or_rescue(trainer, pl_module)

@@ -96,9 +96,10 @@ def test_the_tokenizer_and_its_chat_template_come_with_the_file(file: Path) -> N
 )
 def test_what_rounding_has_done_is_told_where_weights_were_rounded(kind: str, told: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "small.gguf", kind)
-    note = files_note(str(tmp_path / "small.gguf"), "bfloat16")
+    path = str(tmp_path / "small.gguf")
+    note = files_note(path, "bfloat16", load_policy(path))
     assert note == (f"{told}with the rounded model" if told else "")
-    assert files_note("tiny", "float32") == ""
+    assert files_note("tiny", "float32", load_policy("tiny")) == ""
 
 
 def test_adapters_on_a_gguf_file_find_it_again(file: Path, tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_adapters_on_a_gguf_file_find_it_again(file: Path, tmp_path: Path) -> No
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, again[name]), name
     assert load_tokenizer(str(tmp_path)).eos_token == "<eos>"
-    assert files_note(str(tmp_path), "float32").startswith("small.gguf holds weights of 8.7 bits")
+    assert files_note(str(tmp_path), "float32", model).startswith("small.gguf holds weights of 8.7 bits")
 
 
 def test_a_folder_with_one_gguf_file_means_the_file(file: Path, tmp_path: Path) -> None:

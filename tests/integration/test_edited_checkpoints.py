@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -161,7 +161,7 @@ EDITS: dict[str, Callable[[Checkpoint], Any]] = {
     **{f"{field} = None": set_to(field, None) for field in FIELDS},
     **{f"{field} a list": set_to(field, []) for field in FIELDS},
     "a field more": set_to("more", [1, 2]),
-    "a number as a key": lambda saved: saved.update({5: 5}),
+    "a number as a key": lambda saved: cast("dict[Any, Any]", saved).update({5: 5}),
     "no fit_loop": lambda saved: saved["loops"].pop("fit_loop"),
     "another position in the loop": lambda saved: saved["loops"]["fit_loop"]["epoch_loop.batch_progress"][
         "total"

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -293,10 +293,10 @@ def test_a_run_whose_environment_is_gone_for_good_is_saved_and_ends(folder: str,
 class Unset(Catch):
     """Fails at every reset, in the way that a row names."""
 
-    _fails: Callable[[], Any]
+    fails: ClassVar[list[Callable[[], Any]]] = []
 
     def reset(self, *args: Any, **columns: Any) -> Any:
-        return type(self)._fails()
+        return type(self).fails[0]()
 
 
 def no_board() -> None:
@@ -327,7 +327,7 @@ def test_an_environment_that_fails_at_every_reset_ends_the_run_at_its_first_batc
     kind: str, folder: str, tmp_path: Path
 ) -> None:
     fails, error, why = FAILURES[kind]
-    Unset._fails = staticmethod(fails)
+    Unset.fails[:] = [fails]
     rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
     with pytest.raises(Exception, match=why) as raised:
         train(folder, rows, None, max_steps=3, factory=Unset, max_turns=2, retries=1, reset_timeout_s=0.2)

@@ -31,11 +31,13 @@ def typed_fields(given: Mapping[str, Any], table: Mapping[str, Counterpart]) -> 
     import pydantic
 
     read = pydantic.BeforeValidator(_number)
-    whole = Annotated[int, read, pydantic.Field(ge=-LARGEST, le=LARGEST)]
-    count = Annotated[int, read, pydantic.Field(ge=1, le=LARGEST)]
-    number = Annotated[pydantic.FiniteFloat, read, pydantic.Field(ge=-LARGEST, le=LARGEST)]
-    positive = Annotated[pydantic.FiniteFloat, read, pydantic.Field(ge=0, le=LARGEST)]
-    texts = Annotated[list[str], pydantic.BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+    whole: Any = Annotated[int, read, pydantic.Field(ge=-LARGEST, le=LARGEST)]
+    count: Any = Annotated[int, read, pydantic.Field(ge=1, le=LARGEST)]
+    number: Any = Annotated[pydantic.FiniteFloat, read, pydantic.Field(ge=-LARGEST, le=LARGEST)]
+    positive: Any = Annotated[pydantic.FiniteFloat, read, pydantic.Field(ge=0, le=LARGEST)]
+    texts: Any = Annotated[
+        list[str], pydantic.BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    ]
     of_defaults = {bool: bool, int: whole, float: number, str: str}
     own: dict[str, Any] = {
         **dict.fromkeys(("num_generations", "num_iterations", "gradient_accumulation_steps", "lora_r"), count),
