@@ -165,9 +165,15 @@ class RunCheckpoint(pl.Callback):
 
     def _end_if_lost(self, module: GRPOModule) -> None:
         """End a run whose folder was moved or deleted, on all ranks: loggers and displays would go on without it."""
-        lost = bool(module.ranks.max(float(self._is_lost))) if self._several else self._is_lost
-        if lost and self._run_folder is not None:
-            raise self._run_folder.error()
+        held, lost = self._run_folder, False
+        if held is not None:
+            try:
+                lost = not os.path.samestat(held.status, os.stat(held.path))
+            except OSError:
+                lost = True
+        lost = bool(module.ranks.max(float(lost))) if self._several else lost
+        if lost and held is not None:
+            raise held.error()
         if lost:
             raise FolderLostError("The run's folder was moved or deleted while the run went on, as rank 0 says.")
 

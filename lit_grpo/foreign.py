@@ -410,14 +410,14 @@ def begin_run() -> None:
 def _undo(changes: Sequence[Change], owners: Sequence[str], is_setup: bool = False) -> None:
     """Put back what has changed, but for settings that are changed in a set-up, and say each once."""
     owner = " or ".join(owners)
-    for state, before, now in changes:
-        stays = is_setup and state.is_setting
-        if not stays:
+    for state, before, _ in changes:
+        if not (is_setup and state.is_setting):
             state.write(before)
+    for state, before, now in changes:  # the filters of warnings are as they were
         if (owner, state.name) in _TOLD:
             continue
         _TOLD.add((owner, state.name))
-        if stays:
+        if is_setup and state.is_setting:
             done = "It stays so, because this was done in the set-up."
         elif state.is_setting:
             done = "The run puts it back each time; change it in setup or before the run if the run is to have it."

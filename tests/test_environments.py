@@ -977,7 +977,7 @@ class NeverDone(Guess):
 )
 def test_batches_of_which_all_trajectories_are_dropped_end_the_run_with_the_cause(factory: Any, why: str) -> None:
     worker = worker_of(factory, retries=0)
-    others = [(1, 0)]  # another rank, one of whose trajectories ends at first
+    others = [(1, 0, True)]  # another rank, one of whose trajectories ends at first
     gather = lambda own: [own, *(others if isinstance(own, tuple) else [""])]  # noqa: E731
     batch = GroupBatch([], 1, PassRule("Guess"), gather)
 
@@ -986,14 +986,14 @@ def test_batches_of_which_all_trajectories_are_dropped_end_the_run_with_the_caus
         worker.on_update_end(batch)
 
     play_one()
-    others[:] = [(0, 0)]
+    others[:] = [(0, 0, True)]
     play_one()
     play_one()
     sentence = f"All trajectories of the last 3 batches were dropped after their retries, because the .*: {why}\\."
     with pytest.raises(CannotGoOn, match=sentence + " Fix the environment, or the service it connects to, and resume"):
         play_one()
     assert re.search(sentence, worker.findings()[0].sentence)
-    others[:] = [(1, 0)]  # one trajectory of any rank is enough
+    others[:] = [(1, 0, True)]  # one trajectory of any rank is enough
     play_one()
     assert worker.findings() == []
 

@@ -589,10 +589,9 @@ def test_a_score_that_is_not_finite_is_none_and_not_kept(
     }  # fmt: skip
 
 
-def test_weights_whose_sum_is_not_finite_still_give_a_fraction() -> None:
-    with judge_server(met_by(lambda criterion, completion: criterion == "a")) as server:
-        criteria = [{"text": "a", "weight": 1.5e308}, {"text": "b", "weight": 0.5e308}]
-        assert RubricJudge(server.url, "m", criteria)(completion="c", prompt="p") == 0.75
+def test_weights_that_are_no_settings_are_refused(server: JudgeServer) -> None:
+    with pytest.raises(ValueError, match="weight of criterion 0 must be above 0 and at most 1000000000, not 1.5e"):
+        RubricJudge(server.url, "m", [{"text": "a", "weight": 1.5e308}, {"text": "b", "weight": 0.5e308}])
 
 
 def test_a_reply_in_the_cache_that_another_reader_accepted_is_asked_for_again(

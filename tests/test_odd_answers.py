@@ -180,7 +180,9 @@ def test_rows_with_half_a_character_and_rows_without_end_are_named(tmp_path: Pat
     with pytest.raises(UnusableRow, match=r"has a prompt with the lone surrogate '\\ud800', half a character that no"):
         PromptRenderer().render({"prompt": "half \ud800"}, chat_tokenizer())
     (tmp_path / "long.jsonl").write_text('{"prompt": "a"}\n{"prompt": "' + "a" * (17 * 2**20) + '"}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .*long.jsonl has 17 MiB, and a row may have at most 16 MiB"):
+    with pytest.raises(
+        ValueError, match=r"line 2 of .*long.jsonl has more than 16 MiB, and a row may have at most 16 MiB"
+    ):
         list(FileRows(str(tmp_path / "long.jsonl")).rows())
 
 

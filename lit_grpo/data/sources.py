@@ -479,7 +479,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     limit = csv.field_size_limit(MOST_BYTES)  # of all readers; by default 128 KiB
     with open_input(path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        reader = csv.reader(iter(lambda: text.readline(MOST_BYTES + 1), ""), strict=True)
+        reader = csv.reader(iter(lambda: text.readline(4 * MOST_BYTES), ""), strict=True)  # a file without line ends
         try:
             header = next(reader, [])
             if len(set(header)) < len(header):

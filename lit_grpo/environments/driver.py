@@ -193,6 +193,7 @@ class TrajectoryDriver:
         self.said = self.asked = ""
         prompt, most = self.request.prompt, self.request.sampling.max_observed
         self.said = await self.environment.reset(prompt)
+        self.log.has_begun = True
         observed = self.chat.opening(prompt, self.said, self.kind.schemas)
         if len(observed) > most:
             raise ValueError(

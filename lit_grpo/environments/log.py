@@ -35,17 +35,18 @@ class EnvironmentLog:
             ``waited_s`` and ``lasted_s`` of all trajectories, from which means are made.
         tried_states: Names of the kinds whose first state has been checked.
         tool_calls: Calls of each tool in this run.
+        has_begun: Whether a trajectory has begun since this process has: an environment could be reset.
     """
 
     def __init__(self, kinds: Sequence[Kind], more: Sequence[str] = ()) -> None:
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.tried_states: set[str] = set()
         self.tool_calls = ToolCalls()
+        self.has_begun = False
         self._tools = dict.fromkeys(tool for kind in kinds for tool in kind.tools)
         self._names = (*COUNTED, *more)
         self._told: set[str] = set()
         self._num_gone, self._failure = 0, ""  # batches in a row whose trajectories were all dropped, and why
-        self._has_ended = False  # whether a trajectory of an earlier batch has
 
     def tell(self, sentence: str) -> None:
         """Log a warning once."""
@@ -113,15 +114,16 @@ class EnvironmentLog:
         """Note whether all trajectories of a batch were dropped, on all ranks.
 
         Raises:
-            CannotGoOn: They were, in the first batch or in :data:`MOST_BATCHES_GONE` in a row.
+            CannotGoOn: They were, in :data:`MOST_BATCHES_GONE` in a row, or in one if no trajectory has ever begun.
         """
-        numbers = gather((self.counts["ended"], self.counts["dropped"]))
-        is_gone = not any(ended for ended, _ in numbers) and any(dropped for _, dropped in numbers)
+        ended, dropped, begun = zip(
+            *gather((self.counts["ended"], self.counts["dropped"], self.has_begun)), strict=True
+        )
+        is_gone = any(dropped) and not any(ended)
         self._num_gone = self._num_gone + 1 if is_gone else 0
         if self._num_gone:
             self._failure = next((each for each in gather(self._failure) if each), "")
-        self._has_ended = self._has_ended or any(ended for ended, _ in numbers)
-        if self._num_gone >= (MOST_BATCHES_GONE if self._has_ended else 1):
+        if self._num_gone >= (MOST_BATCHES_GONE if any(begun) else 1):
             raise CannotGoOn(
                 f"{self._gone()} Fix the environment, or the service it connects to, and resume the run from its last "
                 "checkpoint."

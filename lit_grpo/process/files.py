@@ -95,6 +95,8 @@ class FolderLostError(FileNotFoundError):
 class HeldFolder:
     """A folder that is known again when it has been moved, and is not mistaken for another one in its place.
 
+    ``status`` is what ``os.stat`` tells of it.
+
     Args:
         path: The folder, which exists.
     """
@@ -102,7 +104,7 @@ class HeldFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # keeps its number from others
-        self._own = os.fstat(self._descriptor)
+        self.status = os.fstat(self._descriptor)
 
     @property
     def is_in_place(self) -> bool:
@@ -130,7 +132,7 @@ class HeldFolder:
 
     def _is_at(self, path: Path) -> bool:
         try:
-            return os.path.samestat(self._own, path.stat())
+            return os.path.samestat(self.status, path.stat())
         except OSError:
             return False
 

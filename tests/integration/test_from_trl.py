@@ -92,7 +92,7 @@ def test_a_config_that_cannot_be_had_is_one_sentence(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit, match="2"):
         from_trl([str(config)])
     said = capsys.readouterr().err
-    assert said.startswith("error: top_k is 50, which cannot be had:") and said.count("\n") == 1
+    assert said.startswith(f"error: {config}: top_k is 50, which cannot be had:") and said.count("\n") == 1
 
 
 SCRIPT = """
