@@ -285,7 +285,7 @@ def test_a_header_that_contradicts_its_tensors_is_refused(damage: str, tmp_path:
 def test_only_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     for load in (load_tokenizer, load_config, load_policy):  # each says what it was asked for
-        with pytest.raises(ValueError, match="pipe.gguf is a pipe, and not a file"):
+        with pytest.raises(ValueError, match=r"pipe.gguf is a pipe, and not a file"):
             load(str(tmp_path))
     assert "There is no GGUF file" in sentence(tmp_path / "pipe.gguf")
 

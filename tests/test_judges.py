@@ -590,7 +590,7 @@ def test_a_score_that_is_not_finite_is_none_and_not_kept(
 
 
 def test_weights_that_are_no_settings_are_refused(server: JudgeServer) -> None:
-    with pytest.raises(ValueError, match="weight of criterion 0 must be above 0 and at most 1000000000, not 1.5e"):
+    with pytest.raises(ValueError, match=r"weight of criterion 0 must be above 0 and at most 1000000000, not 1.5e"):
         RubricJudge(server.url, "m", [{"text": "a", "weight": 1.5e308}, {"text": "b", "weight": 0.5e308}])
 
 
