@@ -102,6 +102,7 @@ def test_an_environment_whose_trajectory_is_dropped_is_closed_after_its_call_and
                 raise ConnectionError("gone")
 
         def close(self) -> None:
+            time.sleep(0.2)  # whoever ends the run meanwhile waits for it
             happened.append("closed")
             closed.set()
 

@@ -111,6 +111,7 @@ class TrajectoryDriver:
         self.turn_rewards: list[float] = []
         self.said = self.asked = ""  # what reset added to the prompt, and the prompt's text with it
         self.num_turns = self._num_failed = 0
+        self._closing: list[Future[Any]] = []  # of environments that have failed
         self.token_ids: list[int] = []
         self.waits, self.work = False, Future[None]()
         self.waited_s, self.began = 0.0, time.monotonic()
@@ -247,7 +248,7 @@ class TrajectoryDriver:
         self._num_failed += 1
         self._has_lost = self._has_lost or self._has_sampled
         self.log.tell_failure(f"{self.kind.name} {failure}")
-        self.calls.start(self.environment.close())
+        self._closing.append(self.calls.start(self.environment.close()))
 
     async def state(self) -> dict[str, Any]:
         """Return the state from which the trajectory can be restored.
@@ -355,7 +356,7 @@ class TrajectoryDriver:
     async def _close(self) -> None:
         if self._played is not None and not self._played.done():
             await asyncio.wait([asyncio.wrap_future(self._played)])
-        await self.environment.close()
+        await asyncio.gather(self.environment.close(), *map(asyncio.wrap_future, self._closing))
 
 
 class RerenderingDriver(TrajectoryDriver):

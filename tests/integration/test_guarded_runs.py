@@ -172,5 +172,5 @@ def test_what_a_hook_changes_for_the_whole_process_changes_no_weight(
     assert values() == before
     assert torch.equal(weights_of(changed.module), weights_of(plain.module))
     for each in hooks:
-        sentence = f"{kind} guarded.Mine, hook {each}: it changes torch.set_num_threads"
+        sentence = f"{kind} guarded.Mine, hook {each}: it changes torch.set_float32_matmul_precision"
         assert any(sentence in one for one in told), (each, told)
