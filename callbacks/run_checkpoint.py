@@ -263,7 +263,7 @@ class RunCheckpoint(pl.Callback):
 
     @property
     def _is_lost(self) -> bool:
-        """Whether the run's folder was moved or deleted, on the first rank."""
+        """True once the run's folder was moved or deleted, on the first rank."""
         return self._run_folder is not None and not self._run_folder.is_in_place
 
     @property

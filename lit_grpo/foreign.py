@@ -26,7 +26,7 @@ OURS = ("lit_grpo.", "lightning.", "pytorch_lightning.")
 SETUP = "setup"
 """The hook in which code may change a setting of the process for the whole run."""
 RAISED_BY = "Raised by "
-"""How the note of an error begins that names its owner."""
+"""The beginning of the note of an error that names its owner."""
 
 
 class ForeignExit(RuntimeError):
@@ -207,7 +207,7 @@ def _set_inference_mode(before: bool) -> None:
 
 
 def is_foreign(kind: type[Any]) -> bool:
-    """Whether a class is neither of this package nor of Lightning."""
+    """Return whether a class is neither of this package nor of Lightning."""
     return not kind.__module__.startswith(OURS)
 
 

@@ -520,7 +520,7 @@ class PassRule:
             )
 
     def judges(self, rewards: Mapping[str, float | None]) -> bool:
-        """Whether a completion with these values of reward functions, by name, can be called correct or wrong.
+        """Return whether a completion with these values of reward functions, by name, can be called correct or wrong.
 
         It cannot if the functions that decide give no value, such as ``exact_match`` for a row without an answer.
         """

@@ -41,7 +41,7 @@ def all_metrics() -> list[str]:
 
 
 def make_checkpoint(version: int = 4) -> dict[str, Any]:
-    """What a run puts into a checkpoint, but small."""
+    """The content of a run's checkpoint, but small."""
     moments = {"state": {0: {"exp_avg": torch.randn(40, 30)}}, "param_groups": [{"lr": 1e-3, "params": [0, 1]}]}
     return {
         "state_dict": {"weight": torch.randn(40, 30), "bias": torch.randn(70)},

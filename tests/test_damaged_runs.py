@@ -24,7 +24,7 @@ from lit_grpo.tools.finishing.command import main as finish
 METRICS = ["reward", "val/pass@1", "num_tokens", "time/total_s", "memory/update_peak_gib", "frac_reward_zero_std"]
 MEMORY = {"measured": {"weights": 2**30}, "forecast": {"update": {"weights": 2**30}}, "device": "cpu"}
 MOST_BYTES = 2**30
-"""What a row may take beside what the process has already."""
+"""The memory that a row may take beside that of the process."""
 
 
 @pytest.fixture(scope="module")

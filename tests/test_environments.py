@@ -22,6 +22,7 @@ from lit_grpo.callbacks.sample_logger import _row  # pyright: ignore[reportMissi
 from lit_grpo.checks import check_prompt_lengths
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments import EnvironmentFailed, Environments
+from lit_grpo.environments.log import EnvironmentLog
 from lit_grpo.environments.plugin import Trajectories
 from lit_grpo.plugins import Answer, CannotGoOn, GroupBatch, Listener, fresh
 from lit_grpo.rewards import RewardRunner, TrainerState
@@ -1004,6 +1005,18 @@ def test_a_first_batch_of_which_all_trajectories_are_dropped_ends_the_run() -> N
     play(worker, num_generations=2)
     with pytest.raises(CannotGoOn, match=r"All trajectories of the last batch were dropped .*: Gone fails when it is"):
         worker.on_update_end(GroupBatch([], 1, PassRule("Guess"), lambda own: [own]))
+
+
+def test_a_batch_that_is_dropped_after_a_trajectory_has_ended_does_not_end_the_run() -> None:
+    log = EnvironmentLog([])  # also an agent's, which has no environment to reset
+    log.end(num_turns=1, num_rows=1, waited_s=0.0, lasted_s=1.0)
+    log.note_batch(lambda own: [own])
+    for _ in range(2):
+        log.counts.clear()
+        log.counts["dropped"] = 2
+        log.note_batch(lambda own: [own])
+    with pytest.raises(CannotGoOn, match="All trajectories of the last 3 batches were dropped"):
+        log.note_batch(lambda own: [own])
 
 
 def test_rewards_samples_and_checkpoints_have_what_reset_added_to_the_prompt() -> None:

@@ -56,7 +56,7 @@ TEXTS = {
 }
 QUICK = ("formula", "element", "link", "back-ticks", "escapes", "direction", "lines")
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys, line ends and tabs aside."""
+"""The characters that a terminal obeys, line ends and tabs aside."""
 texts = pytest.mark.parametrize("name", table_rows(TEXTS, QUICK))
 
 

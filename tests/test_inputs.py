@@ -86,7 +86,7 @@ class Written(TypedDict):
         ({"step": 1, "names": []}, "reward: field required; copy it again"),
         ({"step": "1", "reward": 1.0, "names": []}, r"step: input should be a valid integer \(it is '1'\)"),
         ({"step": True, "reward": 1.0, "names": []}, "step: input should be a valid integer"),
-        ({"step": 1, "reward": "x", "names": [1]}, "reward: .*, as are 1 more fields"),
+        ({"step": 1, "reward": "x", "names": [1]}, "reward: .*, and 1 more field likewise"),
         ({"step": 1, "reward": 1.0, "names": ["a", None]}, "names.1: input should be a valid string"),
     ],
 )

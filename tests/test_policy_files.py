@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import table_rows
+from odd_files import NO_FILES, make_no_file
 
 from lit_grpo.policy.loading import load_config, load_policy, load_tokenizer
 
@@ -25,7 +25,6 @@ CONTENTS = {
     "digits": b"9" * 10_000,
     "half": b'{"a": ',
 }
-KINDS = ("a pipe", "a folder", "a link to nothing", "a link to itself", "/dev/zero")
 FIELDS = {
     "config.json": ("model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size", "rope_parameters"),
     "tokenizer_config.json": ("eos_token", "tokenizer_class", "chat_template", "added_tokens_decoder"),
@@ -40,7 +39,7 @@ ODD: dict[str, Any] = {
     "1e308": 1e308,
 }
 TABLE = [
-    *((file, kind) for file in FILES for kind in (*CONTENTS, *KINDS)),
+    *((file, kind) for file in FILES for kind in (*CONTENTS, *NO_FILES)),
     *((file, f"{field}: {odd}") for file, fields in FIELDS.items() for field in fields for odd in ODD),
     ("adapter_config.json", "a list"), ("adapter_config.json", "brackets"), ("adapter_config.json", "no UTF-8"),
     ("model.safetensors.index.json", "a list"), ("model.safetensors.index.json", "brackets"),
@@ -52,35 +51,19 @@ QUICK = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
-    return folder
-
-
 @pytest.mark.parametrize(("file", "kind"), table_rows(TABLE, QUICK))
 def test_a_damaged_policy_is_refused_in_a_sentence(
-    file: str, kind: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, kind: str, policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     folder = tmp_path / "damaged"
-    shutil.copytree(policy, folder)
+    shutil.copytree(policy_folder, folder)
     path, (field, _, odd) = folder / file, kind.partition(": ")
     before = json.loads(path.read_text()) if odd else {}
     path.unlink(missing_ok=True)
     match kind:
-        case "a pipe":
-            os.mkfifo(path)
-        case "a folder":
-            path.mkdir()
-        case "a link to nothing":
-            path.symlink_to("nowhere")
-        case "a link to itself":
-            path.symlink_to(path.name)
-        case "/dev/zero":
-            path.symlink_to("/dev/zero")
+        case _ if kind in NO_FILES:
+            make_no_file(kind, path)
         case _ if odd:
             path.write_text(json.dumps(before | {field: ODD[odd]}))
         case _:

@@ -50,7 +50,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 def fields(folder: Path) -> dict[str, Any]:
-    """What a folder's config says of the layers that draft."""
+    """Return the config of a folder as far as layers that draft are concerned."""
     config = json.loads((folder / "config.json").read_text())
     return {name: value for name, value in config.items() if "mtp" in name or "nextn" in name}
 

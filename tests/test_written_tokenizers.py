@@ -211,7 +211,7 @@ WRITTEN = {**ALIKE, **{name: make for name, (make, _) in SAID.items()}}
 
 
 class Finished(NamedTuple):
-    """What `finish` made of a run, whose policy has one of these tokenizers."""
+    """The folder that `finish` made of a run whose policy has one of these tokenizers."""
 
     tokenizer: Any
     file: Path
@@ -348,7 +348,7 @@ def test_llama_cpp_itself_splits_renders_and_ends_alike(name: str, tmp_path: Pat
 
 
 def rendered(messages: list[dict[str, Any]], tokenizer: Any) -> str | None:
-    """What a tokenizer's chat template makes of a conversation; None if it refuses."""
+    """Return a conversation in a tokenizer's chat template; None if it refuses."""
     try:
         return render_chat(messages, tokenizer, {})
     except (UnusableRow, ValueError):

@@ -264,7 +264,7 @@ class _Stamp(StreamTransformExtension):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank writes, as the first rank tells it: the beginning of its file's name, and its stamp."""
+    """The place that a rank writes to, as the first rank tells it: the beginning of its file's name, and its stamp."""
 
     prefix: str
     stamp: _Stamp

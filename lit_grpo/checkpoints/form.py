@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 import torch
-from typing_extensions import NotRequired, TypedDict  # noqa: UP035 (pydantic needs it in Python 3.11)
+from typing_extensions import TypedDict
 
 from lit_grpo.process.inputs import typed
 from lit_grpo.process.values import checksum
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 CHECKSUMS = "checksums"
 """The field with the checksums of the other fields."""
 _REMEDY = "give one that a run of lit_grpo has left in its folder checkpoints/"
+_WITH_TENSORS = {"arbitrary_types_allowed": True}
 Fields = dict[str, Any]
 
 
@@ -27,9 +28,9 @@ class _Settings(TypedDict):
 
 
 class _Policy(TypedDict):
-    """What is needed of a checkpoint for its policy."""
+    """The fields of a checkpoint that its policy needs."""
 
-    __pydantic_config__ = {"arbitrary_types_allowed": True}  # noqa: RUF012 # pyright: ignore[reportGeneralTypeIssues]
+    __pydantic_config__ = _WITH_TENSORS  # pyright: ignore[reportGeneralTypeIssues]
     state_dict: dict[str, torch.Tensor]
     hyper_parameters: _Settings
     policy_version: int
@@ -53,9 +54,9 @@ class _Learner(TypedDict):
 
 
 class _Run(_Policy):
-    """What is needed to resume a run."""
+    """The fields that a run needs to be resumed."""
 
-    __pydantic_config__ = {"arbitrary_types_allowed": True}  # noqa: RUF012 # pyright: ignore[reportGeneralTypeIssues]
+    __pydantic_config__ = _WITH_TENSORS  # pyright: ignore[reportGeneralTypeIssues]
     format: int
     epoch: int
     global_step: int

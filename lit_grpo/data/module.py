@@ -48,7 +48,7 @@ MOST_DATASETS = 100
 TELL_EVERY_S = 10.0
 """Seconds of reading rows after which their number is shown, again and again."""
 LARGE_FILE = 256 * 2**20
-"""A file with more bytes is named before it is read: one in .json or .csv is read whole before its first row."""
+"""A file with more bytes is named before it is read, which takes long."""
 
 
 class PromptDataModule(LightningDataModule):

@@ -35,7 +35,7 @@ class EnvironmentLog:
             ``waited_s`` and ``lasted_s`` of all trajectories, from which means are made.
         tried_states: Names of the kinds whose first state has been checked.
         tool_calls: Calls of each tool in this run.
-        has_begun: Whether a trajectory has begun since this process has: an environment could be reset.
+        has_begun: A trajectory has begun in this run: an environment could be reset, or an agent has ended.
     """
 
     def __init__(self, kinds: Sequence[Kind], more: Sequence[str] = ()) -> None:
@@ -74,6 +74,7 @@ class EnvironmentLog:
 
     def end(self, num_turns: int, num_rows: int, waited_s: float, lasted_s: float) -> None:
         """Count a trajectory that has ended: its turns, its rows in the update, and its seconds."""
+        self.has_begun = True
         figures = {"ended": 1, "turns": num_turns, "rows": num_rows, "waited_s": waited_s, "lasted_s": lasted_s}
         for name, figure in figures.items():
             self.counts[name] += figure

@@ -76,7 +76,7 @@ def check_quantized(model: PreTrainedModel, policy: str) -> None:
 
 
 def has_four_bits(model: torch.nn.Module) -> bool:
-    """Whether some weights of a model are in four bits, which cannot be trained themselves."""
+    """Return whether some weights of a model are in four bits, which cannot be trained themselves."""
     return any(hasattr(weight, "quant_state") for weight in model.parameters())
 
 

@@ -108,7 +108,7 @@ class HeldFolder:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the folder is where it was."""
+        """True while the folder is where it was."""
         return self._is_at(self.path)
 
     def find(self) -> Path | None:

@@ -12,6 +12,8 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import yaml
 
+from lit_grpo.process.terminal import counted
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
@@ -20,9 +22,9 @@ MOST_BYTES = 64 * 2**20
 MOST_LINE = 16 * 2**20
 """The size in bytes up to which a line is read."""
 MOST_DEPTH, MOST_VALUES = 64, 1_000_000
-"""How deep the values of a YAML file are nested at most, and how many they are with all aliases written out."""
+"""The depth of the values of a YAML file, and their number with all aliases written out, at most."""
 UNREADABLE_YAML = (yaml.YAMLError, ValueError, OverflowError, AttributeError, RecursionError)
-"""What PyYAML raises about a text: its own errors, and those of numbers, dates and nesting that it lets pass."""
+"""The errors that PyYAML raises about a text: its own, and those of numbers, dates and nesting that it lets pass."""
 Form = TypeVar("Form")
 
 
@@ -264,7 +266,7 @@ def _first_wrong(error: ValidationError) -> str:
     field = ".".join(map(str, first["loc"])) or "its value"
     what = first["msg"][0].lower() + first["msg"][1:]
     shown = "" if first["type"] == "missing" else f" (it is {first['input']!r:.60})"
-    more = f", as are {len(others)} more fields" if others else ""
+    more = f", and {counted(len(others), 'more field')} likewise" if others else ""
     return f"{field}: {what}{shown}{more}"
 
 

@@ -21,7 +21,6 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
 
 from lit_grpo.limits import Limit, check_value, checks_arguments
@@ -364,8 +363,8 @@ class RubricJudge(Judge):
 
         messages = [{"role": "system", "content": self._system}, {"role": "user", "content": framed(document)}]
         met = self.ask(messages, read, response_format=_schema("met", ids, "boolean", self.explain))
-        weights = [Fraction(weight) for _, weight in criteria]  # whose sum is finite, however large they are
-        return float(sum(weight for weight, is_met in zip(weights, met, strict=True) if is_met) / sum(weights))
+        weights = [weight for _, weight in criteria]
+        return sum(weight for weight, is_met in zip(weights, met, strict=True) if is_met) / sum(weights)
 
 
 def _criteria(place: str, listed: Any) -> list[tuple[str, float]]:

@@ -20,7 +20,7 @@ from lit_grpo.process.files import replace_file
 from lit_grpo.process.origins import versions
 
 _MOST_TRIES = 1000
-"""How often a lock is tried for whose file other runs, which are refused, remove meanwhile."""
+"""The number of times that a lock is tried for whose file other runs, which are refused, remove meanwhile."""
 _PART = re.compile(r"\w[\w.+=,@%-]*")
 """A part of a run's name: commands that name a run need no quotes."""
 

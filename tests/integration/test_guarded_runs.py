@@ -48,7 +48,7 @@ ROWS = [{"prompt": f"{number}+1="} for number in range(6)]
 
 
 class Of:
-    """What hooks of :func:`made` do, and whether a batch has been learned from."""
+    """The deed of the hooks of :func:`made`, and whether a batch has been learned from."""
 
     learned = False
     do: ClassVar[Any] = staticmethod(lambda: None)
@@ -171,6 +171,6 @@ def test_what_a_hook_changes_for_the_whole_process_changes_no_weight(
     changed = train(policy_folder, tmp_path / "changed", kind, *hooks)
     assert values() == before
     assert torch.equal(weights_of(changed.module), weights_of(plain.module))
-    for each in hooks:
+    for each in hooks:  # vLLM in this process has made torch.set_num_threads do nothing
         sentence = f"{kind} guarded.Mine, hook {each}: it changes torch.set_float32_matmul_precision"
         assert any(sentence in one for one in told), (each, told)

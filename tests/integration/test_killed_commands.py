@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seconds(folder: Path) -> dict[str, float]:
-    """How long each command takes here, which kills are spread over."""
+    """The seconds that each command takes here, which kills are spread over."""
     return {}
 
 

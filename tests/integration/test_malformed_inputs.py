@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import random_policy, save_tokenizer, table_rows
+from odd_files import NO_FILES, make_no_file
 
 from lit_grpo.__main__ import main
 
@@ -90,7 +90,7 @@ ODD: dict[str, Any] = {
     "object": {"a": 1},
 }
 """Values in place of a field's own."""
-KINDS = ("a pipe", "a folder", "nothing", "a link to nothing", "a link to itself", "/dev/zero", "5 GiB", "a long name")
+KINDS = (*NO_FILES, "nothing", "5 GiB", "a long name")
 SUFFIXES = {"from-trl": ".yaml", "a script": ".py", "simulate": ".jsonl", "fit": ".yaml", "fit-check": ".yaml"}
 SUFFIXES |= {"doctor": ".yaml", "evaluate": ".yaml", "sft": ".yaml"}
 SUFFIXES |= {f"rows of fit ({kind})": f".{kind}" for kind in ("jsonl", "json", "csv", "parquet")}
@@ -132,21 +132,10 @@ def make_input(command: str, kind: str, path: Path) -> None:
     """Make the file of a row of the table, or what is none."""
     field, _, odd = kind.partition(": ")
     match kind:
-        case "a pipe":
-            os.mkfifo(path)
-        case "a folder":
-            path.mkdir()
+        case _ if kind in (*NO_FILES, "5 GiB"):
+            make_no_file(kind, path)
         case "nothing" | "a long name":
             pass
-        case "a link to nothing":
-            path.symlink_to("nowhere")
-        case "a link to itself":
-            path.symlink_to(path.name)
-        case "/dev/zero":
-            path.symlink_to("/dev/zero")
-        case "5 GiB":
-            with path.open("wb") as file:
-                file.truncate(5 * 2**30)
         case _ if command == "a script" and odd:
             path.write_text(SCRIPT.format(f"{field}={ODD[odd]!r}"))
         case _ if odd:

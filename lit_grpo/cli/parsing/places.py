@@ -1,4 +1,4 @@
-"""Where a configuration sets a field, for sentences about the field."""
+"""The place in a configuration that sets a field, for sentences about the field."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_place(sentence: str, arguments: Sequence[str]) -> str:
 
 
 def _is_given(field: str, arguments: Sequence[str]) -> bool:
-    """Whether the command line sets a field itself, or one within it or around it."""
+    """Return whether the command line sets a field itself, or one within it or around it."""
     names = [one.partition("=")[0].removeprefix("--").rstrip("+").replace(".init_args.", ".") for one in arguments]
     return any(f"{name}.".startswith(f"{field}.") or f"{field}.".startswith(f"{name}.") for name in names)
 

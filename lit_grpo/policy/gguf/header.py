@@ -21,7 +21,7 @@ TOKENS = "tokenizer.ggml.tokens"
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _MOST_ENTRIES, _MOST_SIDES = 2**21, 4
-"""How many entries a list has at most, and how many sides a tensor."""
+"""The most entries of a list, and the most sides of a tensor."""
 _REMEDY = "download it again"
 
 

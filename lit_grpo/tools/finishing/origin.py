@@ -19,7 +19,7 @@ from lit_grpo.tools.dashboard.report.rows import Config
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MAX_CARD_BYTES = 2**20
 UNREADABLE_CARD = (ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError)
-"""What huggingface_hub raises about the metadata of a card."""
+"""The errors that huggingface_hub raises about the metadata of a card."""
 UNKNOWN = "unknown"
 """The hub's word for a licence that is not known."""
 _TEXTS = ("LICENSE", "LICENCE", "NOTICE", "ORIGIN")

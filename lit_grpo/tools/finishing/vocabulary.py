@@ -75,7 +75,7 @@ class Vocabulary:
 
     @property
     def has_chat(self) -> bool:
-        """Whether a reader renders conversations without being told the name of a template."""
+        """True if a reader renders conversations without being told the name of a template."""
         return DEFAULT_TEMPLATE in self.templates
 
 
