@@ -27,6 +27,10 @@ MOST_BYTES = 2**30
 """The memory that a row may take beside that of the process."""
 
 
+OF_OTHERS = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+"""Warnings of objects that earlier tests of this process have left, whenever they are collected."""
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a file of each kind."""
@@ -95,7 +99,7 @@ REPORTS += ["samples.jsonl: a pipe", "samples.jsonl: reward '[1.0]'", "timeline.
 REPORTS += ["timeline.jsonl: a sparse file", "memory.json: a link to itself", "evaluation/completions.jsonl: brackets"]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", *OF_OTHERS)
 @pytest.mark.parametrize("name", table_rows(DAMAGES, REPORTS))
 def test_a_report_of_a_damaged_folder(
     name: str, whole: Path, tmp_path: Path, bounded: None, capsys: pytest.CaptureFixture[str]
@@ -114,7 +118,7 @@ def test_a_report_of_a_damaged_folder(
 FINISHES = ["config.yaml: model '5'", "samples.jsonl: reward '[1.0]'", "policy: config.json no JSON"]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", *OF_OTHERS)
 @pytest.mark.parametrize("name", table_rows(DAMAGES, FINISHES))
 def test_a_damaged_folder_is_finished(
     name: str, whole: Path, tmp_path: Path, bounded: None, capsys: pytest.CaptureFixture[str]
