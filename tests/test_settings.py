@@ -79,7 +79,7 @@ def test_checkpoints_come_from_disk_and_from_runs(tmp_path: Path) -> None:
         str(tmp_path / "code.ckpt"): "or one that would run code",
         str(
             tmp_path / "foreign.ckpt"
-        ): "foreign.ckpt' is not as expected: hyper_parameters: field required, as are 1 more",
+        ): "is not as expected: hyper_parameters: field required, and 1 more field likewise",
     }
     for path, sentence in refused.items():
         with pytest.raises(ValueError, match=sentence):
