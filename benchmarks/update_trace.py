@@ -24,11 +24,17 @@ TRACED = r"""
 import json, sys
 from lit_grpo import callbacks
 from lit_grpo.cli.command_line import run
+from lit_grpo.data import PromptDataModule
 
-files, functions, classes, num_updates = set(), set(), set(), 0
+files, functions, classes, first_calls, num_updates = set(), set(), set(), {}, 0
 scheduler, sync = callbacks.RolloutScheduler, callbacks.WeightSync
 places = (sys.argv[1] + "/lit_grpo/", sys.argv[1] + "/callbacks/")
-begin, end = scheduler.on_train_batch_start, sync.on_train_batch_end
+set_up, begin, end = PromptDataModule.setup, scheduler.on_train_batch_start, sync.on_train_batch_end
+
+def note_first(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(places):
+        first_calls.setdefault(frame.f_globals["__name__"] + "." + code.co_qualname)
 
 def trace(frame, event, argument):
     code = frame.f_code
@@ -39,10 +45,14 @@ def trace(frame, event, argument):
         if type(owner).__module__.split(".")[0] in ("lit_grpo", "callbacks"):
             classes.add(type(owner))
 
+def on_setup(self, *arguments, **options):
+    sys.setprofile(note_first)
+    return set_up(self, *arguments, **options)
+
 def on_start(self, *arguments, **options):
     global num_updates
     num_updates += 1
-    sys.setprofile(trace if num_updates == 3 else None)
+    sys.setprofile({1: note_first, 3: trace}.get(num_updates))
     return begin(self, *arguments, **options)
 
 def on_end(self, *arguments, **options):
@@ -50,10 +60,10 @@ def on_end(self, *arguments, **options):
     sys.setprofile(None)
     return ended
 
-scheduler.on_train_batch_start, sync.on_train_batch_end = on_start, on_end
+PromptDataModule.setup, scheduler.on_train_batch_start, sync.on_train_batch_end = on_setup, on_start, on_end
 run(sys.argv[2:])
 named = [name for _, name in functions if not name.rpartition(".")[2].startswith("<")]
-print(json.dumps([len(files), len(functions), len(named), len(classes)]))
+print(json.dumps([[len(files), len(functions), len(named), len(classes)], list(first_calls)]))
 """
 
 
@@ -64,7 +74,7 @@ def main(options: Options) -> int:
         for config in CONFIGS[:1] if options.quick else CONFIGS:
             for side, root in (("then", before), ("now", ROOT)):
                 if root is not None:
-                    rows.append({"config": config, "commit": side, **traced(config, root)})
+                    rows.append({"config": config, "commit": side, **traced(config, root)[0]})
                     note(str(rows[-1]))
         if before is not None:
             rows += [{"config": "all", "commit": "then", **sizes(before)}]
@@ -82,19 +92,28 @@ def main(options: Options) -> int:
     return finish("update_trace", options, {"before": BEFORE}, rows, claims)
 
 
-def traced(config: str, root: Path) -> dict[str, int]:
-    """Return the number of files, functions (named: without comprehensions) and classes of the third update."""
+def traced(config: str, root: Path, **more: object) -> tuple[dict[str, int], list[str]]:
+    """Return the number of files, functions (named: without comprehensions) and classes of the third update.
+
+    Also return the functions of the run up to the end of its first update, in the order of their first calls.
+
+    Args:
+        config: Name of a file in ``configs``.
+        root: The repository.
+        **more: More settings, with ``__`` for their points.
+    """
     with tempfile.TemporaryDirectory() as folder:
         settings = {"trainer.max_steps": 3, "trainer.val_check_interval": 3, "data.batch_size": 4}
         settings |= {"model.num_generations": 4, "run.dir": folder}
+        settings |= {name.replace("__", "."): value for name, value in more.items()}
         command = [sys.executable, "-c", TRACED, str(root), "fit", "--config", str(root / f"configs/{config}.yaml")]
         command += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
         environment = os.environ | {"PYTHONPATH": str(root)}
-        told = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200)
+        told = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
     if told.returncode:
         raise SystemExit(told.stdout + told.stderr)
-    counts = json.loads(told.stdout.splitlines()[-1])
-    return dict(zip(("files", "functions", "named_functions", "classes"), counts, strict=True))
+    counts, first_calls = json.loads(told.stdout.splitlines()[-1])
+    return dict(zip(("files", "functions", "named_functions", "classes"), counts, strict=True)), first_calls
 
 
 def sizes(root: Path) -> dict[str, int | float]:

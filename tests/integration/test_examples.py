@@ -13,6 +13,7 @@ from conftest import table_rows
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
     "train": "The trained policy, metrics and samples are in",
+    "loop": "update 2: reward",
     "own_trainer": "update 2: reward",
     "galore": "Metrics of two updates by GaLore are in",
     "own_loss": "Rewards, the loss and its metrics are in",
@@ -21,9 +22,10 @@ EXAMPLES = {
 
 def test_every_example_is_run() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+    assert len((ROOT / "examples/loop.py").read_text().splitlines()) <= 60  # the page to read first
 
 
-@pytest.mark.parametrize("name", table_rows(EXAMPLES, ("own_trainer", "own_loss")))
+@pytest.mark.parametrize("name", table_rows(EXAMPLES, ("loop", "own_trainer", "own_loss")))
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     path = ROOT / "examples" / f"{name}.py"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,21 +1,39 @@
-"""How many files, functions and classes one update runs through: what a reader has to know to follow it."""
+"""How many files, functions and classes one update runs through, and in which order: what a reader has to know."""
 
 from __future__ import annotations
+
+import json
+import pydoc
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.report import ROOT
 from benchmarks.update_trace import traced
+from lit_grpo.tasks import ArithmeticRows
 
 
-def test_an_update_runs_through_no_more_files_functions_and_classes_than_it_did() -> None:
+def test_an_update_runs_through_no_more_code_than_it_did_and_in_the_order_of_the_map(tmp_path: Path) -> None:
     """Lower these bounds where the code gets lighter; a feature that is off adds nothing to them."""
-    counts = traced("arithmetic", ROOT)
+    rows = tmp_path / "train.jsonl"  # those of the config, as a file
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ArithmeticRows(num_rows=2048).rows()))
+    counts, first_calls = traced("arithmetic", ROOT, data__train=rows, trainer__limit_val_batches=0)
     assert counts["files"] <= 60 and counts["named_functions"] <= 434 and counts["classes"] <= 67, counts
+    table = re.findall(r"^\| (\d+) \| `([\w.]+)` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in table] == list(range(1, len(table) + 1)) and len(table) > 20
+    on_map = [_where_defined(name) for _, name in table]
+    assert on_map == sorted(on_map, key=first_calls.index)  # a function that is not called is a ValueError
+
+
+def _where_defined(name: str) -> str:
+    function: Any = pydoc.locate(name)
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 @pytest.mark.nightly
 def test_environments_add_few_files_and_classes_to_an_update() -> None:
-    without, environments = (traced(name, ROOT) for name in ("arithmetic", "calculator"))
+    without, environments = (traced(name, ROOT)[0] for name in ("arithmetic", "calculator"))
     assert environments["files"] <= without["files"] + 8, environments
     assert environments["classes"] <= without["classes"] + 14, environments  # two are forms of hooks' returns
