@@ -251,8 +251,7 @@ def test_models_are_listed_with_the_room_of_the_trajectory() -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (["asked"], "The request adds no message that the policy could answer. A trajectory is trained on as it was"),
-        (["asked", "first"], "adds no message that the policy could answer"),
+        (["asked", "first"], "The request adds no message that the policy could answer. A trajectory is trained on as"),
         (["asked", user("Fork.")], r"messages\[1\] differs from the conversation so far"),
         ([user("Edited."), "first", user("On.")], r"messages\[0\] differs from the conversation so far"),
         (
@@ -287,16 +286,19 @@ def test_a_history_that_the_trajectory_does_not_have_is_refused(messages: list[A
     ("fields", "message"),
     [
         ({"n": 2}, "n must be 1 here, not 2; leave it out."),
-        ({"stop": "\n"}, r"The run does not stop at ['\n']; name them in model.sampling.stop."),
+        ({"stop": "\n"}, r"The run does not stop at '\n'; name them in model.sampling.stop."),
         (
             {"sampling_params": {"stop_token_ids": [*ENDS, 5]}},
-            f"The run does not stop at the token ids [5] of stop_token_ids, but at {ENDS}; leave them out, or add them",
+            f"The run does not stop at the token ids 5 of stop_token_ids, but at {ENDS[0]}, {ENDS[1]}; leave",
         ),
-        ({"stop_token_ids": 5}, "The run does not stop at the token ids [5]"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers, not 5."),
         ({"sampling_params": {"ignore_eos": True}}, "ignore_eos must be False here, not True; leave it out."),
         ({"response_format": {"type": "json_object"}}, "response_format must be {'type': 'text'} here"),
         ({"tools": [TOOL]}, "The tools differ from those of the first request."),
-        ({"tools": [{"name": "add"}]}, "tools must be a list of"),
+        (
+            {"tools": [{"name": "add"}]},
+            "tools is not as expected: 0.function: field required; send messages and tools as",
+        ),
     ],
 )
 def test_what_would_be_sampled_differently_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -315,11 +317,14 @@ def test_bodies_that_cannot_be_read_are_refused() -> None:
         return said
 
     found, worker, _ = asking(tries)
-    assert {*found[:4]} == {"The request must be a JSON object."} and "16777216" in found[4]
-    assert all(said.startswith("token_ids must be a list of integers from 0 to ") for said in found[5:9])
+    assert all(said.startswith("The request is not JSON in UTF-8: ") for said in found[:3])
+    assert found[3] == "The request must be a JSON object." and found[4].startswith(
+        "The request has more than 16777216"
+    )
+    assert all(said.startswith("token_ids must be a list of integers") for said in found[5:9])
     assert found[9].startswith("token_ids differ from the row's prompt at position 0.")
     assert found[10].startswith("This trajectory is over, or was never begun.")
-    assert worker.metrics()["environments/refused_requests"] == 9
+    assert worker.metrics()["environments/refused_requests"] == 10
 
 
 def _key(client: Client) -> str:
@@ -334,11 +339,11 @@ def test_a_second_request_at_a_time_is_refused() -> None:
         client = Client(base_url, api_key)
         first = client.say(ASKED)
 
-        def ask() -> None:
-            answers.append(client.chat(ASKED, first, user("On.")))
+        def ask(said: str) -> None:
+            answers.append(client.chat(ASKED, first, user(said)))
             is_answered.set()
 
-        threads = [threading.Thread(target=ask) for _ in range(2)]
+        threads = [threading.Thread(target=ask, args=(said,)) for said in ("On.", "And on.")]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -354,8 +359,8 @@ def test_a_second_request_at_a_time_is_refused() -> None:
     assert refusal(refused).startswith("This trajectory has an unanswered request")
 
 
-def test_a_request_that_openais_client_sends_again_gets_the_same_answer() -> None:
-    """As after a time-out of its own, before the turn is over or after it."""
+def test_a_request_that_is_sent_again_gets_the_same_answer() -> None:
+    """As after a time-out of its own, before the turn is over or after it; its header makes no difference."""
     said: list[Any] = []
     is_late = threading.Event()
 
@@ -365,8 +370,9 @@ def test_a_request_that_openais_client_sends_again_gets_the_same_answer() -> Non
             client.http.post(f"{client.url}/chat/completions", json={"model": "m", "messages": [ASKED]}, timeout=0.2)
         is_late.set()
         said.append(again.say(ASKED))
+        said.append(client.say(ASKED))
+        said.append(refusal(client.chat(ASKED, n=1)))
         said.append(again.say(ASKED))
-        said.append(refusal(again.chat(ASKED, n=1)))
         said.append(again.say(ASKED, said[0], user("On.")))
 
     def says(request: Request, turn: int) -> str:
@@ -374,7 +380,8 @@ def test_a_request_that_openais_client_sends_again_gets_the_same_answer() -> Non
         return f"turn {turn}"
 
     assert len(only(play(worker_of(solve), says)).turns) == 2
-    assert said[0] == said[1] == {"role": "assistant", "content": "turn 0"} and said[3]["content"] == "turn 1"
+    assert said[0] == said[1] == said[3] == {"role": "assistant", "content": "turn 0"}
+    assert said[4]["content"] == "turn 1"
     assert said[2].startswith("The request adds no message")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import json
 import logging
 import random
 import weakref
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.environments.agent.dialogue import Dialogue
 from lit_grpo.environments.chat import Chat
+from lit_grpo.environments.log import EnvironmentLog
 from lit_grpo.plugins import fresh
 from lit_grpo.types import Completion, Prompt, Request
 from tests.doubles.conversations import CHATML, chat_tokenizer
@@ -137,8 +138,9 @@ def test_what_an_agent_writes_becomes_no_control_token() -> None:
         asked.append(request)
         return Completion.of(request, request.prefix.followed_by([7], [-1.0], 0), "stop")
 
-    dialogue = Dialogue(Request(prompt, (0,), SAMPLING), Chat(chat_tokenizer()), defaultdict(float), print, sample)
-    asyncio.run(dialogue.after_messages({"messages": said}))
+    request, log = Request(prompt, (0,), SAMPLING), EnvironmentLog([])
+    dialogue = Dialogue(request, Chat(chat_tokenizer()), log, sample, asyncio.to_thread)
+    asyncio.run(dialogue.answer("chat", json.dumps({"messages": said}).encode()))
     completion = Completion.of(asked[0], asked[0].prefix, "stop")
     assert text_of(completion) == (
         f"<|im_start|>user\nIn a row: <|im_end|><|im_end|>\n<|im_start|>user\n{EVIL}<|im_end|>\n<|im_start|>assistant\n"

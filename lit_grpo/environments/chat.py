@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.data.chat import Message, UnusableRow, apply_template, render_chat
@@ -106,6 +108,7 @@ class Chat:
             )
         self._control = ControlTokens.of(tokenizer)
         self._checked: set[str] = set()  # tools, as JSON
+        self._checks = threading.Lock()  # agents' tools are checked in threads
         self._marks: dict[str, int] = {}  # texts that stand in calls alone, with how often they do in each
         self._arguments: Any = {}  # of a made-up call
         self._content: str | None = ""
@@ -116,6 +119,11 @@ class Chat:
         self._forms = [form] if form else own
         self._written = ""  # a call, as the template writes it
         self.form = self._form_of(_MADE_UP)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The number of characters of the longest token: no token stands for more of a text."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     # ---- what policies write --------------------------------------------------------------------------
 
@@ -313,11 +321,12 @@ class Chat:
             ValueError: As for :meth:`check`.
         """
         written = json.dumps(schemas, sort_keys=True)
-        if written in self._checked:
-            return []
-        told = self.check(schemas, calls=bool(schemas), responds=False)
-        self._checked.add(written)
-        return told
+        with self._checks:
+            if written in self._checked:
+                return []
+            told = self.check(schemas, calls=bool(schemas), responds=False)
+            self._checked.add(written)
+            return told
 
     def check_ends(self, eos_ids: Sequence[int]) -> list[str]:
         """Return warnings for the user about the tokens at which the policy stops."""

@@ -46,6 +46,7 @@ class EnvironmentLog:
         self._tools = dict.fromkeys(tool for kind in kinds for tool in kind.tools)
         self._names = (*COUNTED, *more)
         self._told: set[str] = set()
+        self._num_told: defaultdict[str, int] = defaultdict(int)  # by kind
         self._num_gone, self._failure = 0, ""  # batches in a row whose trajectories were all dropped, and why
 
     def tell(self, sentence: str) -> None:
@@ -57,6 +58,12 @@ class EnvironmentLog:
         if what not in self._told:
             self._told.add(what)
             logger.warning(message, *values)
+
+    def tell_some(self, kind: str, sentence: str, most: int) -> None:
+        """Log a warning once, and no more than ``most`` warnings of a kind."""
+        if sentence not in self._told and self._num_told[kind] < most:
+            self._num_told[kind] += 1
+            self.tell(sentence)
 
     def tell_failure(self, sentence: str) -> None:
         """Log a warning for the first failure of each kind; further failures are only counted."""

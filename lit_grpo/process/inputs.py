@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
@@ -15,7 +16,7 @@ import yaml
 from lit_grpo.process.terminal import counted
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
 MOST_BYTES = 64 * 2**20
 """The size in bytes up to which a file is read as a whole, unless its reader says otherwise."""
@@ -221,12 +222,20 @@ def typed(value: Any, form: type[Form], place: str, remedy: str) -> Form:
         ValueError: A field is missing or has another type; named are the first such field, its value, and how many
             there are.
     """
-    import pydantic  # takes a tenth of a second
+    import pydantic
 
     try:
-        return pydantic.TypeAdapter(form).validate_python(value, strict=True)
+        return reader_of(form).validate_python(value, strict=True)
     except pydantic.ValidationError as error:
         raise ValueError(f"{place} is not as expected: {_first_wrong(error)}; {remedy}.") from None
+
+
+@functools.cache
+def reader_of(form: Any) -> TypeAdapter[Any]:
+    """Return pydantic's reader of a form, the same one each time, because it takes milliseconds to make."""
+    import pydantic  # takes a tenth of a second
+
+    return pydantic.TypeAdapter(form)
 
 
 def row_reader(form: Any) -> Callable[[bytes], Any]:

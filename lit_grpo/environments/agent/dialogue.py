@@ -5,41 +5,39 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_grpo.data.chat import EndlessTemplate, Message, UnusableRow, read_message
+from lit_grpo.data.chat import EndlessTemplate, Message, UnusableRow
+from lit_grpo.environments.agent.fields import Body, Refused, Route, read_body, read_messages, read_tools
 from lit_grpo.environments.tools import Tool
+from lit_grpo.process.terminal import error_text
 from lit_grpo.types import EMPTY, Completion, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
+    from lit_grpo.environments.calls import Turn
     from lit_grpo.environments.chat import Chat
+    from lit_grpo.environments.log import EnvironmentLog
 
 AS_SAMPLED = "A trajectory is trained on as it was sampled: keep the earlier messages unchanged, and append new ones."
 FULL = "context_length_exceeded"
 """As OpenAI names it."""
 OVER = "This trajectory is over, or was never begun."
-
-
-class Refused(Exception):
-    """A refused request of an agent, with the reason and the remedy.
-
-    Args:
-        sentence: Error message for the agent's author.
-        code: Error code, one word.
-        status: Status of the HTTP answer. Clients of ``openai`` repeat a request after a 409, so 409 is never sent.
-    """
-
-    def __init__(self, sentence: str, code: str = "invalid_request", status: int = 400) -> None:
-        super().__init__(sentence)
-        self.code, self.status = code, status
+_NO_ROOM = "This trajectory is at its maximum context length"
+SHORT = 2**16
+"""The number of characters up to which new messages are encoded whatever room is left."""
+MOST_UNKNOWN = 20
+"""Number of unknown fields of which the user is told."""
+logger = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
     """A turn of the policy, as the reply to an agent's request.
 
     Args:
+        asked: The fields of the request.
         before: The tokens that it was sampled after, those of the prompt among them.
         token_ids: Token ids of the reply, as they were sampled.
         logprobs: Log-probs of the tokens, in nats.
@@ -47,6 +45,7 @@ class Reply(NamedTuple):
         finish_reason: ``stop``, or ``length`` where the trajectory has no room left.
     """
 
+    asked: Mapping[str, Any]
     before: list[int]
     token_ids: list[int]
     logprobs: list[float]
@@ -54,58 +53,190 @@ class Reply(NamedTuple):
     finish_reason: FinishReason
 
 
-class Dialogue:
-    """One trajectory, as the endpoint knows it. All of its methods are called on one event loop.
+class _Accepted(NamedTuple):
+    """A request that continues the conversation.
 
-    A request of the agent is answered by ``await sample(...)``, as a turn of any trajectory is.
+    Args:
+        body: Its fields.
+        observed: The tokens that it adds.
+        messages: The whole conversation; None where it was sent as token ids.
+        new: The messages that it adds.
+        tools: The tools of the conversation.
+        told: What the user is told once.
+    """
+
+    body: Body
+    observed: list[int]
+    messages: list[Message] | None
+    new: Sequence[Message]
+    tools: dict[str, Tool]
+    told: Sequence[str] = ()
+
+
+class Dialogue:
+    """One trajectory, as the endpoint knows it. Its public methods are called on one event loop.
+
+    A request of the agent is answered by ``await sample(...)``, as a turn of any trajectory is. What takes long before
+    and after that is a function without effects, and is called in a thread by ``apart``, because all trajectories share
+    the event loop: reading the request, rendering and encoding its messages, and reading the turn.
 
     Args:
         request: The request of the whole trajectory.
         chat: Encodes messages and reads turns.
-        counts: Counts of events in this rollout, by name.
-        tell: Warns the user of something, once.
+        log: Counts events, and warns the user of each thing once.
         sample: Samples a turn after a request's prefix, as a trajectory's driver does
             (:meth:`lit_grpo.environments.driver.TrajectoryDriver.sample`).
+        apart: Calls a function with arguments in a thread.
+        ends: The token ids at which the run ends a turn.
 
     Attributes:
         id: By which requests say which trajectory they belong to.
-        asked: Set while the policy samples a turn.
-        reply: The answer to the last request, once the turn is there; None before the first request.
+        asked: Set while a request is worked on: it is read, the policy samples a turn, and the turn is read.
+        reply: The reply to the last request, once it is there; None before the first request.
         completion: The trajectory with the last turn; None before the first.
         messages: The conversation after the prompt.
-        is_full: Whether a request was refused because the trajectory has no room left.
+        is_full: Whether the last request was refused because the trajectory has no room left.
+        fault: The error at which a turn could not be read, so that nothing can follow it.
     """
 
     def __init__(
         self,
         request: Request,
         chat: Chat,
-        counts: MutableMapping[str, float],
-        tell: Callable[[str], None],
+        log: EnvironmentLog,
         sample: Callable[[Request], Awaitable[Completion]],
+        apart: Callable[..., Awaitable[Any]],
+        ends: Sequence[int] = (),
     ) -> None:
         self.id = secrets.token_urlsafe(16)
-        self.request, self.chat, self.counts, self.tell, self._sample = request, chat, counts, tell, sample
+        self.request, self.chat, self.log, self.apart = request, chat, log, apart
+        self._sample, self._ends = sample, ends
         self.asked = asyncio.Event()
         self.reply: asyncio.Task[Reply] | None = None
         self.completion: Completion | None = None
         self.messages: list[Message] = []
         self.is_full = False
+        self.fault: Exception | None = None
         self._known: list[Message] | None = []  # of the last request, and the turn after it; None with token ids
         self._tools: dict[str, Tool] = {}
-        self._body: Mapping[str, Any] = {}  # of the last request
+        self._open: tuple[Route, bytes] | None = None  # the request that is worked on
+        self._answered: tuple[tuple[Route, bytes], Reply] | None = None  # the last one with a reply
         self._is_over = False
 
     # ---- the agent's side ---------------------------------------------------------------------------
 
-    async def after_messages(self, body: Mapping[str, Any]) -> Reply:
-        """Have the policy answer a conversation, the ``messages`` of a request.
+    async def answer(self, route: Route, data: bytes) -> Reply:
+        """Have the policy answer a request.
+
+        The last request that has a reply gets the same reply when it is sent again, as clients do that have waited for
+        too long: it cannot be meant to continue the conversation, because it lacks that reply.
+
+        Args:
+            route: The route of the request.
+            data: Its body.
 
         Raises:
             Refused: It does not go on from what was said before, or there is no room for it.
         """
-        self._check_free()
-        conversation, shown = _read_messages(body.get("messages")), _read_tools(body.get("tools"))
+        if self._is_over:
+            raise Refused(OVER, "over", 410)
+        asked = route, data
+        if self._answered is not None and self._answered[0] == asked:
+            return self._answered[1]
+        if not self.asked.is_set():
+            self.asked.set()
+            self._open, self.reply = asked, asyncio.ensure_future(self._answer(route, data))
+        elif self._open != asked or self.reply is None:
+            raise Refused(
+                "This trajectory has an unanswered request, and only one request at a time is allowed; send the next "
+                "one after the response.",
+                "parallel",
+            )
+        return await asyncio.shield(self.reply)  # the turn is sampled even if its client has gone
+
+    def refuse(self, refused: Refused) -> None:
+        """Count a request that was refused, unless it came when there was nothing left to go on with."""
+        self.log.counts["refused_requests"] += refused.code not in ("over", FULL)
+
+    def fail(self, error: Exception) -> Refused:
+        """Return the refusal of a request at which the endpoint itself has failed, and warn the user once."""
+        logger.debug("The endpoint of agents failed.", exc_info=error)
+        self.log.tell_once(
+            "the endpoint of agents failed",
+            "The endpoint failed at the request of an agent (%s) and answered with status 500. Only this trajectory is "
+            "concerned; please report it with the request.",
+            error_text(error),
+        )
+        return Refused(
+            f"The endpoint failed at this request ({error_text(error)}); send another request, and report this one.",
+            "server_error",
+            500,
+        )
+
+    async def _answer(self, route: Route, data: bytes) -> Reply:
+        try:
+            accepted = await self._accept(route, data)
+            reply = await self._read(accepted, await self._sample(self._after(accepted)))
+            self._answered = (route, data), reply
+            return reply
+        except asyncio.CancelledError:
+            raise Refused(OVER, "over", 410) from None
+        except Refused as refused:
+            self.is_full = self.is_full or refused.code == FULL
+            raise
+        except Exception as error:  # of a chat template, a tokenizer or ours: it concerns this trajectory alone
+            raise self.fail(error) from error
+        finally:
+            self.asked.clear()
+
+    async def _accept(self, route: Route, data: bytes) -> _Accepted:
+        """Read a request, and tell the user of what it asks in vain."""
+        if self.fault is not None:
+            raise self.fault
+        accepted: _Accepted = await self.apart(self._after_messages if route == "chat" else self._after_tokens, data)
+        for sentence in accepted.told:
+            self.log.tell(sentence)
+        for name, sentence in accepted.body.told.items():
+            self.log.tell_once(f"field {name} of agents", "%s", sentence)
+        for name in accepted.body.unknown:
+            sentence = f"An agent requests {name!r:.60}, which the endpoint does not know and ignores."
+            self.log.tell_some("unknown field of agents", sentence, MOST_UNKNOWN)
+        return accepted
+
+    def _after(self, accepted: _Accepted) -> Request:
+        """Return the request of the next turn."""
+        begins = self.request.prompt.messages or []
+        is_prompt = self.completion is None and [*map(_sense, accepted.new[: len(begins)])] == [*map(_sense, begins)]
+        self.messages += accepted.new[len(begins) if is_prompt else 0 :]
+        self._tools, self.is_full = accepted.tools, False
+        so_far = self._so_far
+        return self.request.after(so_far.followed_by(accepted.observed) if accepted.observed else so_far)
+
+    async def _read(self, accepted: _Accepted, completion: Completion) -> Reply:
+        """Read a turn."""
+        self.completion = completion
+        num_sampled, tokens = len(completion.turns[-1]), self._tokens()
+        before, sampled = tokens[:-num_sampled], tokens[-num_sampled:]
+        try:
+            message, turn = await self.apart(self._message, sampled, before)
+        except Exception as error:
+            self.fault = error
+            raise
+        if turn is not None:
+            num_calls = len(message.get("tool_calls", ()))
+            self.log.counts["tool_calls"] += num_calls
+            self.log.counts["broken_calls"] += len(turn.calls) - num_calls
+        self._known = None if accepted.messages is None else [*accepted.messages, message]
+        self.messages.append(message)
+        logprobs: list[float] = completion.logprobs_T[-num_sampled:].tolist()
+        return Reply(accepted.body.fields, before, sampled, logprobs, message, completion.finish_reason)
+
+    # ---- reading a request, in a thread: nothing here is changed ---------------------------------------
+
+    def _after_messages(self, data: bytes) -> _Accepted:
+        """Read a request that has the conversation as ``messages``."""
+        body = read_body(data, "chat", self.request.sampling, self._ends)
+        conversation, shown = read_messages(body.fields.get("messages")), read_tools(body.fields.get("tools"))
         if self._known is None:
             raise Refused(
                 f"Earlier requests of this trajectory sent token ids. Send token_ids again, not messages. {AS_SAMPLED}"
@@ -116,23 +247,24 @@ class Dialogue:
         new = conversation[len(self._known) :]
         if not new or conversation[-1]["role"] == "assistant":
             raise Refused(f"The request adds no message that the policy could answer. {AS_SAMPLED}", "history")
+        told: Sequence[str] = ()
         try:
-            observed = self._following(new, shown) if self.completion else self._beginning(new, shown)
+            if self.completion is not None:
+                observed = self._following(new, shown)
+            else:
+                observed, told = self._beginning(new, shown)
         except (UnusableRow, EndlessTemplate) as error:
             raise Refused(f"The conversation {error}.") from error
         except ValueError as error:
             raise Refused(str(error)) from error
-        return await self._turn(observed, body, conversation, new)
+        self._check_room(len(observed))
+        return _Accepted(body, observed, conversation, new, shown if self.completion is None else self._tools, told)
 
-    async def after_tokens(self, body: Mapping[str, Any]) -> Reply:
-        """Have the policy go on after ``token_ids``, those of the prompt and of all earlier turns among them.
-
-        Raises:
-            Refused: As for :meth:`after_messages`.
-        """
-        self._check_free()
-        token_ids, most = body.get("token_ids"), len(self.chat.tokenizer)
-        if not isinstance(token_ids, list) or any(type(each) is not int or not 0 <= each < most for each in token_ids):
+    def _after_tokens(self, data: bytes) -> _Accepted:
+        """Read a request that has ``token_ids``, those of the prompt and of all earlier turns among them."""
+        body = read_body(data, "tokens", self.request.sampling, self._ends)
+        token_ids, most = body.fields.get("token_ids"), len(self.chat.tokenizer)
+        if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < most:
             raise Refused(f"token_ids must be a list of integers from 0 to {most - 1}.")
         known = self._tokens()
         if token_ids[: len(known)] != known:
@@ -143,33 +275,43 @@ class Dialogue:
         observed = token_ids[len(known) :]
         if self.completion is not None and not observed:
             raise Refused(f"token_ids add nothing to the policy's last turn. {AS_SAMPLED}", "history")
-        return await self._turn(observed, body, None, [])
+        self._check_room(len(observed))
+        return _Accepted(body, observed, None, [], self._tools)
 
-    async def again(self, body: Mapping[str, Any]) -> Reply | None:
-        """Return the answer to the last request, which a client sends again; None where it is another one."""
-        return None if self.reply is None or self._body != body else await asyncio.shield(self.reply)
+    def _check_room(self, num_observed: int) -> None:
+        """Check that there is room for so many more tokens, and for a turn after them."""
+        so_far, sampling = self._so_far, self.request.sampling
+        for kind, most, needed in (
+            ("max_tokens", sampling.max_tokens, so_far.num_sampled + 1),
+            ("max_observed", sampling.max_observed, so_far.num_observed + num_observed),
+        ):
+            if needed > most:
+                raise Refused(f"{_NO_ROOM}: it needs {needed} tokens, but model.sampling.{kind} allows {most}.", FULL)
 
-    def refuse(self, refused: Refused) -> None:
-        """Count a request that was refused, unless it came when there was nothing left to go on with."""
-        self.counts["refused_requests"] += refused.code not in ("over", FULL)
+    def _check_length(self, messages: Sequence[Message]) -> None:
+        """Check that messages can fit, before they are encoded.
 
-    def _check_free(self) -> None:
-        if self._is_over:
-            raise Refused(OVER, "over", 410)
-        if self.asked.is_set():
+        A token stands for at most as many characters as the longest one of the vocabulary has. Some tokenizers drop
+        characters, such as repeated blanks, or read many as one unknown token: hence :data:`SHORT`.
+        """
+        self._check_room(0)
+        room = self.request.sampling.max_observed - self._so_far.num_observed
+        num = sum(len(message["content"] or "") for message in messages)
+        if num > max(SHORT, room * self.chat.longest_token):
             raise Refused(
-                "This trajectory has an unanswered request, and only one request at a time is allowed; send the next "
-                "one after the response.",
-                "parallel",
+                f"{_NO_ROOM}: its new messages have {num:,} characters, and model.sampling.max_observed leaves room "
+                f"for {room:,} tokens.",
+                FULL,
             )
 
-    def _beginning(self, messages: Sequence[Message], tools: dict[str, Tool]) -> list[int]:
+    def _beginning(self, messages: Sequence[Message], tools: dict[str, Tool]) -> tuple[list[int], Sequence[str]]:
+        """Return the tokens of the first messages after the prompt, and what the user is told of the tools."""
         schemas = [dict(tool.schema) for tool in tools.values()]
-        for sentence in self.chat.check_once(schemas) if tools else ():
-            self.tell(sentence)
         prompt = self.request.prompt
         pairs = zip(prompt.messages or (), messages, strict=False)
         of_row = sum(1 for _ in itertools.takewhile(lambda pair: _sense(pair[0]) == _sense(pair[1]), pairs))
+        self._check_length(messages[of_row:])
+        told = self.chat.check_once(schemas) if tools else ()
         conversation = [*self.chat.conversation(prompt)[:of_row], *map(self.chat.cover, messages[of_row:])]
         observed = self.chat.beginning(prompt, conversation, schemas)
         if observed is None:
@@ -179,8 +321,7 @@ class Dialogue:
                 "rows, so that the agent writes the whole conversation.",
                 "history",
             )
-        self._tools = tools
-        return observed
+        return observed, told
 
     def _following(self, messages: Sequence[Message], tools: dict[str, Tool]) -> list[int]:
         if any(message["role"] == "assistant" for message in messages):
@@ -189,60 +330,20 @@ class Dialogue:
             )
         if [tool.schema for tool in tools.values()] != [tool.schema for tool in self._tools.values()]:
             raise Refused(f"The tools differ from those of the first request. {AS_SAMPLED}", "history")
+        self._check_length(messages)
         return self.chat.following([self._of_template(message) for message in messages], self._tokens()[-1])
 
     def _of_template(self, message: Message) -> Message:
         """Return a new message with what chat templates show of it; an answer of a tool gets the tool's name."""
-        shown = {"role": message["role"], "content": message["content"]}
+        shown = {name: message[name] for name in ("role", "content", "name") if name in message}
         if message["role"] != "tool":
             return shown
         made = (call for each in self._known or () for call in each.get("tool_calls", ()))
         called = (call.get("function", call)["name"] for call in made if call.get("id") == message.get("tool_call_id"))
         name = next(called, None)
         if name is None:
-            raise Refused(f"A tool message has the id of no tool call: {message.get('tool_call_id')!r}.")
+            raise Refused(f"A tool message has the id of no tool call: {message.get('tool_call_id')!r:.80}.")
         return shown | {"name": name}
-
-    async def _turn(
-        self, observed: list[int], body: Mapping[str, Any], messages: list[Message] | None, new: Sequence[Message]
-    ) -> Reply:
-        """Have the policy sample a turn after more tokens, if there is room for both."""
-        so_far, sampling = self._so_far, self.request.sampling
-        for kind, most, needed in (
-            ("max_tokens", sampling.max_tokens, so_far.num_sampled + 1),
-            ("max_observed", sampling.max_observed, so_far.num_observed + len(observed)),
-        ):
-            if needed > most:
-                self.counts["cut_short"] += not self.is_full
-                self.is_full = True
-                raise Refused(
-                    f"This trajectory is at its maximum context length: it needs {needed} tokens, but "
-                    f"model.sampling.{kind} allows {most}.",
-                    FULL,
-                )
-        begins = self.request.prompt.messages or []
-        is_prompt = self.completion is None and list(map(_sense, new[: len(begins)])) == list(map(_sense, begins))
-        self.messages += new[len(begins) if is_prompt else 0 :]
-        self.asked.set()
-        request = self.request.after(so_far.followed_by(observed) if observed else so_far)
-        self._body, self.reply = body, asyncio.ensure_future(self._replied(request, messages))
-        return await asyncio.shield(self.reply)  # the turn is sampled even if its client has gone
-
-    async def _replied(self, request: Request, messages: list[Message] | None) -> Reply:
-        """Wait for a turn, and read it."""
-        try:
-            completion = self.completion = await self._sample(request)
-        except asyncio.CancelledError:
-            raise Refused(OVER, "over", 410) from None
-        finally:
-            self.asked.clear()
-        num_sampled, tokens = len(completion.turns[-1]), self._tokens()
-        before, sampled = tokens[:-num_sampled], tokens[-num_sampled:]
-        message = self._message(sampled, before)
-        self._known = None if messages is None else [*messages, message]
-        self.messages.append(message)
-        logprobs: list[float] = completion.logprobs_T[-num_sampled:].tolist()
-        return Reply(before, sampled, logprobs, message, completion.finish_reason)
 
     @property
     def _so_far(self) -> Trajectory:
@@ -251,18 +352,16 @@ class Dialogue:
     def _tokens(self) -> list[int]:
         return [*self.request.prompt.token_ids, *self._so_far.token_ids_T.tolist()]
 
-    def _message(self, sampled: list[int], before: list[int]) -> Message:
-        """Return what a turn says: all of it where no tools are shown, else its calls apart."""
+    def _message(self, sampled: list[int], before: list[int]) -> tuple[Message, Turn | None]:
+        """Return what a turn says, and where tools are shown its calls apart."""
         if not self._tools:
-            return {"role": "assistant", "content": str(self.chat.tokenizer.decode(sampled, skip_special_tokens=True))}
+            text = str(self.chat.tokenizer.decode(sampled, skip_special_tokens=True))
+            return {"role": "assistant", "content": text}, None
         turn = self.chat.read(sampled, before, self._tools)
         message = turn.message
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = f"call_{len(before)}_{number}"
-        num_calls = len(message.get("tool_calls", ()))
-        self.counts["tool_calls"] += num_calls
-        self.counts["broken_calls"] += len(turn.calls) - num_calls
-        return message
+        return message, turn
 
     def close(self) -> None:
         """Answer nothing any more."""
@@ -270,26 +369,6 @@ class Dialogue:
         if self.reply is not None:
             self.reply.cancel()
             self.reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # counts as seen
-
-
-def _read_messages(given: Any) -> list[Message]:
-    if not isinstance(given, list) or not given:
-        raise Refused("messages must be a list of chat messages.")
-    try:
-        return [read_message(message) for message in given]
-    except UnusableRow as error:
-        raise Refused(f"The request {error}.") from error
-
-
-def _read_tools(given: Any) -> dict[str, Tool]:
-    try:
-        return {each["function"]["name"]: Tool(str(each["function"]["name"]), _elsewhere, each) for each in given or ()}
-    except (KeyError, TypeError, IndexError) as error:
-        raise Refused('tools must be a list of {"type": "function", "function": {"name": text, ...}}.') from error
-
-
-def _elsewhere(**arguments: Any) -> None:
-    """Stand for a tool that the agent calls itself."""
 
 
 def _sense(message: Message) -> tuple[Any, ...]:

@@ -7,12 +7,16 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from lit_grpo.environments.agent.dialogue import OVER, Dialogue, Refused
+from lit_grpo.environments.agent.dialogue import OVER, Dialogue
+from lit_grpo.environments.agent.fields import Refused, Route
+from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
@@ -22,21 +26,7 @@ HOST = "127.0.0.1"
 MAX_BYTES = 16 * 2**20
 """The largest request that is read."""
 MODEL = "policy"
-OWN = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens")
-"""Sampling fields that a request may have; the run's settings are used, and a warning is logged if they differ."""
-ONLY: Mapping[str, Sequence[Any]] = {
-    "n": [1],
-    "tool_choice": ["auto"],
-    "response_format": [{"type": "text"}],
-    "chat_template_kwargs": [{}],
-    "logit_bias": [{}],
-    "presence_penalty": [0],
-    "frequency_penalty": [0],
-    "repetition_penalty": [1],
-    "ignore_eos": [False],
-    "min_tokens": [0],
-}
-"""Fields with their allowed values; another value is refused, because sampling would not follow it."""
+PATHS = "POST /v1/chat/completions, POST /inference/v1/generate and GET /v1/models"
 
 
 class Endpoint:
@@ -58,6 +48,24 @@ class Endpoint:
         self.ends: tuple[int, ...] = ()
         self._dialogues: dict[str, Dialogue] = {}
         self._started: asyncio.Future[web.AppRunner] | None = None
+        self._num_at_work, self._worked_s, self._since = 0, 0.0, 0.0
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds in which at least one request was worked on so far, without waiting for the policy."""
+        return self._worked_s + (time.monotonic() - self._since if self._num_at_work else 0.0)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Count the seconds within in :attr:`worked_s`; called on the event loop."""
+        if self._num_at_work == 0:
+            self._since = time.monotonic()
+        self._num_at_work += 1
+        try:
+            yield
+        finally:
+            self._worked_s, self._since = self.worked_s, time.monotonic()
+            self._num_at_work -= 1
 
     async def serve(self, dialogue: Dialogue, at_end: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]) -> str:
         """Take requests of a trajectory; return its address. The server is stopped by what ``at_end`` is given."""
@@ -104,7 +112,7 @@ class Endpoint:
         except Refused as refused:
             return _error(str(refused), refused.code, refused.status)
         except web.HTTPException as error:
-            return _error(error.text or error.reason, "http", error.status)
+            return _error(f"{error.reason} ({request.method}): the endpoint has {PATHS}.", "http", error.status)
 
     def _dialogue(self, request: web.Request) -> Dialogue:
         session = request.match_info.get("session") or request.headers.get("X-Session-ID", "")
@@ -112,26 +120,23 @@ class Endpoint:
             raise Refused(f"{OVER} Use the base_url that the agent was given, or its X-Session-ID.", "over", 404)
         return self._dialogues[session]
 
-    async def _ask(
-        self, request: web.Request, turn: Callable[[Dialogue, dict[str, Any]], Awaitable[Reply]]
-    ) -> tuple[Dialogue, dict[str, Any], Reply]:
-        """Read a request, and have it answered; one that a client of ``openai`` sends again gets the same answer."""
+    async def _answer(
+        self, request: web.Request, route: Route, written: Callable[[Dialogue, Reply], Sequence[bytes]]
+    ) -> web.StreamResponse:
+        """Have a request answered by the policy, and send the reply; several parts are sent as an event stream."""
         dialogue = self._dialogue(request)
         try:
-            body = json.loads(await request.read())
-        except (ValueError, RecursionError):
-            body = None
-        try:
-            if not isinstance(body, dict):
-                raise Refused("The request must be a JSON object.")
-            for asked in (body, body.get("sampling_params")):
-                _check_sampling(asked, dialogue, self.ends)
-            is_sent_again = request.headers.get("X-Stainless-Retry-Count", "0") != "0"
-            reply = await dialogue.again(body) if is_sent_again else None
-            return dialogue, body, reply or await turn(dialogue, body)
+            reply = await dialogue.answer(route, await _body(request))
+            try:
+                parts = await dialogue.apart(written, dialogue, reply)
+            except Exception as error:
+                raise dialogue.fail(error) from error
         except Refused as refused:
             dialogue.refuse(refused)
             raise
+        if len(parts) == 1:
+            return web.Response(body=parts[0], content_type="application/json")
+        return await _stream(request, parts)
 
     # ---- routes -----------------------------------------------------------------------------------------
 
@@ -143,76 +148,80 @@ class Endpoint:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lit_grpo", **room}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        dialogue, body, reply = await self._ask(request, Dialogue.after_tokens)
-        choice = {
-            "index": 0,
-            "token_ids": reply.token_ids,
-            "finish_reason": reply.finish_reason,
-            "logprobs": {"content": _logprobs(reply, [f"token_id:{token}" for token in reply.token_ids])},
-        }
-        name = body.get("request_id") or f"{dialogue.id}-{len(reply.before)}"
-        return web.json_response({"request_id": name, "choices": [choice]})
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, "tokens", _as_tokens)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        dialogue, body, reply = await self._ask(request, Dialogue.after_messages)
-        message = _of_wire(reply.message)
-        given = {"logprobs": None, "finish_reason": "tool_calls" if "tool_calls" in message else reply.finish_reason}
-        if body.get("logprobs"):
-            decode = dialogue.chat.tokenizer.decode
-            given["logprobs"] = {"content": _logprobs(reply, [str(decode([token])) for token in reply.token_ids])}
-        prompt_ids = {}
-        if body.get("return_token_ids"):
-            given["token_ids"], prompt_ids = reply.token_ids, {"prompt_token_ids": reply.before}
-        counts = {"prompt_tokens": len(reply.before), "completion_tokens": len(reply.token_ids)}
-        usage = {"usage": counts | {"total_tokens": sum(counts.values())}}
-        whole = {
-            "id": f"chatcmpl-{dialogue.id}-{len(reply.before)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body.get("model") or MODEL,
-            **prompt_ids,
-        }
-        if not body.get("stream"):
-            return web.json_response({**whole, "choices": [{"index": 0, "message": message, **given}], **usage})
-        whole["object"] = "chat.completion.chunk"
-        for number, call in enumerate(message.get("tool_calls", ())):
-            call["index"] = number
-        chunks = [{**whole, "choices": [{"index": 0, "delta": message, **given, "finish_reason": None}]}]
-        chunks += [{**whole, "choices": [{"index": 0, "delta": {}, "finish_reason": given["finish_reason"]}]}]
-        if (body.get("stream_options") or {}).get("include_usage"):
-            chunks += [{**whole, "choices": [], **usage}]
-        return await _stream(request, [*map(json.dumps, chunks), "[DONE]"])
+        return await self._answer(request, "chat", _as_chat)
 
 
-def _check_sampling(asked: Any, dialogue: Dialogue, ends: Sequence[int]) -> None:
-    """Check that the run samples as a request asks, and tell of what it asks in vain.
+async def _body(request: web.Request) -> bytes:
+    """Return the body of a request.
 
     Raises:
-        Refused: It does not.
+        Refused: It is too large, or cannot be read as its headers say.
     """
-    if not isinstance(asked, dict):
-        return
-    own = dialogue.request.sampling
-    for name, allowed in ONLY.items():
-        if asked.get(name) is not None and asked[name] not in allowed:
-            raise Refused(f"{name} must be {allowed[0]!r} here, not {asked[name]!r}; leave it out.")
-    stop = asked.get("stop") or []
-    if unknown := {*([stop] if isinstance(stop, str) else map(str, stop))} - {*own.stop}:
-        raise Refused(f"The run does not stop at {sorted(unknown)}; name them in model.sampling.stop.")
-    ids = asked.get("stop_token_ids") or []
-    if unknown := [each for each in (ids if isinstance(ids, list) else [ids]) if each not in ends]:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
         raise Refused(
-            f"The run does not stop at the token ids {unknown} of stop_token_ids, but at {list(ends)}; leave them out, "
-            "or add them to eos_token_id of the policy's generation_config."
-        )
-    for name in OWN:
-        held = getattr(own, {"max_completion_tokens": "max_tokens"}.get(name, name))
-        if asked.get(name) not in (None, held, -1):  # which is none, for top_k
-            dialogue.tell(
-                f"An agent requests {name} {asked[name]!r}, but gets {held}, the value of model.sampling, because all "
-                "completions of a run are sampled with the same parameters."
-            )
+            f"The request has more than {MAX_BYTES} bytes ({MAX_BYTES // 2**20} MiB); send less.", "too_large", 413
+        ) from None
+    except (HttpProcessingError, web.PayloadAccessError) as error:
+        raise Refused(f"The body cannot be read as the headers say ({first_line(error)}); correct them.") from None
+
+
+def _as_tokens(dialogue: Dialogue, reply: Reply) -> list[bytes]:
+    """Write a reply as vLLM does to token ids."""
+    choice = {
+        "index": 0,
+        "token_ids": reply.token_ids,
+        "finish_reason": reply.finish_reason,
+        "logprobs": {"content": _logprobs(reply, _numbers(reply))},
+    }
+    name = reply.asked.get("request_id") or f"{dialogue.id}-{len(reply.before)}"
+    return [_json({"request_id": name, "choices": [choice]})]
+
+
+def _as_chat(dialogue: Dialogue, reply: Reply) -> list[bytes]:
+    """Write a reply as OpenAI does to a conversation: as one object, or as the events of a stream."""
+    asked, message = reply.asked, _of_wire(reply.message)
+    given = {"logprobs": None, "finish_reason": "tool_calls" if "tool_calls" in message else reply.finish_reason}
+    if asked.get("logprobs"):
+        decode = dialogue.chat.tokenizer.decode
+        by_number = asked.get("return_tokens_as_token_ids")
+        names = _numbers(reply) if by_number else [str(decode([token])) for token in reply.token_ids]
+        given["logprobs"] = {"content": _logprobs(reply, names)}
+    prompt_ids = {}
+    if asked.get("return_token_ids"):
+        given["token_ids"], prompt_ids = reply.token_ids, {"prompt_token_ids": reply.before}
+    counts = {"prompt_tokens": len(reply.before), "completion_tokens": len(reply.token_ids)}
+    usage = {"usage": counts | {"total_tokens": sum(counts.values())}}
+    whole = {
+        "id": f"chatcmpl-{dialogue.id}-{len(reply.before)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": asked.get("model") or MODEL,
+        **prompt_ids,
+    }
+    if not asked.get("stream"):
+        return [_json({**whole, "choices": [{"index": 0, "message": message, **given}], **usage})]
+    whole["object"] = "chat.completion.chunk"
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "index": number} for number, call in enumerate(calls)]
+    chunks = [{**whole, "choices": [{"index": 0, "delta": message, **given, "finish_reason": None}]}]
+    chunks += [{**whole, "choices": [{"index": 0, "delta": {}, "finish_reason": given["finish_reason"]}]}]
+    if asked.get("stream_options", {}).get("include_usage"):
+        chunks += [{**whole, "choices": [], **usage}]
+    return [*map(_json, chunks), b"[DONE]"]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _numbers(reply: Reply) -> list[str]:
+    return [f"token_id:{token}" for token in reply.token_ids]
 
 
 def _logprobs(reply: Reply, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -231,11 +240,11 @@ def _of_wire(message: Message) -> dict[str, Any]:
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
-async def _stream(request: web.Request, events: Sequence[str]) -> web.StreamResponse:
+async def _stream(request: web.Request, events: Sequence[bytes]) -> web.StreamResponse:
     """Send a turn as server-sent events; all of them at once, because tokens come when the turn is over."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    await response.write("".join(f"data: {event}\n\n" for event in events).encode())
+    await response.write(b"".join(b"data: %b\n\n" % event for event in events))
     await response.write_eof()
     return response
 

@@ -12,7 +12,6 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lit_grpo.data.rendering import with_added
-from lit_grpo.environments.agent.dialogue import Dialogue
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.contract import Kind, columns_of
 from lit_grpo.environments.driver import TrajectoryDriver
@@ -30,8 +29,12 @@ from lit_grpo.types import Completion, Request
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
     from lit_grpo.data.sources import Row
+    from lit_grpo.environments.agent.dialogue import Dialogue
     from lit_grpo.environments.agent.endpoint import Endpoint
 
+READING_S = 60.0
+"""Seconds that reading a request may take before an idle rollout counts as a standstill."""
+_LOOKS_S = 0.02
 GIVEN = ("base_url", "api_key", "session_id")
 """Parameters that an agent may take in addition to a row's columns."""
 
@@ -221,9 +224,11 @@ class AgentDriver(TrajectoryDriver):
 
     async def _attempt(self, request: Request, state: Mapping[str, Any] | None) -> Completion:
         """Let an agent begin, and wait for its end; between two of its requests it has so many seconds."""
+        from lit_grpo.environments.agent.dialogue import Dialogue
+
         self.num_turns, self.turn_rewards = 0, []
         await self.environment.make()
-        dialogue = Dialogue(self.request, self.chat, self.log.counts, self.log.tell, self.sample)
+        dialogue = Dialogue(self.request, self.chat, self.log, self.sample, self._apart_from_loop, self._endpoint.ends)
         self.messages = dialogue.messages
         base_url = await self._endpoint.serve(dialogue, self.calls.at_end)
         given = {"base_url": base_url, "api_key": self._endpoint.api_key, "session_id": dialogue.id}
@@ -233,7 +238,7 @@ class AgentDriver(TrajectoryDriver):
             await _first(agent, begun, None)
             while dialogue.asked.is_set() or not agent.done():
                 if dialogue.asked.is_set() and dialogue.reply is not None:
-                    await asyncio.wait([dialogue.reply])  # however long the policy takes
+                    await asyncio.wait([dialogue.reply])  # however long the endpoint and the policy take
                 else:
                     await self._wait_for_request(agent, dialogue.asked)
             return await self._end_with(dialogue, *agent.result())
@@ -266,18 +271,29 @@ class AgentDriver(TrajectoryDriver):
         except (Exception, *FAILURES) as error:  # a user's function runs here: it must not end the loop
             return None, error
 
+    async def _apart_from_loop(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the endpoint in a thread; meanwhile no agent's time counts."""
+        with self._endpoint.at_work(), self.calls.within(READING_S):
+            return await asyncio.to_thread(function, *args)
+
     async def _wait_for_request(self, agent: asyncio.Task[Any], asked: asyncio.Event) -> None:
         """Wait for the agent's next request, or its end.
+
+        Seconds in which the endpoint is at work, for whichever agent, do not count: they share a process.
 
         Raises:
             Failure: The agent takes too long.
         """
-        began = time.monotonic()
+        began = time.monotonic() - self._endpoint.worked_s
         left_s = self.limits.trajectory_timeout_s - self.environment.spent_s
         limit_s = max(min(self.limits.tool_timeout_s, left_s), 0.0)
-        with self.calls.within(limit_s):
-            await _first(agent, asked, limit_s)
-        self.environment.spend(time.monotonic() - began)
+        taken_s = 0.0
+        while not agent.done() and not asked.is_set() and (taken_s == 0.0 or taken_s < limit_s):
+            wait_s = max(limit_s - taken_s, _LOOKS_S)
+            with self.calls.within(wait_s):
+                await _first(agent, asked, wait_s)
+            taken_s = time.monotonic() - self._endpoint.worked_s - began
+        self.environment.spend(taken_s)
         if not agent.done() and not asked.is_set():
             self.log.counts["timeouts"] += 1
             await USERS_LOOP.replace_if_blocked()
@@ -289,10 +305,13 @@ class AgentDriver(TrajectoryDriver):
             raise error
         completion = dialogue.completion
         ran_out = dialogue.is_full and completion is not None  # it was refused for lack of room, and may raise
+        if dialogue.fault is not None:
+            raise Failure(f"has a turn that the endpoint cannot read ({error_text(dialogue.fault)})")
         if error is not None and not ran_out:
             raise Failure(f"fails ({error_text(error)})") from error
         if completion is None:
             raise Failure("ends without a request that the policy could answer")
+        self.log.counts["cut_short"] += ran_out
         if "get_reward" in self.kind.methods:
             told = await self.environment.ask("get_reward")
         try:
