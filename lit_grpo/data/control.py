@@ -127,7 +127,8 @@ class ControlTokens:
     def _encoded(self, text: str, add_special_tokens: bool, has_places: bool) -> PlacedTokens:
         found: Any
         if self.is_covered(text):
-            found = self._copy.encode(self.spelled(text, is_covered=True), add_special_tokens=add_special_tokens)
+            spelled = self.spelled(text, is_covered=True)
+            (found,) = self._copy.encode_batch([spelled], add_special_tokens=add_special_tokens)  # without the GIL
             ids, mask, places = found.ids, found.special_tokens_mask, found.offsets
         else:
             wanted: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -12,16 +13,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from lit_grpo.environments.agent.dialogue import OVER, Dialogue
 from lit_grpo.environments.agent.fields import Refused, Route
-from lit_grpo.process.terminal import first_line
+from lit_grpo.process.terminal import error_text, one_line
 
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
     from lit_grpo.environments.agent.dialogue import Reply
 
+logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MAX_BYTES = 16 * 2**20
 """The largest request that is read."""
@@ -93,7 +94,9 @@ class Endpoint:
             app.router.add_get(f"{place}/v1/models", self._models)
             app.router.add_post(f"{place}/v1/chat/completions", self._chat)
             app.router.add_post(f"{place}/inference/v1/generate", self._generate)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        unheard = logging.getLogger(f"{__name__}.http")  # aiohttp prints a traceback where a client sends no HTTP
+        unheard.setLevel(logging.CRITICAL)
+        runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=1.0)
         await runner.setup()
         await web.TCPSite(runner, HOST, 0).start()
         return runner
@@ -113,6 +116,11 @@ class Endpoint:
             return _error(str(refused), refused.code, refused.status)
         except web.HTTPException as error:
             return _error(f"{error.reason} ({request.method}): the endpoint has {PATHS}.", "http", error.status)
+        except ConnectionError:  # the client is gone
+            raise
+        except Exception as error:  # of a part of ours that nobody foresaw
+            logger.warning("The endpoint of agents failed at a request (%s); please report it.", error_text(error))
+            return _error(f"The endpoint failed at this request ({error_text(error)}).", "server_error", 500)
 
     def _dialogue(self, request: web.Request) -> Dialogue:
         session = request.match_info.get("session") or request.headers.get("X-Session-ID", "")
@@ -167,8 +175,9 @@ async def _body(request: web.Request) -> bytes:
         raise Refused(
             f"The request has more than {MAX_BYTES} bytes ({MAX_BYTES // 2**20} MiB); send less.", "too_large", 413
         ) from None
-    except (HttpProcessingError, web.PayloadAccessError) as error:
-        raise Refused(f"The body cannot be read as the headers say ({first_line(error)}); correct them.") from None
+    except web.RequestPayloadError as error:
+        why = one_line(str(error)).removeprefix("400, message: ")
+        raise Refused(f"The body cannot be read as the headers say ({why:.120}); correct them.") from None
 
 
 def _as_tokens(dialogue: Dialogue, reply: Reply) -> list[bytes]:
