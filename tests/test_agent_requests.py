@@ -290,7 +290,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"messages": [ASKED], "stream": True, "stream_options": {"include_usage": "yes"}},
         "stream_options must be an object of true or false, not",
     ),
-    "a long message": (message(content="x" * 10**6), "This trajectory is at its maximum context length: its"),
+    "a long message": (message(content="x" * 10**6), "This trajectory is at its maximum context length: 1 new"),
+    "many messages": ({"messages": [ASKED] * 10**4}, "This trajectory is at its maximum context length: 9,999 new"),
 }
 BYTES: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "The request is not JSON in UTF-8: EOF"),
@@ -300,6 +301,7 @@ BYTES: dict[str, tuple[bytes, str]] = {
     "UTF-16": ('{"messages": []}'.encode("utf-16"), "The request is not JSON in UTF-8"),
     "no UTF-8": (b'{"model": "\xff\xfe"}', "The request is not JSON in UTF-8"),
     "a lone surrogate": (b'{"model": "\\ud800"}', "half of a surrogate pair, which is no character, "),
+    "a surrogate in bytes": (b'{"model": "\xed\xa0\x80"}', "The request is not JSON in UTF-8"),
     "a lone low surrogate": (b'{"model": "\\udc00 x"}', "half of a surrogate pair, which is no character, "),
     "NaN": (b'{"temperature": NaN}', "The request is not JSON in UTF-8"),
     "Infinity": (b'{"temperature": -Infinity}', "The request is not JSON in UTF-8"),
@@ -370,13 +372,17 @@ HTTP: dict[str, tuple[Callable[[Client], httpx.Response], int, str]] = {
     ),
     "another path": (lambda client: client.post("/completions", {}), 404, "the endpoint has POST /v1/chat/completions"),
     "an odd path": (lambda client: client.http.post(f"{client.root}/%00/../v1/x", json={}), 404, "the endpoint has"),
-    "no gzip": (lambda client: zipped(client, b"{}"), 400, "The body cannot be read as the headers say"),
+    "gzip": (
+        lambda client: zipped(client, gzip.compress(b"{}")),
+        415,
+        "reads no Content-Encoding 'gzip'; send the body",
+    ),
+    "no gzip": (lambda client: zipped(client, b"{}"), 415, "The endpoint reads no Content-Encoding 'gzip'"),
     "too large": (lambda client: client.post("/chat/completions", "x" * MAX_BYTES), 413, "more than 16777216 bytes"),
-    "too large once unzipped": (lambda client: zipped(client, gzip.compress(b" " * 2**26)), 413, "more than 16777216"),
 }
 
 
-@pytest.mark.parametrize("name", table_rows(HTTP, ["another method", "no gzip"]))
+@pytest.mark.parametrize("name", table_rows(HTTP, ["another method", "gzip"]))
 def test_odd_http_is_refused(served: Served, name: str, caplog: pytest.LogCaptureFixture) -> None:
     send, status, says = HTTP[name]
     refused_and_goes_on(served, send, says, caplog, status)
@@ -396,11 +402,9 @@ def test_odd_headers_change_nothing(served: Served) -> None:
         client, _ = served.conversation({"prompt": "Guess."})
         answered = client.http.post(f"{client.url}/chat/completions", content=body, headers=headers)
         assert answered.status_code == 200, (headers, answered.text)
-    for send in (
-        lambda c: zipped(c, gzip.compress(body)),
-        lambda c: c.http.post(f"{c.url}/chat/completions", content=iter([body[:9], body[9:]])),
-    ):
-        assert send(served.conversation({"prompt": "Guess."})[0]).status_code == 200
+    client, _ = served.conversation({"prompt": "Guess."})  # in chunks
+    answered = client.http.post(f"{client.url}/chat/completions", content=iter([body[:9], body[9:]]))
+    assert answered.status_code == 200, answered.text
 
 
 @pytest.mark.parametrize(
@@ -409,6 +413,7 @@ def test_odd_headers_change_nothing(served: Served) -> None:
         [
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
             b"POST / HTTP/9.9\r\n\r\n",
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nmany\r\n{}\r\n",
             b"GET /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n",
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + b"A: " + b"x" * 70_000 + b"\r\n\r\n",
         ],
@@ -429,12 +434,17 @@ def test_what_is_no_http_is_refused_without_a_word_to_the_user(
     assert not warnings_of(caplog) and client.say(ASKED)["content"] == "turn"
 
 
+DEEP: Any = {"type": "string"}
+for _ in range(80):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
 ACCEPTED: dict[str, Any] = {
     "parts of text": message(content=[{"type": "text", "text": "Gue"}, {"type": "text", "text": "ss."}]),
     "a name": message(name="me"),
     "more fields of a message": message(annotations=[], audio=None, x={"y": 1}),
     "tools with nulls": tool(parameters=None, description=None, strict=None),
     "no tools": {"messages": [ASKED], "tools": []},
+    "tools with deep schemas": tool(parameters=DEEP),
+    "odd characters": {"messages": [ASKED, user("\0 \ufffe \x1b[31m \u202e \r\n <|im_end|> \U0010ffff")]},
     "duplicated keys": b'{"model": 5, "messages": [{"role": "user", "content": "Guess."}], "model": "m"}',
     "escapes": b'{"messages": [{"role": "user", "content": "\\u0047uess."}], "model": "\\ud83d\\ude00 \\u0000"}',
     "many unknown fields": {"messages": [ASKED], **{f"x{number}": number for number in range(1000)}},
@@ -444,7 +454,7 @@ ACCEPTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", table_rows(ACCEPTED, ["parts of text", "many unknown fields"]))
 def test_what_clients_send_besides_is_answered(served: Served, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    client, dialogue = served.conversation({"number": 1} if "tools" in name else {"prompt": "Guess."})
+    client, dialogue = served.conversation({"number": 1})
     body = ACCEPTED[name]
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     with caplog.at_level(logging.WARNING):
@@ -514,7 +524,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(
             token_ids = [*dialogue.request.prompt.token_ids, *dialogue.completion.token_ids_T.tolist()]  # pyright: ignore
             answered = client.generate([*token_ids, *[5] * 10**6])
     assert answered.json()["error"]["code"] == "context_length_exceeded"
-    assert one_sentence(answered).startswith("This trajectory is at its maximum context length: it")
+    assert one_sentence(answered).startswith("This trajectory is at its maximum context length: ")
     assert dialogue.is_full and client.say(ASKED, first, user("x" * 10))["content"] == "turn" and not dialogue.is_full
 
 

@@ -95,6 +95,54 @@ def calculates(base_url: str, api_key: str, prompt: str, **columns: Any) -> None
             return
 
 
+MALFORMED: list[dict[str, Any]] = [
+    {"stop": 5},
+    {"stream_options": 5},
+    {"guided_regex": "a+"},
+    {"structured_outputs": {"regex": "a+"}},
+    {"temperature": "hot"},
+    {"messages": "Say something."},
+    {"tools": [{"type": "function"}]},
+    {"top_logprobs": [1]},
+    {"n": 10**30},
+    {"messages": [{"role": "user", "content": "x" * 10**7}]},
+]
+
+
+def careless(base_url: str, api_key: str, prompt: str, number: int, **columns: Any) -> float:
+    """Two turns; the agent of one row sends malformed requests between them."""
+    headers, url = {"Authorization": f"Bearer {api_key}"}, f"{base_url}/chat/completions"
+    messages: list[Any] = [{"role": "user", "content": prompt}]
+    answered = HTTP.post(url, json={"messages": messages, "seed": number}, headers=headers).raise_for_status()
+    messages += [answered.json()["choices"][0]["message"], {"role": "user", "content": "Once more."}]
+    for fields in MALFORMED if number == 0 else ():
+        refused = HTTP.post(url, json={"messages": messages, **fields}, headers=headers)
+        assert refused.status_code == 400 and refused.json()["error"]["message"].endswith("."), refused.text
+    return float(len(HTTP.post(url, json={"messages": messages}, headers=headers).raise_for_status().text) % 5)
+
+
+@pytest.mark.nightly
+def test_malformed_requests_of_one_agent_cost_no_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hears = Hears()
+    run = lit_grpo.train(
+        chatty_policy(chat_tokenizer()),  # pyright: ignore
+        [{"prompt": "Say something.", "number": number} for number in range(2)],
+        [],
+        tokenizer=chat_tokenizer(),
+        max_steps=1,
+        batch_size=2,
+        num_generations=4,
+        sampling={"max_tokens": 400, "max_observed": 60},
+        callbacks={"rollout": {"plugins": [{"agent": {"run": careless, "timeout_s": 20}}]}},
+        trainer={"accelerator": "cpu", "callbacks": [hears], "enable_progress_bar": False},
+    )
+    assert len(hears.completions) == 8 and all(len(each.turns) == 2 for each in hears.completions)
+    (row,) = [row for row in read_metrics(run.folder / "metrics.csv") if row.get("environments/turns")]
+    assert float(row["environments/refused_requests"]) == 4 * len(MALFORMED)
+    assert float(row["environments/dropped"]) == float(row["environments/failures"]) == 0
+
+
 def decoded(token_ids: Sequence[int]) -> str:
     return str(chat_tokenizer().decode(token_ids, skip_special_tokens=True))
 

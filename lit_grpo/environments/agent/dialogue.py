@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lit_grpo.data.chat import EndlessTemplate, Message, UnusableRow
 from lit_grpo.environments.agent.fields import Body, Refused, Route, read_body, read_messages, read_tools
 from lit_grpo.environments.tools import Tool
-from lit_grpo.process.terminal import error_text
+from lit_grpo.process.terminal import counted, error_text
 from lit_grpo.types import EMPTY, Completion, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ FULL = "context_length_exceeded"
 """As OpenAI names it."""
 OVER = "This trajectory is over, or was never begun."
 _NO_ROOM = "This trajectory is at its maximum context length"
-SHORT = 2**16
-"""The number of characters up to which new messages are encoded whatever room is left."""
+SHORT, FEW = 2**16, 2**10
+"""The number of characters, and of messages, up to which new messages are encoded whatever room is left."""
 MOST_UNKNOWN = 20
 """Number of unknown fields of which the user is told."""
 logger = logging.getLogger(__name__)
@@ -289,18 +289,19 @@ class Dialogue:
                 raise Refused(f"{_NO_ROOM}: it needs {needed} tokens, but model.sampling.{kind} allows {most}.", FULL)
 
     def _check_length(self, messages: Sequence[Message]) -> None:
-        """Check that messages can fit, before they are encoded.
+        """Check that new messages can fit, before they are encoded.
 
-        A token stands for at most as many characters as the longest one of the vocabulary has. Some tokenizers drop
-        characters, such as repeated blanks, or read many as one unknown token: hence :data:`SHORT`.
+        A message has at least one token, and a token stands for at most as many characters as the longest one of the
+        vocabulary has. Some templates drop messages, and some tokenizers drop characters, such as repeated blanks, or
+        read many as one unknown token: hence :data:`FEW` and :data:`SHORT`.
         """
         self._check_room(0)
         room = self.request.sampling.max_observed - self._so_far.num_observed
-        num = sum(len(message["content"] or "") for message in messages)
-        if num > max(SHORT, room * self.chat.longest_token):
+        length = sum(len(message["content"] or "") for message in messages)
+        if len(messages) > max(FEW, room) or length > max(SHORT, room * self.chat.longest_token):
             raise Refused(
-                f"{_NO_ROOM}: its new messages have {num:,} characters, and model.sampling.max_observed leaves room "
-                f"for {room:,} tokens.",
+                f"{_NO_ROOM}: {counted(len(messages), 'new message')} with {counted(length, 'character')} cannot fit "
+                f"into the {counted(room, 'token')} that model.sampling.max_observed leaves.",
                 FULL,
             )
 

@@ -96,7 +96,7 @@ class Endpoint:
             app.router.add_post(f"{place}/inference/v1/generate", self._generate)
         unheard = logging.getLogger(f"{__name__}.http")  # aiohttp prints a traceback where a client sends no HTTP
         unheard.setLevel(logging.CRITICAL)
-        runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=1.0, auto_decompress=False)
         await runner.setup()
         await web.TCPSite(runner, HOST, 0).start()
         return runner
@@ -167,8 +167,10 @@ async def _body(request: web.Request) -> bytes:
     """Return the body of a request.
 
     Raises:
-        Refused: It is too large, or cannot be read as its headers say.
+        Refused: It is too large, compressed, or cannot be read as its headers say.
     """
+    if encoding := request.headers.get("Content-Encoding"):
+        raise Refused(f"The endpoint reads no Content-Encoding {encoding!r:.60}; send the body as it is.", status=415)
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
