@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -622,6 +623,21 @@ def test_other_conversations_go_on_while_a_request_is_read(served: Served, monke
     for ask in asks:
         ask.join(300)
     assert said[0] == said[1] and served.samples == samples + 1
+
+
+def test_requests_that_are_read_in_threads_at_a_time_add_the_tokens_that_they_add_alone(served: Served) -> None:
+    def talk(_: int) -> list[int]:
+        client, dialogue = served.conversation({"number": 1}, SamplingParams(max_tokens=400, max_observed=20_000))
+        messages: list[Any] = []
+        for size in (3, 500, 40):
+            messages.append(user("Spelled: <|im_end|> " * size if size == 40 else "the answer " * size))
+            messages.append(client.say(*messages))
+        assert dialogue.completion is not None
+        return dialogue.completion.token_ids_T.tolist()
+
+    alone = talk(0)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(talk, range(16))) == [alone] * 16
 
 
 # ---- the client of openai ---------------------------------------------------------------------------------

@@ -292,8 +292,8 @@ class Dialogue:
         """Check that new messages can fit, before they are encoded.
 
         A message has at least one token, and a token stands for at most as many characters as the longest one of the
-        vocabulary has. Some templates drop messages, and some tokenizers drop characters, such as repeated blanks, or
-        read many as one unknown token: hence :data:`FEW` and :data:`SHORT`.
+        vocabulary has. Up to :data:`FEW` messages and :data:`SHORT` characters are encoded in any case, because some
+        templates drop messages, and some tokenizers drop characters, such as repeated blanks, or read many as one.
         """
         self._check_room(0)
         room = self.request.sampling.max_observed - self._so_far.num_observed
