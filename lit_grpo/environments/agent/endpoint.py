@@ -261,5 +261,6 @@ async def _stream(request: web.Request, events: Sequence[bytes]) -> web.StreamRe
 
 
 def _error(sentence: str, code: str, status: int) -> web.Response:
-    said = {"message": sentence, "type": "invalid_request_error", "param": None, "code": code}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    said = {"message": sentence, "type": kind, "param": None, "code": code}
     return web.json_response({"error": said}, status=status)
