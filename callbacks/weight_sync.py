@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Annotated, Any, Literal, cast
 
@@ -21,6 +22,7 @@ from .rollout_scheduler import RolloutScheduler
 
 EXACT_GAP, ROUNDED_GAP = 0.05, 2.0
 """Max difference of a token's log-prob in nats, if both sides compute in the same way in float32, and if not."""
+_FARTHEST = 100.0  # times the mean gap of given tokens, that a token which was sampled may be off
 EXACT_RELATIVE_GAP, ROUNDED_RELATIVE_GAP = 0.02, 0.1
 """Max difference of log-probs of given tokens, relative to their spread, in float32 and in other types."""
 
@@ -36,13 +38,14 @@ class WeightSync(pl.Callback):
 
     Args:
         max_logprob_gap: Max mean difference, in nats per token, between a batch's log-probs from the generator and from
-            the policy. With a generator in bfloat16 and a policy in float32, the difference stays below a tenth of the
-            default.
+            the policy, and also those of each completion, ``max_token_gap`` aside. With a generator in bfloat16 and a
+            policy in float32, the difference stays below a tenth of the default.
         max_token_gap: Max difference, in nats, between one token's log-prob from the generator and from the policy. One
             token in a thousand may differ by more, and none by 20 times as much. Like ``max_logprob_gap`` it applies to
             completions that the present version sampled from their first token. With ``model.objective.correction`` a
-            larger difference only warns. ``auto`` is 0.05 if the generator decodes with the policy's own weights in
-            float32, since differences are then about 1e-5, and 2 for bfloat16 and for engines with other kernels.
+            larger difference only warns. ``auto`` is 2 for bfloat16. In float32, in which differences are about 1e-5,
+            it is 0.05, or a hundred times the mean difference of the given tokens if that is more; if it is 0.05 and
+            the policy has no experts, no token may differ by more.
         max_relative_gap: Max mean difference between the engine's and the policy's log-probs of the given tokens,
             relative to their spread. It is about 0.01 in bfloat16 and 1e-6 in float32. ``auto`` is 0.02 if policy and
             engine compute in float32, which detects an engine that computes a model differently from transformers, and
@@ -70,15 +73,19 @@ class WeightSync(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sync, on resumed runs too."""
         assert isinstance(pl_module, GRPOModule)
-        pl_module.learner.gap_limits = GapLimits(self.max_logprob_gap, self._token_limit(trainer, pl_module))
-        self._sync(trainer, pl_module)
+        measured = self._sync(trainer, pl_module).get("sync/logprob_gap")
+        if measured is None:
+            measured = math.inf if "own_weights" in pl_module.generator.abilities else 0.0
+        pl_module.learner.gap_limits = self._gap_limits(trainer, pl_module, measured)
 
-    def _token_limit(self, trainer: pl.Trainer, module: GRPOModule) -> float:
-        """Return the limit of one token's gap, by what both sides compute in where it is left open."""
-        if not isinstance(self.max_token_gap, str):
-            return self.max_token_gap
-        in_place = "own_weights" not in module.generator.abilities
-        return EXACT_GAP if _is_exact(trainer, module) and in_place else ROUNDED_GAP
+    def _gap_limits(self, trainer: pl.Trainer, module: GRPOModule, measured: float) -> GapLimits:
+        """Return the limits of a batch's gap; that of one token by how far given tokens' are, if it is left open."""
+        limit, is_exact = self.max_token_gap, _is_exact(trainer, module)
+        if isinstance(limit, str):
+            farthest = _FARTHEST * float(module.ranks.max(measured))
+            limit = min(max(EXACT_GAP, farthest), ROUNDED_GAP) if is_exact else ROUNDED_GAP
+        routes = any("expert" in name for name, _ in module.policy.named_modules())
+        return GapLimits(self.max_logprob_gap, limit, spares=routes or not is_exact or limit > EXACT_GAP)
 
     def _relative_limit(self, trainer: pl.Trainer, module: GRPOModule) -> float:
         """Return the limit of the relative gap, by what both sides compute in where it is left open."""
@@ -98,7 +105,11 @@ class WeightSync(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        pl_module.log_dict(self._sync(trainer, pl_module))
+        assert isinstance(pl_module, GRPOModule)
+        metrics = self._sync(trainer, pl_module)
+        pl_module.log_dict(metrics)
+        if "sync/logprob_gap" in metrics:
+            pl_module.learner.gap_limits = self._gap_limits(trainer, pl_module, metrics["sync/logprob_gap"])
 
     def _sync(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, float]:
         """Send all weights, and again if the proof is not good; return what to log."""

@@ -86,6 +86,9 @@ class Trajectory:
     turns were written again without their reasoning, ``contexts`` has for each turn the tokens between the prompt and
     it, and ``rows`` what it is learnt from in.
 
+    ``engines`` names the engines that have sampled it, each with the place of its first token; empty where the policy
+    itself has.
+
     Args:
         token_ids_T: Token ids: tensor, array or sequence.
         logprobs_T: Log-probs of the tokens, in the same form.
@@ -98,6 +101,7 @@ class Trajectory:
     __slots__ = (
         "_memory",
         "contexts",
+        "engines",
         "entropy",
         "num_sampled",
         "num_tokens",
@@ -121,6 +125,7 @@ class Trajectory:
         self._set_segments(_segments(versions_T, trained_T))
         self.entropy = entropy
         self.contexts = tuple(map(tuple, contexts))
+        self.engines: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def blank(cls, num_tokens: int) -> Trajectory:
@@ -281,13 +286,14 @@ class Trajectory:
     def take(self, other: Trajectory) -> None:
         """Become what another is, and share its memory."""
         self._memory, self.num_tokens = other._memory, other.num_tokens
-        self.entropy, self.contexts = other.entropy, other.contexts
+        self.entropy, self.contexts, self.engines = other.entropy, other.contexts, other.engines
         self._set_segments(other.segments)
 
     def until(self, num_tokens: int) -> Trajectory:
         """Return its first tokens; ``entropy`` stays, as the best that is known of them."""
         part = Trajectory(self.token_ids_T[:num_tokens], self.logprobs_T[:num_tokens], entropy=self.entropy)
         part._set_segments(_segments(self.versions_T[:num_tokens], self.trained_T[:num_tokens]))
+        part.engines = self.engines
         return part
 
     def followed_by(
@@ -303,6 +309,7 @@ class Trajectory:
         whole._set_segments(
             _segments([*self.versions_T.tolist(), *new], [*self.trained_T.tolist(), *([True] * len(token_ids))])
         )
+        whole.engines = self.engines
         return whole
 
 

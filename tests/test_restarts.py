@@ -252,7 +252,7 @@ def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_r
     assert stream.ticket is not None
     arrivals = [
         Arrival(stream.ticket, SampledChunk([5], [-1.0], None)),
-        Arrival(stream.ticket, SampledChunk([6], [-1.0], "stop")),
+        Arrival(stream.ticket, SampledChunk([1], [-1.0], "stop")),
     ]
     generator._pump = SimpleNamespace(arrivals=lambda timeout_s: [arrivals.pop(0)])  # pyright: ignore[reportAttributeAccessIssue]
     for _ in range(3):
@@ -262,7 +262,7 @@ def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_r
         generator._resume_lost([], "It has died.")
     events = StepEvents(num_active=1)
     generator._receive(events)
-    assert [completion.token_ids_T.tolist() for completion in events.finished] == [[5, 6]]
+    assert [completion.token_ids_T.tolist() for completion in events.finished] == [[5, 1]]
     for _ in range(3):  # it makes progress
         generator._resume_lost([], "It has died.")
     with pytest.raises(GenerationError):

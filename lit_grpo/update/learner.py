@@ -340,7 +340,7 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
         ranks, grad_norm, loss = self.passes.ranks, metrics.read(full_tensor(norm), loss_scale), metrics.loss
         if metrics.num_updates == 0 and (problem := metrics.gap_problem(ranks.sum, ranks.max)):
-            self._refuse_gap(problem)
+            self._refuse_gap(problem, step)
         skipped = bool(ranks.max(float(not math.isfinite(grad_norm + loss))))
         if skipped:
             self.policy.zero_grad()
@@ -367,20 +367,43 @@ class Learner:
             for plugin in stepping:
                 ask(plugin, "on_optimizer_step", taken)
 
-    def _refuse_gap(self, problem: str) -> None:
+    def _refuse_gap(self, problem: str, step: Step) -> None:
         """Refuse a batch that was not sampled with the policy that learns; where a correction is set, warn once.
 
         Raises:
             LogprobGapError: Nothing corrects for that.
         """
+        corrects = self.settings.objective.correction.mode != "none"
+        if corrects and self._told_of_gap:
+            return
+        self._told_of_gap = True
         sentence = f"The log-probs that a batch was sampled with differ from the policy's {problem}"
-        if self.settings.objective.correction.mode != "none":
-            if not self._told_of_gap:
-                self.passes.ranks.warn(f"{sentence}; model.objective.correction weighs what is learnt from it.")
-            self._told_of_gap = True
+        farthest = max(self.passes.ranks.gather(self._farthest(step)))[1]
+        if corrects:
+            self.passes.ranks.warn(f"{sentence}{farthest}; model.objective.correction weighs what is learnt from it.")
             return
         raise LogprobGapError(
-            f"{sentence}, so it is not learnt from: something in the policy is random (router jitter, dropout), a "
-            "reward or a callback changes its weights, the generator samples at another temperature, in another "
-            "precision or with other weights; mend that, set model.objective.correction, or raise the limit."
+            f"{sentence}{farthest}, so it is not learnt from: something in the policy is random (router jitter, "
+            "dropout), a reward or a callback changes its weights, the generator samples at another temperature, in "
+            "another precision or with other weights, or tells other tokens than it has sampled; mend that, set "
+            "model.objective.correction, or raise the limit."
         )
+
+    def _farthest(self, step: Step) -> tuple[float, str]:
+        """Return the largest gap of a step's fresh tokens on this rank, and where it is, measured once more."""
+        largest, place = 0.0, ""
+        for rollout, own_N in zip(step.rollouts, self.passes.measure(step.rollouts, "logprobs"), strict=True):
+            completion = rollout.completion
+            trained_T = completion.trained_T
+            gap_N = (own_N - completion.logprobs_T[trained_T]).abs()
+            is_fresh = bool((completion.versions_T[trained_T] == step.policy_version).all())
+            if not (is_fresh and len(gap_N) and float(gap_N.max()) > largest):
+                continue
+            largest, token = float(gap_N.max()), int(trained_T.nonzero()[gap_N.argmax()])
+            names = [name for first, name in completion.engines if first <= token]
+            prompt_id, visit, path = completion.request.key
+            place = (
+                f" (the farthest is token {token} of sample {path} of prompt {prompt_id!r}, visit {visit}, which "
+                f"{names[-1] if names else 'the generator'} has sampled)"
+            )
+        return largest, place

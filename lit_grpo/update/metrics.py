@@ -24,7 +24,7 @@ MOST_ABOVE = 1000
 OUTLIER = 20.0
 """No token may be so many times as far off as the limit."""
 _ENTROPY, _LOG_WEIGHTS = "step/entropy", "step/log_weights"
-_FRESH, _LARGEST, _LARGEST_FRESH = "gap/fresh", "gap/largest", "gap/largest_fresh"
+_FRESH, _LARGEST = "gap/fresh", "gap/largest"
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,15 @@ class GapLimits:
     """How far the log-probs that fresh tokens were sampled with may be from the policy's, in nats.
 
     Args:
-        mean: On average over the tokens.
+        mean: On average over the tokens of the batch, and of each completion. What one token of a completion may be
+            off does not count there.
         token: Of one token. One token in a thousand may be further off, and none 20 times as far.
+        spares: Whether any token may be further off than ``token``.
     """
 
     mean: float = math.inf
     token: float = math.inf
+    spares: bool = True
 
 
 def advantage_metrics(advantages_R2: torch.Tensor) -> dict[str, float]:
@@ -124,7 +127,8 @@ class TokenMetrics:
         self._sums: dict[str, torch.Tensor | float] = defaultdict(float, dict.fromkeys(self._gap_names, 0.0))
         self._num_tokens = 0
         self._fresh_3 = torch.zeros(3, dtype=torch.float64)  # of fresh tokens: sum of gaps, number, above the limit
-        self._largest, self._largest_fresh = torch.tensor(-math.inf), torch.tensor(0.0)
+        # of a token, of a fresh token, and the mean of a fresh completion whose one token may be at its limit
+        self._largest_3 = torch.full((3,), -math.inf, dtype=torch.float64)
         self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
@@ -155,7 +159,9 @@ class TokenMetrics:
             fresh_distance_N = torch.where(fresh_N, distance_N, torch.zeros_like(distance_N))
             above_N = fresh_distance_N > self._limits.token
             sums[_FRESH] = torch.stack([fresh_distance_N.sum(), fresh_N.sum(), above_N.sum()])
-            sums |= {_LARGEST: distance_N.max(), _LARGEST_FRESH: fresh_distance_N.max()}
+            one_aside_C = completion_sums(fresh_distance_N, lengths_C) - self._limits.token
+            largest = (distance_N, fresh_distance_N, one_aside_C / lengths_C.clamp(min=1))
+            sums[_LARGEST] = torch.stack([each.max() for each in largest])
         self._unread.append((sums, tokens.entropy_N.numel()))
 
     def forget_step(self) -> None:
@@ -180,8 +186,7 @@ class TokenMetrics:
             log_weights.append(sums.pop(_LOG_WEIGHTS))
             if _FRESH in sums:
                 self._fresh_3 += sums.pop(_FRESH).double()
-                self._largest = torch.maximum(self._largest, sums.pop(_LARGEST))
-                self._largest_fresh = torch.maximum(self._largest_fresh, sums.pop(_LARGEST_FRESH))
+                self._largest_3 = torch.maximum(self._largest_3, sums.pop(_LARGEST).double())
             for name, value in sums.items():
                 self._sums[name] += value
             self._num_tokens += num_tokens
@@ -201,11 +206,16 @@ class TokenMetrics:
         One that is not finite shows in the loss.
         """
         total, count, num_above = reduce_sum(self._fresh_3).tolist()
-        largest = float(reduce_max(self._largest_fresh.double()))
-        far = f"by up to {largest:.3g} nats a token, {total / max(count, 1.0):.3g} on average"
+        _, largest, of_completion = reduce_max(self._largest_3).tolist()
+        far = f"by up to {max(largest, 0.0):.3g} nats a token, {total / max(count, 1.0):.3g} on average"
         if total > self._limits.mean * count:
             return f"{far}, where weight_sync.max_logprob_gap allows {self._limits.mean:g} on average"
-        if num_above > count // MOST_ABOVE or OUTLIER * self._limits.token < largest < math.inf:
+        if self._limits.mean < of_completion < math.inf:
+            return (
+                f"{far}, and by {of_completion:.3g} nats a token over one completion, where weight_sync.max_logprob_gap "
+                f"allows {self._limits.mean:g} beside one token's limit"
+            )
+        if num_above > self._limits.spares * (count // MOST_ABOVE) or OUTLIER * self._limits.token < largest < math.inf:
             limit = f"{self._limits.token:g}, which {num_above:.0f} of {count:.0f} are above"
             return f"{far}, where weight_sync.max_token_gap allows a token {limit}"
         return ""
@@ -229,7 +239,7 @@ class TokenMetrics:
         if "ce/loss" in by_name:
             logs["ce/loss"] = by_name.pop("ce/loss") / updates
         logs |= gap_metrics(gap)
-        largest = float(reduce_max(self._largest.double()))
+        largest = float(reduce_max(self._largest_3[:1]))
         logs["sampling/logprob_gap_max"] = largest if largest >= 0 else math.nan
         logs |= {"update/tokens": num_tokens, "update/steps": float(self.num_updates)}
         logs |= {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}

@@ -125,6 +125,7 @@ def thinned(rollout: Rollout, kept: torch.Tensor) -> Rollout:
         whole.entropy,
         trained_T[:end],
     )
+    part.engines = whole.engines
     return replace(
         rollout,
         completion=part,

@@ -20,7 +20,7 @@ import torch
 from lit_grpo.memory import free_bytes
 from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.sampling import request_key
-from lit_grpo.types import FinishReason, Request
+from lit_grpo.types import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -472,8 +472,3 @@ def check_fits(request: Request, context: int, kv_tokens: int | None) -> None:
                 f"Prompt {prompt_id!r} has {length} tokens and up to {most} are to follow, but {name} holds {limit}; "
                 f"{remedy} sampling.max_tokens or data.max_prompt_tokens."
             )
-
-
-def finish_reason(vllm_reason: str | None) -> FinishReason:
-    """Return the reason for which vLLM ended a completion: ``stop``, ``length``, or ``abort`` for all others."""
-    return "stop" if vllm_reason == "stop" else "length" if vllm_reason == "length" else "abort"

@@ -20,7 +20,7 @@ from lit_grpo.memory import free_bytes
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.files import PrivateFolder
 from lit_grpo.ranks import Ranks
-from lit_grpo.rollout.generator import StepEvents
+from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_engine_args,
@@ -33,7 +33,7 @@ from lit_grpo.rollout.vllm.arguments import (
     start_failure,
 )
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
-from lit_grpo.rollout.vllm.streams import EngineRequest
+from lit_grpo.rollout.vllm.streams import EngineRequest, NotAsAsked, SampledChunk
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.memory_amount import MemoryAmount
@@ -334,9 +334,14 @@ class VLLMGenerator(EngineGenerator):
         for output in self._step_engine():
             if (stream := self._streams.of_ticket(int(output.request_id))) is None:
                 continue
-            sampled = output.outputs[0]
-            logprobs = [at[token].logprob for token, at in zip(sampled.token_ids, sampled.logprobs or (), strict=True)]
-            self._take(stream, sampled.token_ids, logprobs, sampled.finish_reason if output.finished else None, events)
+            sampled, token_ids = output.outputs[0], list(output.outputs[0].token_ids)
+            logprobs = [at[token].logprob for token, at in zip(token_ids, sampled.logprobs or (), strict=False)]
+            chunk = SampledChunk(token_ids, logprobs, sampled.finish_reason if output.finished else None)
+            try:
+                chunk.check(stream.num_left, self._policy.config.get_text_config().vocab_size)
+                self._take(stream, chunk, events)
+            except NotAsAsked as error:
+                raise GenerationError(f"{stream.engine} {error}.") from error
 
 
 def _check_one_device(arguments: Mapping[str, Any]) -> None:

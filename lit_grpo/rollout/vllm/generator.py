@@ -24,11 +24,10 @@ from lit_grpo.rollout.vllm.arguments import (
     check_family,
     check_fits,
     dtype_of,
-    finish_reason,
     sampling_fields,
     warn_of_dtype,
 )
-from lit_grpo.rollout.vllm.streams import EngineRequest, EngineRequests
+from lit_grpo.rollout.vllm.streams import EngineRequest, EngineRequests, SampledChunk
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, check_nothing_in_flight, complete
 from lit_grpo.scheduling.layouts import Blocks
@@ -270,20 +269,17 @@ class EngineGenerator(Versioned, ABC):
             self._streams.observe(events)
         return events
 
-    def _take(
-        self,
-        stream: EngineRequest,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        reason: str | None,
-        events: StepEvents,
-    ) -> None:
-        """Add tokens to a stream; they end it if there is a ``reason``, or a stop string that began in its prefix."""
-        stopped = self._streams.extend(stream, ids, logprobs, self._version, events)
-        if stopped and reason is None:
-            self._withdraw([stream])
-        if stopped or reason is not None:
-            self._streams.finish(stream, "stop" if stopped else finish_reason(reason), events)
+    def _take(self, stream: EngineRequest, chunk: SampledChunk, events: StepEvents) -> None:
+        """Add tokens to a stream, and end it if they do.
+
+        Raises:
+            NotAsAsked: They are not what the engine was asked for.
+        """
+        reason = self._streams.take(stream, chunk, self._version, events)
+        if reason is not None:
+            if chunk.finish_reason is None:  # a stop string that the engine does not know of
+                self._withdraw([stream])
+            self._streams.finish(stream, reason, events)
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
         """Stop these requests and hand them back, with their tokens so far as their prefixes."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from secrets import token_hex
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -24,6 +25,7 @@ import httpx
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.vllm.guard import NAME_HEADER, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, TOKEN_VARIABLE
+from lit_grpo.rollout.vllm.streams import NotAsAsked, SampledChunk
 
 _LOOK_S = 5.0  # in which a server that is well answers
 _PATIENCE = 5  # time-outs without progress, of a server that says that it is well
@@ -32,31 +34,28 @@ _COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
 _ENGINE_PATH = "/is_paused"  # which the engine answers; /health is answered by the front end alone
 _MAX_ANSWER, _MAX_LINE = 2**28, 2**24  # bytes
 _MAX_LINES_AFTER = 16  # after the last token of a completion
-_SURE = 1e-3  # how far rounding may put a log-prob above 0
-_NONE = -9999.0  # what vLLM writes for a log-prob that is NaN or infinite
-_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError)  # of answers that are not vLLM's
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # of answers that are not vLLM's
 _T = TypeVar("_T")
 
 
 class ServerError(RuntimeError):
     """A server does not answer, or answers with an error.
 
-    ``hung`` says that it did nothing for too long, ``nonsense`` that it answered what no vLLM server answers, and
-    ``foreign`` that other weights than this run's have sampled the tokens of a completion.
+    ``hung`` says that it did nothing for too long, ``nonsense`` that it answered what no vLLM server answers,
+    ``foreign`` that other weights than this run's have sampled the tokens of a completion, and ``refuses`` that it
+    takes a prompt for a wrong one.
     """
 
-    def __init__(self, sentence: str, hung: bool = False, nonsense: bool = False, foreign: bool = False) -> None:
+    def __init__(
+        self,
+        sentence: str,
+        hung: bool = False,
+        nonsense: bool = False,
+        foreign: bool = False,
+        refuses: bool = False,
+    ) -> None:
         super().__init__(sentence)
-        self.hung, self.nonsense, self.foreign = hung, nonsense, foreign
-
-
-@dataclass(frozen=True)
-class SampledChunk:
-    """Some tokens of a completion, and why it ended if these are its last."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str | None
+        self.hung, self.nonsense, self.foreign, self.refuses = hung, nonsense, foreign, refuses
 
 
 class ServerClient:
@@ -362,22 +361,27 @@ class ServerClient:
             salt: The engine may share the KV cache of requests with the same salt.
 
         Raises:
-            ServerError: The server fails, or has sampled with other weights than those that this run has sent.
-            ValueError: The server refuses the request.
+            ServerError: The server fails, refuses the request, or has sampled with other weights than those that this
+                run has sent.
         """
         weights, num_left, num_lines_left = self.weights, int(fields.get("max_tokens") or 2**31), math.inf
+        name, num_tokens = token_hex(8), 0
         body = {"token_ids": prompt, "sampling_params": fields, "model": self.model, "cache_salt": salt, "stream": True}
+        body |= {"request_id": name, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         try:
             async with self._http.stream("POST", _GENERATE, json=body) as response:
                 await self._check_stream(response)
                 async for line in self._lines(response):
                     if line.startswith("data: {") and num_lines_left == math.inf:
-                        chunk = self._chunk(line[6:], num_left, weights)
+                        chunk = self._chunk(line[6:], name, num_tokens, num_left, weights)
                         self._num_heard += bool(chunk.token_ids)
+                        num_tokens += len(chunk.token_ids)
                         num_left -= len(chunk.token_ids)
                         if chunk.finish_reason is not None:
                             num_lines_left = _MAX_LINES_AFTER
                         yield chunk
+                    elif num_lines_left == math.inf and line and line != "data: [DONE]" and line[0] != ":":
+                        raise self._nonsense(f"sends {line[:200]!r} as a part of a completion")
                     num_lines_left -= 1
                     if num_lines_left <= 0:
                         return
@@ -395,8 +399,8 @@ class ServerClient:
                 break
         answer = httpx.Response(response.status_code, headers=response.headers, text=content.decode(errors="replace"))
         self._check_guard(answer, _GENERATE)
-        if answer.status_code in (400, 404, 422):  # every server would refuse the request
-            raise ValueError(f"The vLLM server at {self.url} refuses a prompt: {_message(answer)}")
+        if answer.status_code in (400, 404, 422):
+            raise ServerError(f"The vLLM server at {self.url} refuses a prompt: {_message(answer)}", refuses=True)
         self._check(answer, _GENERATE)
 
     async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
@@ -410,39 +414,50 @@ class ServerClient:
                 raise self._nonsense(f"sends a line of more than {_MAX_LINE} bytes in a completion")
         yield begun.decode(errors="replace")
 
-    def _chunk(self, text: str, num_left: int, weights: str) -> SampledChunk:
-        """Read an event of a completion that may have ``num_left`` more tokens, all sampled by these ``weights``."""
+    def _chunk(self, text: str, name: str, num_before: int, num_left: int, weights: str) -> SampledChunk:
+        """Read an event of the completion ``name``, all of it sampled by these ``weights``.
+
+        vLLM says with each event how many tokens there are so far. So one that is lost, comes twice or is of another
+        completion shows at once.
+        """
         try:
             event = json.loads(text)
             if "choices" not in event:
                 raise ServerError(f"The vLLM server at {self.url} broke off: {json.dumps(event)[:300]}")
-            choice = event["choices"][0]
+            choice, others = event["choices"][0], event["choices"][1:]
             reason, token_ids = choice["finish_reason"], list(choice["token_ids"] or [])
-            logprobs = [each["logprob"] for each in (choice["logprobs"] or {}).get("content") or []]
-            sampled_by = {span["version"] for span in choice.get("weight_versions") or []}
+            content = (choice["logprobs"] or {}).get("content") or []
+            chunk = SampledChunk(token_ids, [each["logprob"] for each in content], reason)
+            counted = num_before + len(token_ids)
+            spans = choice.get("weight_versions") or []
+            sampled_by, ends = {str(span["version"]) for span in spans}, [span["end"] for span in spans]
+            told = (event.get("usage") or {}).get("completion_tokens", counted)
+            is_its = not others and choice.get("index", 0) == 0 and str(event.get("request_id", name)).endswith(name)
+            named = [each.get("token_id") for each in content]
         except _UNREADABLE as error:
             raise self._nonsense(f"sends {text[:200]!r} as a part of a completion, in which {error!r}") from error
         if reason not in (None, "stop", "length"):
             raise ServerError(f"The vLLM server at {self.url} broke off a completion: {reason}.")
-        if len(token_ids) != len(logprobs):
-            raise self._nonsense(f"sends {len(token_ids)} tokens with {len(logprobs)} log-probs")
-        if len(token_ids) > num_left:
-            raise self._nonsense(f"sends {len(token_ids) - num_left} tokens more than max_tokens")
-        for token_id, logprob in zip(token_ids, logprobs, strict=True):
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-                raise self._nonsense(f"sends the token {token_id!r}, which is not among the {self.vocab_size} known")
-            if type(logprob) not in (int, float) or not _NONE < logprob < _SURE:
-                raise self._nonsense(
-                    f"sends the log-prob {logprob!r}, which none can be; look for NaN weights or a learning rate that "
-                    "is too high where all servers do"
-                )
+        try:
+            chunk.check(num_left, self.vocab_size)
+        except NotAsAsked as error:
+            raise self._nonsense(str(error)) from error
         if reason is not None and sampled_by != {weights}:
             raise ServerError(
                 f"The vLLM server at {self.url} has sampled with the weights {sorted(sampled_by)}, where this run has "
                 f"sent {weights!r}: somebody else has changed its weights.",
                 foreign=True,
             )
-        return SampledChunk(token_ids, logprobs, reason)
+        if named != token_ids:
+            raise self._nonsense(f"sends the tokens {token_ids} with the log-probs of {named}")
+        if not is_its:
+            raise self._nonsense(f"sends {text[:200]!r} as a part of a completion, which is of another")
+        told = ends[-1] if reason is not None and told == counted else told
+        if told != counted:
+            raise self._nonsense(
+                f"has sent {counted} tokens of a completion, where it counts {told!r}: some are missing, or came twice"
+            )
+        return chunk
 
 
 @dataclass(frozen=True)

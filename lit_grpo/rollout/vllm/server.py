@@ -17,7 +17,7 @@ from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
 from lit_grpo.rollout.vllm.http import Arrival, HttpReceiver, ServerError
-from lit_grpo.rollout.vllm.streams import EngineRequest
+from lit_grpo.rollout.vllm.streams import EngineRequest, NotAsAsked
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
 _NONE_LEFT = "No vLLM server is left; start them again and resume from the last checkpoint."
@@ -206,6 +206,7 @@ class VLLMServerGenerator(EngineGenerator):
                 count[server] += 1
         free = [server for server in ahead if count[server] < self.num_slots] or ahead
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
+        stream.engine = f"the vLLM server at {server.client.url}"
         assert stream.ticket is not None
         self._pump = self._pump or HttpReceiver(self._fleet.loop)
         self._pump.begin(stream.ticket, server.client, stream.prompt, self._fields(stream, server.keyed), stream.salt)
@@ -229,8 +230,11 @@ class VLLMServerGenerator(EngineGenerator):
             if isinstance(arrival.content, ServerError):
                 self._fail(stream, arrival.content, events)
                 continue
-            chunk = arrival.content
-            self._take(stream, chunk.token_ids, chunk.logprobs, chunk.finish_reason, events)
+            try:
+                self._take(stream, arrival.content, events)
+            except NotAsAsked as error:
+                self._fail(stream, ServerError(f"The vLLM server at {self._at[stream].client.url} {error}.", nonsense=True), events)
+                continue
             if stream.ticket is None:
                 self._at.pop(stream, None)
                 self._num_resumed = 0
@@ -241,16 +245,23 @@ class VLLMServerGenerator(EngineGenerator):
     def _fail(self, stream: EngineRequest, error: ServerError, events: StepEvents) -> None:
         """Go on with a completion whose server failed.
 
-        It goes on there if only the connection broke. Otherwise the server is left out, and all its completions move.
+        It goes on there if only the connection broke. Otherwise the server is left out, and all its completions move,
+        without the tokens of a server that sends what cannot be true.
+
+        Raises:
+            ValueError: The server refuses a prompt to which no server has added anything.
         """
         server = self._at[stream]
-        if stream.num_failures < _RETRIES and not (error.hung or error.nonsense or error.foreign) and server.is_well():
+        if error.refuses and not stream.num_begun:
+            raise ValueError(str(error))
+        is_false = error.nonsense or error.foreign or error.refuses
+        if stream.num_failures < _RETRIES and not (error.hung or is_false) and server.is_well():
             stream.num_failures += 1
             lost = [stream]
         else:
             server.lose()
             lost = [other for other, at in self._at.items() if at is server]
-            if error.foreign:
+            if is_false:
                 for each in lost:
                     each.drop_new()  # of all of them, since nobody knows from which token on
             alive = len(self._fleet.alive)

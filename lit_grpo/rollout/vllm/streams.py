@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -20,7 +20,42 @@ if TYPE_CHECKING:
 
 
 _LAST_TOKENS = 4
+_NUM_BEFORE = 8  # tokens with which the text that continues them is decoded
+_SURE = 1e-3  # how far rounding may put a log-prob above 0
+_NONE = -9999.0  # what vLLM writes for a log-prob that is NaN or infinite
 _tickets = itertools.count()
+
+
+class NotAsAsked(Exception):
+    """What comes from an engine is nothing that it can have sampled as asked; a predicate, whose subject is the engine."""
+
+
+@dataclass(frozen=True)
+class SampledChunk:
+    """Some tokens of a completion, and why it ended if these are its last."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str | None
+
+    def check(self, num_left: int, vocab_size: int) -> None:
+        """Check that these can be tokens, at most ``num_left``, of a vocabulary, with their log-probs.
+
+        Raises:
+            NotAsAsked: They are not.
+        """
+        if len(self.token_ids) != len(self.logprobs):
+            raise NotAsAsked(f"sends {len(self.token_ids)} tokens with {len(self.logprobs)} log-probs")
+        if len(self.token_ids) > num_left:
+            raise NotAsAsked(f"sends {len(self.token_ids) - num_left} tokens more than max_tokens")
+        for token_id, logprob in zip(self.token_ids, self.logprobs, strict=True):
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise NotAsAsked(f"sends the token {token_id!r}, which is not among the {vocab_size} known")
+            if type(logprob) not in (int, float) or not _NONE < logprob < _SURE:
+                raise NotAsAsked(
+                    f"sends the log-prob {logprob!r}, which none can be; look for NaN weights or a learning rate that "
+                    "is too high where all engines do"
+                )
 
 
 class TextFeatures:
@@ -78,7 +113,8 @@ class EngineRequest:
     """A request in flight, and its tokens so far, which begin with its prefix.
 
     An engine knows it by its ``ticket``, which is ``None`` while no engine has been asked for it; ``num_begun`` of the
-    tokens were there when the engine was asked.
+    tokens were there when the engine was asked, for at most ``num_asked`` more. ``engine`` is the name of the one that
+    was asked last.
 
     Args:
         request: The request that is sampled.
@@ -92,7 +128,9 @@ class EngineRequest:
         self.logprobs: list[float] = request.prefix.logprobs_T.tolist()
         self.versions: list[int] = request.prefix.versions_T.tolist()
         self.ticket: int | None = None
-        self.num_begun = 0
+        self.num_begun = self.num_asked = 0
+        self.engine = "vLLM's engine in this process"
+        self.engines = request.prefix.engines  # that have sampled tokens, as of a trajectory
         self.num_observed = request.prefix.num_observed
         self.num_failures = 0
 
@@ -105,6 +143,11 @@ class EngineRequest:
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return len(self.token_ids) - self.num_observed
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that the engine may still send."""
+        return self.num_asked + self.num_begun - len(self.token_ids)
 
     def first_sampled(self, count: int) -> tuple[list[int], list[float]]:
         """Return the first ``count`` tokens that were sampled, and their log-probs."""
@@ -119,6 +162,7 @@ class EngineRequest:
         """Forget the tokens that came since an engine was asked."""
         for values in (self.token_ids, self.logprobs, self.versions):
             del values[self.num_begun :]
+        self.engines = tuple(each for each in self.engines if each[0] < self.num_begun)
 
     @property
     def so_far(self) -> Request:
@@ -130,7 +174,9 @@ class EngineRequest:
             return self.request
         trained = [*prefix.trained_T.tolist(), *([True] * num_new)]
         tokens, logprobs = self.token_ids[:num_whole], self.logprobs[:num_whole]
-        return self.request.after(Trajectory(tokens, logprobs, self.versions, trained))
+        trajectory = Trajectory(tokens, logprobs, self.versions, trained)
+        trajectory.engines = self.engines
+        return self.request.after(trajectory)
 
 
 class EngineRequests:
@@ -144,6 +190,7 @@ class EngineRequests:
     def __init__(self, policy: PolicySpec | None = None) -> None:
         self._policy, self._tokenizer = policy, cast(Any, None if policy is None else policy.tokenizer)
         self._features = None if policy is None else TextFeatures(policy)
+        self._ends = frozenset(() if policy is None else policy.eos_ids)
         self._streams: dict[Key, EngineRequest] = {}
         self._asked: dict[int, EngineRequest] = {}
         self._reached: dict[int, list[EngineRequest]] = {}
@@ -174,6 +221,7 @@ class EngineRequests:
     def give_ticket(self, stream: EngineRequest) -> None:
         """Note that an engine is about to be asked for the tokens to follow."""
         stream.ticket, stream.num_begun = next(_tickets), len(stream.token_ids)
+        stream.num_asked = stream.request.sampling.max_tokens - stream.num_sampled
         self._asked[stream.ticket] = stream
 
     def of_ticket(self, ticket: int) -> EngineRequest | None:
@@ -189,6 +237,24 @@ class EngineRequests:
 
     # ---- tokens -----------------------------------------------------------------------------------
 
+    def take(
+        self, stream: EngineRequest, chunk: SampledChunk, version: int, events: StepEvents
+    ) -> FinishReason | None:
+        """Add tokens that can be a completion's next; return why they end it, if they do.
+
+        A completion ends with its first end token, with the first token that completes a stop string, or with the last
+        token that the engine was asked for.
+
+        Raises:
+            NotAsAsked: The engine goes on where it should end, or ends where it should go on.
+        """
+        last = stream.token_ids[max(stream.num_begun, len(stream.token_ids) - 1) :]
+        if passed := self._ends.intersection([*last, *chunk.token_ids][:-1]):
+            raise NotAsAsked(f"goes on after the end token {min(passed)}")
+        if self.extend(stream, chunk.token_ids, chunk.logprobs, version, events):
+            return "stop"
+        return None if chunk.finish_reason is None else self._checked_end(stream, chunk.finish_reason)
+
     def extend(
         self,
         stream: EngineRequest,
@@ -197,17 +263,10 @@ class EngineRequests:
         version: int,
         events: StepEvents,
     ) -> bool:
-        """Add tokens, up to the end of a stop string that began before the engine was asked; return if there is one.
-
-        Raises:
-            FloatingPointError: A log-prob is NaN.
-        """
-        if any(math.isnan(logprob) for logprob in logprobs):
-            raise FloatingPointError(
-                f"The engine's log-probs are NaN at version {version}; look for NaN weights or a learning rate that is "
-                "too high."
-            )
+        """Add tokens, up to the end of a stop string that began before the engine was asked; return if there is one."""
         before, sampled_before = len(stream.token_ids), stream.num_sampled
+        if not stream.engines or stream.engines[-1][1] != stream.engine:
+            stream.engines = (*stream.engines, (before, stream.engine))
         stream.token_ids += token_ids
         end = self._end_of_stop_string(stream, before)
         if end is not None:
@@ -220,6 +279,35 @@ class EngineRequests:
         if point is not None:
             self._reached.setdefault(point, []).append(stream)
         return end is not None
+
+    def _checked_end(self, stream: EngineRequest, reason: str) -> FinishReason:
+        """Return the reason for which an engine has ended a completion, if the tokens bear it out."""
+        num_new = len(stream.token_ids) - stream.num_begun
+        said = f"ends a completion with {reason!r} after {num_new} of {stream.num_asked} tokens"
+        at_end = num_new > 0 and stream.token_ids[-1] in self._ends
+        at_stop_string = False
+        if stop := stream.request.sampling.stop:
+            before, whole = self._new_texts(stream)
+            if passed := [text for text in stop if text in before]:
+                raise NotAsAsked(f"goes on after the stop string {passed[0]!r}")
+            at_stop_string = any(text in whole for text in stop)
+        if reason == "stop" and not (at_end or at_stop_string):
+            last, what = stream.token_ids[-1:], "end token or end of a stop string" if stop else "end token"
+            raise NotAsAsked(f"{said}, of which the last, {last[0] if num_new else None}, is no {what}")
+        if reason == "length" and (num_new < stream.num_asked or at_end or at_stop_string):
+            raise NotAsAsked(said + ", of which the last ends it with 'stop'" * (at_end or at_stop_string))
+        if reason not in ("stop", "length"):
+            raise NotAsAsked(said)
+        return "stop" if reason == "stop" else "length"
+
+    def _new_texts(self, stream: EngineRequest) -> tuple[str, str]:
+        """Return the text of the tokens since the engine was asked, without the last token and with it."""
+        new = stream.token_ids[stream.num_begun :]
+        asked = [*stream.request.prompt.token_ids, *stream.token_ids[: stream.num_begun]][-_NUM_BEFORE:]
+        before, *texts = self._tokenizer.batch_decode([asked, [*asked, *new[:-1]], [*asked, *new]])
+        if not all(text.startswith(before) for text in texts):  # a character began in the prompt
+            before, texts = "", self._tokenizer.batch_decode([new[:-1], new])
+        return texts[0][len(before) :], texts[1][len(before) :]
 
     def _end_of_stop_string(self, stream: EngineRequest, first: int) -> int | None:
         """Return the number of tokens, above ``first``, at which a stop string ends that began before ``num_begun``."""
