@@ -212,8 +212,8 @@ class TokenMetrics:
             return f"{far}, where weight_sync.max_logprob_gap allows {self._limits.mean:g} on average"
         if self._limits.mean < of_completion < math.inf:
             return (
-                f"{far}, and by {of_completion:.3g} nats a token over one completion, where weight_sync.max_logprob_gap "
-                f"allows {self._limits.mean:g} beside one token's limit"
+                f"{far}, and by {of_completion:.3g} on average over one completion, one token of it aside, where "
+                f"weight_sync.max_logprob_gap allows {self._limits.mean:g}"
             )
         if num_above > self._limits.spares * (count // MOST_ABOVE) or OUTLIER * self._limits.token < largest < math.inf:
             limit = f"{self._limits.token:g}, which {num_above:.0f} of {count:.0f} are above"

@@ -335,7 +335,8 @@ class VLLMGenerator(EngineGenerator):
             if (stream := self._streams.of_ticket(int(output.request_id))) is None:
                 continue
             sampled, token_ids = output.outputs[0], list(output.outputs[0].token_ids)
-            logprobs = [at[token].logprob for token, at in zip(token_ids, sampled.logprobs or (), strict=False)]
+            said = zip(token_ids, sampled.logprobs or (), strict=False)
+            logprobs = [at[token].logprob if token in at else None for token, at in said]
             chunk = SampledChunk(token_ids, logprobs, sampled.finish_reason if output.finished else None)
             try:
                 chunk.check(stream.num_left, self._policy.config.get_text_config().vocab_size)

@@ -233,7 +233,8 @@ class VLLMServerGenerator(EngineGenerator):
             try:
                 self._take(stream, arrival.content, events)
             except NotAsAsked as error:
-                self._fail(stream, ServerError(f"The vLLM server at {self._at[stream].client.url} {error}.", nonsense=True), events)
+                url = self._at[stream].client.url
+                self._fail(stream, ServerError(f"The vLLM server at {url} {error}.", nonsense=True), events)
                 continue
             if stream.ticket is None:
                 self._at.pop(stream, None)

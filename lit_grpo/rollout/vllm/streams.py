@@ -27,7 +27,7 @@ _tickets = itertools.count()
 
 
 class NotAsAsked(Exception):
-    """What comes from an engine is nothing that it can have sampled as asked; a predicate, whose subject is the engine."""
+    """An engine sends what it cannot have sampled as asked; the text is a predicate, whose subject is the engine."""
 
 
 @dataclass(frozen=True)
@@ -237,9 +237,7 @@ class EngineRequests:
 
     # ---- tokens -----------------------------------------------------------------------------------
 
-    def take(
-        self, stream: EngineRequest, chunk: SampledChunk, version: int, events: StepEvents
-    ) -> FinishReason | None:
+    def take(self, stream: EngineRequest, chunk: SampledChunk, version: int, events: StepEvents) -> FinishReason | None:
         """Add tokens that can be a completion's next; return why they end it, if they do.
 
         A completion ends with its first end token, with the first token that completes a stop string, or with the last
@@ -363,6 +361,8 @@ class EngineRequests:
         """Report observations of new prompts, and of completions that have reached a point since the last call."""
         assert self._features is not None
         events.observations += self._features.of_prompts(self._unseen)
-        events.observations += [self._features.of_completions(streams, p) for p, streams in self._reached.items()]
+        for point, streams in self._reached.items():
+            if there := [each for each in dict.fromkeys(streams) if each.num_sampled >= point]:  # others were dropped
+                events.observations.append(self._features.of_completions(there, point))
         self._unseen.clear()
         self._reached.clear()
