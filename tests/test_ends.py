@@ -122,8 +122,8 @@ WRONG: dict[str, tuple[Request, list[SampledChunk], str]] = {
         [of(A, A, B, C, reason="length")],
         "ends a completion with 'length' after 4 of 4 tokens, of which the last ends it with 'stop'",
     ),
-    "an end token in the middle": (request(), [of(A, END, B)], "goes on after the end token 1"),
-    "an end token in an earlier chunk": (request(), [of(A, END), of(B)], "goes on after the end token 1"),
+    "an end token in the middle": (request(), [of(A, END, B)], "goes on after one of the end tokens [1]"),
+    "an end token in an earlier chunk": (request(), [of(A, END), of(B)], "goes on after one of the end tokens [1]"),
     "a stop string in the middle": (
         request(stop=("ab",)),
         [of(A), of(B), of(C, A, reason="length")],

@@ -200,6 +200,20 @@ def test_one_token_in_a_thousand_may_be_above_the_limit_and_none_twenty_times() 
     assert "by up to 1.5 nats a token" in problem(1, 1.5)
 
 
+def test_one_completion_whose_log_probs_are_off_is_refused_among_many() -> None:
+    def problem(gap: float, length: int, **limits: Any) -> str:
+        metrics = TokenMetrics(GapLimits(**limits))
+        gap_N = torch.cat([torch.full((length,), gap), torch.zeros(5000)])
+        add(metrics, torch.ones_like(gap_N), gap_N, lengths=[length, 1000, 4000])
+        metrics.read(NORM)
+        return metrics.gap_problem(alone, alone)
+
+    assert not problem(0.5, 6, mean=0.2, token=2.0)  # 3 nats in all, of which a token may be 2 off
+    assert "and by 0.3 on average over one completion, one token of it aside" in problem(0.5, 10, mean=0.2, token=2.0)
+    assert not problem(3.0, 1, mean=1.2, token=2.0)
+    assert "which 1 of 5001 are above" in problem(3.0, 1, mean=1.2, token=2.0, spares=False)
+
+
 def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() -> None:
     """Otherwise the all-reduce would add up different things, or hang."""
     lengths = []

@@ -161,9 +161,9 @@ LIES: dict[str, Told] = {
         lambda server, sampled: cut(sampled, "length"), r"ends a completion with 'length' after \d+ of 12 tokens\."
     ),
     "ends with the other reason": Told(wrong_last_reason, r"ends a completion with '(stop|length)' after \d+ of 12"),
-    "an end token in the middle": Told(end_in_the_middle, r"goes on after the end token 1\."),
+    "an end token in the middle": Told(end_in_the_middle, r"goes on after one of the end tokens \[1\]\."),
     "goes on after its end": Told(
-        past_its_end, r"goes on after the (end token|stop string)|sends \d+ tokens more than max_to"
+        past_its_end, r"goes on after (one of the end|the stop string)|sends \d+ tokens more than max_to"
     ),
     "doubles a chunk": Told(
         lambda server, sampled: [sampled.told()[0], *sampled.told()],
@@ -344,3 +344,40 @@ def test_what_a_lying_server_sends_is_right_or_reaches_no_update(
         assert re.search(f"The vLLM server at {url} ({told.said})", run.said), run.said
     else:
         assert "vLLM server" not in run.said
+
+
+def test_a_server_that_refuses_to_go_on_with_its_own_tokens_is_at_fault(
+    folder: Path, servers: list[tuple[ScriptedServer, str]], expected: Run
+) -> None:
+    (liar, url), (_, other) = servers
+    liar.lie = lambda server, sampled: sampled.told()[:1] if len(sampled.token_ids) > CHUNK else sampled.told()
+    liar.refuses = lambda prompt: len(prompt) > 4  # those of the rows have 4
+    run = train(folder, [url, other])
+    liar.lie, liar.refuses = honest, lambda prompt: False
+    assert run.error is None and torch.equal(run.weights, expected.weights)
+    assert f"The vLLM server at {url} refuses a prompt: 400 max_tokens must be at least 1, got 0." in run.said
+    assert "completions go on from there on the 1 servers" in run.said
+
+
+def test_a_server_that_refuses_the_prompt_of_a_row_ends_the_run(
+    folder: Path, servers: list[tuple[ScriptedServer, str]]
+) -> None:
+    (liar, url), _ = servers
+    liar.refuses = lambda prompt: True
+    run = train(folder, [url])
+    liar.refuses = lambda prompt: False
+    assert isinstance(run.error, ValueError) and run.version == 0
+    assert str(run.error).startswith(f"The vLLM server at {url} refuses a prompt: 400 ")
+
+
+@pytest.mark.nightly
+def test_a_run_whose_only_server_lies_ends_with_its_name(
+    folder: Path, servers: list[tuple[ScriptedServer, str]]
+) -> None:
+    (liar, url), _ = servers
+    liar.lie = LIES["ends early with stop"].lie
+    run = train(folder, [url])
+    liar.lie = honest
+    assert isinstance(run.error, GenerationError) and run.version == 0
+    assert str(run.error).startswith(f"The vLLM server at {url} ends a completion with 'stop' after 3 of 12 tokens")
+    assert str(run.error).endswith("No vLLM server is left; start them again and resume from the last checkpoint.")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,8 +29,7 @@ class NotAsAsked(Exception):
     """An engine sends what it cannot have sampled as asked; the text is a predicate, whose subject is the engine."""
 
 
-@dataclass(frozen=True)
-class SampledChunk:
+class SampledChunk(NamedTuple):
     """Some tokens of a completion, and why it ended if these are its last."""
 
     token_ids: Sequence[int]
@@ -246,9 +244,10 @@ class EngineRequests:
         Raises:
             NotAsAsked: The engine goes on where it should end, or ends where it should go on.
         """
-        last = stream.token_ids[max(stream.num_begun, len(stream.token_ids) - 1) :]
-        if passed := self._ends.intersection([*last, *chunk.token_ids][:-1]):
-            raise NotAsAsked(f"goes on after the end token {min(passed)}")
+        token_ids = chunk.token_ids
+        last = stream.token_ids[-1] if token_ids and len(stream.token_ids) > stream.num_begun else None
+        if last in self._ends or not self._ends.isdisjoint(token_ids[:-1]):
+            raise NotAsAsked(f"goes on after one of the end tokens {sorted(self._ends)}")
         if self.extend(stream, chunk.token_ids, chunk.logprobs, version, events):
             return "stop"
         return None if chunk.finish_reason is None else self._checked_end(stream, chunk.finish_reason)
