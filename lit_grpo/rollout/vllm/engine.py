@@ -336,10 +336,10 @@ class VLLMGenerator(EngineGenerator):
                 continue
             sampled, token_ids = output.outputs[0], list(output.outputs[0].token_ids)
             said = zip(token_ids, sampled.logprobs or (), strict=False)
-            logprobs = [at[token].logprob if token in at else None for token, at in said]
+            logprobs: list[Any] = [at[token].logprob if token in at else None for token, at in said]
             chunk = SampledChunk(token_ids, logprobs, sampled.finish_reason if output.finished else None)
             try:
-                chunk.check(stream.num_left, self._policy.config.get_text_config().vocab_size)
+                chunk.check(stream.num_left, self._streams.vocab_size)
                 self._take(stream, chunk, events)
             except NotAsAsked as error:
                 raise GenerationError(f"{stream.engine} {error}.") from error

@@ -189,6 +189,7 @@ class EngineRequests:
         self._policy, self._tokenizer = policy, cast(Any, None if policy is None else policy.tokenizer)
         self._features = None if policy is None else TextFeatures(policy)
         self._ends = frozenset(() if policy is None else policy.eos_ids)
+        self.vocab_size = 0 if policy is None else int(policy.config.get_text_config().vocab_size)
         self._streams: dict[Key, EngineRequest] = {}
         self._asked: dict[int, EngineRequest] = {}
         self._reached: dict[int, list[EngineRequest]] = {}
