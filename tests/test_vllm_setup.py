@@ -22,13 +22,13 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
 from lit_grpo.rollout.vllm import engine as vllm_engine
+from lit_grpo.rollout.vllm import process as vllm_process
 from lit_grpo.rollout.vllm.arguments import (
     check_drafts,
     check_engine_args,
     check_family,
     check_on_cpu,
     check_version,
-    cpu_kv_arguments,
     kv_bytes_per_token,
     require_vllm,
     server_environment,
@@ -37,7 +37,7 @@ from lit_grpo.rollout.vllm.arguments import (
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.fleet import check_settings
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
+from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from scripts.make_tiny import make_tokenizer
 from tests.doubles.small_models import small_config
@@ -150,18 +150,34 @@ def test_keys_and_values_get_no_more_than_the_slots_can_use(
     assert tokens(16, engine_args={"block_size": 16, "max_model_len": 64}) == 10 * 16
 
 
+@pytest.mark.parametrize(
+    ("given", "flags", "times"),
+    [
+        ({}, [], 1.0),
+        ({"dtype": "bfloat16"}, [], 0.5),
+        ({"max_model_len": 64, "block_size": 16}, ["--block-size", "64"], 0.5),
+        ({}, ["--max_model_len=64", "--block-size=64"], 0.5),  # a command line, in each spelling of vLLM's
+        ({}, ["--max-model-len", "4k", "--enforce-eager", "--block-size", "64"], 0.5),
+        ({"gpu_memory_utilization": 0.1}, [], None),
+        ({}, ["--gpu-memory-utilization", "0.1"], None),
+    ],
+)
 def test_servers_on_cpus_get_no_more_than_their_slots_can_use_or_their_share(
-    monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+    given: dict[str, Any], flags: list[str], times: float | None, monkeypatch: pytest.MonkeyPatch, policy_folder: Path
 ) -> None:
-    policy: Any = random_policy()
+    policy: Any = random_policy(head_dim=32)
     spec = PolicySpec(policy, load_tokenizer(str(policy_folder)), longest_row=40)
     needed = 10 * 128 * (kv_bytes_per_token(policy.config, torch.float32) or 0)
-    monkeypatch.setattr(vllm_setup, "free_bytes", lambda device: 5 * needed)
-    assert cpu_kv_arguments(spec, 9, 2, {}) == {"kv_cache_memory_bytes": needed}
-    assert cpu_kv_arguments(spec, 9, 2, {"dtype": "bfloat16"}) == {"kv_cache_memory_bytes": needed // 2}
-    assert cpu_kv_arguments(spec, 9, 2, {"gpu_memory_utilization": 0.1}) == {}
-    monkeypatch.setattr(vllm_setup, "free_bytes", lambda device: int(4.9 * needed))
-    assert cpu_kv_arguments(spec, 9, 2, {}) == {}  # vLLM takes the share, and says what it lacks
+    monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
+    made: list[Any] = []
+    monkeypatch.setattr(vllm_process, "ServerProcess", lambda *values, **place: made.append((values, place)))
+    plan = ServerPlan.of(spec, on_gpu=False, num_slots=9, num_servers=2, given=given, flags=flags)
+    for free in (5 * needed, needed):
+        monkeypatch.setattr(vllm_setup, "free_bytes", lambda device, free=free: free)  # of the server's machine
+        plan.start(Path("model"), "token", port=8000)
+    assert [place for _, place in made] == [{"flags": flags, "port": 8000}] * 2
+    told = [values[1].get("kv_cache_memory_bytes") for values, _ in made]
+    assert told == [None if times is None else int(times * needed), None if times is None else int(0.2 * needed)]
 
 
 def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(

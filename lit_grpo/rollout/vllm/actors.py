@@ -19,8 +19,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util import get_node_ip_address
 
 from lit_grpo.process.files import PrivateFolder
-from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
-from lit_grpo.rollout.vllm.process import ServerProcess
+from lit_grpo.rollout.vllm.process import ServerPlan
 
 _ANSWER_S = 10.0  # for an actor that has nothing else to do
 _LOOK_S = 3.0  # for an actor that may be starting
@@ -34,32 +33,19 @@ class Host:
 
     Args:
         files: Configuration and tokenizer, by their paths in a folder.
-        dtype: Data type of the weights.
-        num_slots: Number of slots of the server.
-        num_servers: Max number of servers on this machine.
-        server_args: The user's arguments for vLLM.
+        plan: The server.
         token: Token that requests have to send.
         caller: Ray's name of the machine of the run.
     """
 
-    def __init__(
-        self,
-        files: Mapping[str, bytes],
-        dtype: str,
-        num_slots: int,
-        num_servers: int,
-        server_args: Mapping[str, Any],
-        token: str,
-        caller: str,
-    ) -> None:
+    def __init__(self, files: Mapping[str, bytes], plan: ServerPlan, token: str, caller: str) -> None:
         self._folder = PrivateFolder("lit_grpo_vllm_")
         for name, content in files.items():
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             (self._folder.path / name).write_bytes(content)
-        arguments = server_arguments(dtype, num_slots, num_servers) | dict(server_args)
         address = get_node_ip_address()
         host = "127.0.0.1" if ray.get_runtime_context().get_node_id() == caller else address
-        self._server = ServerProcess(self._folder.path, arguments, server_environment(num_servers), token, host)
+        self._server = plan.start(self._folder.path, token, host=host)
         self._log = f"{self._server.log} on the machine {address}"
         self._was_well = False
 
@@ -186,17 +172,17 @@ class ActorServer:
 
 
 def start_actors(
-    model: Path, *, num_servers: int, restarts: int, options: Mapping[str, Any], deadline: float, **server: Any
+    model: Path, plan: ServerPlan, token: str, restarts: int, options: Mapping[str, Any], deadline: float
 ) -> list[ActorServer]:
     """Start servers in actors of the cluster that this process belongs to, or finds, or else starts.
 
     Args:
         model: The folder with configuration and tokenizer, whose files are sent to the actors.
-        num_servers: Number of servers to start.
+        plan: The servers.
+        token: Token that requests have to send.
         restarts: Max number of times that Ray restarts a dead actor, unless ``options`` has ``max_restarts``.
         options: Of each actor, as Ray takes them.
         deadline: Until when Ray may take to start them (of ``time.monotonic``).
-        **server: The other arguments of :class:`Host`.
 
     Raises:
         ValueError: Ray does not take the options, or has not started an actor.
@@ -209,9 +195,7 @@ def start_actors(
         kind = ray.remote(Host).options(**{"max_restarts": restarts, **options})
     except (TypeError, ValueError) as error:
         raise ValueError(f"ray is {dict(options)}, which no actor of Ray can have: {error}") from error
-    actors: list[Any] = [
-        kind.remote(files=files, num_servers=num_servers, caller=caller, **server) for _ in range(num_servers)
-    ]
+    actors: list[Any] = [kind.remote(files, plan, token, caller) for _ in range(plan.num_servers)]
     try:
         return [ActorServer(actor, deadline) for actor in actors]
     except BaseException:

@@ -175,25 +175,28 @@ def kv_bytes_of_slots(
     of_token = kv_bytes_per_token(policy.config.get_text_config(), dtype)
     if of_token is None:
         return None
-    context = arguments.get("max_model_len") or policy.context_length
-    block = arguments.get("block_size") or _LARGEST_BLOCK
+    context = _number(arguments, "max_model_len") or policy.context_length
+    block = _number(arguments, "block_size") or _LARGEST_BLOCK
     row = -(-min(policy.longest_row or context, context) // block) * block
     return max((num_slots + 1) * row, context + block) * of_token
 
 
-def cpu_kv_arguments(
-    policy: PolicySpec, num_slots: int, num_servers: int, server_args: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the size of the KV cache of a server on a CPU: what its slots can use, if that is known.
+def cpu_kv_arguments(kv_bytes: int | None, num_servers: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the size of the KV cache of a server on this machine's CPU, one of ``num_servers``.
 
-    It is left to :func:`server_arguments` where the slots could use more than the server's share of what is free, and
-    where ``server_args`` give a share.
+    It is what the server's slots can use (``kv_bytes``), and at most a share of the free memory. It is left to
+    ``gpu_memory_utilization`` if what they can use is not known, or if the user has ``given`` that argument.
     """
-    kv_bytes = kv_bytes_of_slots(policy, dtype_of(server_args) or policy.dtype, num_slots, server_args)
-    share = free_bytes(torch.device("cpu")) * _CPU_SHARE / num_servers
-    if kv_bytes is None or kv_bytes > share or "gpu_memory_utilization" in server_args:
+    if kv_bytes is None or "gpu_memory_utilization" in given:
         return {}
-    return {"kv_cache_memory_bytes": kv_bytes}
+    share = free_bytes(torch.device("cpu")) * _CPU_SHARE / num_servers
+    return {"kv_cache_memory_bytes": int(min(kv_bytes, share))}
+
+
+def _number(arguments: Mapping[str, Any], name: str) -> int | None:
+    """Return an argument of vLLM that is a number; None for one that is absent or in another form, such as ``4k``."""
+    value = arguments.get(name)
+    return int(value) if value is not None and str(value).isdecimal() else None
 
 
 def server_arguments(dtype: str, num_slots: int, num_servers: int = 1) -> dict[str, Any]:
@@ -280,7 +283,7 @@ def check_family(config: PreTrainedConfig, arguments: Mapping[str, Any], context
             "lit_grpo.rollout.slots.SlotGenerator, or another policy."
         )
     window = getattr(config, "sliding_window", None)
-    if family in _WIDER_WINDOWS and window and int(arguments.get("max_model_len") or context) > window:
+    if family in _WIDER_WINDOWS and window and (_number(arguments, "max_model_len") or context) > window:
         raise ValueError(
             f"vLLM lets a token of {family} see {window} tokens before it in layers with a sliding window, and "
             f"transformers lets it see {window - 1}, so the log-probs of longer texts differ; set max_model_len among "
@@ -407,7 +410,7 @@ def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> di
             f"max_lora_rank among vLLM's arguments is {max_rank}, but model.lora.r is {rank}; leave it out, and it "
             "will follow."
         )
-    own = lora_arguments(int(max_rank or min(known for known in _RANKS if known >= rank)))
+    own = lora_arguments(int(max_rank or rank))
     for name in {*own, "worker_extension_cls"} - {"max_lora_rank"}:
         if name in given:
             raise ValueError(f"vLLM's argument {name} is set by adapters: alone; take it out, or {instead}.")
@@ -415,8 +418,15 @@ def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> di
 
 
 def lora_arguments(max_rank: int) -> dict[str, Any]:
-    """Return the arguments of an engine or server that takes one adapter at a time."""
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": max_rank}
+    """Return the arguments of an engine or server that takes one adapter at a time, of at most this rank.
+
+    Raises:
+        ValueError: vLLM has no kernels for the rank.
+    """
+    if not 1 <= max_rank <= _RANKS[-1]:
+        raise ValueError(f"max_lora_rank is {max_rank}, and vLLM takes adapters of rank 1 to {_RANKS[-1]}.")
+    known = min(rank for rank in _RANKS if rank >= max_rank)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": known}
 
 
 # ---- requests ---------------------------------------------------------------------------------------------

@@ -217,7 +217,6 @@ class VLLMGenerator(EngineGenerator):
 
             self._adapter = LoRARequest(f"version-{version}-{self._num_adapters}", self._num_adapters, str(folder))
             self._engine.add_lora(self._adapter)
-            self._engine.collective_rpc("compute_head_plainly")
             return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:

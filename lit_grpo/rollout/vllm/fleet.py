@@ -19,19 +19,10 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.files import PrivateFolder
 from lit_grpo.process.terminal import warn
-from lit_grpo.rollout.vllm.arguments import (
-    all_draw_by_position,
-    check_on_cpu,
-    check_version,
-    cpu_kv_arguments,
-    dtype_of,
-    require_vllm,
-    server_arguments,
-    server_environment,
-)
+from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_version, dtype_of
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
-from lit_grpo.rollout.vllm.process import ServerProcess
+from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess
 from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
@@ -221,7 +212,6 @@ class Server:
         self.adapter = self.client.model = new
         if old:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": old}, engine_works=True)
-        self.client.ask_workers("compute_head_plainly")
         held = self.client.ask_workers("adapter_digests", folder=folder)
         self.settle(version)
         return joined(held)
@@ -422,33 +412,20 @@ class Fleet:
         return ServerClient(url, self.token, self._run, self.timeout_s, self.loop)
 
     def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
-        require_vllm()
         on_gpu = torch.cuda.is_available() if self.ray is None else bool(self.ray.get("num_gpus"))
-        if not on_gpu:
-            check_on_cpu(policy.config.get_text_config(), server_args)
-            own = cpu_kv_arguments(policy, self.num_slots, self.num_servers, server_args)
-            server_args = own | dict(server_args)
+        values = {"num_slots": self.num_slots, "num_servers": self.num_servers, "given": dict(server_args)}
+        plan = ServerPlan.of(policy, on_gpu, **values)
         self.token = token_hex(32)
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
-        dtype = str(policy.dtype).removeprefix("torch.")
         deadline = time.monotonic() + self.start_timeout_s
+        processes: Iterable[ServerProcess | ActorServer]
         if self.ray is None:
-            processes = self._processes(server_arguments(dtype, self.num_slots, self.num_servers) | dict(server_args))
+            processes = (plan.start(self._folder.path, self.token, variables) for variables in self._variables())
         else:
             from lit_grpo.rollout.vllm.actors import start_actors
 
-            processes = start_actors(
-                self._folder.path,
-                dtype=dtype,
-                num_slots=self.num_slots,
-                num_servers=self.num_servers,
-                server_args=dict(server_args),
-                token=self.token,
-                restarts=self.restarts,
-                options=self.ray,
-                deadline=deadline,
-            )
+            processes = start_actors(self._folder.path, plan, self.token, self.restarts, self.ray, deadline)
         for process in processes:
             self._end_with_us(process)
             self._servers.append(Server(self._client(process.url), process))
@@ -461,12 +438,11 @@ class Fleet:
         weakref.finalize(self, process.stop)
         weakref.finalize(self, self.loop.close)  # what comes last is done first
 
-    def _processes(self, arguments: Mapping[str, Any]) -> Iterator[ServerProcess]:
-        """Start servers on this machine, one after another."""
-        environment = server_environment(self.num_servers)
-        for number in range(self.num_servers):
-            visible = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices[number]}
-            yield ServerProcess(self._folder.path, arguments, environment | visible, self.token)
+    def _variables(self) -> list[dict[str, str]]:
+        """Return environment variables of each server of this machine."""
+        if self.devices is None:
+            return [{}] * self.num_servers
+        return [{"CUDA_VISIBLE_DEVICES": devices} for devices in self.devices]
 
     def release(self) -> None:
         """Let other runs have the servers, until the next look."""

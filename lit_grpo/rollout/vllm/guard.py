@@ -24,12 +24,14 @@ GUARD = "lit_grpo.rollout.vllm.guard.Guard"
 TOKEN_VARIABLE = "LIT_GRPO_SERVER_TOKEN"
 KEY_VARIABLE = "VLLM_API_KEY"  # what vLLM reads --api-key from, without showing it on a command line
 HOST_VARIABLE = "LIT_GRPO_SERVER_HOST"  # the name of the address that it listens on
+LOG_VARIABLE = "LIT_GRPO_SERVER_LOG"  # the path of the file that its output goes to
 RUN_HEADER, NAME_HEADER, PROCESS_HEADER = "lit-grpo-run", "lit-grpo-name", "lit-grpo-process"
 OWNER_PATH = "/lit_grpo/owner"
 
 _SAMPLING = {"/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}  # these change nothing
 _PATHS = ("source", "folder", "lora_path")
 _MAX_BODY = 2**26
+_ABOVE = b"See stack trace (above) for the root cause."  # what vLLM answers when its engine has ended
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -62,6 +64,7 @@ class Guard:
         self._app = app
         self._token = f"Bearer {token}".encode()
         self._names = {"localhost", socket.gethostname(), os.environ.get(HOST_VARIABLE, "localhost")}
+        self._in_log = f"The cause is in its log {os.environ.get(LOG_VARIABLE, '')}.".encode()
         self._process = (PROCESS_HEADER.encode(), token_hex(8).encode())
         self._owner, self._owner_name, self._holder = "", "", object()
 
@@ -159,14 +162,17 @@ class Guard:
     # ---- what -------------------------------------------------------------------------------------
 
     async def _hand_on(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Let vLLM answer, with the name of this process added."""
+        """Let vLLM answer, with the name of this process added, and the place of its log where it tells of errors."""
         started = False
 
         async def named(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
-                started = True
-                message = message | {"headers": [*message.get("headers", []), self._process]}
+                started, fails = True, message["status"] >= 500
+                headers = [pair for pair in message.get("headers", []) if not (fails and pair[0] == b"content-length")]
+                message = message | {"headers": [*headers, self._process]}
+            elif _ABOVE in message.get("body", b""):
+                message = message | {"body": message["body"].replace(_ABOVE, self._in_log)}
             await send(message)
 
         try:

@@ -15,15 +15,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
-from lit_grpo.policy.spec import TOKENIZER
-from lit_grpo.process.signals import end_with_parent
-from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, OWNER_PATH
+from lit_grpo.policy.spec import TOKENIZER, PolicySpec
+from lit_grpo.process.bound import PARENT_VARIABLE
+from lit_grpo.rollout.vllm.arguments import (
+    check_on_cpu,
+    cpu_kv_arguments,
+    dtype_of,
+    kv_bytes_of_slots,
+    require_vllm,
+    server_arguments,
+    server_environment,
+)
+from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, LOG_VARIABLE, OWNER_PATH
 
 _STOP_S = 10.0
 _LOG_PREFIX = re.compile(r"^\([^)]* pid=\d+\)(?: [A-Z]+ \S+ \S+ \[[^\]]*\])? ?|\x1b\[[0-9;]*m")
@@ -32,8 +44,57 @@ _POINTS_ELSEWHERE = re.compile(r"root cause|initialization failed|background pro
 _CAUSED = "The above exception was the direct cause of the following exception:"
 
 
+@dataclass(frozen=True)
+class ServerPlan:
+    """The server of a policy, as ``serve``, a run and an actor of Ray start it, each on its own machine.
+
+    Attributes:
+        dtype: The policy's data type.
+        num_slots: Number of completions that it decodes at a time.
+        num_servers: Max number of servers that share a machine.
+        given: vLLM's arguments by their names with underscores, which come before those that are chosen here.
+        flags: More of vLLM's arguments, as on a command line, which come before ``given``.
+        kv_bytes: Bytes of keys and values that its slots can use; None where that is not known.
+    """
+
+    dtype: str
+    num_slots: int
+    num_servers: int = 1
+    given: Mapping[str, Any] = field(default_factory=dict)
+    flags: Sequence[str] = ()
+    kv_bytes: int | None = None
+
+    @classmethod
+    def of(cls, policy: PolicySpec, on_gpu: bool, **values: Any) -> ServerPlan:
+        """Plan servers for a policy; ``values`` are the attributes that it does not decide.
+
+        Raises:
+            ValueError: vLLM is not installed, or cannot decode for the policy on a CPU.
+        """
+        require_vllm()
+        plan = cls(str(policy.dtype).removeprefix("torch."), **values)
+        if not on_gpu:
+            check_on_cpu(policy.config.get_text_config(), plan._known)
+        dtype = dtype_of(plan._known) or policy.dtype
+        return replace(plan, kv_bytes=kv_bytes_of_slots(policy, dtype, plan.num_slots, plan._known))
+
+    @property
+    def _known(self) -> dict[str, Any]:
+        return {**self.given, **_named(self.flags)}
+
+    def start(
+        self, model: Path, token: str, environment: Mapping[str, str] | None = None, **place: Any
+    ) -> ServerProcess:
+        """Start a server on this machine; ``place`` is the host and port of :class:`ServerProcess`."""
+        arguments = server_arguments(self.dtype, self.num_slots, self.num_servers)
+        if not torch.cuda.is_available():
+            arguments |= cpu_kv_arguments(self.kv_bytes, self.num_servers, self._known)
+        variables = server_environment(self.num_servers) | dict(environment or {})
+        return ServerProcess(model, arguments | dict(self.given), variables, token, flags=self.flags, **place)
+
+
 class ServerProcess:
-    """Starts a guarded server, which ends with this process however this process ends.
+    """Starts a guarded server, which is killed with all its workers when this process ends, however that goes.
 
     Its output goes to the file ``log``, which is kept if the server fails.
 
@@ -65,22 +126,22 @@ class ServerProcess:
         self._port = port
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._token, self._failed = token, False
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-m", "lit_grpo.process.bound", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--tokenizer", str(model / TOKENIZER), "--host", host, "--port", str(port)]
         command += [*_flags(arguments), *flags]
         command += ["--middleware", GUARD]  # the last one on the command line is the first to be asked
         file, name = tempfile.mkstemp(prefix="lit_grpo_server_", suffix=".log")  # readable by this user alone
         self.log = Path(name)
+        own = {KEY_VARIABLE: token, HOST_VARIABLE: host, LOG_VARIABLE: name, PARENT_VARIABLE: str(os.getpid())}
         try:
             self.process = _from_a_lasting_thread(
                 lambda: subprocess.Popen(
                     command,
-                    env={**environment, KEY_VARIABLE: token, HOST_VARIABLE: host},
+                    env={**environment, **own},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
             )
         finally:
@@ -195,6 +256,19 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
     return flags
 
 
+def _named(flags: Sequence[str]) -> dict[str, Any]:
+    """Read a command line as the arguments that :func:`_flags` writes; what has no value of its own is left out."""
+    words = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
+    named: dict[str, Any] = {}
+    for flag, value in pairwise(words):
+        if flag.startswith("--") and not value.startswith("--"):
+            try:
+                named[flag[2:].replace("-", "_")] = json.loads(value)
+            except ValueError:  # a text
+                named[flag[2:].replace("-", "_")] = value
+    return named
+
+
 def _free_port(host: str, port: int | None) -> int:
     """Return the port, or one that is free."""
     family = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][0]
@@ -230,7 +304,3 @@ def _from_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subp
 
     threading.Thread(target=run, daemon=True, name="lit_grpo-server").start()
     return started.result()
-
-
-def _end_with_parent() -> None:
-    end_with_parent(signal.SIGTERM)

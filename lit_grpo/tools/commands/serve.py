@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,49 +35,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, others = parser.parse_known_args(arguments)
     for number in _STOPS:  # a shell without a terminal starts background processes with SIGINT ignored
         signal.signal(number, lambda *_: sys.exit(0))
-    try:
-        sys.exit(_serve(options, others))
-    except ValueError as error:
-        from lit_grpo.cli.parsing.sentences import exit_with
+    from lit_grpo.cli.parsing.sentences import exit_with
 
+    try:
+        exit_with(_serve(options, others), code=1)  # the code of an engine's end by itself may be 0
+    except ValueError as error:
         exit_with(str(error))
 
 
-def _serve(options: argparse.Namespace, others: list[str]) -> int:
-    """Start a server and wait for its end; return its exit code."""
+def _serve(options: argparse.Namespace, others: list[str]) -> str:
+    """Start a server and wait for its end, which nobody has asked for; return why it came."""
     import torch
 
     from lit_grpo.policy import load_policy, load_tokenizer
     from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.process.files import PrivateFolder
-    from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm, server_arguments, server_environment
+    from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm
     from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
-    from lit_grpo.rollout.vllm.process import ServerProcess
+    from lit_grpo.rollout.vllm.process import ServerPlan
 
     require_vllm()
-    token, given = _token(os.environ.get(TOKEN_VARIABLE, ""))
-    folder = PrivateFolder("lit_grpo_vllm_")
-    policy = load_policy(options.policy)
-    PolicySpec(policy, load_tokenizer(options.policy)).save_skeleton(folder.path)
-    dtype = str(policy.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
-    arguments = server_arguments(dtype, options.num_slots)
-    if torch.cuda.is_available():
-        arguments |= {"weight_transfer_config": {"backend": "nccl"}}
+    token, is_users = _token(os.environ.get(TOKEN_VARIABLE, ""))
+    given: dict[str, Any] = {} if options.dtype == "auto" else {"dtype": options.dtype}
     if options.max_lora_rank is not None:
-        arguments |= lora_arguments(options.max_lora_rank)
-    server = ServerProcess(folder.path, arguments, server_environment(), token, options.host, options.port, others)
+        given |= lora_arguments(options.max_lora_rank)
+    if on_gpu := torch.cuda.is_available():
+        given |= {"weight_transfer_config": {"backend": "nccl"}}
+    policy = PolicySpec(load_policy(options.policy), load_tokenizer(options.policy))
+    plan = ServerPlan.of(policy, on_gpu, num_slots=options.num_slots, given=given, flags=others)
+    folder = PrivateFolder("lit_grpo_vllm_")
+    policy.save_skeleton(folder.path)
+    server = plan.start(folder.path, token, host=options.host, port=options.port)
     try:
         print(f"Starting; the log is {server.log}", flush=True)
         server.wait(time.monotonic() + _START_S)
-        if not given:
+        if not is_users:
             file = folder.path / "token"
             file.touch(mode=0o600)
             file.write_text(token)
             print(f'Token: export {TOKEN_VARIABLE}="$(cat {file})"', flush=True)
         print(f"Ready: --model.generator.init_args.urls '[\"{server.url}\"]'", flush=True)
-        if code := server.process.wait():
-            raise ValueError(server.failure())
-        return code
+        server.process.wait()
+        return server.failure()
     finally:
         for number in _STOPS:
             signal.signal(number, signal.SIG_IGN)  # the server is being stopped already

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from safetensors import safe_open
 
 from lit_grpo.policy.weights import checkpoint_name, digest
-from lit_grpo.process.signals import end_with_parent
 from lit_grpo.rollout.vllm.worker.cpu_build import pack_tied_head, prepare_reload
 from lit_grpo.rollout.weights.files import read
 from lit_grpo.rollout.weights.shipments import rebuild
@@ -112,12 +110,7 @@ class WorkerExtension:
     # ---- weights ----------------------------------------------------------------------------------
 
     def check_model(self, fields: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the text configuration of the model that is served has other values.
-
-        From now on the worker ends with the server: vLLM ends its workers itself, but not where the server is killed,
-        as Ray kills what a lost actor has started.
-        """
-        end_with_parent(signal.SIGKILL)
+        """Raise a ValueError if the text configuration of the model that is served has other values."""
         config = self.vllm_config.model_config.hf_text_config
         for name, expected in fields.items():
             if (served := getattr(config, name, None)) != expected:
@@ -146,6 +139,7 @@ class WorkerExtension:
         if "receipt" in self.__dict__:
             self.abandon_update()
         model = self.get_model()
+        _leave_out_adapters_of_heads(model)
         ties_head = self.vllm_config.model_config.hf_text_config.tie_word_embeddings and hasattr(model, "lm_head")
         held = self.__dict__.setdefault("held_copies", {}) if patches else None
         self.__dict__["receipt"] = Receipt(model, bool(ties_head), held)
@@ -188,15 +182,6 @@ class WorkerExtension:
         """Return the largest rank of LoRA adapters that it takes."""
         return self.get_model().lora_manager.lora_config.max_lora_rank
 
-    def compute_head_plainly(self) -> None:
-        """Leave out adapters of the head, of which there are none.
-
-        vLLM's support of them fails on a CPU for the log-probs of given tokens, and takes time on any device.
-        """
-        for module in self.get_model().modules():
-            if type(module).__name__ == "LogitsProcessorWithLoRA":
-                module._get_logits = _plain_logits(module.base_layer)
-
     def adapter_digests(self, folder: str) -> dict[str, str]:
         """Return the digests of the adapter's tensors that the layers decode with.
 
@@ -221,6 +206,16 @@ def _kept(tensors: Iterable[Named], held: dict[str, torch.Tensor]) -> Iterator[N
     for name, tensor in tensors:
         held[name] = tensor if name in held else tensor.clone()
         yield name, held[name]
+
+
+def _leave_out_adapters_of_heads(model: Any) -> None:
+    """Compute logits plainly where a model takes adapters: none of them is of the head.
+
+    vLLM's support of those fails on a CPU for the log-probs of given tokens, and takes time on any device.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "LogitsProcessorWithLoRA":
+            module._get_logits = _plain_logits(module.base_layer)
 
 
 def _plain_logits(processor: Any) -> Callable[..., Any]:
