@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from forks import run
 
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.rollout.vllm import guard as guarding
@@ -267,3 +270,57 @@ def test_long_and_broken_requests_are_refused(guard: Guard, app: App, monkeypatc
         assert ask(guard, "POST", path, "one", content=b" " * 2**21).status_code == 413
     assert not app.reached
     assert not app.reached
+
+
+ENDED = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+@pytest.mark.parametrize("status", [200, 500], ids=["in a stream", "as an answer"])
+def test_the_end_of_the_engine_is_told_with_the_place_of_the_log(
+    status: int, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = json.dumps({"error": {"message": ENDED}}).encode()
+
+    async def ended(scope: Any, receive: Any, send: Any) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        headers = [(b"content-type", b"application/json"), *([length] if status == 500 else [])]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    monkeypatch.setenv(KEY_VARIABLE, TOKEN)
+    monkeypatch.setenv(guarding.LOG_VARIABLE, "/tmp/a.log")
+    response = ask(Guard(ended), "GET", "/health")
+    assert response.status_code == status and "content-length" not in response.headers
+    said = "EngineCore encountered an issue. The cause is in its log /tmp/a.log."
+    assert response.json()["error"]["message"] == said
+
+
+SERVER = """
+import asyncio, multiprocessing, os, sys, time
+from lit_grpo.rollout.vllm.guard import Guard
+
+async def app(scope, receive, send):
+    await asyncio.sleep(600)  # as vLLM does for connections that are open
+
+if __name__ == "__main__":
+    engine = multiprocessing.get_context("spawn").Process(target=eval, args=[sys.argv[1]])
+    engine.start()
+    asyncio.run(Guard(app)({"type": "lifespan"}, None, None))
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("__import__('os').kill(__import__('os').getpid(), 9)", "RuntimeError: its engine was ended by SIGKILL, as by"),
+        pytest.param("__import__('os')._exit(3)", "Its engine has ended with code 3.", marks=pytest.mark.nightly),
+    ],
+    ids=["killed", "ended"],
+)
+def test_a_server_ends_with_its_engine_though_connections_are_open(engine: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    command = [sys.executable, str(tmp_path / "server.py"), engine]
+    path = str(Path(__file__).parents[1])
+    environment = os.environ | {KEY_VARIABLE: TOKEN, "PYTHONPATH": path}
+    done = run(command, timeout=120, env=environment)
+    assert done.returncode == 1 and done.stdout.startswith(said), done

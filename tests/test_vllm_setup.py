@@ -171,7 +171,7 @@ def test_servers_on_cpus_get_no_more_than_their_slots_can_use_or_their_share(
     monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
     made: list[Any] = []
     monkeypatch.setattr(vllm_process, "ServerProcess", lambda *values, **place: made.append((values, place)))
-    plan = ServerPlan.of(spec, on_gpu=False, num_slots=9, num_servers=2, given=given, flags=flags)
+    plan = ServerPlan.of(spec, 9, given, on_gpu=False, num_servers=2, flags=flags)
     for free in (5 * needed, needed):
         monkeypatch.setattr(vllm_setup, "free_bytes", lambda device, free=free: free)  # of the server's machine
         plan.start(Path("model"), "token", port=8000)
@@ -360,6 +360,10 @@ Traceback (most recent call last):
 OSError: it cannot be loaded
 bye
 """
+DEAD = (
+    "(APIServer pid=9) ERROR 11-28 22:28:46 [vllm_error.py:54] vllm.v1.engine.exceptions.EngineDeadError: EngineCore "
+    "encountered an issue. See stack trace (above) for the root cause.\n"
+)
 SEVERAL_LINES = """Traceback (most recent call last):
 pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
   Value error, User-specified max_model_len (99999) is greater than 256.
@@ -378,6 +382,9 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
         ),
         ("usage: ...\napi_server.py: error: unrecognized arguments: --x\n", "error: unrecognized arguments: --x"),
         ("RuntimeError: Engine core initialization failed. See root cause above.\n", "See root cause above."),
+        (f"{DEAD}RuntimeError: its engine was ended by SIGKILL.\n", "ended by SIGKILL"),
+        (f"{PREFIX}KeyError: 'x'\n{DEAD}Its engine has ended with code 1.\n", "KeyError: 'x'"),
+        (f"{DEAD}Its engine has ended with code 1.\n", "Its engine has ended with code 1."),
         ("loading\nKilled\n\n", "Killed"),
         ("", "(nothing)"),
     ],

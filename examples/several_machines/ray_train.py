@@ -33,4 +33,6 @@ if __name__ == "__main__":
     ray.init()  # the cluster of RAY_ADDRESS, or the one that runs here; if there is none, a new one on this machine
     workers = ScalingConfig(num_workers=int(os.environ.get("WORKERS", "8")), use_gpu="GPU" in ray.cluster_resources())
     told = {"folder": os.getcwd(), "arguments": arguments}
-    TorchTrainer(fit, train_loop_config=told, scaling_config=workers).fit()
+    from lit_grpo.strategies.ray import fit_on_workers  # which says how to resume when a worker is gone
+
+    fit_on_workers(TorchTrainer(fit, train_loop_config=told, scaling_config=workers))

@@ -1,4 +1,4 @@
-"""Lightning's strategies in workers of Ray Train, which starts the ranks; only there Ray is imported."""
+"""Lightning's strategies in workers of Ray Train, which starts the ranks; Ray is imported only with those."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 if TYPE_CHECKING:
     import torch
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from ray.train.torch import TorchTrainer
 
 
 class RayFSDP2Strategy(FSDP2Strategy):
@@ -51,6 +52,29 @@ def ray_ddp() -> Strategy:
     from ray.train.lightning import RayDDPStrategy
 
     return RayDDPStrategy(cluster_environment=environment)
+
+
+def fit_on_workers(trainer: TorchTrainer) -> None:
+    """Train on Ray's workers; a worker that is gone ends this program with one sentence and exit code 1.
+
+    Raises:
+        TrainingFailedError: Training has failed in another way.
+    """
+    from ray.exceptions import RayActorError
+    from ray.train import TrainingFailedError
+
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        failures: dict[int, Any] = getattr(error, "worker_failures", {})
+        causes = {rank: getattr(each, "health_check_failure", each) for rank, each in sorted(failures.items())}
+        gone = [rank for rank, cause in causes.items() if isinstance(cause, RayActorError)]
+        if not gone:
+            raise
+        sys.exit(
+            f"error: Rank {gone[0]} of Ray's workers is gone, killed or on a machine that was lost, and the others "
+            "cannot go on. Give the same command with --ckpt_path last to resume the run from its last checkpoint."
+        )
 
 
 def ray_strategies() -> tuple[type[Strategy], ...]:

@@ -18,6 +18,7 @@ from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.vllm.arguments import lora_arguments
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.adapters import AdapterWeights
@@ -143,3 +144,19 @@ def test_a_named_server_must_take_the_rank(
     add_adapters(wider, LoraSettings(r=2))
     with pytest.raises(ValueError, match="does not take LoRA adapters of rank 8; start it with --max-lora-rank 8"):
         VLLMServerGenerator(4, urls=urls, adapters="alone").start(PolicySpec(wider, tokenizer))
+
+
+@pytest.mark.nightly
+def test_a_server_that_takes_adapters_decodes_with_whole_weights_before_any_have_come(
+    folder: Path, forked_servers: None
+) -> None:
+    """As ``serve --max-lora-rank`` does for a run with ``adapters: merged``: its head is computed plainly at once."""
+    policy: Any = load_policy(str(folder)).eval()
+    add_adapters(policy, LoraSettings(r=2))
+    merged = VLLMServerGenerator(4, adapters="merged", server_args=SERVER_ARGUMENTS | lora_arguments(2))
+    merged.start(PolicySpec(policy, load_tokenizer(str(folder))))
+    weights = merged.weights()
+    check_arrival(weights.digests, merged.load_weights(weights, 0).digests)
+    (scores,) = merged.score([[2, 3, 4], [5, 6]]).values()
+    assert len(scores) == 3 and sampled_right(merged, policy, 0)
+    merged.close()

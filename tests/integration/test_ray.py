@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from lit_grpo.checks import check_trainer
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.strategies.ray import fit_on_workers
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed (lit_grpo[ray])")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -90,6 +92,49 @@ def test_workers_of_ray_end_where_ranks_without_it_do(strategy: str, cluster: Pa
     assert weights.keys() == same_weights.keys()
     for name, tensor in weights.items():
         assert torch.allclose(tensor, same_weights[name], rtol=0, atol=1e-6)
+
+
+class Failing:
+    """Stands in for a trainer of Ray whose ranks have failed in some way."""
+
+    def __init__(self, **failures: Exception) -> None:
+        self._failures = {int(rank.removeprefix("rank")): error for rank, error in failures.items()}
+
+    def fit(self) -> None:
+        raise ray.train.v2.api.exceptions.WorkerGroupError("traceback", self._failures)
+
+
+def test_a_worker_that_is_gone_ends_the_program_with_one_sentence_and_other_errors_stay_as_they_are() -> None:
+    from ray.exceptions import ActorDiedError
+    from ray.train import TrainingFailedError
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+    killed = WorkerHealthCheckFailedError("A worker health check failed.", failure=ActorDiedError())
+    trainer: Any = Failing(rank0=RuntimeError("gloo: connection closed by peer"), rank1=killed)
+    with pytest.raises(SystemExit, match=r"^error: Rank 1 of Ray's workers is gone, .* command with --ckpt_path last"):
+        fit_on_workers(trainer)
+    trainer = Failing(rank0=RuntimeError("another error"))
+    with pytest.raises(TrainingFailedError):
+        fit_on_workers(trainer)
+
+
+@pytest.mark.nightly
+def test_a_killed_worker_of_ray_ends_the_run_with_one_sentence(cluster: Path, tmp_path: Path) -> None:
+    more = ("--trainer.max_steps", "2000", "--trainer.strategy", "ray_ddp", "--run.name", "killed")
+    environment = os.environ | {"WORKERS": "2"}
+    command = [sys.executable, str(EXAMPLE), *TOLD, *more]
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
+    table, deadline = tmp_path / "runs" / "killed" / "metrics.csv", time.monotonic() + 280
+    while not table.exists() or table.read_text().count("\n") < 3:
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0][-5000:]
+        time.sleep(0.1)
+    ours = psutil.Process().children(recursive=True)
+    workers = [process for process in ours if "TrainWorker" in " ".join(process.cmdline())]
+    assert len(workers) == 2
+    workers[1].kill()
+    said, _ = run.communicate(timeout=280)
+    assert run.returncode == 1 and "Traceback" not in said.rpartition("error: ")[2], said[-5000:]
+    assert re.search(r"^error: Rank \d of Ray's workers is gone, .* --ckpt_path last to resume", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["ray_ddp", "ray_fsdp2"])

@@ -181,35 +181,29 @@ def kv_bytes_of_slots(
     return max((num_slots + 1) * row, context + block) * of_token
 
 
-def cpu_kv_arguments(kv_bytes: int | None, num_servers: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the size of the KV cache of a server on this machine's CPU, one of ``num_servers``.
-
-    It is what the server's slots can use (``kv_bytes``), and at most a share of the free memory. It is left to
-    ``gpu_memory_utilization`` if what they can use is not known, or if the user has ``given`` that argument.
-    """
-    if kv_bytes is None or "gpu_memory_utilization" in given:
-        return {}
-    share = free_bytes(torch.device("cpu")) * _CPU_SHARE / num_servers
-    return {"kv_cache_memory_bytes": int(min(kv_bytes, share))}
-
-
 def _number(arguments: Mapping[str, Any], name: str) -> int | None:
     """Return an argument of vLLM that is a number; None for one that is absent or in another form, such as ``4k``."""
     value = arguments.get(name)
     return int(value) if value is not None and str(value).isdecimal() else None
 
 
-def server_arguments(dtype: str, num_slots: int, num_servers: int = 1) -> dict[str, Any]:
-    """Return the arguments of a server with such an engine, one of ``num_servers`` that share this machine."""
-    on_gpu = torch.cuda.is_available()
-    share = {} if on_gpu else {"gpu_memory_utilization": _CPU_SHARE / num_servers}
+def server_arguments(dtype: str, num_slots: int, num_servers: int = 1, kv_bytes: int | None = None) -> dict[str, Any]:
+    """Return the arguments of a server with such an engine, one of ``num_servers`` that share this machine.
+
+    On a CPU it gets ``kv_bytes`` of keys and values, or a share of what is free if that is less or they are not known.
+    """
+    on_gpu, memory = torch.cuda.is_available(), {}
+    if not on_gpu:
+        memory["gpu_memory_utilization"] = share = _CPU_SHARE / num_servers
+        if kv_bytes is not None:
+            memory["kv_cache_memory_bytes"] = int(min(kv_bytes, share * free_bytes(torch.device("cpu"))))
     serving = {
         "enable_scale_out": True,  # the route for tokens in, tokens out
         "generation_config": "vllm",  # without sampling defaults of the model's
         "stream_interval": 8,  # tokens a chunk
         "disable_uvicorn_access_log": True,
     }
-    return engine_arguments(dtype, num_slots, on_gpu) | share | serving
+    return engine_arguments(dtype, num_slots, on_gpu) | memory | serving
 
 
 def server_environment(num_servers: int = 1) -> dict[str, str]:

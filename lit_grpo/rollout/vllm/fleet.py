@@ -413,15 +413,15 @@ class Fleet:
 
     def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         on_gpu = torch.cuda.is_available() if self.ray is None else bool(self.ray.get("num_gpus"))
-        values = {"num_slots": self.num_slots, "num_servers": self.num_servers, "given": dict(server_args)}
-        plan = ServerPlan.of(policy, on_gpu, **values)
+        plan = ServerPlan.of(policy, self.num_slots, server_args, on_gpu, self.num_servers)
         self.token = token_hex(32)
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
         deadline = time.monotonic() + self.start_timeout_s
         processes: Iterable[ServerProcess | ActorServer]
         if self.ray is None:
-            processes = (plan.start(self._folder.path, self.token, variables) for variables in self._variables())
+            visible = [{"CUDA_VISIBLE_DEVICES": devices} for devices in self.devices or []] or [{}] * self.num_servers
+            processes = (plan.start(self._folder.path, self.token, variables) for variables in visible)
         else:
             from lit_grpo.rollout.vllm.actors import start_actors
 
@@ -437,12 +437,6 @@ class Fleet:
         """End a server with this process, after the connections, which it would wait for."""
         weakref.finalize(self, process.stop)
         weakref.finalize(self, self.loop.close)  # what comes last is done first
-
-    def _variables(self) -> list[dict[str, str]]:
-        """Return environment variables of each server of this machine."""
-        if self.devices is None:
-            return [{}] * self.num_servers
-        return [{"CUDA_VISIBLE_DEVICES": devices} for devices in self.devices]
 
     def release(self) -> None:
         """Let other runs have the servers, until the next look."""

@@ -1,4 +1,4 @@
-"""The guard of a vLLM server: who may talk to it, and which run owns it.
+"""The guard of a vLLM server: who may talk to it, which run owns it, and that it ends with its engine.
 
 vLLM's own ``--api-key`` guards ``/v1``, ``/v2``, ``/inference`` and ``/cohere`` alone, and not the routes
 that exchange weights. vLLM calls :class:`Guard` before all of its routes (``--middleware``).
@@ -6,9 +6,12 @@ that exchange weights. vLLM calls :class:`Guard` before all of its routes (``--m
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
+import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from hmac import compare_digest
@@ -31,6 +34,8 @@ OWNER_PATH = "/lit_grpo/owner"
 _SAMPLING = {"/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}  # these change nothing
 _PATHS = ("source", "folder", "lora_path")
 _MAX_BODY = 2**26
+_LOOK_S = 0.5  # between two looks at the engine
+_LAST_WORDS_S = 1.0  # for answers that say that it has ended
 _ABOVE = b"See stack trace (above) for the root cause."  # what vLLM answers when its engine has ended
 
 Message = dict[str, Any]
@@ -71,6 +76,7 @@ class Guard:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
         if scope["type"] == "lifespan":
+            self._watch = asyncio.create_task(_end_with_engines())
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
@@ -191,6 +197,22 @@ class Guard:
         if status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _end_with_engines() -> None:
+    """End this process soon after one of the engine's processes, and say why that ended.
+
+    vLLM would wait until all connections are closed, and that by which a run owns the server is closed by the run.
+    """
+    engines = multiprocessing.active_children()
+    while not (codes := [engine.exitcode for engine in engines if engine.exitcode is not None]):
+        await asyncio.sleep(_LOOK_S)
+    how = f"Its engine has ended with code {codes[0]}."
+    if codes[0] < 0:
+        how = f"RuntimeError: its engine was ended by {signal.Signals(-codes[0]).name}, as by a system short of memory."
+    print(how, flush=True)  # to the log
+    await asyncio.sleep(_LAST_WORDS_S)
+    os._exit(1)
 
 
 class _Body:

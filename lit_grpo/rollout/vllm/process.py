@@ -15,20 +15,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
+from getpass import getuser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.bound import PARENT_VARIABLE
 from lit_grpo.rollout.vllm.arguments import (
     check_on_cpu,
-    cpu_kv_arguments,
     dtype_of,
     kv_bytes_of_slots,
     require_vllm,
@@ -38,9 +37,11 @@ from lit_grpo.rollout.vllm.arguments import (
 from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, LOG_VARIABLE, OWNER_PATH
 
 _STOP_S = 10.0
+_LONGEST_FOLDER = 70  # characters, for sockets in it, whose paths have at most 107
 _LOG_PREFIX = re.compile(r"^\([^)]* pid=\d+\)(?: [A-Z]+ \S+ \S+ \[[^\]]*\])? ?|\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b|^[\w.-]+: error: ")
 _POINTS_ELSEWHERE = re.compile(r"root cause|initialization failed|background process|failed to start", re.IGNORECASE)
+_ENGINE_IS_DEAD = "EngineDeadError"  # which the front end raises for each request
 _CAUSED = "The above exception was the direct cause of the following exception:"
 
 
@@ -54,43 +55,47 @@ class ServerPlan:
         num_servers: Max number of servers that share a machine.
         given: vLLM's arguments by their names with underscores, which come before those that are chosen here.
         flags: More of vLLM's arguments, as on a command line, which come before ``given``.
-        kv_bytes: Bytes of keys and values that its slots can use; None where that is not known.
+        kv_bytes: Bytes of keys and values that its slots can use; None to leave them to vLLM.
     """
 
     dtype: str
     num_slots: int
-    num_servers: int = 1
-    given: Mapping[str, Any] = field(default_factory=dict)
-    flags: Sequence[str] = ()
-    kv_bytes: int | None = None
+    num_servers: int
+    given: dict[str, Any]
+    flags: Sequence[str]
+    kv_bytes: int | None
 
     @classmethod
-    def of(cls, policy: PolicySpec, on_gpu: bool, **values: Any) -> ServerPlan:
-        """Plan servers for a policy; ``values`` are the attributes that it does not decide.
+    def of(
+        cls,
+        policy: PolicySpec,
+        num_slots: int,
+        given: Mapping[str, Any],
+        on_gpu: bool,
+        num_servers: int = 1,
+        flags: Sequence[str] = (),
+    ) -> ServerPlan:
+        """Plan servers for a policy.
 
         Raises:
             ValueError: vLLM is not installed, or cannot decode for the policy on a CPU.
         """
         require_vllm()
-        plan = cls(str(policy.dtype).removeprefix("torch."), **values)
+        known = {**given, **_named(flags)}
         if not on_gpu:
-            check_on_cpu(policy.config.get_text_config(), plan._known)
-        dtype = dtype_of(plan._known) or policy.dtype
-        return replace(plan, kv_bytes=kv_bytes_of_slots(policy, dtype, plan.num_slots, plan._known))
-
-    @property
-    def _known(self) -> dict[str, Any]:
-        return {**self.given, **_named(self.flags)}
+            check_on_cpu(policy.config.get_text_config(), known)
+        kv_bytes = None
+        if "gpu_memory_utilization" not in known:
+            kv_bytes = kv_bytes_of_slots(policy, dtype_of(known) or policy.dtype, num_slots, known)
+        return cls(str(policy.dtype).removeprefix("torch."), num_slots, num_servers, dict(given), flags, kv_bytes)
 
     def start(
         self, model: Path, token: str, environment: Mapping[str, str] | None = None, **place: Any
     ) -> ServerProcess:
         """Start a server on this machine; ``place`` is the host and port of :class:`ServerProcess`."""
-        arguments = server_arguments(self.dtype, self.num_slots, self.num_servers)
-        if not torch.cuda.is_available():
-            arguments |= cpu_kv_arguments(self.kv_bytes, self.num_servers, self._known)
+        arguments = server_arguments(self.dtype, self.num_slots, self.num_servers, self.kv_bytes) | self.given
         variables = server_environment(self.num_servers) | dict(environment or {})
-        return ServerProcess(model, arguments | dict(self.given), variables, token, flags=self.flags, **place)
+        return ServerProcess(model, arguments, variables, token, flags=self.flags, **place)
 
 
 class ServerProcess:
@@ -133,6 +138,9 @@ class ServerProcess:
         file, name = tempfile.mkstemp(prefix="lit_grpo_server_", suffix=".log")  # readable by this user alone
         self.log = Path(name)
         own = {KEY_VARIABLE: token, HOST_VARIABLE: host, LOG_VARIABLE: name, PARENT_VARIABLE: str(os.getpid())}
+        if len(str(model)) < _LONGEST_FOLDER:  # its temporary files end with the folder, but for what others can use
+            kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{getuser()}")
+            own |= {"TMPDIR": str(model), "TORCHINDUCTOR_CACHE_DIR": environment.get("TORCHINDUCTOR_CACHE_DIR", kept)}
         try:
             self.process = _from_a_lasting_thread(
                 lambda: subprocess.Popen(
@@ -222,12 +230,12 @@ class ServerProcess:
 
 
 def root_cause(log: str) -> str:
-    """Return why a process ended by its log: the exception that caused the others.
+    """Return why a server ended by its log: the exception that caused the others.
 
     An exception that only says that something failed elsewhere is passed over.
     """
     lines = [_LOG_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
-    errors = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    errors = [number for number, line in enumerate(lines) if _EXCEPTION.match(line) and _ENGINE_IS_DEAD not in line]
     telling = [number for number in errors if not _POINTS_ELSEWHERE.search(lines[number])] or errors
     if not telling:
         return ([line.strip() for line in lines if line.strip()] or ["(nothing)"])[-1][-500:]
@@ -257,15 +265,12 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _named(flags: Sequence[str]) -> dict[str, Any]:
-    """Read a command line as the arguments that :func:`_flags` writes; what has no value of its own is left out."""
+    """Return the values on a command line, by the names of :func:`_flags`; without flags that have none."""
     words = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
     named: dict[str, Any] = {}
     for flag, value in pairwise(words):
         if flag.startswith("--") and not value.startswith("--"):
-            try:
-                named[flag[2:].replace("-", "_")] = json.loads(value)
-            except ValueError:  # a text
-                named[flag[2:].replace("-", "_")] = value
+            named[flag[2:].replace("-", "_")] = value
     return named
 
 

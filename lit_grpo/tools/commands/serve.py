@@ -62,7 +62,7 @@ def _serve(options: argparse.Namespace, others: list[str]) -> str:
     if on_gpu := torch.cuda.is_available():
         given |= {"weight_transfer_config": {"backend": "nccl"}}
     policy = PolicySpec(load_policy(options.policy), load_tokenizer(options.policy))
-    plan = ServerPlan.of(policy, on_gpu, num_slots=options.num_slots, given=given, flags=others)
+    plan = ServerPlan.of(policy, options.num_slots, given, on_gpu, flags=others)
     folder = PrivateFolder("lit_grpo_vllm_")
     policy.save_skeleton(folder.path)
     server = plan.start(folder.path, token, host=options.host, port=options.port)
