@@ -51,7 +51,9 @@ while True:  # streams are open at nearly any time
 """
 SERVE = ("--num-slots", "2", "--max-model-len", "128", "--block-size", "32", "--kv-cache-memory-bytes", "8388608")
 FRONT_END, ENGINE, STARTING = "vllm.entrypoints.openai.api_server", "VLLM::EngineCore", "spawn_main"
-"""What the command lines of a server's processes have in them; that of an engine is another one while it starts."""
+ALL = (FRONT_END, ENGINE, STARTING, "ray::Host")
+"""What the command lines of a server's processes have in them: an engine has another one while it starts, and Ray's
+actor is the parent of the front end."""
 
 
 class Owner:
@@ -94,13 +96,14 @@ class Owner:
     def family(self, title: str = "") -> list[psutil.Process]:
         """Return the processes of its server that run and have this in their command lines.
 
-        They have its folder in their environment, or descend from one that has: an engine writes its title over its
-        environment. One that was found once is found again as an orphan.
+        They have its folder in their environment, or belong to one that has: engines and actors write their titles over
+        their environment. One that was found once is found again as an orphan.
         """
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it has ended, or is another user's
                 if process.pid != self.process.pid and process.environ().get("LEFT_BEHIND") == str(self.place):
-                    self._found |= {process, *process.children(recursive=True)}
+                    actors = [parent for parent in process.parents() if "ray::Host" in " ".join(parent.cmdline())]
+                    self._found |= {process, *process.children(recursive=True), *actors}
         return [process for process in self._found if _runs(process, title)]
 
     def left(self) -> set[str]:
@@ -178,7 +181,7 @@ def test_nothing_of_a_server_runs_ten_seconds_after_its_end(kind: str, end: str,
     holding = hold(owner) if kind == "serve" and line else None
     act(owner)
     began = time.monotonic()
-    while owner.family(FRONT_END) or owner.family(ENGINE) or owner.family(STARTING):
+    while any(owner.family(title) for title in ALL):
         assert time.monotonic() - began < SOON_S, [process.cmdline() for process in owner.family()]
         time.sleep(0.05)
     code = owner.process.wait(timeout=60.0)
