@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -80,6 +81,8 @@ def test_a_killed_parent_takes_a_stopped_program_and_the_workers_of_that_with_it
         owner.kill() if who == "owner" else program.kill()
         wait_until(lambda: ended(program) and ended(worker))
     finally:
+        with suppress(ProcessLookupError):  # multiprocessing's resource tracker, which is stopped too
+            os.killpg(program.pid, signal.SIGKILL)
         owner.kill()
         owner.wait()
 
