@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError, StepEvents
-from lit_grpo.rollout.vllm.fleet import Fleet, Server
+from lit_grpo.rollout.vllm.fleet import Fleet, Server, _tend
 from lit_grpo.rollout.vllm.http import Arrival, SampledChunk, ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -40,10 +41,11 @@ def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
     ):
         fleet.load_weights([], 0)
     texts = [str(each.message) for each in said]
+    logs = sorted(tmp_path.glob("*.log"), key=lambda log: log.stat().st_mtime_ns)[:2]
     assert [text for text in texts if "restarts are left)" in text] == [
-        f"The vLLM server at {process.url} has ended or hung. It is started again, and decodes after a sync that finds "
-        f"it up ({left} restarts are left)."
-        for left in (1, 0)
+        f"The vLLM server at {process.url} has ended or hung. What it said is in {log}. It is started again, and "
+        f"decodes after a sync that finds it up ({left} restarts are left)."
+        for left, log in zip((1, 0), logs, strict=True)
     ]
     assert len(list(tmp_path.glob("*.log"))) == 3
     fleet._stop()
@@ -77,9 +79,11 @@ class Client:
     def __init__(self, url: str, well: bool) -> None:
         self.url, self.well = url, well
         self.given_s: list[float] = []
+        self.watch = SimpleNamespace(patience_s=8.0, lost_s=0.0)
 
     def answers(self, timeout_s: float = 5.0) -> bool:
         self.given_s.append(timeout_s)
+        self.watch.lost_s = 0.0 if self.well else self.watch.lost_s + timeout_s
         return self.well
 
     def is_ours(self) -> bool:
@@ -105,7 +109,7 @@ def test_a_look_waits_long_for_servers_that_were_up_alone_as_long_as_one_answers
     well, lost = server_of("http://well", well=True), server_of("http://lost", well=False, up=False)
     fleet = fleet_of(well, lost)
     fleet.muster()  # says nothing: the server that is lost was told of when it was
-    assert (well.client.given_s, lost.client.given_s) == ([10.0], [3.0])
+    assert (well.client.given_s, lost.client.given_s) == ([8.0], [3.0])
     assert fleet.alive == [well] and not lost.answered
 
     well.client.well = False
@@ -114,7 +118,7 @@ def test_a_look_waits_long_for_servers_that_were_up_alone_as_long_as_one_answers
     ) as said:
         fleet.muster()
     assert len(said) == 1 and not fleet.alive
-    assert (well.client.given_s, lost.client.given_s) == ([10.0, 10.0], [3.0, 3.0, 10.0])
+    assert (well.client.given_s, lost.client.given_s) == ([8.0, 8.0, 2.0], [3.0, 3.0, 4.0])  # 10 in all
 
     lost.client.well = True
     fleet.muster()
@@ -137,12 +141,12 @@ def test_a_process_of_ours_that_hangs_over_two_looks_is_killed_and_started_again
     well, hung = server_of("http://well", well=True), server_of(process.url, well=False)
     hung.process = process
     fleet = fleet_of(well, hung)
-    with pytest.warns(UserWarning, match="is left out: it, or its engine, has not answered for 10 s. What it said is"):
+    with pytest.warns(UserWarning, match="is left out: it, or its engine, has not answered for 8 s. What it said is"):
         fleet.muster()
     assert process.runs and hung.process is process and fleet.restarts == 2  # it may only be slow
 
     began = time.monotonic()
-    with pytest.warns(UserWarning, match=r"has ended or hung\. It is started again, .* \(1 restarts are left\)"):
+    with pytest.warns(UserWarning, match=r"has ended or hung\. .* It is started again, .* \(1 restarts"):
         fleet.muster()
     assert time.monotonic() - began < 5.0  # nobody waits for it
     assert not process.runs and hung.process is not process and hung.process.runs
@@ -162,8 +166,12 @@ def test_a_process_of_ours_that_hangs_over_two_looks_is_killed_and_started_again
 
 
 SERVER = """
-import http.server, json, os, sys, time
-time.sleep(float(os.environ["STARTS_S"]))
+import contextlib, http.server, json, os, pathlib, sys, time
+began_before = pathlib.Path(os.environ["BEGAN"])
+if not began_before.exists():
+    with contextlib.suppress(OSError):
+        began_before.touch()
+    time.sleep(600.0)
 
 class Owner(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -197,11 +205,13 @@ def test_a_run_whose_servers_all_hang_goes_on_with_the_first_that_is_up_again(
     fake_python(f"exec {sys.executable} {script} $@")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     servers: list[Any] = []
-    for starts_s in ("600", "0.3"):  # the first hangs at its start, too
-        process = ServerProcess(tmp_path, {}, {"STARTS_S": starts_s}, "t" * 32)
+    for began in ("no_folder/began", "began"):  # the first hangs at each start; its file is in no folder
+        process = ServerProcess(tmp_path, {}, {"BEGAN": str(tmp_path / began)}, "t" * 32)
         server = server_of(process.url, well=False)
         server.process, server.client = process, Asked(server, process.url)
         servers.append(server)
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
     fleet = fleet_of(*servers)
     with pytest.warns(UserWarning) as said:
         fleet.muster()
@@ -234,6 +244,29 @@ def test_a_process_whose_port_is_taken_when_it_starts_again_is_asked_at_its_new_
         fleet.muster()
     assert isinstance(hung.client, ServerClient) and hung.client.url == hung.process.url
     fleet._stop()
+
+
+def test_a_process_of_ours_that_ends_is_started_again_without_a_sync_until_the_fleet_stops(
+    process: ServerProcess,
+) -> None:
+    ended: Any = server_of(process.url, well=False)
+    ended.process = process
+    fleet = fleet_of(ended, restarts=1)
+    with pytest.warns(
+        UserWarning, match=r"has ended or hung\. What it said is in .*It is started again, .* \(0 restarts"
+    ):
+        tending = fleet.loop.begin(_tend(weakref.ref(fleet)))
+        process.kill()
+        while not ended.starting:
+            time.sleep(0.01)
+    again = ended.process
+    assert again is not process and again.runs and not ended.up and fleet.restarts == 0
+    assert ended.log == ""  # which is not that of the one that ended
+    fleet.restarts = 1
+    fleet._stop()
+    fleet._start_again(ended)  # as a look does that was under way
+    assert ended.process is again and not again.runs and fleet.restarts == 1
+    assert tending.cancelled() or tending.done()
 
 
 # ---- rollouts that begin again ---------------------------------------------------------------------
@@ -291,10 +324,10 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
         for ticket, name in zip(asked, ("one", "two"), strict=True)
     ]
     asked_before = len(asked)
-    events = StepEvents(num_active=2)
-    generator._receive(events)
-    assert events.message == (
-        "http://one broke off. Its 1 completions go on from there on the 1 servers that are left. "
-        "http://two broke off. Its 2 completions go on from there on a server that was started again."
-    )
+    with pytest.warns(UserWarning) as said:
+        generator._receive(StepEvents(num_active=2))
+    assert [str(each.message) for each in said] == [
+        "http://one broke off. Its 1 completions go on from there on the 1 servers that are left.",
+        "http://two broke off. Its 2 completions go on from there on a server that was started again.",
+    ]
     assert len(asked) == asked_before + 1 + 2  # the first on the second, and both once one was started again

@@ -116,7 +116,7 @@ class ActorServer:
     def runs(self) -> bool:
         """Whether actor and server have not ended."""
         try:
-            return ray.get(self._actor.runs.remote(), timeout=_ANSWER_S)
+            return ray.get(self._actor.runs.remote(), timeout=_LOOK_S)
         except RayError:
             return False
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +46,7 @@ _REQUIRED: dict[str, tuple[str, tuple[Any, ...], str]] = {
 that are allowed, and the remedy."""
 _LOOK_S = 3.0  # in which a server that is well answers
 _POLL_S = 0.2  # between two looks at processes that were started again
-_TELL_S = 60.0  # between two lines that say who is waited for
+_TEND_S = 1.0  # between two looks at processes
 
 _Answer = TypeVar("_Answer")
 
@@ -108,16 +110,16 @@ class Server:
 
     @property
     def log(self) -> str:
-        """A sentence about where the output of a process of ours is, which is kept while it may be still ending."""
-        return "" if self.process is None else f" What it said is in {self.process.log}."
+        """A sentence about where the output of a process of ours is, unless another one was started in its place."""
+        return "" if self.process is None or self.starting else f" What it said is in {self.process.log}."
 
     def is_well(self) -> bool:
-        """Whether it runs, answers, and is as this run left it."""
-        return (self.process is None or self.process.runs) and self.client.answers() and self.client.is_ours()
+        """Whether it answers, and is as this run left it."""
+        return self.client.answers() and self.client.is_ours()
 
     def look(self, introduction: Introduction, timeout_s: float) -> None:
         """Find out whether it is up and what it still holds; introduce a server that has been restarted."""
-        self.up = self.answered = (self.process is None or self.process.runs) and self.client.answers(timeout_s)
+        self.up = self.answered = self.client.answers(timeout_s)
         try:
             if self.up and not self.client.is_ours():
                 self.introduce(introduction)
@@ -253,7 +255,7 @@ class Fleet:
         sends_changes: Whether a sync sends only changes, if all servers hold the weights sent before.
         over_nccl: Whether weights are sent over NCCL instead of in files.
         weights_folder: Folder for files of weights.
-        timeout_s: Time limit of a request, in seconds.
+        timeout_s: Max seconds of silence of a server (:class:`lit_grpo.rollout.vllm.http.Watch`).
         start_timeout_s: Time limit for the start of a server, in seconds.
         ray: Options of Ray actors; None for processes on this machine.
         restarts: Number of restarts left.
@@ -276,6 +278,7 @@ class Fleet:
     _held: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # by all servers, where changes are sent
     _version: int = field(default=-1, init=False)
     _group: NCCLGroup | None = field(default=None, init=False)
+    _restarts_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def alive(self) -> list[Server]:
@@ -297,34 +300,36 @@ class Fleet:
     def muster(self) -> None:
         """Between two rollouts: leave out servers that are not well, and start ours again.
 
-        A server that was up has ``timeout_s`` to answer, and one that was not has a short time, unless none answers. A
-        process of ours that does not answer is ended and started again, if it was left out before or if no other server
-        is up. Nobody waits for it, unless no server is up: then the first that answers is waited for.
+        A server that was up has the patience of its watch to answer, and one that was not a short time; if none
+        answers, each has what is left of ``timeout_s``. A process of ours that does not answer is ended and started
+        again, if it was left out before or if no other server is up. Nobody waits for it, unless no server is up: then
+        the first that answers is waited for.
         """
-        were_up, short_s = set(self.alive), min(_LOOK_S, self.timeout_s)
-        self._look_at({server: self.timeout_s if server in were_up else short_s for server in self._servers})
+        were_up = set(self.alive)
+        self._look_at({each: each.client.watch.patience_s if each.up else _LOOK_S for each in self._servers})
         if not self.alive:
-            self._look_at({server: self.timeout_s for server in self._servers if server not in were_up})
+            left_s = {each: self.timeout_s - each.client.watch.lost_s for each in self._servers}
+            self._look_at({server: left for server, left in left_s.items() if left > 0.0})
         for server in self._servers:
             if server.answered or server.starting:
                 continue
             if server in were_up and (server.process is None or server.process.runs):
                 warn(
                     f"The vLLM server at {server.client.url} is left out: it, or its engine, has not answered for "
-                    f"{self.timeout_s:g} s.{server.log}",
+                    f"{server.client.watch.lost_s:.0f} s.{server.log}",
                     stacklevel=2,
                 )
                 if self.alive:
                     continue  # it may only be slow
             self._start_again(server)
-        began = told = time.monotonic()
+        began, tell_s = time.monotonic(), 0.0
         while not self.alive and (waited_for := [server for server in self._servers if server.starting]):
             waited_s = time.monotonic() - began
             if waited_s > self.start_timeout_s:
                 return
-            if told == began or time.monotonic() - told > _TELL_S:
-                told = time.monotonic()
-                urls = " and ".join(f"{server.client.url} ({server.log.strip()})" for server in waited_for)
+            if waited_s >= tell_s:
+                tell_s = 2 * waited_s + 5.0
+                urls = " and ".join(f"{each.client.url} (its log is {each.process.log})" for each in waited_for)  # pyright: ignore
                 warn(
                     f"No vLLM server is up. The run waits for {urls}, and goes on with the first that answers; "
                     f"{waited_s:.0f} s of at most {self.start_timeout_s:g} s have passed.",
@@ -340,13 +345,14 @@ class Fleet:
 
     def _look(self, server: Server, timeout_s: float) -> None:
         process = server.process
-        if server.starting and process is not None:
-            if process.failed():
+        if process is not None and not server.up:  # it may have been started again, by Ray too
+            if server.starting and process.failed():
                 server.starting = False
                 warn(process.failure(), stacklevel=2)
                 self._start_again(server)
                 return
             if not process.is_ready():
+                server.answered = False
                 return
             server.starting = False
             if process.url != server.client.url:
@@ -356,16 +362,18 @@ class Fleet:
 
     def _start_again(self, server: Server) -> None:
         """End a process of ours that has ended or hung, and start it again without waiting for it."""
-        if server.process is None or self.restarts < 1:
-            return
-        self.restarts -= 1
-        said = f"The vLLM server at {server.client.url} has ended or hung."
-        try:
-            server.process, server.starting = server.process.again(), True
-        except ValueError as error:
-            warn(f"{said} It is not started again: {error}", stacklevel=2)
-            return
-        self._end_with_us(server.process)
+        with self._restarts_lock:
+            if server.process is None or server.starting or self.restarts < 1 or server not in self._servers:
+                return
+            self.restarts -= 1
+            server.lose()
+            said = f"The vLLM server at {server.client.url} has ended or hung.{server.log}"
+            try:
+                server.process, server.starting = server.process.again(), True
+            except ValueError as error:
+                warn(f"{said} It is not started again: {error}", stacklevel=2)
+                return
+            self._end_with_us(server.process)
         warn(
             f"{said} It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are "
             "left).",
@@ -393,6 +401,7 @@ class Fleet:
             self._introduction = Introduction(policy, server_args.get("max_lora_rank", 0), backend)
             for server in self._servers:
                 server.introduce(self._introduction)
+            self.loop.begin(_tend(weakref.ref(self)))
         except BaseException:
             self._stop()
             raise
@@ -409,7 +418,15 @@ class Fleet:
             server.client.check_guarded()
 
     def _client(self, url: str) -> ServerClient:
-        return ServerClient(url, self.token, self._run, self.timeout_s, self.loop)
+        client = ServerClient(url, self.token, self._run, self.timeout_s, self.loop)
+        fleet = weakref.ref(self)
+
+        def is_last() -> bool:
+            others = [each.client for each in getattr(fleet(), "alive", ()) if each.client is not client]
+            return all(other.watch.is_silent for other in others)
+
+        client.watch.is_last = is_last
+        return client
 
     def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         on_gpu = torch.cuda.is_available() if self.ray is None else bool(self.ray.get("num_gpus"))
@@ -440,16 +457,17 @@ class Fleet:
 
     def release(self) -> None:
         """Let other runs have the servers, until the next look."""
-        for server in self._servers:
-            server.client.release()
+        with ThreadPoolExecutor(max(len(self._servers), 1)) as pool:
+            list(pool.map(lambda server: server.client.release(), self._servers))
 
     def _stop(self) -> None:
         self._leave_group()
         self.release()
-        for server in self._servers:
+        with self._restarts_lock:
+            servers, self._servers = self._servers, []
+        for server in servers:
             if server.process is not None:
                 server.process.stop()
-        self._servers = []
         self.loop.close()
 
     # ---- weights ------------------------------------------------------------------------------------
@@ -552,10 +570,22 @@ class Fleet:
                 failures.append(f"{error}{server.log}")
         if failures and not answers:
             raise WeightSyncError(f"The policy's weights could not be loaded: {failures[0]}")
+        for failure in failures:
+            warn(f"A server is left out until a sync finds it well: {failure}", stacklevel=2)
         if not answers:
             logs = "".join(server.log for server in self._servers)
             raise WeightSyncError(f"No vLLM server took the policy's weights: none is up with what they need.{logs}")
         return answers
+
+
+async def _tend(found: weakref.ref[Fleet]) -> None:
+    """Start processes of this machine again as soon as they have ended, as long as there is a fleet."""
+    while (fleet := found()) is not None:
+        for server in list(fleet._servers):
+            if isinstance(server.process, ServerProcess) and not (server.starting or server.process.runs):
+                await asyncio.to_thread(fleet._start_again, server)
+        del fleet
+        await asyncio.sleep(_TEND_S)
 
 
 def _agreed(answers: Mapping[Server, dict[str, str]]) -> dict[str, str]:

@@ -11,7 +11,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,17 @@ from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.vllm.guard import NAME_HEADER, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.streams import NotAsAsked, SampledChunk
 
-_LOOK_S = 5.0  # in which a server that is well answers
-_PATIENCE = 5  # time-outs without progress, of a server that says that it is well
-_TELL_S = 5.0  # of silence after which the user is told what is waited for
+_LOOK_S = 3.0  # in which a server that is well answers
+_EACH_S = 0.5  # between two looks of a watch
+_QUIET_S = 1.5  # of silence after which a server is asked whether it is well
+_TELL_S = 5.0  # of silence after which the user is told who is waited for
+_LEAST_S = 8.0  # of silence before completions move from a server that may only be slow
+_SYNC_S = 20.0  # of silence before such a server is left out of a sync, and of the rollout after it
+_LONGER = 3  # times the longest silence of a server that was well
+_WORKS = 5  # time-outs that work on weights may take
 _COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
-_ENGINE_PATH = "/is_paused"  # which the engine answers; /health is answered by the front end alone
+_FRONT, _ENGINE = "/health", "/is_paused"  # the front end answers the first alone, and asks the engine for the second
+_SILENT = {_FRONT: "it does not answer", _ENGINE: "it answers, but its engine does not"}
 _MAX_ANSWER, _MAX_LINE = 2**28, 2**24  # bytes
 _MAX_LINES_AFTER = 16  # after the last token of a completion
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # of answers that are not vLLM's
@@ -41,21 +46,226 @@ _T = TypeVar("_T")
 class ServerError(RuntimeError):
     """A server does not answer, or answers with an error.
 
-    ``hung`` says that it did nothing for too long, ``nonsense`` that it answered what no vLLM server answers,
-    ``foreign`` that other weights than this run's have sampled the tokens of a completion, and ``refuses`` that it
-    takes a prompt for a wrong one.
+    ``hung`` says that its watch has given it up, ``refused`` that nobody listens at its address, ``nonsense`` that it
+    answered what no vLLM server answers, ``foreign`` that other weights than this run's have sampled the tokens of a
+    completion, and ``refuses`` that it takes a prompt for a wrong one.
     """
 
     def __init__(
         self,
         sentence: str,
         hung: bool = False,
+        refused: bool = False,
         nonsense: bool = False,
         foreign: bool = False,
         refuses: bool = False,
     ) -> None:
         super().__init__(sentence)
-        self.hung, self.nonsense, self.foreign, self.refuses = hung, nonsense, foreign, refuses
+        self.hung, self.refused, self.nonsense = hung, refused, nonsense
+        self.foreign, self.refuses = foreign, refuses
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A request that has not been answered: the task that waits for it, and how long it may be silent."""
+
+    what: str
+    asks: Sequence[str]
+    limit_s: float
+    task: asyncio.Task[Any]
+    failure: ServerError | None = None
+
+
+class Watch:
+    """Watches all requests to one server, while there are any, and gives the server up if it is gone or hangs.
+
+    A server is silent as long as no token and no answer comes to any of its requests. After 1.5 s of silence its front
+    end and its engine are asked again and again whether they are well. The user is told after 5 s, and at twice that,
+    and so on. All requests fail
+
+    - at once, if the server refuses connections or says that it is not well;
+    - if it, or its engine alone, does not answer for 8 s (20 s in a sync), or for three times its longest silence that
+      ended with an answer: an engine answers between two steps. If no other server is well, it is waited for;
+    - in any case after ``timeout_s`` of silence. Work on weights, in which the engine is not asked, may take five times
+      as long, and if another server is up, three times as long as the same work took before.
+
+    Args:
+        url: The address of the server.
+        timeout_s: Max seconds of silence.
+        ask: Asks a path of the server, and returns the whole answer.
+
+    Attributes:
+        is_last: Says whether no other server is well.
+        is_silent: Whether the server does not answer, as far as that is known.
+    """
+
+    def __init__(self, url: str, timeout_s: float, ask: Callable[[str], Coroutine[Any, Any, httpx.Response]]) -> None:
+        self.timeout_s = timeout_s
+        self.is_last: Callable[[], bool] = lambda: True
+        self.is_silent = False
+        self._url, self._ask = url, ask
+        self._flights: set[_Flight] = set()
+        self._since = time.monotonic()  # the last movement, or the first request after none
+        self._lost_since: float | None = None  # the last movement before a failure, until an answer comes
+        self._longest_s: dict[str, float] = {}  # without an answer that came, by path or work on weights
+        self._answered: dict[str, float] = {}  # when, by path
+        self._ended = ""
+        self._looks: asyncio.Task[None] | None = None
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds without an answer of a server that has failed; 0 for others."""
+        return 0.0 if self._lost_since is None else time.monotonic() - self._lost_since
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds in which this server answers if it is well, even from within a long step."""
+        return min(max(map(self._short_s, (_FRONT, _ENGINE))), self.timeout_s)
+
+    def forget(self) -> None:
+        """Forget how long another process took."""
+        self._longest_s.clear()
+
+    def moves(self) -> None:
+        """Note that something came of a request."""
+        self._since = time.monotonic()
+
+    def _learn(self, what: str, seconds: float) -> None:
+        self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
+
+    def _short_s(self, what: str, least_s: float = _LEAST_S) -> float:
+        """Return the seconds after which an answer is late."""
+        return max(least_s, _LONGER * self._longest_s.get(what, 0.0))
+
+    async def over(
+        self,
+        work: Coroutine[Any, Any, _T],
+        what: str,
+        asks: Sequence[str] = (_FRONT, _ENGINE),
+        limit_s: float | None = None,
+    ) -> _T:
+        """Await a request under the watch.
+
+        Args:
+            work: Coroutine that waits for the server.
+            what: Its name.
+            asks: Paths that are asked meanwhile; without the engine's, the engine works on weights.
+            limit_s: Max seconds of silence, if not ``timeout_s`` (five times that for work on weights).
+
+        Raises:
+            ServerError: The server is given up, or what ``work`` raises.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        works = tuple(asks) == (_FRONT,)
+        flight = _Flight(what, asks, limit_s or self.timeout_s * (_WORKS if works else 1), task)
+        if not self._flights:
+            self._since = time.monotonic()
+        self._flights.add(flight)
+        if self._looks is None or self._looks.done():
+            self._looks = asyncio.create_task(self._look())
+        try:
+            result = await work
+            if works:
+                self._learn(what, time.monotonic() - self._since)
+            self.moves()
+            self._lost_since, self.is_silent = None, False
+            return result
+        except asyncio.CancelledError:
+            if flight.failure is None:
+                raise
+            task.uncancel()
+            raise flight.failure from None
+        except ServerError:
+            self._lost_since = self._lost_since or self._since
+            raise
+        finally:
+            self._flights.discard(flight)
+
+    async def _look(self) -> None:
+        """Look at the server again and again, until nothing is asked of it or it is given up."""
+        probes: dict[str, asyncio.Task[None]] = {}
+        tell_s = _TELL_S
+        try:
+            while self._flights:
+                await asyncio.sleep(min(_EACH_S, self.timeout_s / 4))
+                silent_s = time.monotonic() - self._since
+                if silent_s < min(_QUIET_S, self.timeout_s / 2) or not self._flights:
+                    tell_s, self._ended, self.is_silent = _TELL_S, "", False
+                    continue
+                for path in {path for flight in self._flights for path in flight.asks}:
+                    if path not in probes or probes[path].done():
+                        probes[path] = asyncio.create_task(self._probe(path))
+                found, left_s, then = self._judge(silent_s)
+                self.is_silent = left_s == 0.0 or found in _SILENT.values()
+                if silent_s >= left_s:
+                    self._give_up(found, silent_s)
+                elif silent_s >= tell_s:
+                    waits = f"Waiting for the vLLM server at {self._url}: {self._what} for {silent_s:.0f} s"
+                    warn(f"{waits}, and {found}. {then}", stacklevel=2)
+                    tell_s = 2 * silent_s
+        finally:
+            for probe in probes.values():
+                probe.cancel()
+
+    async def _probe(self, path: str) -> None:
+        """Note whether a path is answered, or whether the server is gone."""
+        silent_since = max(self._since, self._answered.get(path, 0.0))
+        try:
+            response = await self._ask(path)
+            self._answered[path] = time.monotonic()
+            self._learn(path, self._answered[path] - silent_since)
+            if path == _FRONT:
+                self._ended = "" if response.is_success else "it says that it is not well"
+        except ServerError as error:
+            if error.refused:
+                self._ended = "it refuses connections"
+
+    def _judge(self, silent_s: float) -> tuple[str, float, str]:
+        """Return what is known of a silent server, the seconds of silence at which it is given up, and what follows."""
+        if self._ended:
+            return self._ended, 0.0, ""
+        limit_s = max(flight.limit_s for flight in self._flights)
+        asked = [path for path in (_FRONT, _ENGINE) if all(path in flight.asks for flight in self._flights)]
+        least_s = _LEAST_S if any(flight.what == _GENERATE for flight in self._flights) else _SYNC_S
+        found, left_s = "it says that it is well" if asked else "nothing else is known of it", limit_s
+        if asked == [_FRONT] and all(flight.what in self._longest_s for flight in self._flights):
+            left_s = max(self._short_s(flight.what, _SYNC_S) for flight in self._flights)
+        for path in asked:
+            answered_s = max(self._answered.get(path, 0.0) - self._since, 0.0)
+            if silent_s - answered_s > _QUIET_S:
+                found, left_s = _SILENT[path], answered_s + self._short_s(path, least_s)
+                break
+        if self.is_last():
+            return (
+                found,
+                limit_s,
+                f"No other server is well, so the run waits for it until {limit_s:.0f} s have passed.",
+            )
+        left_s = min(left_s, limit_s)
+        return found, left_s, f"It is left out at {left_s:.0f} s, and the run goes on with the other servers."
+
+    @property
+    def _what(self) -> str:
+        """The requests that are silent."""
+        names = {flight.what for flight in self._flights}
+        if _GENERATE in names:
+            return f"none of its {len(self._flights)} completions has moved"
+        return f"{' and '.join(sorted(names))} has not been answered"
+
+    def _give_up(self, found: str, silent_s: float) -> None:
+        """Fail all requests."""
+        sentence = f"The vLLM server at {self._url} has hung: {self._what} for {silent_s:.0f} s, and {found}."
+        if self._ended:
+            sentence = f"The vLLM server at {self._url} is gone: {found}."
+        self._lost_since = self._lost_since or self._since
+        flights, self._flights = self._flights, set()
+        for path, text in _SILENT.items():
+            if text == found:  # it may only be slow, and has more time if it comes back
+                self._learn(path, silent_s)
+        for flight in flights:
+            flight.failure = ServerError(sentence, hung=True)
+            flight.task.cancel()
 
 
 class ServerClient:
@@ -69,23 +279,23 @@ class ServerClient:
         url: The address of the server.
         token: Token that requests send.
         run: The run that takes the server.
-        timeout_s: Seconds without progress after which the server is asked whether it is well.
+        timeout_s: Max seconds of silence (:class:`Watch`).
         loop: Event loop that runs the requests.
 
     Attributes:
         model: The server's name for the model to sample with.
         weights: The server's name for the weights that this run has sent.
         vocab_size: A number above the ids of all its tokens.
+        watch: Watches all requests.
     """
 
     def __init__(self, url: str, token: str, run: str, timeout_s: float, loop: EventLoop) -> None:
         self.url = url.rstrip("/")
-        self.timeout_s = timeout_s
+        self.watch = Watch(self.url, timeout_s, lambda path: self._request("GET", path))
         self.model = self.weights = ""
         self.vocab_size = 2**31
         self._loop = loop
         self._process = ""
-        self._num_heard = 0  # answers and lines
         self._holding: httpx.Response | None = None  # by which the server is this run's
         own_name = quote(f"process {os.getpid()} on {socket.gethostname()}, in {Path.cwd()}", safe=" /,.-_")[:300]
         certificates = ssl.create_default_context(
@@ -110,7 +320,8 @@ class ServerClient:
         """Raise a ValueError if the server does not answer, or does not ask for a token; it is not told this run's."""
         unnamed = {"Authorization": "none"}
         try:
-            response = self._loop.run(self._request("GET", OWNER_PATH, timeout=self.timeout_s, headers=unnamed))
+            asking = self._request("GET", OWNER_PATH, headers=unnamed)
+            response = self._loop.run(self.watch.over(asking, OWNER_PATH, asks=()))
             if response.is_redirect:
                 raise self._redirected(response, OWNER_PATH)
         except ServerError as error:
@@ -131,11 +342,13 @@ class ServerClient:
             ServerError: It does not let this one in.
         """
         self.leave()
-        response = self._wait(self.patiently(self._hold()), OWNER_PATH)
+        response = self._loop.run(self.watch.over(self._hold(), OWNER_PATH))
         self._check_guard(response, OWNER_PATH)
         if response.status_code == 409:
             raise ValueError(_said(response).replace("The server", f"The vLLM server at {self.url}", 1))
         self._check(response, OWNER_PATH)
+        if self._process != response.headers[PROCESS_HEADER]:
+            self.watch.forget()
         self._process = response.headers[PROCESS_HEADER]
 
     async def _hold(self) -> httpx.Response:
@@ -175,9 +388,17 @@ class ServerClient:
 
     # ---- control ----------------------------------------------------------------------------------
 
-    def answers(self, timeout_s: float = _LOOK_S) -> bool:
-        """Whether the front end and the engine both say, each within ``timeout_s``, that they are well."""
-        return not self._wait(self._ailment(timeout_s), "whether it is well", timeout_s)
+    def answers(self, limit_s: float = _LOOK_S) -> bool:
+        """Whether the front end and the engine both say within ``limit_s`` that they are well."""
+
+        async def ask() -> bool:
+            asked = (self._request("GET", path, timeout=limit_s) for path in (_FRONT, _ENGINE))
+            return (await asyncio.gather(*asked))[0].is_success
+
+        try:
+            return self._loop.run(self.watch.over(ask(), "whether it is well", limit_s=limit_s))
+        except ServerError:
+            return False
 
     def get(self, path: str, read: Callable[[Any], _T] = lambda answer: answer, **query: Any) -> _T:
         """Ask for something; return what ``read`` finds in the decoded answer (``None`` where it is not JSON).
@@ -195,7 +416,7 @@ class ServerClient:
         engine_works: bool = False,
     ) -> _T:
         """Tell or ask something; as :meth:`get`. An engine that works on it answers nothing else meanwhile."""
-        return self._call("POST", path, read, engine_works, json=body)
+        return self._call("POST", path, read, asks=(_FRONT,) if engine_works else (_FRONT, _ENGINE), json=body)
 
     def score(self, sequences: Sequence[Sequence[int]], salt: str) -> list[list[float]]:
         """Return the log-probs of all tokens after the first of each sequence."""
@@ -214,18 +435,19 @@ class ServerClient:
     def ask_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Return what each worker answers; numbers and truth values come as text."""
         body = {"method": method, "kwargs": arguments}
-        return self.post("/collective_rpc", body, lambda answer: list(answer["results"]), engine_works=True)
+        what = f"/collective_rpc {method}"
+        return self._call("POST", "/collective_rpc", lambda answer: list(answer["results"]), (_FRONT,), what, json=body)
 
     def _call(
-        self, method: str, path: str, read: Callable[[Any], _T], engine_works: bool = False, **options: Any
+        self,
+        method: str,
+        path: str,
+        read: Callable[[Any], _T],
+        asks: Sequence[str] = (_FRONT, _ENGINE),
+        what: str = "",
+        **options: Any,
     ) -> _T:
-        response = self._wait(
-            self.patiently(self._request(method, path, **options), asks_engine=not engine_works),
-            path,
-            limit_s=_PATIENCE * self.timeout_s,
-            tell_s=max(_TELL_S, self.timeout_s) if engine_works else _TELL_S,
-        )
-        self._num_heard += 1
+        response = self._loop.run(self.watch.over(self._request(method, path, **options), what or path, asks))
         self._check_guard(response, path)
         self._check(response, path)
         return self._read(response, path, read)
@@ -237,67 +459,6 @@ class ServerClient:
             return read(response.json() if is_json else None)
         except _UNREADABLE as error:
             raise self._nonsense(f"answers {path} with {_message(response)!r}, in which {error!r}") from error
-
-    def _wait(
-        self, work: Coroutine[Any, Any, _T], path: str, limit_s: float | None = None, tell_s: float | None = None
-    ) -> _T:
-        """Wait for what the server does, and tell the user where that takes long."""
-        future, began, tell_s = self._loop.begin(work), time.monotonic(), tell_s or _TELL_S
-        while not wait_for([future], timeout=tell_s).done:
-            waited_s = time.monotonic() - began
-            left_out = "" if limit_s is None else f"; it is left out at {limit_s:g} s"
-            warn(
-                f"Waiting for the vLLM server at {self.url}: {path} has not been answered for {waited_s:.0f} s"
-                f"{left_out}.",
-                stacklevel=2,
-            )
-            tell_s = 2 * waited_s
-        return future.result()
-
-    async def patiently(self, work: Coroutine[Any, Any, _T], asks_engine: bool = True) -> _T:
-        """Wait for ``work`` as long as the server makes progress with anything, or says that it is well.
-
-        Args:
-            work: Coroutine that waits for the server.
-            asks_engine: Whether the engine is checked too, which does not answer while it loads weights.
-
-        Raises:
-            ServerError: The server has hung: it does not answer, or has made no progress for several time-outs.
-        """
-        task = asyncio.ensure_future(work)
-        num_silent, num_heard = 0, self._num_heard
-        try:
-            while not (await asyncio.wait({task}, timeout=self.timeout_s))[0]:
-                num_silent = num_silent + 1 if num_heard == self._num_heard else 0
-                num_heard = self._num_heard
-                if not num_silent:
-                    continue
-                ailment = await self._ailment(self.timeout_s, asks_engine)
-                if task.done():
-                    break
-                if ailment or num_silent >= _PATIENCE:
-                    raise ServerError(
-                        f"The vLLM server at {self.url} has hung: {num_silent} time-outs of {self.timeout_s:g} s "
-                        f"without progress, and {ailment or 'it says that it is well'}.",
-                        hung=True,
-                    )
-            return task.result()
-        finally:
-            task.cancel()
-
-    async def _ailment(self, timeout_s: float, asks_engine: bool = True) -> str:
-        """Return what is wrong with the server, if anything, as it shows within ``timeout_s``."""
-        try:
-            if not (await self._request("GET", "/health", timeout=timeout_s)).is_success:
-                return "it says that it is not well"
-        except ServerError:
-            return "it does not answer"
-        try:
-            if asks_engine:
-                await self._request("GET", _ENGINE_PATH, timeout=timeout_s)
-        except ServerError:
-            return "it answers, but its engine does not"
-        return ""
 
     async def _request(self, method: str, path: str, timeout: float | None = None, **options: Any) -> httpx.Response:
         """Return the whole answer, which has to come within ``timeout`` seconds where that is given."""
@@ -345,7 +506,8 @@ class ServerClient:
         )
 
     def _silent(self, path: str, error: Exception) -> ServerError:
-        return ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.")
+        refused = isinstance(error, httpx.ConnectError)
+        return ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.", refused=refused)
 
     def _nonsense(self, what: str) -> ServerError:
         return ServerError(f"The vLLM server at {self.url} {what}.", nonsense=True)
@@ -374,7 +536,8 @@ class ServerClient:
                 async for line in self._lines(response):
                     if line.startswith("data: {") and num_lines_left == math.inf:
                         chunk = self._chunk(line[6:], name, num_tokens, num_left, weights)
-                        self._num_heard += bool(chunk.token_ids)
+                        if chunk.token_ids:
+                            self.watch.moves()
                         num_tokens += len(chunk.token_ids)
                         num_left -= len(chunk.token_ids)
                         if chunk.finish_reason is not None:
@@ -489,7 +652,7 @@ class HttpReceiver:
 
         async def pump() -> None:
             try:
-                await client.patiently(read())
+                await client.watch.over(read(), _GENERATE)
             except ServerError as error:
                 self._arrivals.put(Arrival(ticket, error))
             except Exception as error:  # an error that no server has made is raised by arrivals()

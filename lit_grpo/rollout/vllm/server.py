@@ -13,6 +13,7 @@ from lit_grpo.limits import Limit, Positive, checks_arguments
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.packages import require
+from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
@@ -28,8 +29,8 @@ class VLLMServerGenerator(EngineGenerator):
     """Decode on one or more vLLM servers, started here on loopback or named by URL.
 
     A completion goes to the server with the fewest predicted tokens to decode. A server that dies or hangs is left out,
-    and its completions go on from their last tokens on the other servers. Between two rollouts it is started again, if
-    this run has started it, and it comes back with a sync that finds it well.
+    and its completions go on from their last tokens on the other servers. If this run has started it, it is started
+    again, at once if it has ended; it comes back with a sync that finds it well.
 
     Servers answer only to requests with their token, and belong to one run at a time. Tokens of a server that was
     restarted, or whose weights somebody else has changed, are not taken.
@@ -52,9 +53,10 @@ class VLLMServerGenerator(EngineGenerator):
             over NCCL, the run ends.
         weights_folder: Folder for files of weights, readable by all servers; shared memory by default. Adapters are
             sent in files with both transports.
-        timeout_s: Seconds without an answer, or without a token of any completion, after which a server and its engine
-            are asked whether they are well. The server counts as hung if one of them does not answer in the same time,
-            or if nothing comes for five times as long. While the engine takes weights it is not asked.
+        timeout_s: Max seconds without a token or an answer of a server, after which it counts as hung (five times as
+            long while it takes weights). A server of several that does not answer, or whose engine does not, is left
+            out after 8 s, or after three times the longest time that such an answer took so far, since an engine
+            answers between two steps.
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
         restarts: Max number of restarts per run of servers that this run started: those that have ended, and those that
@@ -228,13 +230,13 @@ class VLLMServerGenerator(EngineGenerator):
             if stream is None:
                 continue  # it has been withdrawn
             if isinstance(arrival.content, ServerError):
-                self._fail(stream, arrival.content, events)
+                self._fail(stream, arrival.content)
                 continue
             try:
                 self._take(stream, arrival.content, events)
             except NotAsAsked as error:
                 url = self._at[stream].client.url
-                self._fail(stream, ServerError(f"The vLLM server at {url} {error}.", nonsense=True), events)
+                self._fail(stream, ServerError(f"The vLLM server at {url} {error}.", nonsense=True))
                 continue
             if stream.ticket is None:
                 self._at.pop(stream, None)
@@ -243,7 +245,7 @@ class VLLMServerGenerator(EngineGenerator):
         events.num_steps = int(self._num_due)
         self._num_due -= events.num_steps
 
-    def _fail(self, stream: EngineRequest, error: ServerError, events: StepEvents) -> None:
+    def _fail(self, stream: EngineRequest, error: ServerError) -> None:
         """Go on with a completion whose server failed.
 
         It goes on there if only the connection broke. Otherwise the server is left out, and all its completions move,
@@ -266,15 +268,12 @@ class VLLMServerGenerator(EngineGenerator):
                 for each in lost:
                     each.drop_new()  # of all of them, since nobody knows from which token on
             alive = len(self._fleet.alive)
-            said = f"{error}{server.log} Its {len(lost)} completions go on from there "
-            if alive:
-                said += f"on the {alive} servers that are left."
-            else:
-                self._resume_lost(lost, f"{error}{server.log}")
-                said += "on a server that was started again."
-            events.message = f"{events.message} {said}".strip()  # another may have failed in the same step
+            said = f"{error}{server.log} Its {len(lost)} completions go on from there"
             if not alive:
+                self._resume_lost(lost, f"{error}{server.log}")
+                warn(f"{said} on a server that was started again.", stacklevel=2)
                 return
+            warn(f"{said} on the {alive} servers that are left.", stacklevel=2)
         self._withdraw(lost)
         for each in lost:
             self._send(each)
