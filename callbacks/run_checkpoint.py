@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from lit_grpo.plugins import CannotGoOn
 from lit_grpo.process.files import FolderLostError, HeldFolder
 from lit_grpo.process.terminal import first_line, say, shell
 from lit_grpo.process.values import PLAIN, find_foreign
+from lit_grpo.ranks import Ranks
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
 from .rollout_scheduler import RolloutScheduler
@@ -89,7 +91,8 @@ class RunCheckpoint(pl.Callback):
         """Check the place in the list, and set the writer of checkpoints and the run's folder on all ranks."""
         check_order(trainer, RunCheckpoint, RolloutScheduler)
         # Ranks that torchrun or a scheduler starts do not know the folder if the first rank found its own taken.
-        folder, first = trainer.strategy.broadcast((trainer.default_root_dir, os.getpid()))
+        told = Ranks().gather((trainer.default_root_dir, os.getpid(), socket.gethostname()))
+        folder, first, _ = told[0]
         trainer._default_root_dir = folder  # pyright: ignore[reportAttributeAccessIssue]
         shards = isinstance(trainer.strategy, FSDP2Strategy)
         writer = FolderIO() if shards else WholeFileIO()
@@ -98,7 +101,9 @@ class RunCheckpoint(pl.Callback):
         if trainer.world_size > 1:
             children = getattr(trainer.strategy.launcher, "procs", ())
             parent = first if os.getppid() == first else None
-            self._watch = RankWatch(trainer.global_rank, children, parent, lambda: self._how_to_go_on(trainer))
+            here = {rank: pid for rank, (_, pid, machine) in enumerate(told) if machine == socket.gethostname()}
+            here.pop(trainer.global_rank, None)
+            self._watch = RankWatch(trainer.global_rank, children, parent, lambda: self._how_to_go_on(trainer), here)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching for lost ranks, so that ranks may end one after another, and release the run's folder."""

@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 
 from lit_grpo.__main__ import main
 from lit_grpo.cli.parsing.early import check_early
-from lit_grpo.cli.parsing.names import with_class_paths
+from lit_grpo.cli.parsing.names import fields_after_classes, with_class_paths
 from lit_grpo.cli.parsing.refusals import check_values
 
 ROOT = Path(__file__).parents[1]
@@ -156,6 +156,21 @@ def test_an_interrupt_before_a_run_is_one_line(
     with pytest.raises(SystemExit, match="130"):
         main()
     assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_fields_of_a_class_may_stand_before_the_class_on_the_command_line() -> None:
+    for given, taken in (
+        ("--g.adapters alone --g vllm --a 1", "--g vllm --g.adapters alone --a 1"),
+        ("fit -c x --g.adapters alone -c y --g vllm", "fit -c x -c y --g vllm --g.adapters alone"),
+        ("--g.a=1 --g.b 2 --g=vllm --g.c 3", "--g=vllm --g.a=1 --g.b 2 --g.c 3"),
+        ("--g.a 1 --g vllm --g.b 2 --g slots", "--g vllm --g slots --g.a 1 --g.b 2"),
+        ("--g vllm --g.a 1", "--g vllm --g.a 1"),
+        ("--lora.r 8 --lora null", "--lora.r 8 --lora null"),
+        ("--sampling.n 5 --sampling {temperature:1}", "--sampling.n 5 --sampling {temperature:1}"),
+        ("--g.help vllm --g vllm", "--g.help vllm --g vllm"),
+        ("--generators.a 1 --g vllm", "--generators.a 1 --g vllm"),
+    ):
+        assert fields_after_classes(given.split()) == taken.split(), given
 
 
 def test_the_help_of_a_class_is_asked_for_by_its_short_name() -> None:

@@ -134,3 +134,12 @@ def test_completions_of_a_group_share_the_prompt_up_to_what_an_environment_says(
         whole = f"<|im_start|>user\nTalk.{said}<|im_end|>\n<|im_start|>assistant\n"
         assert [*rendered.token_ids, *opening] == chat_tokenizer()(whole)["input_ids"]
     worker.close()
+
+
+@pytest.mark.parametrize("row", [{}, {"prompt": None}, {"prompt": ""}], ids=["absent", "null", "empty"])
+def test_a_row_needs_no_prompt_where_an_environment_begins_the_conversation(row: dict[str, str | None]) -> None:
+    worker = fresh(Environments(factory=Talkative))
+    worker.prepare(chat_tokenizer(), {})
+    rendered = PromptRenderer(conversing=worker).render({**row, "seed": 1}, chat_tokenizer())
+    assert rendered.text == "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+    worker.close()

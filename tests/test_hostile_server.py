@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from conftest import table_rows
 
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.rollout.vllm import http
+from lit_grpo.rollout.vllm.fleet import Server
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, PROCESS_HEADER
 from lit_grpo.rollout.vllm.http import HttpReceiver, SampledChunk, ServerClient, ServerError
 
@@ -233,6 +234,50 @@ def test_an_answer_of_a_hostile_server_is_a_failure_of_that_server(
     server.RequestHandlerClass.behave = behave  # pyright: ignore
     with pytest.raises(ServerError, match=said):
         client.get("/version", lambda answer: str(answer["version"]))
+
+
+REMEDIES: dict[str, tuple[Callable[[Hostile], None], str]] = {
+    "another token": (lambda self: self.answer(b"", 401), "set LIT_GRPO_SERVER_TOKEN to the one that python -m"),
+    "another name": (
+        lambda self: self.answer(b'{"error": "The Host header names another machine; use its address."}', 403),
+        "use its address.",
+    ),
+    "another run": (lambda self: self.answer(b'{"error": "It belongs to no run yet; take it first."}', 409), "take it"),
+    "a redirect": (
+        lambda self: self.answer(b"", 302, headers={"location": "http://evil.example/"}),
+        "name the address that answers itself.",
+    ),
+    "another process": (lambda self: self.answer(b"", headers={PROCESS_HEADER: "another"}), "Run the command again."),
+    "a drip": (lambda self: drip(self, b"x"), "End it, and start it again with python -m lit_grpo serve."),
+    "a page": (lambda self: self.answer(HTML, headers=UNGUARDED), "Start it with python -m lit_grpo serve and the pol"),
+    "vLLM's own server": (lambda self: self.answer(b"", 404), "Start it with python -m lit_grpo serve and the policy"),
+    "another model": (
+        lambda self: self.answer(b'{"error": "hidden_size is 64"}', 500),
+        "Start it with python -m lit_grpo serve and the policy's model, or correct urls.",
+    ),
+}
+"""What a named server answers as it is introduced, and the only remedy that the user is told."""
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_server_that_cannot_be_taken_is_told_with_one_remedy(
+    name: str, server: ThreadingHTTPServer, client: ServerClient
+) -> None:
+    behave, remedy = REMEDIES[name]
+    server.RequestHandlerClass.behave = behave  # pyright: ignore
+    with pytest.raises(ValueError, match=re.escape(remedy)) as refused:
+        Server(client).introduce(None)  # pyright: ignore[reportArgumentType]
+    assert len(re.findall("[Ss]tart it |set LIT_|use its|take it|name the|Run the", str(refused.value))) == 1
+
+
+def test_a_server_of_ours_that_cannot_be_taken_is_told_with_its_log(
+    server: ThreadingHTTPServer, client: ServerClient
+) -> None:
+    """Nobody but the run starts it."""
+    server.RequestHandlerClass.behave = lambda self: self.answer(b"", 500)  # pyright: ignore
+    process: Any = SimpleNamespace(runs=True, log="its.log")
+    with pytest.raises(ValueError, match=r"answers /version with: 500 +What it said is in its\.log\.$"):
+        Server(client, process).introduce(None)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_server_that_talks_on_after_the_end_holds_nothing(server: ThreadingHTTPServer, client: ServerClient) -> None:

@@ -29,6 +29,14 @@ class Model:
     ) -> None: ...
 
 
+def test_a_field_may_stand_before_its_class(tmp_path: Path) -> None:
+    config = {"generator": {"class_path": "slots", "init_args": {"num_slots": 64}}}
+    early = parse(tmp_path, "--model.generator.adapters", "alone", "--model.generator", "vllm", config=config)
+    late = parse(tmp_path, "--model.generator", "vllm", "--model.generator.adapters", "alone", config=config)
+    assert early == late and early.generator.init_args.adapters == "alone"
+    assert early.generator.class_path == GENERATORS["vllm"]
+
+
 def parse(folder: Path, *arguments: str, config: Any = None) -> Any:
     parser = InputParser()
     parser.add_argument("--config", action=ActionConfigFile)

@@ -15,6 +15,7 @@ import pytest
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.process.terminal import counted
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server, _tend
 from lit_grpo.rollout.vllm.http import Arrival, SampledChunk, ServerClient, ServerError
@@ -42,9 +43,9 @@ def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
         fleet.load_weights([], 0)
     texts = [str(each.message) for each in said]
     logs = sorted(tmp_path.glob("*.log"), key=lambda log: log.stat().st_mtime_ns)[:2]
-    assert [text for text in texts if "restarts are left)" in text] == [
+    assert [text for text in texts if "left)." in text] == [
         f"The vLLM server at {process.url} has ended or hung. What it said is in {log}. It is started again, and "
-        f"decodes after a sync that finds it up ({left} restarts are left)."
+        f"decodes after a sync that finds it up ({counted(left, 'restart')} left)."
         for left, log in zip((1, 0), logs, strict=True)
     ]
     assert len(list(tmp_path.glob("*.log"))) == 3
@@ -146,7 +147,7 @@ def test_a_process_of_ours_that_hangs_over_two_looks_is_killed_and_started_again
     assert process.runs and hung.process is process and fleet.restarts == 2  # it may only be slow
 
     began = time.monotonic()
-    with pytest.warns(UserWarning, match=r"has ended or hung\. .* It is started again, .* \(1 restarts"):
+    with pytest.warns(UserWarning, match=r"has ended or hung\. .* It is started again, .* \(1 restart left\)"):
         fleet.muster()
     assert time.monotonic() - began < 5.0  # nobody waits for it
     assert not process.runs and hung.process is not process and hung.process.runs
@@ -327,7 +328,7 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
     with pytest.warns(UserWarning) as said:
         generator._receive(StepEvents(num_active=2))
     assert [str(each.message) for each in said] == [
-        "http://one broke off. Its 1 completions go on from there on the 1 servers that are left.",
-        "http://two broke off. Its 2 completions go on from there on a server that was started again.",
+        "http://one broke off. Its 1 completion will go on from there on the server that is left.",
+        "http://two broke off. Its 2 completions will go on from there on a server that was started again.",
     ]
     assert len(asked) == asked_before + 1 + 2  # the first on the second, and both once one was started again

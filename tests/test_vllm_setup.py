@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -27,6 +29,7 @@ from lit_grpo.rollout.vllm.arguments import (
     check_drafts,
     check_engine_args,
     check_family,
+    check_fits,
     check_on_cpu,
     check_version,
     kv_bytes_per_token,
@@ -39,6 +42,7 @@ from lit_grpo.rollout.vllm.fleet import check_settings
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.types import Prompt, Request, SamplingParams
 from scripts.make_tiny import make_tokenizer
 from tests.doubles.small_models import small_config
 
@@ -448,6 +452,96 @@ def test_a_family_that_vllm_computes_in_another_way_is_refused_with_a_remedy() -
     check_on_cpu(small_config("falcon_mamba"), {})
     with pytest.raises(ValueError, match="heads have 16 dimensions, for which vLLM has no attention on CPUs"):
         check_on_cpu(small_config("gemma4_text", {"head_dim": 32}), {})  # those of its full layers
+
+
+ROOM = {
+    "an engine": (lambda: VLLMGenerator(), "raise engine_args.max_model_len as far", "raise kv_memory, or lower"),
+    "own servers": (
+        lambda: VLLMServerGenerator(),
+        "raise server_args.max_model_len as far",
+        "raise server_args.kv_cache_memory_bytes, or lower",
+    ),
+    "named servers": (
+        lambda: VLLMServerGenerator(urls=["http://a:1"]),
+        "start the servers with a larger --max-model-len as far",
+        "start the servers with a larger --kv-cache-memory-bytes, or lower",
+    ),
+}
+"""The remedies of a request that is too long: fields and options that the generator has."""
+
+
+@pytest.mark.parametrize("name", ROOM)
+def test_a_request_that_is_too_long_names_a_setting_of_its_generator(name: str) -> None:
+    make, *remedies = ROOM[name]
+    request = Request(Prompt("train/0", (1, 2, 3), ""), (0,), SamplingParams(max_tokens=8))
+    for limits, remedy in zip(((10, 99), (99, 10)), remedies, strict=True):
+        with pytest.raises(ValueError, match=re.escape(remedy)):
+            check_fits(request, *limits, make()._more_room())
+
+
+HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "small keys": (
+        {"linear_key_head_dim": 16},
+        {},
+        r"have 16 and 128 dimensions, .* CPUs .*; take lit_grpo\.rollout\.slots",
+    ),
+    "small values": ({"linear_value_head_dim": 16}, {"dtype": "bfloat16"}, "have 128 and 16 dimensions, which vLLM"),
+    "float32": ({}, {}, "in bfloat16 alone, and is to compute in .*; set dtype: bfloat16 among vLLM's arguments, or"),
+    "bfloat16": ({}, {"dtype": "bfloat16"}, r"^vLLM's model of qwen3_5_text imports torchvision, which is not .*, or"),
+}
+"""What an engine on a CPU is told to compute of a hybrid, and why it is refused."""
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_that_vllm_cannot_compute_here_is_refused_before_anything_starts(
+    name: str, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each obstacle is told, for the remedy of one alone would not help."""
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(vllm_setup.util, "find_spec", lambda package: None if package == "torchvision" else package)
+    changes, arguments, said = HYBRIDS[name]
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 32} | changes
+    policy: Any = random_policy(hybrid=True, **sizes)
+    spec = PolicySpec(policy, load_tokenizer(str(policy_folder)))
+    version, _, build = str(torch.__version__).partition("+")
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    for generator in (VLLMGenerator(engine_args=arguments), VLLMServerGenerator(server_args=arguments)):
+        with pytest.raises(ValueError, match=said) as refused:
+            generator.start(spec)
+        assert f"; run pip install torchvision torch=={version}{index}" in str(refused.value)
+
+
+IMPORTING = """
+import importlib, json, sys
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.model_executor.models.registry import ModelRegistry
+sys.modules["torchvision"] = None
+lacking = []
+for family, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    if architecture in ModelRegistry.models:
+        try:
+            importlib.import_module(ModelRegistry.models[architecture].module_name)
+        except ImportError:
+            lacking.append(family)
+print(json.dumps(lacking))
+"""
+
+
+@pytest.mark.nightly
+def test_the_families_that_need_torchvision_are_those_that_vllm_cannot_import_without_it() -> None:
+    pytest.importorskip("vllm")
+    run = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
+    assert set(json.loads(run.stdout.splitlines()[-1])) == vllm_setup._WITH_TORCHVISION
+
+
+def test_a_server_whose_model_cannot_be_imported_names_the_package() -> None:
+    """vLLM logs the error, and raises another that points to the log."""
+    log = """\
+(APIServer pid=7) ERROR 11-28 22:08:34 [registry.py:1108] ModuleNotFoundError: No module named 'timm'
+(APIServer pid=7) Traceback (most recent call last):
+(APIServer pid=7) ValueError: Model architectures ['A'] failed to be inspected. Please check the logs for more details.
+"""
+    assert root_cause(log) == "ModuleNotFoundError: No module named 'timm'"
 
 
 def test_servers_on_a_cpu_share_its_threads_and_what_the_user_has_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:

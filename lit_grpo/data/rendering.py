@@ -291,7 +291,7 @@ class PromptRenderer:
 
     def _read(self, row: Row) -> Any:
         adds = self.adds(row)
-        if adds and self.template is None and self.prompt_column not in row:
+        if adds and self.template is None and row.get(self.prompt_column) is None:
             return ""
         prompt = column_of(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)
         if isinstance(prompt, str):

@@ -47,7 +47,11 @@ SYNCHRONOUS = ReleaseRule()
 
 
 LACKING = {
-    "own_devices": ("a generator with devices of its own", "decodes on the policy's device", "take vllm_servers"),
+    "own_devices": (
+        "a generator with devices of its own",
+        "decodes on the policy's device",
+        "take model.generator vllm_server",
+    ),
     "keeps_kv": (
         "a generator that can keep keys and values over a sync of weights",
         "drops them",

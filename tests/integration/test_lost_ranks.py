@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoint(
     assert "error: Rank 1 is gone, ended by SIGKILL, and the others cannot go on. Update 2 is saved; the same" in said
     assert "Traceback" not in said
     said = lose_rank_1(folder, *TORCHRUN, *FIT, *RESUMING, after=5)
-    assert "error: Another rank is gone, and this one cannot go on without it (" in said
+    assert "error: Rank 1 is gone, and this one cannot go on without it (" in said
     assert "Update 4 is saved; the same command with --run.name task --ckpt_path" in said
     assert steps(folder) == [1, 2, 3, 4, 5]  # one after another, the third of them anew
 

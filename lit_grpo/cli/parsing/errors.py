@@ -20,7 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_grpo.cli.parsing.fields import Field
 from lit_grpo.cli.parsing.help import SHORT, short_help
-from lit_grpo.cli.parsing.names import with_class_paths
+from lit_grpo.cli.parsing.names import fields_after_classes, with_class_paths
 from lit_grpo.cli.parsing.places import with_place
 from lit_grpo.cli.parsing.sentences import did_you_mean, exit_with, near, nearest, shipped, with_paths
 from lit_grpo.tools.commands import TOOLS
@@ -55,7 +55,7 @@ class InputParser(LightningArgumentParser):
             if one.startswith("--") and one.endswith(".help") and one not in known:
                 given[place : place + 1] = ["--help-all", one[2:].removesuffix(".help")]
         InputParser.given = [*with_paths(given)]
-        return super().parse_args([*with_class_paths(InputParser.given)], *rest, **options)
+        return super().parse_args([*with_class_paths(fields_after_classes(InputParser.given))], *rest, **options)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         """Add an argument whose classes have short names, and whose lists replace earlier lists."""

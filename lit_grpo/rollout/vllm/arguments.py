@@ -42,6 +42,14 @@ _ODD = 0x9E3779B97F4A7C15  # makes seeds for neighbouring numbers of tokens diff
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # likewise, in the tested build for CPUs
 _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"}
+_DELTA_KEY_SIZES, _DELTA_VALUES = (64, 128), 32  # likewise, of gated DeltaNets: key sizes; values are a multiple of it
+_WITH_TORCHVISION = frozenset(
+    {
+        *("gemma3", "gemma4", "gemma4_unified"),
+        *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    }
+)
+"""The families for which vLLM imports torchvision, for texts too: the file of their model has images."""
 _NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
 _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 _WIDER_WINDOWS = ("cohere2", "cohere2_moe")
@@ -69,6 +77,24 @@ def require_vllm() -> None:
     if _release(version) < _OLDEST:
         raise ValueError(f"vLLM {version} is too old for lit_grpo; install vllm=={TESTED_VERSIONS[-1]}.*.")
     _warn_of_untested(version)
+
+
+def check_packages(family: str) -> None:
+    """Raise a ValueError if vLLM's model of a family imports a package that is not installed here."""
+    if lacking := _lacking(family):
+        raise ValueError(f"{lacking}, or take lit_grpo.rollout.slots.SlotGenerator.")
+
+
+def _lacking(family: str) -> str:
+    """Return the beginning of a sentence about a missing package; the command leaves the installed torch as it is."""
+    if family not in _WITH_TORCHVISION or util.find_spec("torchvision") is not None:
+        return ""
+    version, _, build = str(torch.__version__).partition("+")
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return (
+        f"vLLM's model of {family} imports torchvision, which is not installed; run pip install torchvision "
+        f"torch=={version}{index}"
+    )
 
 
 def check_version(server: str, version: str) -> None:
@@ -331,10 +357,31 @@ def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None
             f"for {', '.join(map(str, _CPU_HEAD_SIZES))}); take lit_grpo.rollout.slots.SlotGenerator, or another "
             "policy."
         )
+    _check_delta_nets_on_cpu(config, arguments)
     if flaw := _CPU_FLAWS.get(config.model_type):
         raise ValueError(
             f"On a CPU vLLM {installed_version()} {flaw}, so a policy of the family {config.model_type} would sample "
             "with other log-probs than it is trained with; take lit_grpo.rollout.slots.SlotGenerator, or a GPU."
+        )
+
+
+def _check_delta_nets_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the policy has gated DeltaNets that vLLM cannot compute on a CPU."""
+    keys, values = (getattr(config, f"linear_{kind}_head_dim", None) for kind in ("key", "value"))
+    if keys is None or values is None:
+        return
+    lacking = _lacking(config.model_type)
+    also = f" {lacking}." if lacking else ""
+    if keys not in _DELTA_KEY_SIZES or values % _DELTA_VALUES:
+        raise ValueError(
+            f"The keys and values of the policy's gated DeltaNets have {keys} and {values} dimensions, which vLLM "
+            f"cannot compute on CPUs (keys need {' or '.join(map(str, _DELTA_KEY_SIZES))}, values a multiple of "
+            f"{_DELTA_VALUES}); take lit_grpo.rollout.slots.SlotGenerator, or another policy.{also}"
+        )
+    if (dtype := dtype_of(arguments) or config.dtype) != torch.bfloat16:
+        raise ValueError(
+            f"On CPUs vLLM computes gated DeltaNets in bfloat16 alone, and is to compute in {dtype}; set dtype: "
+            f"bfloat16 among vLLM's arguments, or take lit_grpo.rollout.slots.SlotGenerator.{also}"
         )
 
 
@@ -365,11 +412,24 @@ def _heads(config: PreTrainedConfig) -> list[tuple[Any, int]]:
 
 def start_failure(policy: PolicySpec, error: Exception) -> str:
     """Say that vLLM could not start an engine for a policy, and why: its text can have several lines."""
+    error = _import_error(policy.name) or error
     kind, text = type(error).__name__, " ".join(str(error).split(" [type=")[0].split()).rstrip(".")  # pydantic's tail
     return (
         f"vLLM {installed_version()} could not start an engine for {policy.name}: {kind}: {text}. Change its "
         "arguments if one of them is named here, or take lit_grpo.rollout.slots.SlotGenerator, or another policy."
     )
+
+
+def _import_error(architecture: str) -> ImportError | None:
+    """Return the error with which vLLM's model cannot be imported, which vLLM logs and does not raise."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    with contextlib.suppress(KeyError):
+        try:
+            ModelRegistry.models[architecture].load_model_cls()
+        except ImportError as error:
+            return error
+    return None
 
 
 # ---- adapters ---------------------------------------------------------------------------------------------
@@ -461,15 +521,25 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
     }
 
 
-def check_fits(request: Request, context: int, kv_tokens: int | None) -> None:
-    """Raise a ValueError if a request is too long for the model's context, or for the memory of an idle engine."""
+def check_fits(request: Request, context: int, kv_tokens: int | None, remedies: Sequence[str]) -> None:
+    """Check that a request has room in an idle engine.
+
+    Args:
+        request: The request.
+        context: Max tokens of a request, by the model's context.
+        kv_tokens: Size of the KV cache in tokens, if it is known.
+        remedies: How the user raises the first, and how the second.
+
+    Raises:
+        ValueError: The request is too long for one of them.
+    """
     prompt_id, length, most = request.prompt.prompt_id, len(request.prompt.token_ids), request.sampling.room
     if not length:
         raise ValueError(f"Prompt {prompt_id!r} has no tokens; a completion needs at least one.")
     request.check_prefix()
     for limit, name, remedy in (
-        (context, "the engine's context", "raise engine_args.max_model_len as far as the model allows, or lower"),
-        (kv_tokens, "the engine's KV cache", "raise kv_memory, or lower"),
+        (context, "the engine's context", f"{remedies[0]} as far as the model allows, or lower"),
+        (kv_tokens, "the engine's KV cache", f"{remedies[1]}, or lower"),
     ):
         if limit is not None and length + most > limit:
             raise ValueError(

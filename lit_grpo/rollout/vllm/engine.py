@@ -25,6 +25,7 @@ from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_engine_args,
     check_on_cpu,
+    check_packages,
     engine_arguments,
     import_vllm,
     kv_bytes_of_slots,
@@ -108,6 +109,7 @@ class VLLMGenerator(EngineGenerator):
         _check_first_device(policy.device, Ranks().size)
         if policy.device.type == "cpu":
             check_on_cpu(policy.config.get_text_config(), self.arguments)
+        check_packages(policy.config.model_type)
         _end_engines()
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
@@ -295,6 +297,9 @@ class VLLMGenerator(EngineGenerator):
 
     def _room(self) -> Room:
         return self._engine_room
+
+    def _more_room(self) -> tuple[str, str]:
+        return "raise engine_args.max_model_len", "raise kv_memory"
 
     def _ask(self, stream: EngineRequest) -> None:
         from vllm import SamplingParams, TokensPrompt

@@ -20,7 +20,7 @@ import torch
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.files import PrivateFolder
-from lit_grpo.process.terminal import warn
+from lit_grpo.process.terminal import counted, warn
 from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_version, dtype_of
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
@@ -152,7 +152,8 @@ class Server:
             text_ids = client.post("/tokenize", text, lambda answer: list(answer["tokens"]))
             client.ask_workers("check_model", fields=introduction.fields)
         except ServerError as error:
-            raise ValueError(f"{error} Start it with the policy's model, as python -m lit_grpo serve does.") from error
+            said = error.with_remedy() if self.process is None else f"{error}{self.log}"  # nobody else starts ours
+            raise ValueError(said) from error
         if text_ids != introduction.text_ids:
             raise ValueError(
                 f"The server at {client.url} has another tokenizer than the policy; start it with the policy's, as "
@@ -375,8 +376,8 @@ class Fleet:
                 return
             self._end_with_us(server.process)
         warn(
-            f"{said} It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are "
-            "left).",
+            f"{said} It is started again, and decodes after a sync that finds it up ("
+            f"{counted(self.restarts, 'restart')} left).",
             stacklevel=2,
         )
 
@@ -602,5 +603,7 @@ def _own_share(urls: list[str]) -> list[str]:
         return urls
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if len(urls) < num_ranks:
-        raise ValueError(f"urls names {len(urls)} servers for {num_ranks} ranks; each rank needs one of its own.")
+        raise ValueError(
+            f"urls names {counted(len(urls), 'server')} for {num_ranks} ranks; each rank needs one of its own."
+        )
     return urls[rank::num_ranks]

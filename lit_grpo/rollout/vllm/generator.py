@@ -123,6 +123,10 @@ class EngineGenerator(Versioned, ABC):
         """Return the engines' limits."""
 
     @abstractmethod
+    def _more_room(self) -> tuple[str, str]:
+        """Return how the user raises the context of the engines, and how their memory."""
+
+    @abstractmethod
     def _ask(self, stream: EngineRequest) -> None:
         """Ask an engine for the tokens to follow; ``stream`` has a new ticket."""
 
@@ -239,7 +243,7 @@ class EngineGenerator(Versioned, ABC):
         self._streams.look_at(self.feature_points)
         room = self._room()
         for request in requests:
-            check_fits(request, room.context, room.figure(min))
+            check_fits(request, room.context, room.figure(min), self._more_room())
         for number, request in enumerate(requests):
             tokens = float(request.sampling.max_tokens) if expected is None else expected[number]
             self._send(self._streams.open(request, tokens, self._salts.pop(request.key, self._salt)))

@@ -34,6 +34,10 @@ _LEAST_S = 8.0  # of silence before completions move from a server that may only
 _SYNC_S = 20.0  # of silence before such a server is left out of a sync, and of the rollout after it
 _LONGER = 3  # times the longest silence of a server that was well
 _WORKS = 5  # time-outs that work on weights may take
+_SERVE = "Start it with python -m lit_grpo serve and the policy's model, or correct urls."
+_CERTIFICATE = "Name the file of the certificate that has signed the server's in SSL_CERT_FILE, or correct urls."
+_AGAIN = "End it, and start it again with python -m lit_grpo serve."
+_BY_GUARD = (403, 409, 413)  # refusals of the server's guard, which tell the remedy
 _COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
 _FRONT, _ENGINE = "/health", "/is_paused"  # the front end answers the first alone, and asks the engine for the second
 _SILENT = {_FRONT: "it does not answer", _ENGINE: "it answers, but its engine does not"}
@@ -48,7 +52,8 @@ class ServerError(RuntimeError):
 
     ``hung`` says that its watch has given it up, ``refused`` that nobody listens at its address, ``nonsense`` that it
     answered what no vLLM server answers, ``foreign`` that other weights than this run's have sampled the tokens of a
-    completion, and ``refuses`` that it takes a prompt for a wrong one.
+    completion, and ``refuses`` that it takes a prompt for a wrong one. ``remedy`` is a sentence for the user who has
+    named the server; it is empty if the error has told the remedy already.
     """
 
     def __init__(
@@ -59,10 +64,15 @@ class ServerError(RuntimeError):
         nonsense: bool = False,
         foreign: bool = False,
         refuses: bool = False,
+        remedy: str = _SERVE,
     ) -> None:
         super().__init__(sentence)
         self.hung, self.refused, self.nonsense = hung, refused, nonsense
-        self.foreign, self.refuses = foreign, refuses
+        self.foreign, self.refuses, self.remedy = foreign, refuses, remedy
+
+    def with_remedy(self) -> str:
+        """Return the error's sentence with its remedy."""
+        return f"{self} {self.remedy}".strip()
 
 
 @dataclass(eq=False)
@@ -264,7 +274,7 @@ class Watch:
             if text == found:  # it may only be slow, and has more time if it comes back
                 self._learn(path, silent_s)
         for flight in flights:
-            flight.failure = ServerError(sentence, hung=True)
+            flight.failure = ServerError(sentence, hung=True, remedy=_AGAIN)
             flight.task.cancel()
 
 
@@ -325,7 +335,7 @@ class ServerClient:
             if response.is_redirect:
                 raise self._redirected(response, OWNER_PATH)
         except ServerError as error:
-            raise ValueError(f"{error} Start it with python -m lit_grpo serve, or correct urls.") from error
+            raise ValueError(error.with_remedy()) from error
         if PROCESS_HEADER not in response.headers:
             raise ValueError(
                 f"The server at {self.url} does not ask for a token, so anybody who reaches it could exchange its "
@@ -488,29 +498,37 @@ class ServerClient:
                 "program, or a proxy, is at its address"
             )
         if path != OWNER_PATH and process != self._process:
-            raise ServerError(f"The vLLM server at {self.url} was restarted, and has no weights of this run.")
+            raise ServerError(
+                f"The vLLM server at {self.url} was restarted, and has no weights of this run.",
+                remedy="Run the command again.",
+            )
 
     def _check(self, response: httpx.Response, path: str) -> None:
         if response.status_code == 401:
             raise ServerError(
                 f"The vLLM server at {self.url} does not take this run's token; set {TOKEN_VARIABLE} to the one that "
-                "python -m lit_grpo serve has named."
+                "python -m lit_grpo serve has named.",
+                remedy="",
             )
         if not response.is_success:
-            raise ServerError(f"The vLLM server at {self.url} answers {path} with: {_message(response)}")
+            remedy = "" if response.status_code in _BY_GUARD else _SERVE
+            raise ServerError(f"The vLLM server at {self.url} answers {path} with: {_message(response)}", remedy=remedy)
 
     def _redirected(self, response: httpx.Response, path: str) -> ServerError:
         return self._nonsense(
             f"sends {path} on to {response.headers.get('location', '')[:200]!r}, which is not followed, for the token "
-            "would go there; name the address that answers itself"
+            "would go there; name the address that answers itself",
+            remedy="",
         )
 
     def _silent(self, path: str, error: Exception) -> ServerError:
-        refused = isinstance(error, httpx.ConnectError)
-        return ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.", refused=refused)
+        said, refused = _named(error), isinstance(error, httpx.ConnectError)
+        remedy = _CERTIFICATE if "CERTIFICATE_VERIFY_FAILED" in said else _SERVE
+        sentence = f"The vLLM server at {self.url} does not answer {path}: {said}."
+        return ServerError(sentence, refused=refused, remedy=remedy)
 
-    def _nonsense(self, what: str) -> ServerError:
-        return ServerError(f"The vLLM server at {self.url} {what}.", nonsense=True)
+    def _nonsense(self, what: str, remedy: str = _SERVE) -> ServerError:
+        return ServerError(f"The vLLM server at {self.url} {what}.", nonsense=True, remedy=remedy)
 
     # ---- completions ------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.bound import PARENT_VARIABLE
 from lit_grpo.rollout.vllm.arguments import (
     check_on_cpu,
+    check_packages,
     dtype_of,
     kv_bytes_of_slots,
     require_vllm,
@@ -40,7 +41,9 @@ _STOP_S = 10.0
 _LONGEST_FOLDER = 70  # characters, for sockets in it, whose paths have at most 107
 _LOG_PREFIX = re.compile(r"^\([^)]* pid=\d+\)(?: [A-Z]+ \S+ \S+ \[[^\]]*\])? ?|\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b|^[\w.-]+: error: ")
-_POINTS_ELSEWHERE = re.compile(r"root cause|initialization failed|background process|failed to start", re.IGNORECASE)
+_POINTS_ELSEWHERE = re.compile(
+    r"root cause|initialization failed|background process|failed to start|check the logs", re.IGNORECASE
+)
 _ENGINE_IS_DEAD = "EngineDeadError"  # which the front end raises for each request
 _CAUSED = "The above exception was the direct cause of the following exception:"
 
@@ -78,12 +81,13 @@ class ServerPlan:
         """Plan servers for a policy.
 
         Raises:
-            ValueError: vLLM is not installed, or cannot decode for the policy on a CPU.
+            ValueError: vLLM or a package that it needs is not installed, or it cannot decode for the policy on a CPU.
         """
         require_vllm()
         known = {**given, **_named(flags)}
         if not on_gpu:
             check_on_cpu(policy.config.get_text_config(), known)
+        check_packages(policy.config.model_type)
         kv_bytes = None
         if "gpu_memory_utilization" not in known:
             kv_bytes = kv_bytes_of_slots(policy, dtype_of(known) or policy.dtype, num_slots, known)

@@ -13,7 +13,7 @@ from lit_grpo.limits import Limit, Positive, checks_arguments
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.packages import require
-from lit_grpo.process.terminal import warn
+from lit_grpo.process.terminal import counted, warn
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
@@ -94,7 +94,7 @@ class VLLMServerGenerator(EngineGenerator):
         for is_wrong, sentence in (
             (
                 devices is not None and len(given_devices) != num_servers,
-                f"devices names the GPUs of {len(given_devices)} servers, but num_servers is {num_servers}.",
+                f"devices names the GPUs of {counted(len(given_devices), 'server')}, but num_servers is {num_servers}.",
             ),
             (
                 len(set(given_urls)) < len(given_urls),
@@ -197,6 +197,12 @@ class VLLMServerGenerator(EngineGenerator):
         block = max((server.block for server in alive), default=1)  # the largest where they differ
         return Room(self._fleet.context, [server.kv_tokens for server in alive], block)
 
+    def _more_room(self) -> tuple[str, str]:
+        if self._fleet.urls:
+            begin = "start the servers with a larger"
+            return f"{begin} --max-model-len", f"{begin} --kv-cache-memory-bytes"
+        return "raise server_args.max_model_len", "raise server_args.kv_cache_memory_bytes"
+
     def _ask(self, stream: EngineRequest) -> None:
         """Ask the server that has the least to do."""
         if not self._fleet.alive:
@@ -268,12 +274,13 @@ class VLLMServerGenerator(EngineGenerator):
                 for each in lost:
                     each.drop_new()  # of all of them, since nobody knows from which token on
             alive = len(self._fleet.alive)
-            said = f"{error}{server.log} Its {len(lost)} completions go on from there"
+            said = f"{error}{server.log} Its {counted(len(lost), 'completion')} will go on from there"
             if not alive:
                 self._resume_lost(lost, f"{error}{server.log}")
                 warn(f"{said} on a server that was started again.", stacklevel=2)
                 return
-            warn(f"{said} on the {alive} servers that are left.", stacklevel=2)
+            left = "server that is" if alive == 1 else f"{alive} servers that are"
+            warn(f"{said} on the {left} left.", stacklevel=2)
         self._withdraw(lost)
         for each in lost:
             self._send(each)
