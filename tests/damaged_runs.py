@@ -255,6 +255,9 @@ def _damages() -> dict[str, Damage]:
         "model.rewards.0.weight": ("much", [1], float("nan"), float("inf"), 10**400),
         "model.pass_threshold": ("x", [0.5], float("nan")),
         "model.pass_reward": (5, ["right"]),
+        "model.sampling": (5, [{"temperature": 1}], {"temperature": "hot"}),
+        "model.eval_sampling": ("greedy", {"temperature": float("nan")}),
+        "model.eval_num_generations": ("two", [1], 0),
         "data.train": (5, {"class_path": 5}, {"class_path": "Rows", "init_args": 5}),
         "data.validation": (1.5, {"init_args": [1]}),
     }.items():
@@ -266,7 +269,6 @@ def _damages() -> dict[str, Damage]:
         "model.pass_threshold": -1e308,
         "model.rewards": [],
         "model.objective": 5,
-        "model.sampling": [{"temperature": 1}],
         "model.lora": "x" * 10_000_000,
         "data.train": "x" * 10_000_000,
         "data.validation": {"class_path": "Rows", "init_args": {"num_rows": "many"}},
@@ -274,6 +276,8 @@ def _damages() -> dict[str, Damage]:
         "rollout": 7,
     }.items():
         add(CONFIG, f"{place} may be {str(value)[:20]!r}", _set(CONFIG, place, value), RIGHT, RIGHT)
+    rows = {"class_path": "Rows", "init_args": {"num_rows": 10**400}}
+    add(CONFIG, "data.validation may have 10^400 rows", _set(CONFIG, "data.validation", rows), RIGHT, RIGHT)
     for name, text in {
         "itself": "a: &a [*a]\n",
         "a mapping in itself": "model: &a\n  policy: x\n  b: *a\n",

@@ -135,8 +135,8 @@ def _how_answered(run: RunRecords, rows: int | None) -> str:
     temperature, each = sampling.get("temperature"), model.get("eval_num_generations", 1)
     unknown = "Held-out prompts, whose number the run's config does not say"
     many = unknown if rows is None else counted(rows, "held-out row")
-    decoded = f"at temperature {temperature:g}" if isinstance(temperature, int | float) and temperature else "greedily"
-    decoded = decoded if isinstance(temperature, int | float) else "at a temperature that the run's config does not say"
+    decoded = f"at temperature {temperature:g}" if temperature else "greedily"
+    decoded = "at a temperature that the run's config does not say" if temperature is None else decoded
     return f"{many}, {each} completion{'' if each == 1 else 's'} each, decoded {decoded}."
 
 
@@ -163,7 +163,7 @@ def _num_held_out(run: RunRecords) -> int | None:
     told = (run.config.get("data") or {}).get("validation")
     if isinstance(told, dict):
         number = (told.get("init_args") or {}).get("num_rows")
-        return number if isinstance(number, int) and number > 0 else None
+        return number if isinstance(number, int) and 0 < number <= 2**53 else None
     path = Path(told) if isinstance(told, str) else Path()
     if path.suffix != ".jsonl":
         return None

@@ -131,6 +131,13 @@ class Reward(TypedDict, total=False):
     weight: Annotated[float, Field(allow_inf_nan=False)]
 
 
+class Sampling(TypedDict, total=False):
+    """Fields of ``model.sampling`` and ``model.eval_sampling`` in a config."""
+
+    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class Model(TypedDict, total=False):
     """Fields of ``model`` in a config."""
 
@@ -139,6 +146,9 @@ class Model(TypedDict, total=False):
     rewards: list[Reward | str] | None
     pass_reward: str | None
     pass_threshold: Annotated[float, Field(allow_inf_nan=False)] | None
+    sampling: Sampling | None
+    eval_sampling: Sampling | None
+    eval_num_generations: Annotated[int, Field(ge=1, le=2**53)]
 
 
 class Trainer(TypedDict, total=False):
