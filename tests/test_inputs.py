@@ -105,7 +105,7 @@ LINES = {  # a line, and the row or what is said of it
     "a row": (b'{"step": 1, "reward": 2, "names": []}\n', {"step": 1, "reward": 2.0, "names": []}),
     "half a surrogate pair": (
         b'{"step": 1, "reward": 2, "names": ["\\ud83d"]}',
-        {"step": 1, "reward": 2, "names": ["?"]},
+        {"step": 1, "reward": 2, "names": ["\\xd83d"]},
     ),
     "a wrong type": (
         b'{"step": "1", "reward": 2, "names": []}',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import yaml
 
-from lit_grpo.process.terminal import counted
+from lit_grpo.process.terminal import counted, visible
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -245,8 +246,8 @@ def row_reader(form: Any) -> Callable[[bytes], Any]:
         form: As for ``typed``, or an annotated form, whose validators may refuse a row with a ValueError.
 
     Returns:
-        A function of the line that returns the row. It raises a ValueError that says what is wrong, as a part of a
-        sentence without the place.
+        A function of the line that returns the row, half a surrogate pair in it as ``visible`` writes it. The function
+        raises a ValueError that says what is wrong, as a part of a sentence without the place.
     """
     import pydantic
 
@@ -261,7 +262,8 @@ def row_reader(form: Any) -> Callable[[bytes], Any]:
             raise ValueError(_first_wrong(wrong))
         try:  # half of a surrogate pair, which JSON allows, and which our own rows have
             told = json.loads(line) if b"\\ud" in line.lower() else None
-            return adapter.validate_json(json.dumps(told, ensure_ascii=False).encode("utf-8", "replace"), strict=True)
+            text = re.sub("[\ud800-\udfff]", lambda half: f"\\{visible(half[0])}", json.dumps(told, ensure_ascii=False))
+            return adapter.validate_json(text, strict=True)
         except (ValueError, RecursionError):
             why = wrong.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
             raise ValueError(f"it is not JSON, {why.replace(' at line 1 column', ' at column')}") from None
