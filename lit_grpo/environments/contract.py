@@ -81,7 +81,7 @@ class Kind:
     required: tuple[str, ...] = ()
     methods: frozenset[str] = frozenset()
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The name of the class."""
         return "tools" if self.type is None else self.type.__name__

@@ -146,7 +146,7 @@ class AgentKind(Kind):
         """Whether a trajectory can go on from a state that was kept: what an agent does cannot be taken up midway."""
         return False
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The name of the function or class."""
         return self.run.__name__ if self.type is None else self.type.__name__
