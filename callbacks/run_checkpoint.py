@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeFileIO, settled
 from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
+from lit_grpo.foreign import is_foreign
 from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import CannotGoOn
@@ -211,6 +212,7 @@ class RunCheckpoint(pl.Callback):
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+        hooks = [one.on_save_checkpoint for one in _of_user(trainer)]
         with _guarded_hooks(trainer):
             for owner in (*callbacks, *schedulers, *([] if data is None else [data])):
                 found = find_foreign(owner.state_dict())
@@ -219,7 +221,7 @@ class RunCheckpoint(pl.Callback):
                         f"{type(owner).__name__}.state_dict(){found.place} {found}, which no checkpoint can hold; have "
                         f"it return {PLAIN}."
                     )
-            if any(type(one).on_save_checkpoint is not pl.Callback.on_save_checkpoint for one in _of_user(trainer)):
+            if any(getattr(hook, "__func__", None) is not pl.Callback.on_save_checkpoint for hook in hooks):
                 trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _save_due(self, trainer: pl.Trainer, version: int, at_end: bool = False) -> None:
@@ -451,16 +453,17 @@ class SavedByRun(ModelCheckpoint):
 
 
 def run_name(trainer: pl.Trainer) -> str:
-    """Return the run's name with all its parts, as its loggers know it."""
+    """Return the run's name with all its parts, as our loggers and Lightning's know it."""
     parts = Path(trainer.default_root_dir).parts
-    names = [Path(str(logger.name)).parts for logger in trainer.loggers if logger.name]
+    loggers = [logger for logger in trainer.loggers if not is_foreign(type(logger))]
+    names = [Path(str(logger.name)).parts for logger in loggers if logger.name]
     name = next((name for name in names if name and parts[-len(name) :] == name), parts[-1:])
     return "/".join(name)
 
 
 def _of_user(trainer: pl.Trainer) -> list[pl.Callback]:
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    return [one for one in callbacks if not type(one).__module__.startswith(("lit_grpo.", "lightning."))]
+    return [one for one in callbacks if is_foreign(type(one)) or any(name in vars(one) for name in _SAVING)]
 
 
 @contextmanager

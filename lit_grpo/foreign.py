@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import FunctionType, TracebackType
+from types import FunctionType, MethodType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from lit_grpo.process.terminal import warn
@@ -273,36 +273,52 @@ def owner_of(error: BaseException | None) -> str | None:
     return None
 
 
-def guard_hooks(part: Any, what: str, base: type[Any]) -> None:
-    """Let every method and property of ``base`` that the class of ``part`` overrides run within a :class:`Guard`.
+def guard_hooks(part: Any, what: str, hooks: Sequence[str]) -> None:
+    """Let every one of ``hooks`` that is code of others run within a :class:`Guard`.
 
-    Nothing is changed where the class is not of others.
+    Such code is a method or property of the class of ``part``, or a function that was set on ``part`` itself, as on
+    Lightning's ``LambdaCallback``.
     """
     kind = type(part)
     if is_foreign(kind) and not hasattr(kind, "_guarded_hooks"):
-        part.__class__ = _guarded(kind, what, base)
+        part.__class__ = _guarded(kind, what, tuple(hooks))
+    for hook in hooks:
+        own = vars(part).get(hook)
+        if callable(own) and callable(getattr(kind, hook, None)) and not _is_guarded_or_ours(own):
+            vars(part)[hook] = MethodType(_within_guard(staticmethod(own), what, hook), part)
+
+
+def _is_guarded_or_ours(function: Any) -> bool:
+    return hasattr(function, "_is_guarded") or str(getattr(function, "__module__", "")).startswith(OURS)
 
 
 @functools.cache
-def _guarded(kind: type[Any], what: str, base: type[Any]) -> Any:
+def _guarded(kind: type[Any], what: str, hooks: tuple[str, ...]) -> Any:
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    hooks: dict[str, Any] = {**named, "__slots__": (), "_guarded_hooks": True}
-    for hook in (name for name in dir(base) if not name.startswith("_")):
-        definer = next(each for each in kind.__mro__ if hook in vars(each))
+    body: dict[str, Any] = {**named, "__slots__": (), "_guarded_hooks": True}
+    for hook in hooks:
+        definer = next((each for each in kind.__mro__ if hook in vars(each)), None)
+        if definer is None or not is_foreign(definer):
+            continue
         found = vars(definer)[hook]
-        if is_foreign(definer) and isinstance(found, FunctionType):
-            hooks[hook] = _within_guard(found, what, hook)
-        elif is_foreign(definer) and isinstance(found, property) and found.fget is not None:
-            hooks[hook] = found.getter(_within_guard(found.fget, what, hook))
-    return type(kind.__name__, (kind,), hooks)
+        if isinstance(found, property) and found.fget is not None:
+            body[hook] = found.getter(_within_guard(found.fget, what, hook))
+        elif isinstance(found, functools.cached_property):
+            body[hook] = functools.cached_property(_within_guard(found.func, what, hook))
+        elif isinstance(found, FunctionType | staticmethod | classmethod | functools.partialmethod):
+            body[hook] = _within_guard(found, what, hook)
+    return type(kind.__name__, (kind,), body)
 
 
-def _within_guard(method: Callable[..., Any], what: str, hook: str) -> Callable[..., Any]:
+def _within_guard(method: Any, what: str, hook: str) -> Callable[..., Any]:
+    """Return a method in the place of one of any kind."""
+
     @functools.wraps(method)
     def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
         with Guard(what, self, hook):
-            return method(self, *arguments, **named)
+            return method.__get__(self, type(self))(*arguments, **named)
 
+    vars(guarded)["_is_guarded"] = True
     return guarded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,12 +19,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import table_rows
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lit_grpo.callbacks.run_checkpoint import run_name  # pyright: ignore[reportMissingImports]
 from test_reward_runner import make_group
 
 from lit_grpo import foreign
 from lit_grpo.cli import command_line
-from lit_grpo.faults.observers import Observer, Observers
+from lit_grpo.faults.observers import OF_LOGGERS, Observer, Observers
 from lit_grpo.foreign import ForeignExit, owner_of
 from lit_grpo.plugins import CannotGoOn, Plugin, ask
 from lit_grpo.process import calls
@@ -308,7 +311,6 @@ def test_the_owner_of_an_error_is_that_of_its_cause_and_the_innermost_one() -> N
 
 def test_callbacks_and_loggers_of_lightning_and_of_this_package_stay_as_they_are() -> None:
     from lightning.pytorch.callbacks import EarlyStopping
-    from lightning.pytorch.loggers import CSVLogger
 
     from lit_grpo.callbacks import RunCheckpoint
 
@@ -316,6 +318,55 @@ def test_callbacks_and_loggers_of_lightning_and_of_this_package_stay_as_they_are
     kinds = [type(each) for each in parts]
     Observers().guard(parts)
     assert [type(each) for each in parts] == kinds
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise KeyError("missing")
+
+
+class Forms(Sending):
+    """A logger whose parts have forms of every kind."""
+
+    save = staticmethod(fails)  # pyright: ignore[reportAssignmentType]
+    finalize = classmethod(fails)  # pyright: ignore[reportAssignmentType]
+    log_graph = functools.partialmethod(fails, "graph")  # pyright: ignore[reportAssignmentType]
+    experiment = functools.cached_property(fails)
+
+    def __init__(self) -> None:
+        super().__init__(divides)
+        self.after_save_checkpoint = fails
+        self.log_hyperparams = functools.partial(fails, "settings")
+
+
+@pytest.mark.parametrize(
+    "hook", ["save", "finalize", "log_graph", "experiment", "after_save_checkpoint", "log_hyperparams"]
+)
+def test_a_part_of_a_logger_is_guarded_in_any_form(hook: str) -> None:
+    logger = Forms()
+    foreign.guard_hooks(logger, "logger", OF_LOGGERS)
+    foreign.guard_hooks(logger, "logger", OF_LOGGERS)  # of the next run
+    with pytest.raises(KeyError) as raised:
+        getattr(logger, hook)("success")
+    assert owner_of(raised.value) == f"logger test_foreign.Forms, hook {hook}"
+    assert raised.value.__notes__ == [f"Raised by logger test_foreign.Forms, hook {hook}."]
+
+
+def test_functions_that_a_callback_of_lightning_is_given_are_guarded_and_its_own_are_not() -> None:
+    from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
+
+    callback, stopping = LambdaCallback(on_train_start=fails), EarlyStopping("reward")
+    callback.on_train_end = stopping.on_validation_end  # pyright: ignore[reportAttributeAccessIssue]
+    Observers().guard([callback, stopping])
+    with pytest.raises(KeyError) as raised:
+        callback.on_train_start(None, None)  # pyright: ignore[reportArgumentType]
+    owner = "callback lightning.pytorch.callbacks.lambda_function.LambdaCallback, hook on_train_start"
+    assert owner_of(raised.value) == owner
+    assert callback.on_train_end == stopping.on_validation_end
+
+
+def test_a_logger_of_others_is_not_asked_for_the_name_of_a_run_that_ends() -> None:
+    trainer: Any = SimpleNamespace(default_root_dir="/runs/a/b", loggers=[Sending(divides), CSVLogger("/runs", "a/b")])
+    assert run_name(trainer) == "a/b"
 
 
 def test_an_observer_and_a_logger_of_others_are_guarded_too() -> None:

@@ -32,6 +32,8 @@ class Observer(pl.Callback):
 
 LIGHTNING = (ProgressBar, ModelSummary, LearningRateMonitor, DeviceStatsMonitor, LightningThroughputMonitor)
 """Lightning's callbacks that only show or write a run."""
+OF_CALLBACKS, OF_LOGGERS = ([name for name in dir(base) if not name.startswith("_")] for base in (pl.Callback, Logger))
+OF_LOGGERS.append("experiment")  # Lightning asks for it where a logger has it
 RAISED = {"setup", "state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint"}
 """Hooks whose errors end a run, of observers too."""
 
@@ -51,7 +53,7 @@ class Observers:
         begin_run()
         for part in parts:
             if vars(part).get("_guarded_by") is not self:
-                guard_hooks(part, *(("logger", Logger) if isinstance(part, Logger) else ("callback", pl.Callback)))
+                guard_hooks(part, *(("logger", OF_LOGGERS) if isinstance(part, Logger) else ("callback", OF_CALLBACKS)))
             if not isinstance(part, (Observer, Logger, *LIGHTNING)) or vars(part).get("_guarded_by") is self:
                 continue
             vars(part)["_guarded_by"] = self

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import table_rows
 from hand_made import weights_of
+from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from test_foreign import OF_MAIN, OF_PROCESS, OF_THREAD, values
 
@@ -21,7 +22,8 @@ from lit_grpo.plugins import Plugin
 
 EARLY = (
     *("requirement", "check", "setup", "rewards", "on_policy_start", "on_train_start", "observes", "first_rollout"),
-    *("state_dict", "on_fit_start", "on_train_epoch_start", "save_dir"),
+    *("state_dict", "on_fit_start", "on_train_epoch_start"),
+    *("name", "version", "save_dir", "experiment", "log_graph"),
 )
 """Hooks that raise from the first call on; the others raise once a batch has been learned from."""
 PLUGIN = (
@@ -38,11 +40,36 @@ CALLBACK = (
     *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
     *("on_validation_epoch_end", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown"),
 )
-LOGGER = ("log_metrics", "save", "finalize", "save_dir")
+LOGGER = (
+    *("log_metrics", "log_graph", "save", "finalize", "after_save_checkpoint"),
+    *("name", "version", "save_dir", "group_separator", "experiment"),
+)
+"""What Lightning asks of a logger: five methods, and five properties."""
+ENDING = ("name", "version", "save_dir", "experiment")
+"""Parts of a logger that are asked for before the first batch, and whose errors end the run there."""
+
+
+class Silent(Logger):
+    """A logger that keeps nothing, and has an ``experiment``, which Lightning's base class has not."""
+
+    name = property(lambda _: "mine")  # pyright: ignore[reportIncompatibleMethodOverride]
+    version = property(lambda _: "")  # pyright: ignore[reportIncompatibleMethodOverride]
+    experiment = property(lambda _: {})
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def finalize(self, status: str) -> None:
+        """Do nothing; Lightning's own saves, within this hook."""
+
+
 KINDS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "plug-in": (Plugin, PLUGIN),
     "callback": (pl.Callback, CALLBACK),
-    "logger": (Logger, LOGGER),
+    "logger": (Silent, LOGGER),
 }
 ROWS = [{"prompt": f"{number}+1="} for number in range(6)]
 
@@ -72,15 +99,12 @@ def made(base: type[Any], *hooks: str) -> type[Any]:
         def called(*arguments: Any, **named: Any) -> Any:
             if hook in hooks and (Of.learned or hook in EARLY):
                 Of.do()
-            if base is Logger:
-                return {"name": "mine", "version": ""}.get(hook)
             return original.__get__(*arguments) if isinstance(original, property) else original(*arguments, **named)
 
         called.__name__ = hook
         return property(called) if isinstance(original, property) else called
 
-    also = ("log_metrics", "log_hyperparams", "name", "version") if base is Logger else ()
-    also = ("on_batch_start",) if base is Plugin else also
+    also = ("on_batch_start",) if base is Plugin else ()
     body = {hook: hook_of(hook, getattr(base, hook)) for hook in dict.fromkeys((*hooks, *also))}
     kind = type("Mine", (base,), body | {"__module__": "guarded"})
     vars(sys.modules["guarded"])["Mine"] = kind
@@ -101,8 +125,9 @@ def reward(completion: str) -> float:
 def train(policy: Path, folder: Path, kind: str, *hooks: str, score: Any = reward) -> Any:
     mine = made(KINDS[kind][0], *hooks)
     trainer: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "val_check_interval": 1}
-    trainer |= {"callbacks": [Learning(), *([mine()] if kind == "callback" else [])]}
-    trainer |= {"logger": [mine()]} if kind == "logger" else {"logger": False}
+    asking = [ModelCheckpoint(every_n_train_steps=1), DeviceStatsMonitor()]  # Lightning's callbacks that ask a logger
+    trainer |= {"callbacks": [Learning(), *{"callback": [mine()], "logger": asking}.get(kind, [])]}
+    trainer |= {"logger": [mine()], "log_every_n_steps": 1} if kind == "logger" else {"logger": False}
     rollout = {"plugins": ["guarded.Mine"]} if kind == "plug-in" else {}
     return lit_grpo.train(
         str(policy),
@@ -133,11 +158,14 @@ def test_a_hook_that_raises_is_named_and_what_was_learned_is_saved(
 ) -> None:
     do(broken)
     saved = tmp_path / "grpo" / "checkpoints" / "last.ckpt"
-    if kind == "logger" and hook not in EARLY:
+    if kind == "logger" and hook not in ENDING:
         with pytest.warns() as caught:
             train(policy_folder, tmp_path, kind, hook)
         told = f"Mine failed in {hook} (KeyError: 'broken')"
-        assert any(told in str(each.message) for each in caught)
+        asker = (
+            f"DeviceStatsMonitor failed in on_train_batch_end (logger guarded.Mine, hook {hook}: KeyError: 'broken')"
+        )
+        assert any(told in str(each.message) or asker in str(each.message) for each in caught)
         assert torch.load(saved, weights_only=True)["global_step"] == 3
         return
     with pytest.raises(KeyError) as raised:

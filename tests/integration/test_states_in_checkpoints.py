@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+from lightning.pytorch.callbacks import LambdaCallback
 from test_python import ROWS, digits
 
 import lit_grpo
@@ -45,6 +47,10 @@ class Adds(pl.Callback):
         checkpoint["averages"] = len(checkpoint["state_dict"])
 
 
+def adds_by_function(fails_from: int) -> pl.Callback:
+    return LambdaCallback(on_save_checkpoint=Adds(fails_from).on_save_checkpoint)
+
+
 def train(policy: Path, callback: pl.Callback, every: int = 1, **options: Any) -> Any:
     return lit_grpo.train(
         str(policy),
@@ -77,20 +83,28 @@ def test_callbacks_keep_what_can_be_read_back_and_what_cannot_is_refused_in_time
     assert type(saved["callbacks"]["Keeps"]["best"]) is np.float64
 
 
+@pytest.mark.parametrize(
+    ("made", "kind"), [(Adds, "Adds"), pytest.param(adds_by_function, "LambdaCallback", marks=pytest.mark.nightly)]
+)
 def test_a_callback_that_fails_as_a_checkpoint_is_made_is_named_at_once_and_the_run_is_saved_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path, capsys: pytest.CaptureFixture[str]
+    made: Callable[[int], pl.Callback],
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy_folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    failed = r"Adds\.on_save_checkpoint failed \(KeyError: 'no such average'\)"
+    failed = rf"{kind}\.on_save_checkpoint failed \(KeyError: 'no such average'\)"
     with pytest.raises(ValueError, match=f"{failed}, so no checkpoint can be written; mend it, or leave it out"):
-        train(policy_folder, Adds(fails_from=0), max_steps=3, name="first", every=50)
+        train(policy_folder, made(0), max_steps=3, name="first", every=50)
     assert not Path("runs/first/metrics.csv").exists()
     with pytest.raises(ValueError, match=failed):
-        train(policy_folder, Adds(fails_from=2), max_steps=3, name="late", every=50)
+        train(policy_folder, made(2), max_steps=3, name="late", every=50)
     said = capsys.readouterr().out
-    assert "Adds.on_save_checkpoint failed" in said and "the checkpoint is without what it keeps" in said
+    assert f"{kind}.on_save_checkpoint failed" in said and "the checkpoint is without what it keeps" in said
     assert "Update 3 is saved" in said
     saved = read(Path("runs/late/checkpoints/last.ckpt"))
     assert saved["policy_version"] == 3 and "averages" not in saved
-    run = train(policy_folder, Adds(fails_from=99), max_steps=1, name="good")
+    run = train(policy_folder, made(99), max_steps=1, name="good")
     assert read(run.folder / "checkpoints/last.ckpt")["averages"] == len(saved["state_dict"])
