@@ -168,7 +168,8 @@ def test_a_hook_that_raises_is_named_and_what_was_learned_is_saved(
         assert any(told in str(each.message) or asker in str(each.message) for each in caught)
         assert torch.load(saved, weights_only=True)["global_step"] == 3
         return
-    with pytest.raises(KeyError) as raised:
+    wrapped = (kind, hook) == ("callback", "state_dict")  # the sentence says that no checkpoint can be written
+    with pytest.raises(ValueError if wrapped else KeyError) as raised:
         train(policy_folder, tmp_path, kind, hook)
     assert owner_of(raised.value) == f"{kind} guarded.Mine, hook {hook}"
     if hook not in EARLY:
