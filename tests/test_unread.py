@@ -121,8 +121,6 @@ LEFT_OUT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "frequencies": ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", {}),
     "a critic's head": ("qwen3", "v_head.summary.weight", {}),
     "a head of a family without any": ("qwen3", "mtp.fc.weight", {}),
-    "a layer that nothing counts": ("deepseek_v3", "model.layers.2.norm.weight", {"num_nextn_predict_layers": 0}),
-    "a layer after those that are counted": ("glm4_moe", "model.layers.3.norm.weight", {"num_nextn_predict_layers": 1}),
     "one of another stack": ("deepseek_v3", "vision.layers.2.norm.weight", {"num_nextn_predict_layers": 1}),
     "eight bits": (QWEN, "mtp.fc.weight", {"mtp_num_hidden_layers": 1}),
 }  # fmt: skip
@@ -142,6 +140,20 @@ def test_what_nothing_reads_is_left_out_in_a_sentence_and_the_config_counts_no_l
     )
     assert set(fields(tmp_path / "out").values()) <= {0}
     assert counted_drafts(load_config(str(tmp_path / "out"))) == 0
+
+
+PAST = [("deepseek_v3", 2, 0), ("glm4_moe", 3, 1)]
+
+
+@pytest.mark.parametrize(("family", "layer", "counted"), table_rows(PAST, PAST[1:]))
+def test_a_layer_past_those_that_the_config_counts_is_refused(
+    family: str, layer: int, counted: int, tmp_path: Path
+) -> None:
+    name = f"model.layers.{layer}.norm.weight"
+    base = saved(family, tmp_path / "base")
+    add_tensors(base, {name: torch.ones(4, 4)}, num_nextn_predict_layers=counted)
+    with pytest.raises(ValueError, match=f"hold 1 weights of layers that .* lacks, such as {name}; put the config of"):
+        load_policy(str(base))
 
 
 def test_a_config_that_counts_layers_which_the_files_lack_is_put_right(tmp_path: Path) -> None:
