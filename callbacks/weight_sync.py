@@ -161,6 +161,6 @@ class WeightSync(pl.Callback):
 
 
 def _is_exact(trainer: pl.Trainer, module: GRPOModule) -> bool:
-    """Whether the policy computes in float32, with weights that are not rounded."""
+    """Return whether the policy computes in float32, with weights that are not rounded."""
     nf4 = module.lora is not None and module.lora.base == "nf4"
     return module.policy.dtype == torch.float32 and str(trainer.precision).startswith("32") and not nf4

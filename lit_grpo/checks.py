@@ -376,7 +376,7 @@ def check_monitors(trainer: pl.Trainer, validates: bool, names: Sequence[str], m
 
 
 def _validates_within(trainer: pl.Trainer, length: int) -> bool:
-    """Whether there is a validation in the first ``length`` batches for sure."""
+    """Return whether there is a validation in the first ``length`` batches for sure."""
     interval, epochs = _interval(trainer), trainer.check_val_every_n_epoch
     return interval is not None and (epochs == 1 or (epochs is None and interval <= length))
 

@@ -67,7 +67,7 @@ class Limit:
         return replace(self, ge=self.ge if has_least else -LARGEST, le=self.le if has_most else LARGEST)
 
     def allows(self, value: Any, kind: Any) -> bool:
-        """Whether ``value`` is of ``kind``, ``int``, ``float`` or ``str``, and a number within the bounds."""
+        """Return whether ``value`` is of ``kind``, ``int``, ``float`` or ``str``, and a number within the bounds."""
         if kind is str:
             return isinstance(value, str)
         return is_number(value, kind) and not (
@@ -99,7 +99,7 @@ class Limit:
 
 
 def is_number(value: Any, kind: Any) -> bool:
-    """Whether a value is a number of ``kind``, ``int`` or ``float``."""
+    """Return whether a value is a number of ``kind``, ``int`` or ``float``."""
     return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
 
 

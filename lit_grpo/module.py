@@ -590,7 +590,7 @@ class GRPOModule(EvaluationModule):
 
     @property
     def validates_completions(self) -> bool:
-        """Whether validation samples completions; not in a run without rollouts that has no reward function."""
+        """True if validation samples completions; not in a run without rollouts that has no reward function."""
         return bool(self.rewards) or self.settings.has_rollouts
 
     def on_validation_epoch_end(self) -> None:

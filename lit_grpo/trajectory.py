@@ -201,7 +201,7 @@ class Trajectory:
 
     @property
     def places_of_turns(self) -> list[tuple[int, int]]:
-        """Where each turn begins and ends."""
+        """Beginning and end of each turn."""
         places: list[tuple[int, int]] = []
         begin, in_turn = 0, False
         for segment in self.segments:
@@ -215,7 +215,7 @@ class Trajectory:
 
     @property
     def rows(self) -> list[Trajectory]:
-        """What it is learnt from in: itself, or where it has ``contexts``, each turn after its own.
+        """Sequences that are trained on: itself, or where it has ``contexts``, each turn after its own.
 
         Together they have each sampled token once.
         """
@@ -249,7 +249,7 @@ class Trajectory:
 
     @property
     def trained_of_turns(self) -> list[int]:
-        """How many tokens of each of ``turns`` are learnt from."""
+        """Number of tokens of each of ``turns`` that are trained on."""
         counts: list[int] = []
         in_turn = False
         for segment in self.segments:
@@ -273,7 +273,7 @@ class Trajectory:
 
     @property
     def trained_T(self) -> torch.Tensor:
-        """Whether they are learnt from, bool; a copy."""
+        """True if they are learnt from, bool; a copy."""
         return self._spread([segment.trained for segment in self.segments]).bool()
 
     def _spread(self, values: Sequence[int]) -> torch.Tensor:

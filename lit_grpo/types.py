@@ -84,7 +84,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Clock:
-    """When the steps of a rollout were taken, in seconds since it began, and what was held then; 40 bytes a step.
+    """Times of a rollout's steps, in seconds since it began, and what was held then; 40 bytes a step.
 
     Columns have a row for each call of the generator: ``steps`` so far, when it ``began`` and ``ended``, the KV tokens
     held at its end, and the prompt tokens that it prefilled. ``slots`` there are, and memory for ``kv_limit`` tokens;
@@ -133,7 +133,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens of the model's distribution can be left out of sampling."""
+        """True if tokens of the model's distribution can be left out of sampling."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -185,7 +185,7 @@ class Prompt:
     dataset: str = ""
 
     def is_of(self, datasets: Collection[str]) -> bool:
-        """Whether its data set is one of these; of an empty collection, always."""
+        """Return whether its data set is one of these; of an empty collection, always."""
         return not datasets or self.dataset in datasets
 
     def own_columns(self, names: Collection[str] | None = None) -> dict[str, Any]:
@@ -424,13 +424,13 @@ class Rollout:
 
     @property
     def feedback(self) -> str:
-        """What reward functions said of the completion by ``log_feedback``, in their order; empty if nothing."""
+        """Texts that reward functions gave to ``log_feedback``, in their order; empty if there are none."""
         texts = (self.extra.get(f"{FEEDBACK}{name}") for name in self.rewards)
         return "\n".join(text for text in texts if isinstance(text, str))  # log_extra may have written anything
 
     @property
     def said(self) -> str:
-        """What the environment's ``reset`` added to the prompt; empty without one."""
+        """Text that the environment's ``reset`` added to the prompt; empty without one."""
         return "" if self.completion.episode is None else self.completion.episode.said
 
     @property
@@ -451,7 +451,7 @@ class Rollout:
 
     @property
     def rows(self) -> list[Rollout]:
-        """What it is learnt from in: itself, or where its completion has ``contexts``, a rollout for each turn.
+        """Rollouts that are trained on: itself, or where its completion has ``contexts``, one for each turn.
 
         Each of these has its advantage, or those of the turn's tokens, and a path of its own.
         """
@@ -482,7 +482,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PassRule:
-    """When a completion passes: the reward function named ``reward`` gives at least ``threshold``.
+    """Rule for passing: the reward function named ``reward`` gives at least ``threshold``.
 
     Written out it is ``correct >= 1``. The default names no function, and nothing passes. Where that function does not
     apply to a completion, the first of ``others`` that applies decides.
@@ -527,7 +527,7 @@ class PassRule:
         return any(rewards.get(name) is not None for name in (self.reward, *self.others))
 
     def passes(self, rewards: Mapping[str, float | None]) -> bool:
-        """Whether a completion with these values of reward functions, by name, passes; not where none is given."""
+        """Return whether a completion with these values of reward functions passes; not where none is given."""
         value = rewards.get(self.reward)
         if value is None:
             value = next((found for name in self.others if (found := rewards.get(name)) is not None), None)
@@ -600,7 +600,7 @@ class PromptBatch:
 
 
 class Part(NamedTuple):
-    """What one rank has of a figure that is logged for all of them.
+    """One rank's share of a figure that is logged for all of them.
 
     Args:
         value: Its value, or a sum whose mean over all ranks is the figure.

@@ -233,10 +233,10 @@ def moments(rewards: Sequence[float]) -> tuple[float, float]:
 
 
 def is_flat(mean: float, deviation: float) -> bool:
-    """Whether rewards are all equal, but for rounding."""
+    """Return whether rewards are all equal, but for rounding."""
     return deviation <= SMALLEST * max(abs(mean), 1.0)
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards, at least one, are all equal, but for rounding."""
+    """Return whether rewards, at least one, are all equal, but for rounding."""
     return is_flat(*moments(rewards))

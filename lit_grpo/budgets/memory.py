@@ -71,7 +71,7 @@ class Remembered:
 
     @property
     def tokens(self) -> bytes:
-        """What equal completions have in common."""
+        """Tokens that equal completions share."""
         return self.trajectory.token_ids_T.numpy().tobytes()
 
     def age(self, version: int) -> int:

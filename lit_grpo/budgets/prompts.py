@@ -44,7 +44,7 @@ class PromptChooser:
         self.history, history.num_recent = history, ask(self.rule, "num_recent")
 
     def asks(self, prompt: Prompt) -> bool:
-        """Whether a prompt is asked at this visit.
+        """Return whether a prompt is asked at this visit.
 
         Raises:
             ValueError: The rule gives no chance from 0 to 1.

@@ -50,7 +50,7 @@ class BackgroundIO(CheckpointIO):
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """True if a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:

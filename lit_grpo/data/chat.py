@@ -168,7 +168,7 @@ def _in_accepted_form(
 def _shows_calls(
     text: str, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> bool:
-    """Whether a conversation, whose rendering is ``text``, is rendered differently without its tool calls."""
+    """Return whether a conversation, whose rendering is ``text``, is rendered differently without its tool calls."""
     without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
     try:
         return bool(apply_template(without, tokenizer, {**options, "tokenize": False}) != text)

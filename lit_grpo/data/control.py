@@ -96,7 +96,7 @@ class ControlTokens:
         return self._placeholder.sub(lambda found: self._texts[int(found[1])], text)
 
     def is_covered(self, text: str) -> bool:
-        """Whether a text has a placeholder."""
+        """Return whether a text has a placeholder."""
         return self._placeholder.search(text) is not None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:

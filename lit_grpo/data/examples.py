@@ -236,7 +236,7 @@ def _divided(conversation: list[Message], answer: Any, turns: Turns) -> tuple[li
 
 
 def is_imitated(message: Message) -> bool:
-    """Whether a turn of the assistant is imitated: unless its ``weight`` is 0, as OpenAI's format for fine-tuning says.
+    """Return False for a turn of the assistant with ``weight`` 0, which OpenAI's format for fine-tuning leaves out.
 
     Raises:
         UnusableRow: The weight is neither 0 nor 1.

@@ -92,7 +92,7 @@ Weight = Annotated[float, Limit(ge=0, finite=True)]
 
 @dataclass(frozen=True)
 class MixtureWeights:
-    """How often each data set is drawn. Every row of ``data`` names its data set in the column ``dataset``."""
+    """Frequencies of data sets. Every row of ``data`` names its data set in the column ``dataset``."""
 
     weights: dict[str, Weight] = field(default_factory=dict)
     """Weight of each data set: among n drawn prompts, n times the weight divided by the sum of the weights are of that

@@ -177,7 +177,7 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether several ranks of one trainer share the rows."""
+        """True if several ranks of one trainer share the rows."""
         return self.trainer is not None and Ranks().size > 1
 
     def _given(self, stage: str) -> dict[str, object]:
@@ -347,7 +347,7 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def _is_mixed(self) -> bool:
-        """Whether rows name their data sets."""
+        """True if rows name their data sets."""
         train = self.sources["train"]
         return self.mixture is not None or (isinstance(train, RowSource) and train.names_datasets)
 

@@ -120,7 +120,7 @@ class PartTokens:
         return num + 1 if beyond.isspace() and self.ids[num] in self._control.ids.values() else None
 
     def _is_between_characters(self, num: int) -> bool:
-        """Whether no character has tokens both before and after the first ``num``."""
+        """Return whether no character has tokens both before and after the first ``num``."""
         if self._places is None or not 0 < num < len(self.ids):
             return True
         return self._places[num][0] >= self._places[num - 1][1]

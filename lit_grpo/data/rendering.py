@@ -69,7 +69,7 @@ class Conversing(Protocol):
         ...
 
     def adds(self, row: Row) -> bool:
-        """Whether more is said when a completion begins, another each time, so that a row needs no prompt.
+        """Return whether more is said when a completion begins, another each time, so that a row needs no prompt.
 
         Raises:
             ValueError: As :meth:`tool_schemas` does.
@@ -269,7 +269,7 @@ class PromptRenderer:
         return options | ({"tools": tools} if tools else {})
 
     def adds(self, row: Row) -> bool:
-        """Whether more is said when a completion begins."""
+        """Return whether more is said when a completion begins."""
         conversing = self._conversing_with(row)
         try:
             return conversing is not None and conversing.adds(row)

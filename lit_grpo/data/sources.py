@@ -283,7 +283,7 @@ def _length_of(given: Any) -> int | None:
 
 
 def _has_places(given: Any) -> bool:
-    """Whether an object has ``[i]`` of its own; torch's IterableDataset inherits one that only raises."""
+    """Return whether an object has ``[i]`` of its own; torch's IterableDataset inherits one that only raises."""
     from torch.utils.data import Dataset
 
     return getattr(type(given), "__getitem__", None) not in (None, Dataset.__getitem__)

@@ -2,7 +2,7 @@
 
 
 def is_due(every_n_updates: int, before: int, after: int) -> bool:
-    """Whether a batch made the first update, or reached or passed a multiple of ``every_n_updates``.
+    """Return whether a batch made the first update, or reached or passed a multiple of ``every_n_updates``.
 
     Args:
         every_n_updates: The number of updates from one time to the next; 0 means never.

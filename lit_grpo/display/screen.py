@@ -52,7 +52,7 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether live lines are possible; in a file, a pipe, a notebook or an editor's shell they are not."""
+        """True if live lines are possible; in a file, a pipe, a notebook or an editor's shell they are not."""
         return sys.stdout.isatty() and not self.console.is_dumb_terminal
 
     def show(self, render: Callable[[], RenderableType]) -> None:

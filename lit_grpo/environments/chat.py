@@ -459,7 +459,7 @@ class Chat:
         return tuple(self._control.encode(after.partition(_SHOWN)[0])) if _SHOWN in after else ()
 
     def _extends(self, before: Sequence[Message], answer: Message) -> bool:
-        """Whether the template adds to a conversation and leaves what is there."""
+        """Return whether the template adds to a conversation and leaves what is there."""
         start, _, _ = self._text(before).partition(_MARK)
         return self._text([*before, answer]).startswith(start + _MARK)
 
@@ -490,7 +490,7 @@ class Chat:
 
 
 def _ends_calls(form: CallFormat | Mapping[str, Any], token: str) -> bool:
-    """Whether a token is a part of what ends each call."""
+    """Return whether a token is a part of what ends each call."""
     if isinstance(form, CallFormat):
         return form.closing == token
     field = form["fields"].get("tool_calls", {})

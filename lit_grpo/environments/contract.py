@@ -93,17 +93,17 @@ class Kind:
 
     @property
     def gives_reward(self) -> bool:
-        """Whether an episode ends with a reward."""
+        """True if an episode ends with a reward."""
         return "get_reward" in self.methods
 
     @property
     def can_be_restored(self) -> bool:
-        """Whether a trajectory can resume from a saved state; functions have no state."""
+        """True if a trajectory can resume from a saved state; functions have no state."""
         return self.type is None or "state" in self.methods
 
     @property
     def responds(self) -> bool:
-        """Whether the user may answer a turn."""
+        """True if the user may answer a turn."""
         return "respond" in self.methods
 
     @property

@@ -254,7 +254,7 @@ class LiveEnvironment:
         return result
 
     async def is_done(self) -> bool:
-        """Whether the environment says that the episode is over."""
+        """Return whether the environment says that the episode is over."""
         if not hasattr(self.kind.type, "done") and "done" not in getattr(self.object, "__dict__", {}):
             return False
         done = await self._guarded("is asked for done", lambda: self.object.done, False)

@@ -52,7 +52,7 @@ Seconds = Annotated[float, Limit(gt=0, finite=True)]
 
 
 class Snapshot(NamedTuple):
-    """What a trajectory had come to when its environment had answered, and its state then.
+    """A trajectory as its environment had answered, and its state then.
 
     The state is None where it cannot be gone on from: the environment was at work, or has no ``state``.
     """
@@ -85,7 +85,7 @@ def best_state(snapshots: Sequence[Snapshot], request: Request) -> dict[str, Any
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What is known of a trajectory, from its first request, or from a checkpoint, until it has been scored.
+    """Record of a trajectory, from its first request, or from a checkpoint, until it has been scored.
 
     Attributes:
         driver: Leads it; None where it has been dropped or where a checkpoint alone knows it.
@@ -184,7 +184,7 @@ class Trajectories(Plugin):
 
     @property
     def records(self) -> dict[Key, Record]:
-        """What is known of each trajectory."""
+        """Records of trajectories."""
         return {(*group, path): each for group, records in self._groups.items() for path, each in records.items()}
 
     @property
@@ -248,7 +248,7 @@ class Trajectories(Plugin):
         return kind.schemas
 
     def adds(self, row: Mapping[str, Any]) -> bool:
-        """Whether an environment is reset, which may say something."""
+        """Return whether an environment is reset, which may say something."""
         return self._kind(row).type is not None
 
     def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
@@ -382,7 +382,7 @@ class Trajectories(Plugin):
 
     @property
     def waits_in_time(self) -> bool:
-        """Whether an environment is at work within its limits."""
+        """True if an environment is at work within its limits."""
         return self._calls is not None and self._calls.is_in_time
 
     def _answer(self) -> Answer:
@@ -613,7 +613,7 @@ class Environments(Trajectories):
 
     @property
     def _changes(self) -> Mapping[str, str]:
-        """What it takes away: turns where there is one alone, and rewards of turns that no environment gives.
+        """Return its effects: no turns where there is one alone, and no rewards of turns that no environment gives.
 
         Turns that are sampled after other tokens than each other are learnt from apart. Nothing can begin in the middle
         of such an episode, nor where an environment has no ``state``.

@@ -66,7 +66,7 @@ class Change(NamedTuple):
         return self.last - self.first
 
     def is_certain(self, sign: float) -> bool:
-        """Whether the curve has moved in the direction of ``sign`` by more than noise."""
+        """Return whether the curve has moved in the direction of ``sign`` by more than noise."""
         return math.copysign(1.0, sign) * self.size > max(CERTAIN * self.error, ROUNDING)
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ class RewardCurves:
         )
 
     def _has_no_part(self, decides: Change, reward: Change) -> bool:
-        """Whether the function that decides who passes has not risen, as far as noise lets it be seen, and could have.
+        """Return whether the function that decides who passes could have risen and, beyond noise, has not.
 
         One with weight 0 is taken as if it weighed as much as the heaviest.
         """
@@ -262,7 +262,7 @@ LEAST_ADVANTAGE = 1e-6
 
 
 def has_no_signal(metrics: Mapping[str, float]) -> bool:
-    """Whether no group of a batch has rewards that differ, so that the batch gives no gradient.
+    """Return whether no group of a batch has rewards that differ, so that the batch gives no gradient.
 
     Args:
         metrics: Of the batch and its update: the fraction of zero-variance groups, ``frac_reward_zero_std``, and the

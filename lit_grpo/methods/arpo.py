@@ -72,7 +72,7 @@ class ARPO(Branching):
         check_width(self.width, run)
 
     def branches(self, draw: float, rise: float, num_before: int) -> bool:
-        """Whether a turn branches.
+        """Return whether a turn branches.
 
         Args:
             draw: A random number from 0 to 1.
@@ -151,7 +151,7 @@ class AEPO(ARPO):
     """Branch after answers of tools that surprise the policy, the less often the more has branched right before."""
 
     def branches(self, draw: float, rise: float, num_before: int) -> bool:
-        """Whether a turn branches; see :meth:`ARPO.branches`."""
+        """Return whether a turn branches; see :meth:`ARPO.branches`."""
         return _clipped((draw + self.alpha * rise) * max(0.0, 1 - 0.05 * num_before)) >= self.threshold
 
 

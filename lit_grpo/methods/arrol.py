@@ -198,7 +198,7 @@ class Arrol(Plugin):
 
 
 def is_left_whole(group: GroupKey) -> bool:
-    """Whether a group is one of those that lose nobody: the same in every run."""
+    """Return whether a group is one of those that lose nobody: the same in every run."""
     return zlib.crc32(f"{group[0]}/{group[1]}".encode()) % LEFT_WHOLE == 0
 
 
@@ -226,7 +226,7 @@ class QualityHead:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether there has been anything to learn from."""
+        """True if there has been anything to learn from."""
         return len(self._model.moments) > 0
 
     @property

@@ -67,7 +67,7 @@ class Curriculum(Plugin):
         return moved
 
     def _after(self, task: str, pass_rate: float, state: State) -> dict[str, float]:
-        """What is known of a task after a batch of which this share has passed."""
+        """Return the state of a task after a batch of which this share has passed."""
         number = state[f"level_batches/{task}"] + 1
         mean = state[f"level_pass_rate/{task}"] + (pass_rate - state[f"level_pass_rate/{task}"]) / number
         level = state[f"level/{task}"]

@@ -42,7 +42,7 @@ class TokenShare(Plugin):
 
     @property
     def _takes_tokens(self) -> bool:
-        """Whether, at any time of the run, a part of the tokens is learnt from."""
+        """True if, at any time of the run, a part of the tokens is learnt from."""
         return min(self.tokens, self.first_tokens or 1.0) < 1
 
     def requirement(self, name: str) -> Requirement:

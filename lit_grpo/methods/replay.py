@@ -148,7 +148,7 @@ class Replay(Plugin):
 
 
 def _passed(rollout: Rollout, pass_rule: PassRule) -> bool:
-    """Whether there is anything to learn from a rollout again."""
+    """Return whether there is anything to learn from a rollout again."""
     completion = rollout.completion
     whole = completion.finish_reason != "abort" and completion.num_trained > 0
     return whole and pass_rule.passes(rollout.rewards) and not math.isnan(rollout.reward)

@@ -93,7 +93,7 @@ class PhasedPrompts(Plugin):
         return {"phase": float(following), "phase_batches": 0.0}
 
     def _bucket(self, record: Record) -> int | None:
-        """Which phase a prompt belongs to; None where it is dropped or unsolved."""
+        """Return the phase of a prompt; None where it is dropped or unsolved."""
         if not 0 < record.pass_rate <= self.easy:
             return None
         return next((bucket for bucket in BUCKETS if record.pass_rate * bucket >= 1), BUCKETS[-1])

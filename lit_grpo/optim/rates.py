@@ -26,7 +26,7 @@ USUAL_ALPHA = 32.0
 
 
 class UnusualRate(NamedTuple):
-    """What is unusual about a learning rate, and the remedy."""
+    """An unusual learning rate, with the reason and the remedy."""
 
     figure: str
     remedy: str

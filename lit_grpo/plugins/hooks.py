@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 class Form:
-    """What a hook may return: here, anything."""
+    """Form of a hook's return value: here, anything."""
 
     def read(self, call: Call, value: Any) -> Any:
         """Return what a call has returned, in the form that the run goes on with.
@@ -696,7 +696,7 @@ def _by_key(call: Call, value: Any) -> Mapping[Any, Any]:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a value has a length and an order: no text, no mapping."""
+    """Return whether a value has a length and an order: no text, no mapping."""
     return (
         hasattr(value, "__len__")
         and hasattr(value, "__getitem__")

@@ -1,4 +1,4 @@
-"""What a listener and a plug-in of a run may override, and which of it at most one of them decides."""
+"""Hooks of listeners and plug-ins, and those that at most one of them may decide."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Resume(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a listener wants done with requests.
+    """A listener's wishes for requests.
 
     Args:
         submit: Further requests of open groups. One with a ``prefix`` goes on from it: with
@@ -76,7 +76,7 @@ class Answer:
 
 
 class ObservationPoint(NamedTuple):
-    """Where the policy's hidden states are looked at.
+    """Places at which the policy's hidden states are observed.
 
     Args:
         num_tokens: After how many sampled tokens of a completion.
@@ -102,7 +102,7 @@ class Listener:
 
     @property
     def observes(self) -> ObservationPoint | None:
-        """Where it looks at the policy's hidden state of each completion; None if it does not.
+        """Return the place at which it observes the policy's hidden state of each completion; None if it does not.
 
         :meth:`on_step` then finds in ``events.observations`` those of completions that have come to the point, by their
         ``num_tokens``, among observations at other points.
@@ -159,7 +159,7 @@ class Listener:
 
     @property
     def waits_in_time(self) -> bool:
-        """Whether it waits for something with a time limit that has not passed: then nothing has come to a stop."""
+        """True if it waits for something with a time limit that has not passed: then nothing has come to a stop."""
         return False
 
     def on_rollout_end(self, failed: bool) -> None:

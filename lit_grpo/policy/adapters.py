@@ -323,7 +323,7 @@ def check_can_be_shards(policy: PreTrainedModel) -> None:
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
-    """Whether the policy has adapters, those of :func:`add_adapters` or those that it came with."""
+    """Return whether the policy has adapters, those of :func:`add_adapters` or those that it came with."""
     return bool(getattr(policy, "_hf_peft_config_loaded", False))
 
 

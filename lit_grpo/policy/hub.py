@@ -13,7 +13,7 @@ PATIENCE_S = 5.0
 
 @functools.cache
 def answers(endpoint: str) -> bool:
-    """Whether a hub answers at all; it is asked once in a process."""
+    """Return whether a hub answers at all; it is asked once in a process."""
     import httpx
 
     try:

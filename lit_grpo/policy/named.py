@@ -49,7 +49,7 @@ package.
 
 
 def is_packaged(policy: object) -> bool:
-    """Whether a policy is one that comes with the package, together with its tokenizer."""
+    """Return whether a policy is one that comes with the package, together with its tokenizer."""
     named = NAMED.get(own_folder(policy)) if isinstance(policy, str) else None
     return named is not None and named.folder.parent == Path(__file__).parent
 

@@ -74,7 +74,7 @@ def _take_from_first(part: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def is_sharded(policy: torch.nn.Module) -> bool:
-    """Whether a policy has been sharded, even while its weights are whole."""
+    """Return whether a policy has been sharded, even while its weights are whole."""
     return isinstance(policy, FSDPModule)
 
 
@@ -129,7 +129,7 @@ def gather_for_sampling(policy: PreTrainedModel) -> None:
 
 
 def is_scattered(policy: torch.nn.Module) -> bool:
-    """Whether this rank has only a shard of the weights, so that every layer's forward pass needs all ranks."""
+    """Return whether this rank has only a shard of the weights, so that every layer's forward pass needs all ranks."""
     return any(hasattr(weight, "full_tensor") for weight in policy.parameters())
 
 

@@ -138,7 +138,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _is_as_stored(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer is the one of the ``tokenizer.json`` that it was loaded from."""
+    """Return whether a tokenizer is the one of the ``tokenizer.json`` that it was loaded from."""
     place = tokenizer.name_or_path
     has_templates = isinstance(tokenizer.chat_template, dict)  # in a folder of files without fixed names
     if not place or Path(place).is_file() or (has_templates and not Path(place).is_dir()):

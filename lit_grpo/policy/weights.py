@@ -134,7 +134,7 @@ def _layer_of(name: str) -> str:
 
 
 def _is_converted(policy: PreTrainedModel) -> bool:
-    """Whether a policy's tensors have other names or shapes than those of its files."""
+    """Return whether a policy's tensors have other names or shapes than those of its files."""
     conversions = getattr(policy, "_weight_conversions", None)
     if conversions is None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -165,7 +165,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether peft has added the parameter of this name, or keeps it because it trains a copy of the module."""
+    """Return whether peft has added the parameter of this name, or keeps it because it trains a copy of the module."""
     return ".lora_" in name or ".original_module." in name
 
 

@@ -264,7 +264,7 @@ class Calls:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether a call is being made that has time left; asked from any thread."""
+        """True if a call is being made that has time left; asked from any thread."""
         return any(end > time.monotonic() for end in list(self._ends.values()))
 
     @contextmanager
@@ -459,7 +459,7 @@ class _Series:
 
     @property
     def is_left(self) -> bool:
-        """Whether there is a call to take."""
+        """True if there is a call to take."""
         return self._num_taken < len(self.functions)
 
     def take(self) -> int | None:
@@ -499,7 +499,7 @@ class _CallThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not come to its end."""
+        """True if it has not come to its end."""
         return self._thread.is_alive()
 
     def begin(self, series: _Series) -> asyncio.Future[None]:
@@ -514,7 +514,7 @@ class _CallThread:
         return None if timeout_s is None else max(self._began_s + timeout_s - time.monotonic(), 0.001)
 
     def is_overdue(self, series: _Series, timeout_s: float | None) -> bool:
-        """Whether the call that is being made has taken too long; it then has that as its result."""
+        """Return whether the call that is being made has taken too long; it then has that as its result."""
         if timeout_s is None or time.monotonic() < self._began_s + timeout_s:
             return False
         with series.lock:

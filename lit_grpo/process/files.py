@@ -53,7 +53,7 @@ class PrivateFolder:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether this is a folder (not a link to one) that this user has made and no other user can open."""
+    """Return whether this is a folder (not a link to one) that this user has made and no other user can open."""
     try:
         status = folder.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a run's code comes from: versions of packages, and the files that define the user's functions."""
+"""Origins of a run's code: versions of packages, and the files that define the user's functions."""
 
 from __future__ import annotations
 

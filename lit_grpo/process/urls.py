@@ -17,12 +17,12 @@ _KNOWN: dict[str, re.Pattern[str]] = {}
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is the address of a server, and no path, id or name of anything else."""
+    """Return whether a name is the address of a server, and no path, id or name of anything else."""
     return name.startswith(("http://", "https://"))
 
 
 def is_on_loopback(url: str) -> bool:
-    """Whether a URL is of this machine, which no proxy can reach: ``localhost``, 127.x.y.z or ::1."""
+    """Return whether a URL is of this machine, which no proxy can reach: ``localhost``, 127.x.y.z or ::1."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -83,7 +83,7 @@ def _find(tree: Any, place: str) -> Foreign | None:
 
 
 def _comes_back(value: Any) -> bool:
-    """Whether the reader gives back a value that is written alone."""
+    """Return whether the reader gives back a value that is written alone."""
     import torch
 
     file = io.BytesIO()

@@ -191,7 +191,7 @@ class StatefulReward:
 
     @property
     def keeps_something(self) -> bool:
-        """Whether it prepares or counts, so that it must be called in this process."""
+        """True if it prepares or counts, so that it must be called in this process."""
         of, base = type(self), StatefulReward
         return of.begin is not base.begin or of.take_counts is not base.take_counts
 
@@ -357,17 +357,17 @@ class RewardFunction:
 
     @property
     def limits_itself(self) -> bool:
-        """Whether each call ends by itself: in a process with a time limit, whose start does not count."""
+        """True if each call ends by itself: in a process with a time limit, whose start does not count."""
         return isinstance(self.call, ProcessCall) or (self.state is not None and self.state.limits_itself)
 
     @property
     def may_log(self) -> bool:
-        """Whether it gets ``log_metric``, by which it may log metrics of its own."""
+        """True if it gets ``log_metric``, by which it may log metrics of its own."""
         return "log_metric" in self.names or (self.takes_columns and self.on_group)
 
     @property
     def is_async(self) -> bool:
-        """Whether a call returns a coroutine."""
+        """True if a call returns a coroutine."""
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
 
     @property
@@ -376,7 +376,7 @@ class RewardFunction:
         return [*self.declared, *(name for name in self.required if name not in self.inputs)]
 
     def applies_to(self, prompt: Prompt) -> bool:
-        """Whether it scores completions of a prompt."""
+        """Return whether it scores completions of a prompt."""
         return prompt.is_of(self.datasets)
 
     def check_columns(self, columns: Iterable[str]) -> None:

@@ -161,7 +161,7 @@ class MathEquivalence(StatefulReward):
         return answers
 
     def _is_read(self, answer: str) -> bool:
-        """Whether math-verify finds an answer equal to itself; True where it was not asked."""
+        """Return whether math-verify finds an answer equal to itself; True where it was not asked."""
         if PLAIN_NUMBER.fullmatch(answer):
             return True
         if answer not in self._equals_itself:
@@ -234,7 +234,7 @@ class Comparison:
         self._parsed = functools.lru_cache(maxsize=1024)(self._parse_expected)
 
     def __call__(self, expected: list[str], completion: str) -> bool:
-        """Whether the completion's answer equals one of the expected ones; one that cannot be read equals nothing."""
+        """Return whether the completion's answer equals an expected one; one that cannot be read equals nothing."""
         try:
             answer = self._parse(_rewritten(completion), parsing_timeout=None)  # type: ignore[arg-type]
             return any(self._verify(gold, answer, timeout_seconds=None) for gold in map(self._parsed, expected) if gold)

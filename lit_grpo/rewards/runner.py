@@ -394,7 +394,7 @@ def _log_one(name: str, rollout: Rollout, text: str | None) -> None:
 
 
 def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
-    """Whether a prompt has the columns that all functions require."""
+    """Return whether a prompt has the columns that all functions require."""
     try:
         for function in functions:
             if function.applies_to(prompt):

@@ -39,7 +39,7 @@ def last_answer(pattern: "re.Pattern[str] | None", text: str) -> str | None:
 def is_same_answer(
     completion: str, answers: Sequence[str], pattern: "re.Pattern[str] | None" = None, ignore_case: bool = False
 ) -> bool:
-    """Whether the completion's answer is one of ``answers``.
+    """Return whether the completion's answer is one of ``answers``.
 
     Args:
         completion: Text of the completion.

@@ -122,7 +122,7 @@ class RolloutBuffer:
 
     @property
     def unfinished(self) -> list[Request]:
-        """What is to be decoded, in the order of arrival; what waits for its environment is not among it."""
+        """Requests to decode, in the order of arrival, without those that wait for their environments."""
         requests: list[Request] = []
         for group in self._groups:
             for entry in self.ledger.of(group):
@@ -132,7 +132,7 @@ class RolloutBuffer:
 
     @property
     def away(self) -> list[Request]:
-        """What waits for its environment, in the order of arrival."""
+        """Requests that wait for their environments, in the order of arrival."""
         requests: list[Request] = []
         for group in self._groups:
             for entry in self.ledger.of(group):
@@ -142,7 +142,7 @@ class RolloutBuffer:
 
     @property
     def asks(self) -> bool:
-        """Whether anything is unfinished, to be decoded or away."""
+        """True if anything is unfinished, to be decoded or away."""
         return bool(self.ledger.groups)
 
     @property
@@ -239,7 +239,7 @@ class RolloutBuffer:
     # ---- out ----------------------------------------------------------------------------------------
 
     def ready(self, num_steps: int = 0) -> bool:
-        """Whether there is enough for a release, after so many decode steps of a rollout."""
+        """Return whether there is enough for a release, after so many decode steps of a rollout."""
         rule, groups = self.rule, self._groups.values()
         if not self.ledger.groups:
             return True
@@ -258,7 +258,7 @@ class RolloutBuffer:
         return group.due is not None or (self.rule.releases_parts and bool(group.completions))
 
     def _is_due_now(self, group: _Open) -> bool:
-        """Whether it would lose tokens after this release, and may not."""
+        """Return whether it would lose tokens after this release, and may not."""
         rule = self.rule
         if rule.max_restarts is None or group.num_restarts < rule.max_restarts:
             return False

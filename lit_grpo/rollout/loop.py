@@ -150,7 +150,7 @@ class RolloutLoop:
         return stats
 
     def _goes_on(self, until: Callable[[int], bool]) -> bool:
-        """Whether there is more to decode, once listeners have asked for what they want."""
+        """Return whether there is more to decode, once listeners have asked for what they want."""
         ledger = self._ledger
         while True:
             is_idle = not (ledger.decoding or ledger.num_queued)

@@ -69,7 +69,7 @@ class SyncProof:
         return LogprobGap(worst, model, nats, nats / spread, nats / max(moved, _LEAST_SPREAD))
 
     def accepts(self, gap: LogprobGap) -> bool:
-        """Whether a sync is good; later syncs are then compared with it."""
+        """Return whether a sync is good; later syncs are then compared with it."""
         if not self._is_within(gap, self.max_growth * self._largest):
             return False
         known = max(gap.rounding, _ROUNDING)

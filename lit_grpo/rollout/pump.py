@@ -53,7 +53,7 @@ class RolloutPump(CoreListener):
 
     @property
     def runs(self) -> bool:
-        """Whether it has been started, and not been stopped."""
+        """True if it has been started, and not been stopped."""
         return self._thread is not None
 
     def start(self, loop: RolloutLoop) -> None:
@@ -174,7 +174,7 @@ class RolloutPump(CoreListener):
             return self._stopping and not (self._drains and capacity.free_slots < capacity.slots)
 
     def _rests(self) -> bool:
-        """Whether somebody looks, or nothing is asked for; say so if what somebody waits for has come."""
+        """Return whether somebody looks, or nothing is asked for; say so if what somebody waits for has come."""
         assert self._loop is not None
         if self._wanted is not None and self._wanted():
             self._wanted = None

@@ -38,7 +38,7 @@ PATIENCE = 8
 
 
 class PromptTally:
-    """What a prompt has come to: its completions of each round, and which of them have their rewards.
+    """State of a prompt: its completions of each round, and those of them that have rewards.
 
     Args:
         first: How many completions the first round has.

@@ -1,4 +1,4 @@
-"""When groups leave the buffer and what becomes of the others, as data."""
+"""Rules, as data: when groups leave the buffer, and what becomes of the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ReleaseRule:
 
     @property
     def releases_parts(self) -> bool:
-        """Whether a group may leave in parts."""
+        """True if a group may leave in parts."""
         return self.num_completions is not None
 
 
@@ -190,7 +190,7 @@ class RolloutMode(Plugin):
 
     @property
     def carries(self) -> bool:
-        """Whether prompts stay open from one update to the next."""
+        """True if prompts stay open from one update to the next."""
         return self.leftovers != "finish"
 
     def rule(self, num_prompts: int, num_generations: int, num_updates: int = 1) -> ReleaseRule:
@@ -215,7 +215,7 @@ class RolloutMode(Plugin):
         return max(math.ceil(self.max_batches * num_prompts) - num_open, 0)
 
     def requirement(self, name: str) -> Requirement:
-        """What it takes prompts from, and what it does to groups and rollouts."""
+        """Its source of prompts, and its effect on groups and rollouts."""
         changes: dict[str, str] = {}
         if self.unit == "completion":
             changes["whole_groups"] = "lets groups leave in parts"

@@ -54,7 +54,7 @@ class Lengths(Protocol):
 
     @property
     def informative(self) -> bool:
-        """Whether they have been worth following; where not, plans fall back to first come."""
+        """True if they have been worth following; where not, plans fall back to first come."""
         ...
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:

@@ -163,7 +163,7 @@ class RequestLedger:
 
     @property
     def num_queued(self) -> int:
-        """How many requests wait for a slot, those at a probe among them."""
+        """Number of requests that wait for a slot, those at a probe among them."""
         return sum(map(len, self._queues))
 
     @property
@@ -177,7 +177,7 @@ class RequestLedger:
         return {key: self.step - each.begin + each.had - each.observed for key, each in self.decoding.items()}
 
     def may_admit(self, group: GroupKey) -> bool:
-        """Whether a request of a group may be admitted: one that waits now, or will at a probe or for its turn."""
+        """Return whether a request of a group waits to be admitted, now or later at a probe or for its turn."""
         last = len(self.points)
         for entry in self.groups.get(group, {}).values():
             if entry.state != "decoding" or (entry.stage or 0) < last:
@@ -185,7 +185,7 @@ class RequestLedger:
         return False
 
     def stops_at(self, num_tokens: int) -> bool:
-        """Whether requests with so many tokens wait at a probe now: where there is one, and others are not beyond."""
+        """Return whether requests with so many tokens wait at a probe now, which others have yet to reach."""
         if num_tokens not in self.points:
             return False
         return any(map(len, self._queues[: self.points.index(num_tokens) + 2]))
@@ -456,7 +456,7 @@ class RequestLedger:
         return leaving
 
     def _held(self, ahead: int = 1) -> np.ndarray:
-        """What each active completion holds in a step, which gives it a token more; shape (active,)."""
+        """Return the KV tokens of each active completion in a step, which gives it a token more; shape (active,)."""
         rows = self._rows
         if not len(rows.limits):
             return rows.limits

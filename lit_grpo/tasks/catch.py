@@ -34,7 +34,7 @@ class Catch:
 
     @property
     def done(self) -> bool:
-        """Whether the ball is down."""
+        """True if the ball is down."""
         return self.height == ROWS - 1
 
     def move(self, direction: str) -> str:

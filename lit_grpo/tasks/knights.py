@@ -69,7 +69,7 @@ class Claim:
         return max(self.speaker, self.first, self.second)
 
     def fits(self, line: str) -> bool:
-        """Whether the claim is a knight's and true, or a knave's and false, if ``line`` says who is a knight."""
+        """Return whether the claim is a knight's and true, or a knave's and false, if ``line`` says who is a knight."""
         knights = (self.first in line) + (self.second in line)
         true = knights in KNIGHTS[self.kind]
         return true == (self.speaker in line)

@@ -59,7 +59,7 @@ class RunConfig:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the first rank; before the ranks have met, as its environment says."""
+    """Return whether this process is the first rank; before the ranks have met, as its environment says."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
@@ -224,7 +224,7 @@ def _has_run(folder: Path) -> bool:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether a living run has a folder; false if its lock belongs to another user and cannot be read."""
+    """Return whether a living run has a folder; false if its lock belongs to another user and cannot be read."""
     place = path.resolve()
     if not place.name or not place.with_name(f".{place.name}.lock").exists():
         return False

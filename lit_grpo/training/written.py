@@ -133,7 +133,7 @@ def _path(named: Callable[..., Any]) -> str:
 
 
 def _trains_only_as_a_script(file: Path) -> bool:
-    """Whether what the script executes now stands under a condition on ``__name__``."""
+    """Return whether what the script executes now stands under a condition on ``__name__``."""
     frame = sys._getframe()
     while frame.f_back is not None and not (
         frame.f_globals["__name__"] == "__main__" and frame.f_code.co_name[0] == "<"

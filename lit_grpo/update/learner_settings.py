@@ -1,4 +1,4 @@
-"""What a learner is told, and what it leaves to others."""
+"""Settings of a learner, and the protocol of what it leaves to others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LearnerSettings:
-    """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
+    """Settings of the update, its steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
 
     ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,
     ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_rule`` when a
@@ -82,7 +82,7 @@ class LearnerSettings:
         return joined(found) if len(found) > 1 else next(iter(found), None)
 
     def learns_without_reward(self, prompt: Prompt) -> bool:
-        """Whether completions of a prompt are trained on if they have no reward."""
+        """Return whether completions of a prompt are trained on if they have no reward."""
         unrewarded = (plugin for plugin in self.plugins if plugin.learns_unrewarded)
         return not self.has_rollouts or any(prompt.is_of(plugin.datasets) for plugin in unrewarded)
 
@@ -139,13 +139,13 @@ def check_arriving(
 
 
 class Optimization(Protocol):
-    """What a learner leaves to the loop that it runs in; ``policy_version`` counts the steps that were taken."""
+    """Protocol of the loop that a learner runs in; ``policy_version`` counts the steps that were taken."""
 
     policy_version: int
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What takes the steps."""
+        """The optimizer that takes the steps."""
         ...
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:

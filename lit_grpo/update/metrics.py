@@ -1,4 +1,4 @@
-"""What the optimizer steps on one batch did, gathered over micro-batches and then over ranks."""
+"""Metrics of the optimizer steps on one batch, gathered over micro-batches and then over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, completion_sums,
 
 
 class LogprobGapError(RuntimeError):
-    """What was sampled was not sampled with the policy's weights; nothing has been learnt from it."""
+    """A batch was not sampled with the policy's weights; it has not been trained on."""
 
 
 MOST_ABOVE = 1000
@@ -29,7 +29,7 @@ _FRESH, _LARGEST = "gap/fresh", "gap/largest"
 
 @dataclass(frozen=True)
 class GapLimits:
-    """How far the log-probs that fresh tokens were sampled with may be from the policy's, in nats.
+    """Largest differences, in nats, between log-probs that fresh tokens were sampled with and the policy's.
 
     Args:
         mean: On average over the tokens of the batch, and of each completion. What one token of a completion may be

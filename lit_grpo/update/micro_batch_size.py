@@ -1,4 +1,4 @@
-"""How many tokens go through the policy at once, found out where the user leaves it open."""
+"""Number of tokens that go through the policy at once, found out where the user leaves it open."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MicroBatchSize:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What a micro-batch takes until its backward pass.
+    """Memory of a micro-batch until its backward pass.
 
     Args:
         of_token: Bytes that each token takes.
@@ -98,13 +98,13 @@ def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool
 
 
 def pending_bytes(model: PreTrainedModel) -> int:
-    """What gradients and two moments, as of Adam, will take of a model that has no gradients yet."""
+    """Return the bytes that gradients and two moments, as of Adam, will take of a model that has no gradients yet."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return sum(3 * parameter.nbytes for parameter in parameters if parameter.grad is None)
 
 
 def activation_bytes(model: PreTrainedModel, shares_prefix: bool, selective: bool = False) -> ActivationBytes:
-    """What a micro-batch takes until its backward pass."""
+    """Memory of a micro-batch until its backward pass."""
     kept = kept_bytes(model, shares_prefix)
     if not (model.is_gradient_checkpointing and model.training):
         return kept

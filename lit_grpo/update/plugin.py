@@ -1,4 +1,4 @@
-"""What the hooks of a plug-in in the update take and return."""
+"""Arguments and results of a plug-in's hooks in the update."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Measure(Protocol):
 
 
 class TeacherScores(NamedTuple):
-    """What a teacher says of the tokens of a completion that are trained on.
+    """A teacher's scores of the tokens of a completion that are trained on.
 
     Attributes:
         logprobs_T: Log-prob of each of them, float32, shape (num_trained,).
@@ -153,7 +153,7 @@ class Chunk(NamedTuple):
 
 
 class Term:
-    """What is added to the loss of one optimizer step: here, nothing.
+    """A term of the loss of one optimizer step: here, nothing.
 
     Attributes:
         metrics: What to log of the step, the same on every rank.

@@ -1,4 +1,4 @@
-"""What one optimizer step learns from."""
+"""The rollouts of one optimizer step, and their columns."""
 
 from __future__ import annotations
 

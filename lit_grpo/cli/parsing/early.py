@@ -104,7 +104,7 @@ def _options() -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether a field may exist; false only for unknown names in our groups."""
+    """Return whether a field may exist; false only for unknown names in our groups."""
     groups, fields = _table()
     parts = name.rstrip("+").removesuffix(".help").split(".")
     if parts[0] not in groups or parts[0] == "trainer":

@@ -107,7 +107,7 @@ class Field(ActionTypeHint):
 
 
 def _is_group(value: Any) -> bool:
-    """Whether a value of the command line is a mapping, or null."""
+    """Return whether a value of the command line is a mapping, or null."""
     try:
         read = yaml.safe_load(value) if isinstance(value, str) else value
     except UNREADABLE_YAML:

@@ -108,7 +108,7 @@ class Agent(Trajectories):
         self._endpoint.ends = tuple(eos_ids)
 
     def adds(self, row: Mapping[str, Any]) -> bool:
-        """Whether the agent may write the prompt: always."""
+        """Return whether the agent may write the prompt: always."""
         return True
 
     def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
@@ -138,12 +138,12 @@ class AgentKind(Kind):
 
     @property
     def responds(self) -> bool:
-        """Whether the user may answer a turn: the agent does as it likes."""
+        """True if the user may answer a turn: the agent does as it likes."""
         return True
 
     @property
     def can_be_restored(self) -> bool:
-        """Whether a trajectory can go on from a state that was kept: what an agent does cannot be taken up midway."""
+        """True if a trajectory can go on from a state that was kept: what an agent does cannot be taken up midway."""
         return False
 
     @functools.cached_property
@@ -158,12 +158,12 @@ class AgentKind(Kind):
 
     @property
     def is_async(self) -> bool:
-        """Whether it returns a coroutine."""
+        """True if it returns a coroutine."""
         return inspect.iscoroutinefunction(self.run)
 
     @property
     def gives_reward(self) -> bool:
-        """Whether it may return one."""
+        """True if it may return one."""
         returns = inspect.signature(self.run).return_annotation
         return "get_reward" in self.methods or returns not in (None, NoneType, "None")
 

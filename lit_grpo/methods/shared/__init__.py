@@ -1,1 +1,1 @@
-"""What several methods share: base classes and functions of plug-ins. No plug-in is here, and none is named here."""
+"""Base classes and functions that several methods share. No plug-in is here, and none is named here."""

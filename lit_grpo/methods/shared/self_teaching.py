@@ -1,4 +1,4 @@
-"""What methods have in common whose teacher is the policy itself with more in its prompt (self-distillation).
+"""Base of methods whose teacher is the policy itself with more in its prompt (self-distillation).
 
 With ``weight`` w the loss of a step is ``(1 - w) policy loss + w distillation loss``, so the advantage of a token is::
 

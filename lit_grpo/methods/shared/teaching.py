@@ -1,4 +1,4 @@
-"""What methods have in common that learn from the log-probs of a teacher (``model.teacher``)."""
+"""Base of methods that learn from the log-probs of a teacher (``model.teacher``)."""
 
 from __future__ import annotations
 

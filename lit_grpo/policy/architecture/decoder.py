@@ -88,7 +88,7 @@ def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: 
 
 @torch.no_grad()
 def ignores_positions(model: PreTrainedModel) -> bool:
-    """Whether a forward pass ignores ``position_ids``: tokens at other distances have the same hidden states."""
+    """Return whether a forward pass ignores ``position_ids``: tokens at other distances have the same hidden states."""
     input_ids_1T = torch.arange(_NUM_PLACED, device=model.device)[None]
     with in_evaluation(model):
         adjacent, apart = (hidden_states(model, input_ids_1T, position_ids=input_ids_1T * step) for step in (1, 2))

@@ -44,7 +44,7 @@ States = dict[StateName, torch.Tensor]
 
 @dataclass(frozen=True)
 class StateShape:
-    """What the states of one row are.
+    """Shapes of the states of one row.
 
     Args:
         config: Of the decoder; says of which kind each layer is.
@@ -281,7 +281,7 @@ def _argument_and_bytes(model: PreTrainedModel) -> tuple[str, int]:
 
 
 def _goes_on(model: PreTrainedModel, argument: str, tokens_1T: torch.Tensor) -> bool:
-    """Whether several tokens at once begin from the states before them as well as one token after another does."""
+    """Return whether several tokens at once begin from the states before them, as one after another does."""
     expected_TD = hidden_states(model, tokens_1T)[0, _NUM_FIRST:]
     positions_1T = torch.arange(_NUM_TOKENS, device=model.device)[None]
     gaps = []

@@ -1,4 +1,4 @@
-"""Whether a model can be a policy, checked before anything expensive starts."""
+"""Checks of a model that is to be a policy, before anything expensive starts."""
 
 from __future__ import annotations
 

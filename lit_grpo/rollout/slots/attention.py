@@ -31,7 +31,7 @@ INSTEAD = "let vLLM decode it: --model.generator lit_grpo.rollout.vllm.VLLMGener
 
 @dataclass(frozen=True)
 class KVLayer:
-    """What the keys and values of one token are in one attention call: heads, and the numbers of each.
+    """Keys and values of one token in one attention call: heads, and the numbers of each.
 
     ``sight`` says which tokens a token sees there.
     """
@@ -44,7 +44,7 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the keys and values of one token look like, by the attention calls of a forward, and where they live."""
+    """Keys and values of one token, by the attention calls of a forward, and the device that they are on."""
 
     layers: tuple[KVLayer, ...]
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class KVShape:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """How a completion lies: in more pieces, with less that is not used, where that is much memory.
+        """Layout of a completion: more pieces, with less that is not used, where that is much memory.
 
         Not so on a GPU, where operations are many launches and memory is read fast.
         """
@@ -75,7 +75,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What one attention call hands over.
+    """Inputs of one attention call.
 
     ``query``, rotated, has shape (rows, heads, T, key size); ``key``, rotated, (rows, KV heads, T, key size), and
     ``value`` (rows, KV heads, T, value size). Scores are multiplied by ``scaling``, then squashed to ``cap tanh(score /
@@ -93,19 +93,19 @@ class AttentionInputs:
 
 
 class Attention(Protocol):
-    """What a cache does for one attention call of one forward.
+    """Part of a cache in one attention call of one forward.
 
     ``shape`` says what the keys and values of a token look like, call by call.
     """
 
     @property
     def shape(self) -> KVShape:
-        """What keys and values look like."""
+        """Shape of keys and values."""
         ...
 
     @property
     def states(self) -> RowStates | None:
-        """What the rows' layers remember beside them, if any do."""
+        """States of the rows' layers, if any have states."""
         ...
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:

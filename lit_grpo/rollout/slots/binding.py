@@ -1,4 +1,4 @@
-"""Whether the slots can decode a model, asked before anything expensive starts."""
+"""Checks of a model that the slots are to decode, before anything expensive starts."""
 
 from __future__ import annotations
 

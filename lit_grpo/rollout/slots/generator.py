@@ -185,7 +185,7 @@ class SlotGenerator(Versioned):
         )
 
     def _shape_now(self) -> KVShape:
-        """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
+        """Return the shape of keys now: under autocast they come in its dtype, whatever the weights are in."""
         dtype = compute_dtype(self._device, self._dtype)
         if dtype != self._shape.dtype:
             self._shape = replace(self._shape, dtype=dtype)
@@ -443,7 +443,7 @@ class SlotGenerator(Versioned):
             self._forget_prompts()
 
     def _stopped(self, tokens_B: np.ndarray) -> np.ndarray:
-        """Whether the token that each row has just got ends it, shape (rows,); benchmarks force lengths here."""
+        """Return whether the token that each row has just got ends it, shape (rows,); benchmarks force lengths here."""
         at_end_B = (tokens_B[:, None] == self._eos_ids).any(-1)
         if self._sampling.stop:
             at_end_B |= self._rows.with_stop_string(self._sampling.stop, self._tokenizer)

@@ -1,4 +1,4 @@
-"""What the completions in the slots have come to so far, without their keys and values."""
+"""Tokens so far of the completions in the slots, without their keys and values."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Tool(NamedTuple):
 
     @property
     def has_settings_of_a_run(self) -> bool:
-        """Whether the command takes the arguments of ``fit``."""
+        """True if the command takes the arguments of ``fit``."""
         return bool(self.help)
 
 

@@ -36,7 +36,7 @@ class Metric:
     limit: bool = False
 
     def covers(self, name: str) -> bool:
-        """Whether ``name`` is this metric, or of this family."""
+        """Return whether ``name`` is this metric, or of this family."""
         return fnmatchcase(name, self.name)
 
 

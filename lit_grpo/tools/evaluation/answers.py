@@ -14,7 +14,7 @@ from lit_grpo.types import Prompt
 
 @dataclass(frozen=True)
 class Answers:
-    """How answers are told apart.
+    """Comparison of answers.
 
     Args:
         of: Returns the answer in a completion's text to a prompt: an empty text without one, and None if answers to the

@@ -115,7 +115,7 @@ def _ratio(sums_SC: np.ndarray, place: int) -> np.ndarray:
 
 
 class Comparison(NamedTuple):
-    """How often a policy is correct, compared with the first policy on the same rows.
+    """Share of correct answers of a policy, compared with the first policy on the same rows.
 
     Args:
         difference: Fraction of correct completions minus that of the first policy.

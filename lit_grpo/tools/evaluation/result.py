@@ -25,7 +25,7 @@ GREEDY, SAMPLED = "greedy", "sampled"
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was evaluated on, and how.
+    """Conditions of an evaluation.
 
     Args:
         split: The split of the data, ``test`` or ``validation``.

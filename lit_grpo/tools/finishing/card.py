@@ -22,7 +22,7 @@ MAX_CHARACTERS = 1_000
 
 @dataclass(frozen=True)
 class Contents:
-    """What a finished folder holds.
+    """Contents of a finished folder.
 
     Args:
         name: Name of the model.

@@ -26,7 +26,7 @@ ROUNDED = 0.5
 
 @dataclass(frozen=True)
 class Cost:
-    """What a GGUF file costs: differences between log-probs of the file and of the policy, over the tokens of texts.
+    """Cost of a GGUF file: differences between its log-probs and the policy's, over the tokens of texts.
 
     Args:
         mean: The mean absolute difference, in nats per token.

@@ -1,4 +1,4 @@
-"""What differs between families of models in a GGUF file, as rows of data."""
+"""Differences between families of models in a GGUF file, as rows of data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def rope(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _has_form(told: Mapping[str, Any], family: Family) -> bool:
-    """Whether GGUF can say what a rotary embedding computes."""
+    """Return whether GGUF can say what a rotary embedding computes."""
     kind = told.get("rope_type", "default")
     same = told.get("short_factor") == told.get("long_factor") and told.get("attention_factor") == 1.0
     return kind == "default" or (family.architecture == "llama" and (kind == "llama3" or (kind == "longrope" and same)))

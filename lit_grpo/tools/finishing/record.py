@@ -1,4 +1,4 @@
-"""What a run's folder tells: what was trained, how, and whether the policy became better."""
+"""Record of a run from its folder: what was trained, how, and whether the policy became better."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Progress:
 
     @property
     def learnt(self) -> bool:
-        """Whether the policy has become better, as far as the metric shows."""
+        """True if the policy has become better, as far as the metric shows."""
         better = self.before - self.after if self.falls else self.after - self.before
         return better > 0 and self.certain is not False
 

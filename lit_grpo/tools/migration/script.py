@@ -127,7 +127,7 @@ def _number_of(text: str) -> Any:
 
 
 class _Reader:
-    """What a script's names stand for, and the arguments of the calls that are looked for."""
+    """Values of a script's names, and the arguments of the calls that are looked for."""
 
     def __init__(self, path: Path, tree: ast.Module, flags: Sequence[str]) -> None:
         self._path, self._tree, self._flags = path, tree, _read_flags(flags)
@@ -287,7 +287,7 @@ class _Reader:
                         self._take({attribute: each.value})
 
     def _is_of_flags(self, node: ast.expr) -> bool:
-        """Whether an expression uses what TrlParser gives, so that the flags say it already."""
+        """Return whether an expression uses what TrlParser gives, so that the flags say it already."""
         return any(isinstance(each, ast.Name) and each.id in self._parsed for each in ast.walk(node))
 
     def _take(self, given: Mapping[str, ast.expr]) -> None:
@@ -417,7 +417,7 @@ class _Reader:
         return self._path_of(node)
 
     def _trains_when_imported(self) -> bool:
-        """Whether a statement of the script's own level calls ``train`` or a function of the script."""
+        """Return whether a statement of the script's own level calls ``train`` or a function of the script."""
         for each in self._tree.body:
             if isinstance(each, ast.Expr | ast.Assign) and isinstance(each.value, ast.Call):
                 called = self._called(each.value)

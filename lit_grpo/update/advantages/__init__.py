@@ -1,4 +1,4 @@
-"""How rewards become advantages."""
+"""From rewards to advantages."""
 
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 

@@ -31,7 +31,7 @@ ScaleBy = Literal["group", "batch", "tokens", "mad", "mad_nonzero", "none"]
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """What advantages are made of: the rewards of all members of all groups, in float32; NaN where none applies.
+    """Rewards of all members of all groups, in float32; NaN where none applies.
 
     ``by_function_RK`` are the same by reward function, of which ``functions`` are the names. ``groups_R`` says which
     group each belongs to; a group may have any number of members, and ``prompt_ids`` has one entry a group.
@@ -138,7 +138,7 @@ class GroupRewards:
 
 
 class EstimatorInputs(NamedTuple):
-    """What an estimator may go by beside the rewards of groups.
+    """Inputs of an estimator beside the rewards of groups.
 
     ``weights_K`` are those of the reward functions, ``history`` has earlier visits of prompts, ``scale`` says what to
     divide by and ``max_reward`` is the highest reward that a completion can get.
@@ -151,7 +151,7 @@ class EstimatorInputs(NamedTuple):
 
 
 class EstimatorRow(NamedTuple):
-    """What an estimator computes, allows and needs.
+    """An estimator's functions, limits and needs.
 
     ``compute`` returns advantages_R, NaN for a rollout without a reward, of the groups of this rank, or of all ranks
     where it needs ``all_ranks``. ``scales`` are what it may divide by, the default first; ``needs`` are words of
@@ -251,29 +251,29 @@ class Advantages:
 
     @property
     def scaled_by(self) -> ScaleBy:
-        """What advantages are divided by."""
+        """Divisor of advantages."""
         return self.scale or self._row.scales[0]
 
     @property
     def divides_groups(self) -> bool:
-        """Whether a deviation of each group divides, so that groups of any pass rate count about equally."""
+        """True if a deviation of each group divides, so that groups of any pass rate count about equally."""
         divides_functions = self.estimator == "gdpo"  # by group, before it divides their sum by batch
         return divides_functions or self.scaled_by in ("group", "mad", "mad_nonzero")
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
+        """Needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
         of_scale = frozenset({"all_ranks"}) if self.scaled_by in ("batch", "tokens") else frozenset[str]()
         return self._row.needs | of_scale
 
     @property
     def by_scores(self) -> bool:
-        """Whether it goes by the squared norm of the gradient of each token's log-prob."""
+        """True if it goes by the squared norm of the gradient of each token's log-prob."""
         return self._row.by_scores
 
     @property
     def parts(self) -> list[Requirement]:
-        """What the estimator needs of a run, with its scale where that is set."""
+        """Needs of the estimator, with its scale where that is set."""
         scale = f" with scale {self.scale}" if self.scale else ""
         return [Requirement(f"model.advantages.estimator {self.estimator}{scale}", needs=self.needs)]
 

@@ -1,4 +1,4 @@
-"""What goes through the policy together."""
+"""Micro-batches: rows of tokens that go through the policy together."""
 
 from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.batches.microbatch import make_micro_batches

@@ -25,7 +25,7 @@ LEAST_SHARED = 32
 
 @dataclass
 class PackedRow:
-    """What goes through the policy at once: one row without padding, and what its tokens are trained on.
+    """A micro-batch: one row without padding, and the columns that its tokens are trained on.
 
     A prompt stands in it once, with its responses after it, each of which counts its positions from the prompt's end.
     Tokens that several responses begin with stand there once too, wherever they come from: a tree of rollouts, or equal
@@ -111,7 +111,7 @@ class PackedRow:
 
     @property
     def source_U(self) -> torch.Tensor:
-        """Where the predecessors of the distinct tokens stand."""
+        """Places of the predecessors of the distinct tokens."""
         source_N = self.source_N if self.ce_source_M is None else torch.cat([self.source_N, self.ce_source_M])
         return source_N if self.distinct_U is None else source_N.index_select(0, self.distinct_U)
 
@@ -397,7 +397,7 @@ def _ranges(begins_R: np.ndarray, counts_R: np.ndarray) -> np.ndarray:
 
 
 def _learnt_tokens(members: Sequence[tuple[int, Rollout, Chunk | None]], sources_T: np.ndarray) -> dict[str, Any]:
-    """What the objective wants, completion after completion, of the tokens that are learnt from.
+    """Return the objective's columns of the tokens that are trained on, completion after completion.
 
     Args:
         members: Places of rollouts, the rollouts, and the chunk of each that is in the row.

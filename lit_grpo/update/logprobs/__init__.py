@@ -1,4 +1,4 @@
-"""What the policy and its reference think of the tokens."""
+"""Log-probs of the policy, its reference and a teacher."""
 
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings

@@ -1,4 +1,4 @@
-"""What can be measured of completion tokens without a gradient of the weights."""
+"""Measurements of completion tokens without a gradient of the weights."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class ServerTeacher:
         return self._ask("POST", "/v1/completions", asked)["choices"][0]["prompt_logprobs"]
 
     def _reads(self, token_id: int) -> bool:
-        """Whether the server takes a token as a prompt."""
+        """Return whether the server takes a token as a prompt."""
         try:
             self._ask("POST", "/v1/completions", {"model": self.model, "prompt": [token_id], "max_tokens": 1})
         except RuntimeError:  # it answers 400

@@ -1,4 +1,4 @@
-"""What an optimizer step minimises."""
+"""The objective of an optimizer step."""
 
 from lit_grpo.update.objective.objective import Objective
 

@@ -43,17 +43,17 @@ class Correction:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
+        """Needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
         return frozenset({"one_row", "whole_completions"} if self.of_sequence else ())
 
     @property
     def of_sequence(self) -> bool:
-        """Whether a weight is of all tokens of a completion."""
+        """True if a weight is of all tokens of a completion."""
         return self.mode.startswith(("sequence", "geometric"))
 
     @property
     def truncates(self) -> bool:
-        """Whether a weight outside of the bounds is cut, and not set to 0."""
+        """True if a weight outside of the bounds is cut, and not set to 0."""
         return self.mode.endswith("truncate")
 
 

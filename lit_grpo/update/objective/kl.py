@@ -97,7 +97,7 @@ class KLTerm:
 
     @property
     def parts(self) -> list[Requirement]:
-        """What the term takes away from others."""
+        """Effects of the term on other parts."""
         return [
             Requirement(
                 "model.objective.kl.place reward",

@@ -163,12 +163,12 @@ class Objective:
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether every token's loss has a KL term."""
+        """True if every token's loss has a KL term."""
         return self.kl.beta > 0 and self.kl.place == "loss"
 
     @property
     def parts(self) -> list[Requirement]:
-        """What each setting needs of a run, and what it takes away from others."""
+        """Needs of each setting, and its effects on others."""
         parts = [
             Requirement(f"model.objective.loss {self.loss}", needs=self.recipe.needs),
             Requirement(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
@@ -200,7 +200,7 @@ class Objective:
 
     @property
     def _together_parts(self) -> list[Requirement]:
-        """What takes all tokens of a completion, or of a turn, together."""
+        """Return the parts that take all tokens of a completion, or of a turn, together."""
         chosen = {
             f"ratio {self.ratio_level}": self.ratio_level == "sequence",
             f"off_policy_threshold {self.off_policy_threshold}": self.off_policy_threshold is not None,
@@ -268,5 +268,5 @@ class Objective:
 
     @property
     def uses_every_completion(self) -> bool:
-        """Whether a completion with advantage 0 changes the gradient."""
+        """True if a completion with advantage 0 changes the gradient."""
         return self.kl_in_loss or self.entropy.coefficient != 0 or self.top_entropy_quantile < 1

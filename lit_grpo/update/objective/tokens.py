@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an objective is computed from; the N axis holds the completions one after another, each of them whole.
+    """Inputs of an objective; the N axis holds the completions one after another, each of them whole.
 
     Tokens that are not learnt from (observed ones) are none of it.
 
@@ -135,7 +135,7 @@ def highest(
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What one optimizer step is normalised by, counted over all micro-batches and ranks beforehand.
+    """Denominators of one optimizer step, counted over all micro-batches and ranks beforehand.
 
     Because it is fixed before the first backward, the gradient does not depend on how the step is split.
     ``num_tokens`` and ``num_sequences`` are of the completions with a reward; ``num_entropy_tokens`` are those that an

@@ -1,4 +1,4 @@
-"""How a prompt is computed once for all of its completions."""
+"""One computation of a prompt for all of its completions."""
 
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.prefix.support import prefix_refusal

@@ -1,4 +1,4 @@
-"""Which tokens of a packed row see which: as labels for a GPU's mask, and as pieces that a CPU attends in."""
+"""Visibility of tokens in a packed row: as labels for a GPU's mask, and as pieces that a CPU attends in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stretch(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Where it stands."""
+        """Its place in the row."""
         return slice(self.start, self.start + self.length)
 
 

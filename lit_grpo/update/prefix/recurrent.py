@@ -106,11 +106,11 @@ def lay_out_batches(
 
 
 class SharedRow(Protocol):
-    """What a layer with states asks of the row that goes through it."""
+    """Protocol of a row for a layer with states."""
 
     @property
     def shares(self) -> bool:
-        """Whether the row is more than one sequence, or other rows need its states."""
+        """True if the row is more than one sequence, or other rows need its states."""
         ...
 
     @property

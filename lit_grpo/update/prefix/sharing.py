@@ -128,7 +128,7 @@ class SharedPrefix:
 
     @property
     def shares(self) -> bool:
-        """Whether a stretch follows another, or is needed by other rows: else the row is one sequence."""
+        """True if a stretch follows another, or is needed by other rows: else the row is one sequence."""
         return len(self.stretches) > 1 or bool(self._in_row)
 
     @property
@@ -200,7 +200,7 @@ def shared_prefix_attention(
 
 
 def shares_prefix(model: PreTrainedModel) -> bool:
-    """Whether ``model`` is switched to :func:`shared_prefix_attention` now."""
+    """Return whether ``model`` is switched to :func:`shared_prefix_attention` now."""
     return attention_name(model) == ATTENTION_NAME
 
 

@@ -1,4 +1,4 @@
-"""Whether a model can take packed rows, asked before anything expensive starts."""
+"""Checks of a model that is to take packed rows, before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _is_of_compiler(failure: BaseException) -> bool:
 
 
 def _relative_error(model: PreTrainedModel, layout: SharedPrefix) -> float:
-    """How far the packed row's hidden states are from those of each response alone after its prompt."""
+    """Return the relative error of the packed row's hidden states, against each response alone after its prompt."""
     vocab_size = model.config.get_text_config().vocab_size
     input_ids_BT = (torch.arange(_PROMPT + sum(_RESPONSES), device=model.device)[None] * 7 + 1) % vocab_size
     prompt = torch.arange(_PROMPT, device=model.device)

@@ -1,1 +1,1 @@
-"""Where keys and values lie while completions are decoded, and how much memory they may take."""
+"""Places of keys and values while completions are decoded, and the memory that they may take."""

@@ -38,7 +38,7 @@ _NOT_COMPUTED = torch.empty(0)
 
 @dataclass(eq=False)
 class CachedPrompt:
-    """Where a prompt lies: the shelf of its ``room``, and its entry there.
+    """Place of a prompt: the shelf of its ``room``, and its entry there.
 
     ``hidden_D`` is its last hidden state, which the first tokens of its completions come from; it is empty until it has
     been computed. So are ``states``, which its completions begin with.
@@ -52,7 +52,7 @@ class CachedPrompt:
 
 
 class CopiedRow(NamedTuple):
-    """What a row holds of its first tokens.
+    """Copy of a row's first tokens.
 
     ``tensors`` are their keys by layer, then their values, shape (KV heads, tokens, key or value size) each; ``states``
     are those after the last of them.
@@ -187,7 +187,7 @@ class SlotCache:
         return CopiedRow(tensors, {} if self.states is None else self.states.copy(row))
 
     def _stretches(self, row: int, count: int, num_tokens: int) -> list[ShelfStretch]:
-        """Where the first tokens of rows lie whose entries are neighbours on each shelf, piece by piece."""
+        """Return the places of the first tokens of rows whose entries are neighbors on each shelf, piece by piece."""
         stretches = []
         for piece, start in enumerate(self._starts.tolist()):
             if start < num_tokens:
@@ -382,7 +382,7 @@ class SlotCache:
         return output.to(query.dtype).view(rows, heads, 1, -1)
 
     def _mask(self, sight: Sight) -> torch.Tensor:
-        """What each token adds to its attention scores in this step: shape (tokens, 1, 1, columns)."""
+        """Return the addends of each token's attention scores in this step: shape (tokens, 1, 1, columns)."""
         if sight not in self._masks:
             columns_B1 = self._columns_B[:, None]
             valid_BL = torch.cat([self._completion_L <= columns_B1, self._prompt_valid_BL], -1)
@@ -402,7 +402,7 @@ def kv_budget_bytes(budget: MemoryAmount, policy: PreTrainedModel) -> int:
 
 
 class KVBudget:
-    """What the slots may take: KV tokens, and prompt tokens that go through the model at once.
+    """Limits of the slots: KV tokens, and prompt tokens that go through the model at once.
 
     Where memory runs out, the part that failed shrinks: KV tokens to four fifths of the most that were held, prompts to
     half. After some steps without a shortage both double, up to what was granted; with each shortage it takes twice as

@@ -1,4 +1,4 @@
-"""Where the keys and values of a decode step's rows lie, in tensors that a recorded step reads."""
+"""Places of the keys and values of a decode step's rows, in tensors that a recorded step reads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RowTables:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where the tables lie."""
+        """Addresses of the tables."""
         return tuple(each.data_ptr() for each in (self.columns, self.segments, self.bounds, self.sizes, self.pointers))
 
     def laid_out(

@@ -1,4 +1,4 @@
-"""What to try next, from the metrics of a run: a table of conditions, each with a sentence, and what reads it."""
+"""Advice from the metrics of a run: a table of conditions, each with a sentence, and its reader."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Condition:
-    """What a metric has to be like.
+    """Condition of a metric.
 
     Args:
         metric: Name of the metric.

@@ -137,7 +137,7 @@ def _text_and_reward(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed_and_often(of_prompt: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[bool, int]:
-    """Whether the highest reward of the last update differs from that of the first, and the number of updates."""
+    """Return whether the highest reward has changed from first to last update, and the number of updates."""
     first, last = (max(rank(row.get("reward")) for row in of_prompt[step]) for step in (min(of_prompt), max(of_prompt)))
     return first != last, len(of_prompt)
 

@@ -381,7 +381,7 @@ def _lengths_of(timelines: list[Timeline]) -> list[Length]:
 
 
 def _is_running(folder: Path) -> bool:
-    """Whether a living run has the folder; if its lock can be taken, no run has it, and it is released at once."""
+    """Return whether a living run has the folder; a lock that can be taken is no run's, and released at once."""
     path = folder.resolve()
     if not path.name:  # of the root
         return False
