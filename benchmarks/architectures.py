@@ -1,6 +1,6 @@
 """Every causal language model that the installed transformers knows: exact in all that a run does, or refused at once.
 
-Of each family a small random model is saved, loaded as a policy, decoded with the slots, learnt from, exported and
+Of each family a small random model is saved, loaded as a policy, decoded with the slots, trained on, exported and
 given adapters. What comes out is compared with plain Hugging Face forwards of one unpadded row at a time. A family is
 *exact* where all of it agrees, *refused* where a sentence says before the first token why it is not, and anything else
 is a defect.

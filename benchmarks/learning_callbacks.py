@@ -168,7 +168,7 @@ class ShortFirst(pl.Callback):
     """Learn from the groups of a batch in the order of their mean lengths, whatever order they were sampled in."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sort before each batch is learnt from."""
+        """Sort before each batch is trained on."""
         assert isinstance(pl_module, GRPOModule)
         learn = pl_module.learner.learn
 

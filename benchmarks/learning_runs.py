@@ -82,7 +82,7 @@ class Curves:
 
     ``exact_U`` is held-out exact match, ``reward_U`` and ``length_U`` the mean reward and length of the batch that led
     to the update, ``open_U`` the prompts that stayed open after it, ``flat_U`` the share of its groups without a
-    difference, ``samples_U`` and ``tokens_U`` what has been learnt from and decoded so far; seconds are without
+    difference, ``samples_U`` and ``tokens_U`` what has been trained on and decoded so far; seconds are without
     validations. ``logged`` are all metrics by name.
     """
 

@@ -184,7 +184,7 @@ METHODS = {
     "dars_equal": Method(("dars_equal:most=16",), FEW_OF_FOUR),
     "balanced": Method(("balanced",), FEW_OF_FOUR),
     "replace_flat": Method(("replace_flat:most=8",)),
-    # which are learnt from
+    # which are trained on
     "pods": Method(("pods:keep=4",)),
     "d3s": Method(("d3s:keep=6,tokens=0.8",)),
     "max_entropy": Method(("max_entropy:keep=4",)),

@@ -4,7 +4,7 @@ A random Qwen3 really decodes, in slots and, some of the modes, by vLLM in this 
 tailed lengths that are given beforehand. Every mode draws the same prompts in the same order and gives out batch after
 batch, the policy's version rising with each; there is no update in between, so that times are of rollouts alone. The
 first batch of each is left out. A useful token is one that is not sampled again; rates of useful tokens compare, for
-modes that leave the long ones for later have learnt from other completions at any moment. Modes go in turn, several
+modes that leave the long ones for later have trained on other completions at any moment. Modes go in turn, several
 times; times are medians of CPU seconds of one thread. Steps and tokens are the same every time. Here a step costs
 about as much as the slots that decode in it, so an idle slot costs little; on a GPU it costs nearly as much as a busy
 one, and useful tokens a step tell more of the time.
@@ -32,7 +32,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import RolloutMode
-from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import FittedLengths, NoLengths
 from lit_grpo.types import Key, Prompt, SamplingParams
 from scripts.make_tiny import make_tokenizer
 
@@ -150,7 +150,7 @@ def measure(arm: Arm, work: Work, generator: Generator, lengths: dict[Key, int])
     mode, prompts = _mode(arm.mode), iter(work.prompts)
     num_prompts = work.num_prompts * arm.batches
     buffer = RolloutBuffer(mode.rule(num_prompts, work.num_generations))
-    foretold: LearntLengths = NoLengths()
+    foretold: FittedLengths = NoLengths()
     if arm.plan != "fcfs":
         foretold = ForetoldLengths(_noisy(lengths))
     loop, sampling = (
@@ -167,7 +167,7 @@ def measure(arm: Arm, work: Work, generator: Generator, lengths: dict[Key, int])
         stats = loop.run(buffer.ready)
         buffer.close()
         completions = [rollout.completion for group in buffer.take() for rollout in group.fresh]
-        buffer.learnt()
+        buffer.end_update()
         if version:
             for place, one in enumerate(sorted(completions, key=lambda completion: completion.num_tokens)):
                 update = version + place * arm.batches // len(completions)

@@ -13,7 +13,7 @@ from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from benchmarks.rollouts import KnownLengths, slots
 from lit_grpo.methods.plans import find_plan
 from lit_grpo.rollout.loop import RolloutLoop, RolloutStats
-from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import FittedLengths, Job, NoLengths
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
@@ -142,7 +142,7 @@ class Runner:
             self.predictor.end(commit=True)
         figures.add(stats, groups, points)
 
-    def _lengths(self, prompts: Sequence[Prompt], known: dict[Key, int]) -> LearntLengths:
+    def _lengths(self, prompts: Sequence[Prompt], known: dict[Key, int]) -> FittedLengths:
         if self.system.lengths == "none":
             return NoLengths()
         if self.system.lengths == "predicted" and self.told is None:

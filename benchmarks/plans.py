@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import KnownLengths, lengths_of, replayed
-from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import FittedLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import slot_bound
 from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 
@@ -172,11 +172,11 @@ def _trace(workload: Workload, family: str, seed: int) -> Trace:
     return load_trace(f"{family}:prompts={workload.num_prompts},group={workload.group_size},seed={seed}")
 
 
-def _over_bound(plan: str, trace: Trace, num_slots: int, lengths: LearntLengths) -> float:
+def _over_bound(plan: str, trace: Trace, num_slots: int, lengths: FittedLengths) -> float:
     return replayed(trace, plan, num_slots, lengths).steps / slot_bound(trace.lengths, num_slots)
 
 
-def _lengths(trace: Trace, predictions: str, seed: int) -> LearntLengths:
+def _lengths(trace: Trace, predictions: str, seed: int) -> FittedLengths:
     if predictions == "misleading":
         return KnownLengths(trace.jobs, np.random.default_rng((2, seed)).permutation(trace.lengths))
     if predictions == "recorded":

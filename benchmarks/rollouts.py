@@ -12,7 +12,7 @@ from lit_grpo.plugins import Listener
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import FittedLengths, Job, NoLengths
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
@@ -100,7 +100,7 @@ def roll_out(
     group_size: int,
     sampling: SamplingParams,
     plan: str = "fcfs",
-    lengths: LearntLengths | None = None,
+    lengths: FittedLengths | None = None,
     on_step: Callable[[int], None] | None = None,
     points: Sequence[int] = (),
 ) -> tuple[list[RolloutGroup], RolloutStats]:
@@ -122,6 +122,6 @@ def kv_tokens(generator: SlotGenerator) -> tuple[int, int]:
     return generator.capacity().kv_tokens_in_use, int(rows.counts_B.sum()) + sum(prompts.values())
 
 
-def replayed(trace: Trace, plan: str, num_slots: int, lengths: LearntLengths, kv_tokens: int | None = None) -> Schedule:
+def replayed(trace: Trace, plan: str, num_slots: int, lengths: FittedLengths, kv_tokens: int | None = None) -> Schedule:
     """Decode a trace by a plan in a simulation: slots, KV tokens that limit what is in them, and no model."""
     return simulate(trace, find_plan(plan), Engine(num_slots, kv_tokens), lengths)

@@ -1,4 +1,4 @@
-"""Learning from a teacher: how soon a policy has learnt, and what an update takes beside TRL's DistillationTrainer.
+"""Learning from a teacher: how soon a policy has learned, and what an update takes beside TRL's DistillationTrainer.
 
 ``taught_demo``: the policy after the demo's 60 updates teaches the one before them, alone (completions are scored by
 the teacher, and rewards are only logged) or beside rewards. What is measured is when each seed's greedy exact match on

@@ -51,7 +51,7 @@ class Case:
     common prompt. ``warm`` counts gradients and the optimizer's state as part of the idle process. ``first`` is how
     many completions of each group the warm-up has: all, unless told otherwise. Of several ``ranks``, which share every
     row, the process is the one that torchrun's variables say. ``plugin`` is one that
-    says which tokens are learnt from, or how they go through the policy, such as ``nat:share=0.5``. ``teacher`` is a
+    says which tokens are trained on, or how they go through the policy, such as ``nat:share=0.5``. ``teacher`` is a
     policy that scores the tokens within each step; TRL's trainer is then its DistillationTrainer. ``cpu_time`` makes
     all seconds CPU seconds of the process, for a machine that others use too.
     """
@@ -162,7 +162,7 @@ def run_lit_grpo(case: Case, folder: str) -> None:
 
 
 def teach(settings: LearnerSettings, plugin: str | None) -> None:
-    """Let a plug-in say which tokens are learnt from, or how they go through the policy; None for plain GRPO."""
+    """Let a plug-in say which tokens are trained on, or how they go through the policy; None for plain GRPO."""
     settings.set_plugins(*map(fresh, make_plugins([plugin] if plugin else []).values()))
 
 

@@ -90,18 +90,18 @@ class ThroughputMonitor(Observer):
 
     def _see(self, module: GRPOModule, batch: PromptBatch) -> None:
         """Count tokens and completions of the rollout on all ranks."""
-        rollouts, prefilled, prompts, learnt = batch.rollouts, 0, 0, 0
+        rollouts, prefilled, prompts, trained = batch.rollouts, 0, 0, 0
         for group in batch.groups:
             prefilled += len(group.prompt.token_ids)
         for rollout in rollouts:
-            learnt += rollout.completion.num_sampled
+            trained += rollout.completion.num_sampled
             prompts += len(rollout.completion.request.prompt.token_ids)
             for segment in rollout.completion.segments[:1]:
                 prompts += segment.num_tokens if segment.version is None else 0  # said by reset, before an answer
-        local = torch.tensor([learnt, prompts, len(rollouts), prefilled])
-        learnt, prompts, completions, self._prefilled = module.ranks.sum(local).tolist()
+        local = torch.tensor([trained, prompts, len(rollouts), prefilled])
+        trained, prompts, completions, self._prefilled = module.ranks.sum(local).tolist()
         sampled = batch.metrics.get("rollout/tokens")
-        self._tokens = float(learnt if sampled is None else sampled)
+        self._tokens = float(trained if sampled is None else sampled)
         self._sampled = {"num_tokens": self._tokens + prompts, "num_completions": completions}
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
@@ -125,9 +125,9 @@ class ThroughputMonitor(Observer):
         step_s, aside_s = sum(seconds.values()), {name: seconds.get(name, 0.0) for name in ("validation", "checkpoint")}
         self._totals["time/total_s"] += step_s
         tokens = self._tokens
-        learnt = float(trainer.callback_metrics["update/tokens"])
+        trained = float(trainer.callback_metrics["update/tokens"])
         both_s, generation_s = rollout_s + update_s, batch.metrics.get("time/generation_s", rollout_s)
-        flops = self._flops_per_token * (self._prefilled + tokens + 3 * learnt)
+        flops = self._flops_per_token * (self._prefilled + tokens + 3 * trained)
         pl_module.log_dict(
             {
                 "time/total_s": self._totals["time/total_s"],

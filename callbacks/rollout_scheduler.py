@@ -184,7 +184,7 @@ class RolloutScheduler(pl.Callback):
         return list(clashing([*self.session.parts(), replace(once, chosen=asked <= number)]))
 
     def _other_parts(self, data: object, module: GRPOModule) -> list[Requirement]:
-        """Return what plug-ins have to go with: the data and what is learnt."""
+        """Return what plug-ins have to go with: the data and what is learned."""
         parts = module.settings.parts()
         if not isinstance(data, PromptDataModule):
             changes = {"prompt_stream": "is asked for its batches alone"}
@@ -241,10 +241,10 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Learn from the lengths, and forget the batch, now that the update has been made; have the last validated."""
         assert isinstance(pl_module, GRPOModule)
-        logs = self.session.learnt(pl_module, batch)
+        logs = self.session.end_update(pl_module, batch)
         if self.session.mode.overlap != "none":
             self._warn(batch)
-        pl_module.log_dict(logs.pop("learnt"))
+        pl_module.log_dict(logs.pop("learned"))
         for source, values in logs.items():
             pl_module.log_anew(source, values)
         if 0 < trainer.max_steps <= trainer.global_step:

@@ -77,7 +77,7 @@ class RunCheckpoint(pl.Callback):
         self._best_is_due = False
         self._newest: tuple[int, str | None] = (0, None)  # version and path of the last checkpoint on the disk
         self._given: tuple[int, str | None] = (0, None)  # of the last one that was given to the writer
-        self._phase: Literal["away", "between", "rollout", "update", "learnt", "ended"] = "away"
+        self._phase: Literal["away", "between", "rollout", "update", "trained", "ended"] = "away"
         self._tried = False  # whether the states that checkpoints keep have been looked at
         self._validated = True  # whether the validation after this batch has ended, or there is none
         self._leaves_out = False  # what callbacks would add to a checkpoint and cannot, which else ends the run
@@ -126,7 +126,7 @@ class RunCheckpoint(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
         self._newest = self._given = (pl_module.policy_version, None if path is None else str(path))
-        self._several, self._phase, self._tried = trainer.world_size > 1, "learnt", False
+        self._several, self._phase, self._tried = trainer.world_size > 1, "trained", False
         best = self.path(trainer, "best")
         self.saved_best = best if self._best > float("-inf") and settled(best).exists() else None
         folder = Path(trainer.default_root_dir)
@@ -166,7 +166,7 @@ class RunCheckpoint(pl.Callback):
     ) -> None:
         """Note that the state can be saved again."""
         assert isinstance(pl_module, GRPOModule)
-        self._phase, self._validated = "learnt", False
+        self._phase, self._validated = "trained", False
         self._end_if_lost(pl_module)
 
     def _end_if_lost(self, module: GRPOModule) -> None:
@@ -334,8 +334,8 @@ class RunCheckpoint(pl.Callback):
         can_save = can_save and (is_lost or not isinstance(exception, CheckpointError))
         on_all_ranks = isinstance(exception, Stopped | CannotGoOn | FolderLostError)
         can_save = can_save and (on_all_ranks or not self._several)
-        learnt = phase == "learnt"
-        if learnt and not self._validated and 0 <= trainer.max_steps <= trainer.global_step and not is_lost:
+        trained = phase == "trained"
+        if trained and not self._validated and 0 <= trainer.max_steps <= trainer.global_step and not is_lost:
             can_save = False  # a resumed run would have no update left, and so skip this validation: repeat the update
         can_save = can_save and phase not in ("away", "update")
         can_save = can_save and (pl_module.policy_version > self._newest[0] or is_lost)
@@ -345,9 +345,9 @@ class RunCheckpoint(pl.Callback):
         try:
             if can_save:
                 logs: Any = trainer._logger_connector  # pyright: ignore[reportAttributeAccessIssue]
-                if learnt and trainer.training and logs._first_loop_iter is not None:  # else the epoch has ended
+                if trained and trainer.training and logs._first_loop_iter is not None:  # else the epoch has ended
                     logs.update_train_step_metrics()  # the update's row may not be written yet
-                between = nullcontext() if phase == "ended" else _without_batch(trainer, learnt, self._validated)
+                between = nullcontext() if phase == "ended" else _without_batch(trainer, trained, self._validated)
                 with between:
                     self._save_or_rescue(trainer, pl_module)
         except (CheckpointError, OSError) as error:
@@ -508,8 +508,8 @@ def _guarded(callback: pl.Callback, name: str, leaves_out: bool) -> Callable[...
 
 
 @contextmanager
-def _without_batch(trainer: pl.Trainer, learnt: bool = False, validated: bool = True) -> Iterator[None]:
-    """While saving, count the current batch as not started, or as finished if it has been learnt from.
+def _without_batch(trainer: pl.Trainer, trained: bool = False, validated: bool = True) -> Iterator[None]:
+    """While saving, count the current batch as not started, or as finished if it has been trained on.
 
     Otherwise validation would come one batch early after resuming. A validation that has not ended counts as started,
     so that it is repeated.
@@ -519,10 +519,10 @@ def _without_batch(trainer: pl.Trainer, learnt: bool = False, validated: bool = 
     before = [(count, dict(vars(count))) for count in (*counts, *_validation_counts(trainer))]
     was_last = progress.is_last_batch
     for count in counts:
-        done = count.ready if learnt else count.completed
+        done = count.ready if trained else count.completed
         vars(count).update(ready=done, started=done, processed=done, completed=done)
-    progress.is_last_batch = was_last and learnt
-    if learnt and not validated:
+    progress.is_last_batch = was_last and trained
+    if trained and not validated:
         for count in _validation_counts(trainer):
             vars(count).update(ready=1, started=1, processed=0, completed=0)
     try:

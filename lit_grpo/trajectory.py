@@ -20,7 +20,7 @@ class Segment(NamedTuple):
     """A stretch of tokens of one origin.
 
     ``version`` is that of the policy that sampled them; None where they were *observed* (a tool's answer):
-    those stand in the row and are never learnt from. Sampled ones are, unless ``trained`` is False.
+    those stand in the row and are never trained on. Sampled ones are, unless ``trained`` is False.
     """
 
     num_tokens: int
@@ -73,18 +73,18 @@ class Trajectory:
 
     ``token_ids_T`` (int64), ``logprobs_T`` (float32, of the distribution that was sampled from; 0 where observed),
     ``versions_T`` (int64, the policy version that sampled each token, or ``OBSERVED``) and ``trained_T`` (bool, whether
-    it is learnt from) lie on the CPU and have equal length. ``entropy`` is the mean entropy, in nats, of the
+    it is trained on) lie on the CPU and have equal length. ``entropy`` is the mean entropy, in nats, of the
     distributions that its tokens were sampled from; NaN where the generator does not tell.
 
     A token takes eight bytes, and there are no tensors until they are asked for: ``logprobs_T`` is then the memory that
     is kept, the others are copies. Ids, log-probs and versions can be assigned as a whole.
 
-    Of its ``num_tokens`` a policy has sampled ``num_sampled``, and ``num_trained`` are learnt from. ``oldest_version``
+    Of its ``num_tokens`` a policy has sampled ``num_sampled``, and ``num_trained`` are trained on. ``oldest_version``
     is that of its oldest sampled token; None where there is none.
 
     Where its turns were sampled after other tokens than those before them here, such as a conversation whose earlier
     turns were written again without their reasoning, ``contexts`` has for each turn the tokens between the prompt and
-    it, and ``rows`` what it is learnt from in.
+    it, and ``rows`` its rows of tokens in the update.
 
     ``engines`` names the engines that have sampled it, each with the place of its first token; empty where the policy
     itself has.
@@ -237,7 +237,7 @@ class Trajectory:
         return rows
 
     def of_turns(self, values: Sequence[float]) -> torch.Tensor:
-        """Give each token that is learnt from the value of its turn, float32.
+        """Give each token that is trained on the value of its turn, float32.
 
         Args:
             values: One for each of ``turns``.
@@ -273,7 +273,7 @@ class Trajectory:
 
     @property
     def trained_T(self) -> torch.Tensor:
-        """True if they are learnt from, bool; a copy."""
+        """True if they are trained on, bool; a copy."""
         return self._spread([segment.trained for segment in self.segments]).bool()
 
     def _spread(self, values: Sequence[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ R     rollouts of a batch, group by group, however many each has
 B     rows of a batch that goes through the model
 C     completions of a micro-batch
 T     tokens
-N     completion tokens that are learnt from, of a micro-batch, one completion after another
+N     completion tokens that are trained on, of a micro-batch, one completion after another
 V     vocabulary
 K     reward functions
 ====  ==========================================================
@@ -390,14 +390,14 @@ class Rollout:
 
     ``rewards`` holds each reward function's value by name, ``None`` where it does not apply; ``reward``
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
-    counts in the statistics of its group, and is not learnt from; ``learnt`` it has been in an earlier batch, with
-    another part of its group. One that is ``replayed`` was sampled, rewarded and learnt from at an earlier visit of the
+    counts in the statistics of its group, and is not trained on; ``learnt`` it has been in an earlier batch, with
+    another part of its group. One that is ``replayed`` was sampled, rewarded and trained on at an earlier visit of the
     prompt, and takes part in the group's advantages and in the update alone; with ``recompute`` its tokens get the
     log-probs of the policy before the update, as if that policy had sampled them. ``extra`` is what reward functions
-    and plug-ins logged of it, and ``advantage`` what it was learnt from with, NaN before that.
+    and plug-ins logged of it, and ``advantage`` what it was trained on with, NaN before that.
 
     ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
-    ``token_advantages`` (float32, shape (completion.num_trained,)) what each token was learnt from with, where that is
+    ``token_advantages`` (float32, shape (completion.num_trained,)) what each token was trained on with, where that is
     not ``advantage`` for all of them. ``ce_weights`` (float32, shape (completion.num_tokens,)) is the weight of each
     token's negative log-likelihood in the loss, observed tokens among them; None if no token has one. They are averaged
     with those of the same ``ce_source``, the number of the plug-in of the update that gave them.
@@ -568,7 +568,7 @@ class PromptBatch:
     before its first one (by ``Request.key``), those left out of which nothing was known yet.
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint. A batch is
     ``carried`` where a mode has filled it with what was open: of any number of groups then, and parts of them. Where
-    its groups are learnt from while others still decode, ``arriving`` gives them, and adds them to ``groups``.
+    its groups are trained on while others still decode, ``arriving`` gives them, and adds them to ``groups``.
 
     It is no dataclass, because Lightning copies those field by field to convert their tensors.
     """

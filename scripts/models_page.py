@@ -73,9 +73,9 @@ adapter alone are without them. If the files have no such layers, hold them quan
 the `config.json` of the export counts none, and a message says so.
 
 Other tensors that the model has no place for, such as a critic's head or the vision tower of a model that is trained on
-text alone, are left out. The first lines of a run name both kinds. In a policy whose files hold weights in four bits
-(bitsandbytes) only adapters are trained, and its export has no quantization; files quantized in other ways are refused
-if transformers keeps them quantized."""
+text alone, are left out. The first lines of a run name both kinds. Layers past those that `config.json` counts are
+refused. In a policy whose files hold weights in four bits (bitsandbytes) only adapters are trained, and its export has
+no quantization; files quantized in other ways are refused if transformers keeps them quantized."""
 
 
 def models_page(path: Path, path_with_vllm: Path) -> str:

@@ -260,7 +260,7 @@ class Play:
         return call("act", token=f"{request.path}/{turn}") if turn < 3 and draw.random() < 0.8 else "I am done."
 
     def run(self) -> list[Any]:
-        """Go on to the end; return what was learnt from, update by update."""
+        """Go on to the end; return what was trained on, update by update."""
         try:
             batches = iter(self.loader)
             while self.policy_version < NUM_UPDATES:
@@ -280,7 +280,7 @@ class Play:
         self.empty += [list(group.key) for group in batch.groups if not group.rollouts]
         self.learnt.append([_told(rollout.completion, rollout.rewards) for rollout in batch.rollouts])
         self.policy_version += 1
-        self.session.learnt(self, batch)  # pyright: ignore[reportArgumentType]
+        self.session.end_update(self, batch)  # pyright: ignore[reportArgumentType]
         batch.trained = True
         loader, left = self.loader.state_dict(), self.session.buffer._groups
         told = {"learnt": self.learnt, "empty": self.empty, "open": list(map(list, left))}

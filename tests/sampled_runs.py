@@ -1,4 +1,4 @@
-"""Real runs on sums, sampled on the spot: what was learnt from at each version, and a checkpoint after each update."""
+"""Real runs on sums, sampled on the spot: what was trained on at each version, and a checkpoint after each update."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train_on_sums(
 
 
 class Trained(pl.Callback):
-    """Keeps the policy of each version, and what was learnt from at each."""
+    """Keeps the policy of each version, and what was trained on at each."""
 
     def __init__(self) -> None:
         self.policies: dict[int, Any] = {}
@@ -76,7 +76,7 @@ class Trained(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        self.batches[max(self.batches)] = list(batch.rollouts)  # of one that was learnt from as it came, they are here
+        self.batches[max(self.batches)] = list(batch.rollouts)  # of one that was trained on as it came, they are here
         self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     @property

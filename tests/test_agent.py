@@ -643,7 +643,7 @@ def test_a_validation_does_not_wait_for_threads_of_agents_that_wait_for_the_poli
     both_begun = lambda _: [bool(each.num_turns) for each in worker.drivers.values()] == [True] * 2  # noqa: E731
     RolloutLoop(generator, buffer, listeners=[worker]).run(both_begun)
     goes_on.set()
-    buffer.learnt()
+    buffer.end_update()
     held_out, found = replace(prompt, prompt_id="validation/0"), []
 
     def validate() -> None:
@@ -681,7 +681,7 @@ def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_to
         buffer.open(group_requests(prompts_of(worker, [{"prompt": "Guess."}]), 1, SAMPLING, 0))
         is_away = lambda _: bool(begun) and any(each.num_turns for each in worker.drivers.values())  # noqa: B023, E731
         RolloutLoop(generator, buffer, listeners=[worker]).run(is_away)
-        buffer.learnt()
+        buffer.end_update()
         ((key, places),) = worker.state_dict()["trajectories"]
         assert key == ["train/0", 0, (0,)] and {state for _, state in places} == {None}  # no agent outlives a kill
         generator.version = version

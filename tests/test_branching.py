@@ -123,7 +123,7 @@ def test_forks_are_in_checkpoints_and_go_on_in_the_next_rollout() -> None:
     forker = Forker({2: fork((0, 0))})
     groups, first = controller(generator, buffer=buffer, listeners=[forker]).collect(prompts("a", "b"), 1, SAMPLING, 0)
     assert [group.prompt.prompt_id for group in groups] == ["b"]
-    buffer.learnt()
+    buffer.end_update()
     restored = RolloutBuffer(buffer.rule)
     restored.load_state_dict(buffer.state_dict())
     assert [(each.path, each.prefix.num_tokens) for each in restored.unfinished] == [((0,), 4), ((0, 0), 4)]

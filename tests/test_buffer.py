@@ -79,7 +79,7 @@ def test_a_rule_says_how_many_groups_are_released() -> None:
         ended(buffer, request.after(tokens(1)).ended("stop"))
     assert buffer.ready()
     assert [group.key for group in buffer.take()] == [("b", 1)] and len(buffer) == 2
-    buffer.learnt()
+    buffer.end_update()
     assert len(buffer) == 1
 
 

@@ -1,4 +1,4 @@
-"""Turns that are learnt from with advantages of their own, against one token after another in float64."""
+"""Turns that are trained on with advantages of their own, against one token after another in float64."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def cut_off(factory: Any, num_samples: int = 1) -> tuple[Trajectories, RolloutBu
             return StepEvents(len(later), len(later))
 
     RolloutLoop(OneTurn(chat_tokenizer(), says), buffer, listeners=[worker]).run(in_the_middle)
-    buffer.learnt()
+    buffer.end_update()
     return worker, buffer
 
 

@@ -1,4 +1,4 @@
-"""Tokens learnt from are the tokens sampled, whatever templates make of conversations; templates."""
+"""Tokens trained on are the tokens sampled, whatever templates make of conversations; templates."""
 
 from __future__ import annotations
 

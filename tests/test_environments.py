@@ -621,7 +621,7 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
         return None
 
     worker, buffer = next(found for found in (cut_off() for _ in range(50)) if found is not None)
-    buffer.learnt()  # else a checkpoint has what there was before the rollout
+    buffer.end_update()  # else a checkpoint has what there was before the rollout
     kept, saved = worker.state_dict(), buffer.state_dict()
     assert [[state is not None for _, state in places] for _, places in kept["trajectories"]] == [[restored]] * 2
     worker.close()
@@ -673,7 +673,7 @@ def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_i
         return resumed, again
 
     run(2)
-    buffer.learnt()
+    buffer.end_update()
     worker.on_update_end(GroupBatch([], 1, PassRule("Counts"), lambda own: [own]))
     if cut == "within":
         with pytest.raises(Cut):
@@ -727,7 +727,7 @@ def test_environments_are_there_until_their_groups_have_been_scored() -> None:
     generator, listeners = Scripted(chat_tokenizer(), says), [worker, runner]
     ended = lambda: [each for each in worker.records.values() if each.completion is not None]  # noqa: E731
     RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: len(ended()) == 1 and not buffer.away)
-    buffer.learnt()
+    buffer.end_update()
     for number in range(2):
         held_out = replace(prompt, prompt_id=f"validation/{number}")
         RolloutLoop(Scripted(chat_tokenizer(), lambda *_: "no"), listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
@@ -758,7 +758,7 @@ def test_answers_that_come_during_another_rollout_are_kept_for_their_own() -> No
     (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 3}])
     buffer.open(group_requests([prompt], 1, SAMPLING, 0))
     RolloutLoop(generator, buffer, listeners=[worker]).run(_is_at_work(worker))
-    buffer.learnt()
+    buffer.end_update()
     held_out = Prompt("validation/0", prompt.token_ids, "", prompt.columns, messages=prompt.messages)
     (other,), _ = RolloutLoop(generator, listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
     RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
@@ -772,7 +772,7 @@ def test_an_answer_to_what_has_been_discarded_is_not_taken() -> None:
     generator = Scripted(chat_tokenizer(), counting)
     buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 3}]), 1, SAMPLING, 0))
     RolloutLoop(generator, buffer, listeners=[worker]).run(_is_at_work(worker))
-    buffer.learnt()
+    buffer.end_update()
     generator.version = 5  # so that what was sampled is too old
     RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
     (group,) = buffer.take()

@@ -286,9 +286,9 @@ def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsy
             "Pass@1 on held-out prompts was 50.0% (95% interval 45.6 to 54.4) at update 0 and 80.0% (95% interval 76.3 "
             "to 83.3) at update 3.",
         ),
-        ([0.5, None, 0.8, 0.4], False, "**The run has learnt nothing that this metric shows:** pass@1 on held-out"),
-        ([0.5, None, None, 0.5], False, "**The run has learnt nothing"),
-        ([0.5, None, None, 0.53], False, "**The run may have learnt nothing:** pass@1 on held-out prompts was 50.0%"),
+        ([0.5, None, 0.8, 0.4], False, "**The run has learned nothing that this metric shows:** pass@1 on held-out"),
+        ([0.5, None, None, 0.5], False, "**The run has learned nothing"),
+        ([0.5, None, None, 0.53], False, "**The run may have learned nothing:** pass@1 on held-out prompts was 50.0%"),
     ],
 )
 def test_a_run_that_learnt_nothing_is_said_to(
@@ -296,7 +296,7 @@ def test_a_run_that_learnt_nothing_is_said_to(
 ) -> None:
     curve(run, reward=[0.2, 0.21, 0.2, 0.21], val__pass_at_1=passed)
     found = record.progress(read_folder(run), 3)
-    assert found is not None and found.learnt == learnt and str(found).startswith(said)
+    assert found is not None and found.has_improved == learnt and str(found).startswith(said)
     main([str(run), "--gguf", "none"])
     assert said in (run / "finished" / "README.md").read_text()
     assert ("learnt nothing" in capsys.readouterr().out) != learnt
@@ -339,12 +339,12 @@ def test_without_held_out_prompts_the_rewards_of_batches_count(run: Path) -> Non
     for rewards, learnt in ((up, True), (flat, False), (up[::-1], False)):
         curve(run, reward=rewards)
         found = record.progress(read_folder(run), 39)
-        assert found is not None and found.metric == "mean reward of training batches" and found.learnt == learnt
+        assert found is not None and found.metric == "mean reward of training batches" and found.has_improved == learnt
     curve(run, reward=up[:3])
     assert record.progress(read_folder(run), 3) is None
     curve(run, ce__loss=[2.0, 1.0, 0.5], val__sft__loss=[2.1, None, 0.9])
     found = record.progress(read_folder(run), 2)
-    assert found is not None and found.learnt and found.falls and found.metric == "loss of held-out examples"
+    assert found is not None and found.has_improved and found.falls and found.metric == "loss of held-out examples"
 
 
 def test_noise_is_seldom_taken_for_learning(run: Path) -> None:
@@ -353,7 +353,7 @@ def test_noise_is_seldom_taken_for_learning(run: Path) -> None:
     for before, after in drawn.binomial(500, 0.5, (400, 2)) / 500:
         columns = {"reward": np.full(4, 0.5), "val/pass@1": np.array([before, np.nan, np.nan, after])}
         found = record.progress(replace(records, steps=np.arange(4), columns=columns), 3)
-        taken += found is not None and found.learnt
+        taken += found is not None and found.has_improved
     assert taken <= 20  # 2.3% of them are above two standard errors
 
 

@@ -319,12 +319,12 @@ def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> N
     history.commit()
     batch = PromptBatch([])
     batch.groups = [group_of([1.0, 0.0], 0.5), group_of([0.0, 1.0], name="train/1")]
-    logged = session.learnt(run_of(), batch)["plugins"]
+    logged = session.end_update(run_of(), batch)["plugins"]
     assert chooser.state == {"easy": 0.51, "hard": 0.51}  # as if no group had been flat
     assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 0.5
     without = RolloutSession()
     without.open(history, data_of(tokenizer, "none").train_dataloader())
-    assert without.learnt(run_of(), batch)["plugins"] == {}
+    assert without.end_update(run_of(), batch)["plugins"] == {}
 
 
 def run_of() -> Any:

@@ -1,4 +1,4 @@
-"""What a server can answer that no vLLM server does: each time one sentence, and nothing of it is learnt from."""
+"""What a server can answer that no vLLM server does: each time one sentence, and nothing of it is trained on."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_the_kl_controller_learns_nothing_from_a_batch_without_tokens() -> None:
 @pytest.mark.parametrize("mode", ["none", "token_truncate"])
 def test_a_token_without_a_sampled_logprob_is_refused_with_its_prompt_and_sample(mode: Any) -> None:
     groups = ragged_groups()
-    groups[0].rollouts[3].completion.logprobs_T[3:] = NAN  # token 3 is not learnt from
+    groups[0].rollouts[3].completion.logprobs_T[3:] = NAN  # token 3 is not trained on
     learner, steps = make_learner(objective=Objective(correction=Correction(mode)))
     with pytest.raises(
         ValueError, match=r"Sample \(4,\) of prompt 'a', visit 0, has no sampled log-prob \(NaN\) for token 4"
@@ -326,7 +326,7 @@ def test_a_token_without_a_sampled_logprob_is_refused_with_its_prompt_and_sample
         learner.learn(groups)
     assert steps.gradients == []
     groups[0].rollouts[3].completion.logprobs_T[4] = -0.5
-    groups[0].rollouts[3].completion.logprobs_T[2] = NAN  # not learnt from
+    groups[0].rollouts[3].completion.logprobs_T[2] = NAN  # not trained on
     learner.learn(groups)
 
 

@@ -315,7 +315,7 @@ def test_what_is_unfinished_at_a_release_goes_on_from_its_prefix_or_begins_anew(
     first, stats = rollouts.collect(prompts("a", "b"), 2, SAMPLING, seed=0)
     assert [group.prompt.prompt_id for group in first] == ["a"] and stats.num_steps == 3
     assert [request.prefix.num_tokens for request in rollouts.buffer.unfinished] == [3, 3]
-    rollouts.buffer.learnt()
+    rollouts.buffer.end_update()
     stats = rollouts.run(rollouts.buffer.ready)
     assert stats.num_steps == (6 if leftovers == "keep" else 9)
     assert [r.completion.num_tokens for r in rollouts.buffer.take()[0].rollouts] == [9, 9]

@@ -1,4 +1,4 @@
-"""The vote of a group as its reward: what it gives, and what is learnt where it is wrong."""
+"""The vote of a group as its reward: what it gives, and what is learned where it is wrong."""
 
 from __future__ import annotations
 

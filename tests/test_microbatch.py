@@ -43,7 +43,7 @@ def test_a_packed_micro_batch_holds_each_prompt_once_and_points_at_predecessors(
 
 @pytest.mark.parametrize("shared_prefix", [True, False])
 def test_the_tokens_of_a_completion_may_have_advantages_of_their_own(shared_prefix: bool) -> None:
-    """Two segments of one completion, of which the second is not wholly learnt from, beside one with one advantage."""
+    """Two segments of one completion, of which the second is not wholly trained on, beside one with one advantage."""
     segments, plain = make_rollout([5, 6], [7, 8, 9, 4]), make_rollout([5, 6], [9, 3], sample_id=1)
     whole, trained_T = segments.completion, torch.tensor([True, True, False, True])
     segments.completion = Completion(

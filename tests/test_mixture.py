@@ -401,7 +401,7 @@ def test_limits_that_cannot_hold_are_refused(specs: Any, message: str) -> None:
 
 
 def test_two_for_the_same_rows_are_refused_as_before() -> None:
-    with pytest.raises(ValueError, match="which both decide what each turn is learnt from with; take one of them"):
+    with pytest.raises(ValueError, match="which both decide what each turn is trained on with; take one of them"):
         check_decisions([("a", Alternating()), ("b", Falling())])
 
 

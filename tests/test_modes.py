@@ -98,7 +98,7 @@ def test_a_group_leaves_in_parts_and_what_has_left_counts_in_its_statistics() ->
         for rollout in part.rollouts:
             rollout.reward = 1.0
     assert buffer.take() == parts and buffer.num_left == 2
-    buffer.learnt()
+    buffer.end_update()
     assert buffer.unfinished == [a0, a1, b2] and not buffer.ready()
     for request in (a0, a1, b2):
         ended(buffer, request.after(tokens(4)).ended("stop"))
@@ -108,7 +108,7 @@ def test_a_group_leaves_in_parts_and_what_has_left_counts_in_its_statistics() ->
     assert [(r.completion.request.path, r.kept, r.reward) for r in a.rollouts[:1]] == [((2,), False, 1.0)]
     assert [r.completion.request.path for r in a.fresh] == [(0,), (1,)]
     assert [r.completion.request.path for r in b.fresh] == [(2,)] and len(b.rollouts) == 3
-    buffer.learnt()
+    buffer.end_update()
     assert len(buffer) == 0
 
 
@@ -161,12 +161,12 @@ def test_an_interrupted_rollout_leaves_the_buffer_as_it_was() -> None:
     buffer.renew(9)
     ended(buffer, a0.after(tokens(4)).ended("stop"))
     buffer.close()
-    assert buffer.take() and repr(buffer.state_dict()) == before  # what a checkpoint has until it is learnt from
+    assert buffer.take() and repr(buffer.state_dict()) == before  # what a checkpoint has until it is trained on
     buffer.undo()
     assert repr(buffer.state_dict()) == before
     buffer.begin()
     ended(buffer, a0.after(tokens(4)).ended("stop"))
     buffer.close()
     buffer.take()
-    buffer.learnt()
+    buffer.end_update()
     assert repr(buffer.state_dict()) != before

@@ -254,7 +254,7 @@ def test_a_plug_in_that_is_given_to_two_runs_begins_anew_in_each() -> None:
     run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
     batch = PromptBatch([])
     for _ in range(2):
-        assert RolloutSession(given).learnt(run, batch)["plugins"] == {"mine/count": 2.0}
+        assert RolloutSession(given).end_update(run, batch)["plugins"] == {"mine/count": 2.0}
 
 
 def test_a_plug_in_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() -> None:
@@ -262,10 +262,10 @@ def test_a_plug_in_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() 
     ranks = SimpleNamespace(gather=lambda own: [own], size=1, rank=0)
     run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
     batch = PromptBatch([])
-    assert session.learnt(run, batch)["plugins"] == {"mine/count": 2.0}
+    assert session.end_update(run, batch)["plugins"] == {"mine/count": 2.0}
     again = RolloutSession(make_plugins([f"{__name__}.Counting:step=2"]))
     again.load_state_dict(session.state_dict(ranks), ranks)  # pyright: ignore[reportArgumentType]
-    assert again.learnt(run, batch)["plugins"] == {"mine/count": 4.0}
+    assert again.end_update(run, batch)["plugins"] == {"mine/count": 4.0}
 
 
 @dataclass

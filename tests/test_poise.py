@@ -64,7 +64,7 @@ def draw(rng: np.random.Generator, prompts: np.ndarray, members: int = 2) -> tup
 
 
 def learnt_from(seed: int, batches: int = 20) -> CrossRolloutBaseline:
-    """A worker that has learnt from batches of both prompts."""
+    """A worker that has trained on batches of both prompts."""
     rng, worker = np.random.default_rng(seed), fresh(CrossRolloutBaseline(AT))
     for _ in range(batches):
         groups, answers = draw(rng, rng.integers(0, 2, 64))

@@ -373,7 +373,7 @@ def test_the_rollouts_of_april() -> None:
         for request in rollouts.buffer.unfinished:
             left[request.key[0]] = max(request.prefix.num_tokens, left.get(request.key[0], 0))
         found.append(([group.prompt.prompt_id for group in groups], stats.num_steps, left))
-        rollouts.buffer.learnt()
+        rollouts.buffer.end_update()
     assert found == [
         (["p1", "p2"], 4, {"p0": 4, "p3": 4}),
         (["p0", "p4"], 5, {"p3": 9, "p5": 5}),

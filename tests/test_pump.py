@@ -65,8 +65,8 @@ def test_batches_are_given_out_while_the_rest_is_decoded(generator: SlotGenerato
     stats = pump.stop()
     assert stats is not None and stats.num_tokens >= sum(r.completion.num_tokens for g in first for r in g.rollouts)
     assert not pump.runs and generator.capacity().free_slots == 4
-    assert len(buffer) == 6  # what is given out stays until it has been learnt from
-    buffer.learnt()
+    assert len(buffer) == 6  # what is given out stays until it has been trained on
+    buffer.end_update()
     seen = {group.key for group in first}
     for _ in range(2):  # it goes on from where it stopped, and rests once all have ended
         pump.start(RolloutLoop(generator, buffer, listeners=[pump]))
@@ -74,7 +74,7 @@ def test_batches_are_given_out_while_the_rest_is_decoded(generator: SlotGenerato
         assert len(groups) == 2 and not seen & {group.key for group in groups}
         seen |= {group.key for group in groups}
         pump.stop()
-        buffer.learnt()
+        buffer.end_update()
     assert len(buffer) == 0 and len(seen) == 6
 
 

@@ -23,7 +23,7 @@ GAME = {"environments": {"factory": Catch}}
 
 
 class First(Plugin):
-    """Decides what rollouts are learnt from with."""
+    """Decides what rollouts are trained on with."""
 
     def shape_advantages(self, batch: Any, advantages: Any) -> Any:
         return advantages
@@ -82,13 +82,13 @@ TOGETHER: list[tuple[Sequence[Any], str]] = [
     (["april", "chunked"], "april and chunked, which both decide when groups leave the buffer; take one"),
     (["knapsack", "balanced"], "knapsack and balanced, which both decide how many completions each prompt gets"),
     (["reference_hint", "strategy_hint"], "both decide what prompts are asked with; take one of them"),
-    ([{"pods": {"keep": 4}}, {"d3s": {"keep": 4}}], "pods and d3s, which both decide which rollouts are learnt from"),
-    ([f"{__name__}.First", f"{__name__}.Second"], "which both decide what each rollout is learnt from with; take one"),
+    ([{"pods": {"keep": 4}}, {"d3s": {"keep": 4}}], "pods and d3s, which both decide which rollouts are trained on"),
+    ([f"{__name__}.First", f"{__name__}.Second"], "which both decide what each rollout is trained on with; take one"),
     (["strategy_hint", "sdpo"], "strategy_hint and sdpo, which both decide what prompts are asked with"),
     (["sdft", {"agent": {"run": calculate}}], "sdft and agent, which both decide what prompts are asked with"),
-    (["sdft", "gigpo"], "sdft and gigpo, which both decide what each turn is learnt from"),
+    (["sdft", "gigpo"], "sdft and gigpo, which both decide what each turn is trained on"),
     (["sdpo", "sortedrl"], "sdpo needs complete groups .* sortedrl lets groups leave in parts; add unit=group"),
-    (["gigpo", "mt_grpo"], "gigpo and mt_grpo, which both decide what each turn is learnt from"),
+    (["gigpo", "mt_grpo"], "gigpo and mt_grpo, which both decide what each turn is trained on"),
     ([GAME, {"agent": {"run": calculate}}], "environments and agent, which both decide what turns are answered by"),
     (["balanced", "april"], r"balanced needs every group .* april keeps groups open"),
     (["replace_flat", "arrol:at=8"], r"replace_flat needs every group to be sampled .*plugins arrol"),

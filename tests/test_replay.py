@@ -193,7 +193,7 @@ def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
     assert not memory.state_dict()["path"] and memory.metrics(alone)["replay/prompts"] == 0
 
 
-# ---- what is learnt from it ----------------------------------------------------------------------------
+# ---- what is learned from it --------------------------------------------------------------------------
 
 
 def learnt_groups(logprobs: str = "recomputed") -> tuple[Replay, list[RolloutGroup]]:

@@ -1,4 +1,4 @@
-"""A conversation that the chat template writes again before each turn: a trajectory that is learnt from in rows."""
+"""A conversation that the chat template writes again before each turn: a trajectory that is trained on in rows."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def test_who_is_asked_is_learnt_from_every_batch() -> None:
     assert chooser.history is history
     batch = PromptBatch([])
     batch.groups = [RolloutGroup(prompts("p0")[0], [])]
-    session.learnt(run_of(), batch)
+    session.end_update(run_of(), batch)
     assert session._metrics(run_of()) == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 0.0}
 
 

@@ -1,4 +1,4 @@
-"""Which rollouts are learnt from: against all subsets, and in a learner."""
+"""Which rollouts are trained on: against all subsets, and in a learner."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_the_members_of_the_highest_mean_entropy_are_kept() -> None:
 def test_entropies_that_are_not_told_count_as_they_are_measured_where_a_rollout_may_be_chosen() -> None:
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [math.nan, 1.0, 0.0])
     measured = with_entropies(groups, [0.55, math.nan, 0.65, math.nan, 0.1], [math.nan, 0.0, 0.2])
-    groups[0].rollouts[3].kept = False  # learnt from before, with another part of its group
+    groups[0].rollouts[3].kept = False  # trained on before, with another part of its group
     selection, asked = MaxEntropy(2, statistics="kept"), list[Rollout]()
 
     def entropies(untold: Sequence[Rollout], what: str) -> dict[Key, torch.Tensor]:
@@ -174,7 +174,7 @@ def test_entropies_that_are_not_told_count_as_they_are_measured_where_a_rollout_
 
     selection.choose_rollouts(learning_batch(groups, entropies))
     keys = {rollout.completion.request.key for rollout in asked}
-    assert keys == {("train/0", 0, (1,))}  # neither the one that has been learnt from nor the one without a reward
+    assert keys == {("train/0", 0, (1,))}  # neither the one that has been trained on nor the one without a reward
     found = advantages(selection, groups, entropies={key: measured[key] for key in keys})
     assert [list(known(values)) for values in found] == [[1, 2], [1, 2]]  # 0.6 and 0.65 of 0.55, 0.6, 0.65 and 0.1
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from lit_grpo.methods.plans import find_plan, shipped_plans
-from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import FittedLengths, Job, NoLengths
 from lit_grpo.scheduling.ledger import RETRY_STEPS
 from lit_grpo.scheduling.plans.plan import Queue, make_plan, memory_bound, slot_bound
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
@@ -30,7 +30,7 @@ def hand_made(lengths: list[int], groups: list[int] | None = None, prompts: list
     return Trace("hand made", keys, np.array(groups), prompt_tokens, np.array(lengths), np.full(count, max(lengths)))
 
 
-def run(name: str, trace: Trace, engine: Engine, lengths: LearntLengths | None = None) -> Schedule:
+def run(name: str, trace: Trace, engine: Engine, lengths: FittedLengths | None = None) -> Schedule:
     lengths = lengths_of(trace, 0.0) if lengths is None else lengths
     return simulate(trace, find_plan(name), engine, lengths)
 

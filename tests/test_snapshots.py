@@ -146,7 +146,7 @@ def test_versions_that_nobody_needs_are_let_go_and_one_that_is_missing_is_told()
     assert snapshots.versions == [2, 3]
     snapshots.on_batch_start()
     assert snapshots.versions == [2, 3, 4]
-    with pytest.raises(ValueError, match=r"Tokens of policy version 0 wait to be learnt from, .* have not been kept"):
+    with pytest.raises(ValueError, match=r"Tokens of policy version 0 wait to be trained on, .* have not been kept"):
         learner.learn(batch([0, 3]))
 
 
@@ -179,7 +179,7 @@ def test_snapshots_that_may_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=message):
         fresh(Snapshots(8.9 * one)).on_train_start(run)
     resumed = replace(run, version=4, open_versions=lambda version: {version, 2})
-    with pytest.raises(ValueError, match=r"Tokens of policy version 2 wait to be learnt from, .* have not been kept"):
+    with pytest.raises(ValueError, match=r"Tokens of policy version 2 wait to be trained on, .* have not been kept"):
         fresh(Snapshots()).on_train_start(resumed)
 
 

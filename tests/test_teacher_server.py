@@ -131,7 +131,10 @@ def test_a_server_that_is_busy_is_asked_again(served: Served) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((400, "too long"), "gives no log-probs: it answers 400 to /v1/completions: 'too long'. Nothing was learnt"),
+        (
+            (400, "too long"),
+            "gives no log-probs: it answers 400 to /v1/completions: 'too long'. The batch was not trained on",
+        ),
         ({"choices": []}, "gives no log-probs: list index out of range"),
         ({"choices": [{"prompt_logprobs": [None, None]}]}, "gives no log-probs"),
         ((200, "<html>"), "gives no log-probs: Expecting value"),

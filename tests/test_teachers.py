@@ -209,7 +209,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(plugin: Distill) -> None:
 
 
 def test_observed_and_masked_tokens_are_neither_scored_nor_learnt_from() -> None:
-    """What is learnt from the others does not change with what a teacher would say of them."""
+    """What is learned from the others does not change with what a teacher would say of them."""
     for plugin in (Distill(), Distill(top_k=3)):
         groups = unrewarded(ragged_groups())
         _, logs = learnt(groups, plugin, other_policy())

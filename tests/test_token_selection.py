@@ -38,7 +38,7 @@ LOW, HIGH = 0.2, 0.28
 
 
 def groups_of_eleven(flat: bool = False) -> list[RolloutGroup]:
-    """Groups of 4, 4 and 3, of which the second may have equal rewards; some tokens are not learnt from."""
+    """Groups of 4, 4 and 3, of which the second may have equal rewards; some tokens are not trained on."""
     rng = np.random.default_rng(5)
     rewards = [*rng.random((2, 4)).tolist(), rng.random(3).tolist()]
     rewards[1] = [0.5] * 4 if flat else rewards[1]

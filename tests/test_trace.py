@@ -107,7 +107,7 @@ def test_what_is_sampled_does_not_depend_on_the_slots(collect: Any) -> None:
     assert few == many and len(few) == 60
 
 
-# ---- what is learnt ----------------------------------------------------------------------------------------
+# ---- what is learned ----------------------------------------------------------------------------------------
 
 
 def path(number: int, said: int, heard: int, tail: int) -> Completion:

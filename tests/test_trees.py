@@ -1,4 +1,4 @@
-"""EPTree, TreePO and ARPO: where completions fork, and what their tokens are learnt from with, by brute force."""
+"""EPTree, TreePO and ARPO: where completions fork, and what their tokens are trained on with, by brute force."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def test_groups_with_a_member_away_stay_open_between_rollouts(make: Any, expecte
     groups = buffer.take()
     away = {request.key for request in buffer.away}
     assert away == slow.waiting.keys() and away
-    buffer.learnt()
+    buffer.end_update()
     restored = RolloutBuffer(rule)
     restored.load_state_dict(buffer.state_dict())
     assert {each.key for each in restored.away} == away

@@ -81,7 +81,7 @@ class Remembered:
     def as_member(self, group: RolloutGroup, place: int, recompute: bool = False) -> Rollout:
         """Return it as a member of a group, with a path that nothing sampled has: -1 for the first place.
 
-        With ``recompute`` it is learnt from as if the policy had sampled it.
+        With ``recompute`` it is trained on as if the policy had sampled it.
         """
         request = replace(group.rollouts[0].completion.request, path=(-1 - place,), prefix=EMPTY)
         completion = Completion.of(request, self.trajectory, self.finish_reason, self.text)

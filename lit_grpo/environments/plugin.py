@@ -92,7 +92,7 @@ class Record:
         completion: What it has come to; None until it has ended.
         num_rollouts: Rollouts that have begun since its group became whole; None before.
         kept: Where it can go on, of a checkpoint or of a rollout that has failed, until the next update.
-        carried: Where it could go on as this rollout began, until that has been learnt from.
+        carried: Where it could go on as this rollout began, until that has been trained on.
         begun: Where others can begin within it in this rollout.
     """
 
@@ -509,7 +509,7 @@ class Trajectories(Plugin):
     def state_dict(self) -> dict[str, Any]:
         """Return which trajectories have begun, where those can go on whose environments can be restored, and calls.
 
-        As the rollout began and as they are now: until it has been learnt from, what is resumed is before it. Of calls
+        As the rollout began and as they are now: until it has been trained on, what is resumed is before it. Of calls
         it is how many of each tool have failed.
         """
         places = self._places()
@@ -615,7 +615,7 @@ class Environments(Trajectories):
     def _changes(self) -> Mapping[str, str]:
         """Return its effects: no turns where there is one alone, and no rewards of turns that no environment gives.
 
-        Turns that are sampled after other tokens than each other are learnt from apart. Nothing can begin in the middle
+        Turns that are sampled after other tokens than each other are trained on apart. Nothing can begin in the middle
         of such an episode, nor where an environment has no ``state``.
         """
         kinds = {} if self.factory is None else self._kinds()

@@ -9,7 +9,7 @@ that came before the turn, as long as the group has less than ``width`` members:
 
 n is how many turns of the path have branched one after another. Of more branches than have room those are made whose
 turns end first. Once no path of a group is left, fresh ones fill the width. Advantages are those of the run's
-estimator: a token before a branch is in each of its completions, and so is learnt from with the mean of theirs.
+estimator: a token before a branch is in each of its completions, and so is trained on with the mean of theirs.
 
 u depends on the seed, the prompt, the path and the turn alone, so that a run that goes on draws the same. With the
 ``width`` of ``model.num_generations`` it is plain GRPO.

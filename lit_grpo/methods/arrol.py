@@ -66,7 +66,7 @@ class Arrol(Plugin):
             )
 
     def setup(self) -> None:
-        """Begin with a head that has learnt nothing."""
+        """Begin with a head that has learned nothing."""
         self.head = QualityHead()
         self._shifts: list[list[float]] = []  # of groups left whole: mean reward, and of those that would have stayed
         self._clear()
@@ -180,7 +180,7 @@ class Arrol(Plugin):
         return [float(np.mean(rewards)), float(np.mean(others))] if is_known else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt as plain values; a rollout under way is no part of it."""
+        """Return what has been learned as plain values; a rollout under way is no part of it."""
         return {"head": self.head.state_dict(), "shifts": self._shifts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class QualityHead:
 
     A ridge regression that forgets (that of predicted lengths, :class:`Ridge`) gives scores. Scores fall into
     bins, and a chance is the share of successes in the bin so far, of completions that were scored before they were
-    learnt from, with a beta prior of the weight of two completions at the bin's middle; chances rise with the score
+    trained on, with a beta prior of the weight of two completions at the bin's middle; chances rise with the score
     (:func:`rising`). Completions that ended before they were observed have a bin of their own.
 
     ``proven`` is whether chances predicted for the last ``WINDOW`` groups that lost nobody have told successes from
@@ -242,7 +242,7 @@ class QualityHead:
         return np.append(rising(shares[:-1], counts[:-1]), shares[-1])
 
     def chances(self, features: np.ndarray) -> np.ndarray:
-        """Return chances of success, shape (n,), for finite ``features``, shape (n, D); 0.5 before it has learnt."""
+        """Return chances of success, shape (n,), for finite ``features``, shape (n, D); 0.5 before it has learned."""
         if not (self.has_learnt and len(features)):
             return np.full(len(features), 0.5)
         return self._posterior[self._bins_of(self._projection(features))]
@@ -282,7 +282,7 @@ class QualityHead:
         return figures
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt as plain values."""
+        """Return what has been learned as plain values."""
         return {
             "scale": self._projection.scale.tolist(),
             "model": self._model.state_dict(),

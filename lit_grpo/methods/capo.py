@@ -13,7 +13,7 @@ prob of the token, the quadratic models of the surrogate ``A pi / pi_old`` and o
     m_H = A s + A (s^2 - Var_p u) / 2    the change of the surrogate; its Hessian is A times what is in brackets
     m_F = s^2 / 2                        the Fisher term of the sampled token, in nats
 
-A token is learnt from where ``|m_H| < hessian`` and ``m_F < fisher``. A weight moves by at most about ``lr (1 - b1) /
+A token is trained on where ``|m_H| < hessian`` and ``m_F < fisher``. A weight moves by at most about ``lr (1 - b1) /
 sqrt(1 - b2)`` for one token, however small the moments are: they divide a gradient of one token, not the batch's mean.
 
 It costs a forward pass and, for each token, products of ``top`` rows of the head. The paper's code
@@ -22,12 +22,12 @@ Four things deviate. The moments are the optimizer's own, with clipped gradients
 them; the code keeps moments of its own, of the mean gradient of each row of the head. A sampled token that is not among
 the ``top`` likeliest takes the place of the last of them; the code's sampling is limited to them. Tokens that are left
 out stay in the denominator; the code's ``grpo`` loss divides by those that are left, its ``dr_grpo`` loss as here. And
-before Adam's first step, when there are no moments, all tokens are learnt from; the code takes ``lr g`` there, with the
-learning rate of 0 that its warm-up begins with, so that all are learnt from as well.
+before Adam's first step, when there are no moments, all tokens are trained on; the code takes ``lr g`` there, with the
+learning rate of 0 that its warm-up begins with, so that all are trained on as well.
 
 Evidence: both models beside autograd's Hessian and Fisher matrix in float64, in ``tests/test_capo.py``, and gradient
 norms beside GRPO's at the paper's learning rate, ``python -m benchmarks.learning capo_norms``. It has not been shown
-to help (docs/methods.md): those tasks are learnt at rates of 2e-5 and more, and on the demo's 1e-4 it was 8 points
+to help (docs/methods.md): those tasks are learned at rates of 2e-5 and more, and on the demo's 1e-4 it was 8 points
 lower.
 
 The bounds belong to the paper's learning rate of 1.5e-5, and m_F grows with its square: look at ``update/kept_share``

@@ -83,7 +83,7 @@ class Blended(Plugin):
         self._weights: list[float] = []
 
     def add_members(self, batch: GroupBatch) -> None:
-        """Weigh each group that may be learnt from, and add none."""
+        """Weigh each group that may be trained on, and add none."""
         self._weights = [self.local(group) for group in batch.groups if group.rollouts]
 
     def metrics(self, all_gather: AllGather) -> dict[str, float]:

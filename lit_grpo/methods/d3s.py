@@ -27,7 +27,7 @@ from lit_grpo.update.plugin import LearningBatch
 
 @dataclass
 class TokenShare(Plugin):
-    """A share of the tokens of the completions that are learnt from: the tokens with the largest ``|A_i| x H_it``.
+    """A share of the tokens of the completions that are trained on: the tokens with the largest ``|A_i| x H_it``.
 
     Any other choice of completions can have it too, by a class that derives from both:
     ``class PodsTokens(TokenShare, MaxVariance)``.
@@ -42,7 +42,7 @@ class TokenShare(Plugin):
 
     @property
     def _takes_tokens(self) -> bool:
-        """True if, at any time of the run, a part of the tokens is learnt from."""
+        """True if, at any time of the run, a part of the tokens is trained on."""
         return min(self.tokens, self.first_tokens or 1.0) < 1
 
     def requirement(self, name: str) -> Requirement:

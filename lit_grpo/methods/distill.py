@@ -26,7 +26,7 @@ likeliest tokens and the tail: reverse KL takes one of several good continuation
 
 The log-probs of the policy in the advantage are those of sampling, at the temperature of sampling, which also divides
 the policy's logits in D. The teacher's logits are divided by ``model.teacher.temperature``. Tokens that an environment
-said are neither scored nor learnt from.
+said are neither scored nor trained on.
 
 Example:
     ``model: {teacher: {policy: path/to/a/larger/model}, rewards: []}`` and ``rollout.plugins: [distill]``

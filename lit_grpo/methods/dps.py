@@ -71,7 +71,7 @@ class DynamicsPredictive(Plugin):
         return None if self.decay == 1 else math.ceil(math.log(NEGLIGIBLE) / math.log(self.decay))
 
     def prompt_state(self, prompts: Sequence[Prompt]) -> State:
-        """The version of the policy that the last batch was learnt by, and what of that batch was expected and seen."""
+        """The version of the policy after the last batch, and what of that batch was expected and seen."""
         return {"learnt_version": -1.0, "partly_expected": 0.0, "partly_passed": 0.0}
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:

@@ -1,6 +1,6 @@
 """DRPO (arXiv 2510.04474): short right answers count more than long ones, and no right answer less than a wrong one.
 
-With ``s`` the mean log-prob of a completion's tokens, a group is learnt from by::
+With ``s`` the mean log-prob of a completion's tokens, a group is trained on by::
 
     J = sum over right i of w_i s_i - tau log(mean over wrong j of exp(s_j / tau))
     w_i = exp((1 - tokens_i / max_tokens) / lambda), divided by the sum of these over the right ones
@@ -36,7 +36,7 @@ Temperature = Annotated[float, Limit(gt=0, infinite=True)]
 class DecoupledLength(Plugin):
     """Divides what right answers get by their length among themselves; what passes is right.
 
-    A group of one kind alone is not learnt from. In a config, with the loss that the formula is for::
+    A group of one kind alone is not trained on. In a config, with the loss that the formula is for::
 
         rollout: {plugins: [{drpo: {length_temperature: 0.1}}]}
         model: {objective: {loss: grpo}}
@@ -60,23 +60,23 @@ class DecoupledLength(Plugin):
     """
 
     def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return what each rollout is learnt from with."""
+        """Return what each rollout is trained on with."""
         pairs = zip(batch.groups, advantages, strict=True)
         return [self._of_group(group.rollouts, values, batch.pass_rule) for group, values in pairs]
 
     def _of_group(self, rollouts: Sequence[Rollout], values: Sequence[float], pass_rule: PassRule) -> list[float]:
-        learnt = [place for place, value in enumerate(values) if not math.isnan(value)]
-        right = [place for place in learnt if pass_rule.passes(rollouts[place].rewards)]
-        wrong = [place for place in learnt if place not in right and rollouts[place].completion.num_trained]
+        trained = [place for place, value in enumerate(values) if not math.isnan(value)]
+        right = [place for place in trained if pass_rule.passes(rollouts[place].rewards)]
+        wrong = [place for place in trained if place not in right and rollouts[place].completion.num_trained]
         shortness = {place: -_share(rollouts[place]) / self.length_temperature for place in right}
         if self.totals == "estimator":
             total = math.fsum(values[place] for place in right)
             given = divided(total, shortness) if total > 0 else {}
             return [given.get(place, value) for place, value in enumerate(values)]
-        given = dict.fromkeys(learnt, 0.0)
+        given = dict.fromkeys(trained, 0.0)
         if right and wrong:
             likelihood = {place: _mean_logprob(rollouts[place]) / self.temperature for place in wrong}
-            given |= divided(len(learnt), shortness) | divided(-len(learnt), likelihood)
+            given |= divided(len(trained), shortness) | divided(-len(trained), likelihood)
         return [given.get(place, value) for place, value in enumerate(values)]
 
 

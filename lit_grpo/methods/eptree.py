@@ -4,7 +4,7 @@ EPTree, with the paper's (M, N, L, T): each of ``model.num_generations`` (M) com
 tree. L times, once all of a tree has ended, T branches begin at each of the N tokens of it with the highest -log p.
 A group so comes to M (1 + N L T) members, the leaves.
 
-Each token is learnt from with the step signal of its node s, which are the tokens between two forks::
+Each token is trained on with the step signal of its node s, which are the tokens between two forks::
 
     A(s) = ((V(s) - V(root)) + (V(s) - V(parent of s))) / sqrt(number of leaves below s)
 

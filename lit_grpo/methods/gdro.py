@@ -117,7 +117,7 @@ class RolloutGDRO(Divided):
     lessens the noise of most, which is exact for whole numbers. Groups are pass rates cut into ``bins`` of equal width,
     and p is the mean of a group's prompts in the batch. What a group's count leaves over goes to its first prompts.
 
-    It deviates from the paper, whose law this is, not its algorithm: there, counts are learnt by bandits, one
+    It deviates from the paper, whose law this is, not its algorithm: there, counts are learned by bandits, one
     for each group, from the loss and a price on completions, and the law is what they approximate (section 4.3). It
     leaves v open; p (1 - p) is ours. Its groups are of the share of visits at which anybody passed, as in
     ``prompt_gdro``, and here of the share of completions that passed, without which p would not be known. For example::

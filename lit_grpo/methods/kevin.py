@@ -1,4 +1,4 @@
-"""A turn is learnt from with what it and later turns earned, against all turns of the group (Kevin, arXiv 2507.11948).
+"""A turn is trained on with what it and later turns earned, against all turns of the group (Kevin, arXiv 2507.11948).
 
 The return of a turn is ``R_t = sum_k gamma**k r_(t + k)`` over what the turns earned (``Rollout.turn_rewards``; where
 the environment says nothing, the last turn earned the reward of the rollout). Its advantage is R_t less the mean over

@@ -3,9 +3,9 @@
 A completion gets 1 where its answer is that of the majority, else 0; the data needs no answers. The majority is the
 answer with the most votes. Completions without an answer have no vote, and get 0. Where two answers have the most
 votes, or the first has less than ``least_share`` of all completions, there is no label, and the reward says nothing
-(None): such a group is learnt from by other rewards alone, or not at all.
+(None): such a group is trained on by other rewards alone, or not at all.
 
-**Where the majority is wrong, its answer is learnt**, and the right one unlearnt: with two answers, whichever is more
+**Where the majority is wrong, its answer is learned**, and the right one unlearned: with two answers, whichever is more
 likely than a half grows (``tests/test_majority_vote.py``). With many wrong answers most of those still get their 0
 rightly, which TTRL calls a lucky hit. Where the data has answers, ``majority/right`` says how often the label is right,
 and ``majority/reward_right`` how many rewards are. One completion alone is its own majority: validate by another
@@ -36,7 +36,7 @@ from lit_grpo.rewards.function import RewardFunction
 class MajorityVote(Plugin):
     r"""Brings the reward ``majority_vote``.
 
-    For example, with the true accuracy beside it, which is not learnt from; the second line may be left out::
+    For example, with the true accuracy beside it, which is not trained on; the second line may be left out::
 
         rollout: {plugins: [{majority_vote: {pattern: 'answer is (\S+)'}}]}
         model: {rewards: [{function: exact_match, weight: 0}]}

@@ -63,7 +63,7 @@ def mean_entropies(rollouts: Sequence[Rollout], measured: Mapping[Key, torch.Ten
 
     Args:
         rollouts: Whose entropies.
-        measured: The entropy of each token that is learnt from, by completion, where the generator tells none.
+        measured: The entropy of each token that is trained on, by completion, where the generator tells none.
     """
     entropies = []
     for completion in (rollout.completion for rollout in rollouts):

@@ -14,7 +14,7 @@ means over the tokens that went through, so that those of ``nat`` are more of be
 
 Evidence (``token_share-2026-11-26``): with half of the tokens ``nat`` takes 0.56 of an update's seconds and 0.62 of its
 memory, with a quarter 0.40 and 0.41; ``nat_uniform`` 0.88 and 0.99. The variance that is added is 1.3 and 4.2 times the
-squared norm of the batch's gradient, with ``nat_uniform`` 1.0 and 2.9. Neither learnt more from as many generated
+squared norm of the batch's gradient, with ``nat_uniform`` 1.0 and 2.9. Neither learned more from as many generated
 tokens (docs/methods.md).
 
 Example:

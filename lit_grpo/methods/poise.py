@@ -3,14 +3,14 @@
     A_i = r_i - V_i,   V_i = mean over the other rollouts j of the group of v(h_j)
 
 ``h_j`` is what the policy shows of rollout j after ``at`` tokens: its last hidden state, the mean log-prob so far and
-the entropy of the next token. ``v`` is a ridge regression, learnt from earlier batches. Neither depends on what rollout
+the entropy of the next token. ``v`` is a ridge regression, trained on earlier batches. Neither depends on what rollout
 i became, so the gradient ``sum A_i grad log pi`` stays unbiased, as it does not with ``v(h_i)``. Groups may have two
-members, and one in which all earn the same is learnt from too.
+members, and one in which all earn the same is trained on too.
 
 What deviates, from what the abstract says: ``v`` learns the mean reward of the *other* rollouts, which is what it is
 used for, and not the rollout's own; several others are averaged; what is read is the generator's one look midway, not
 the whole trajectory. A completion that ends before has the mean that such ones have had. Until the first batch has been
-learnt from, advantages are the estimator's.
+trained on, advantages are the estimator's.
 
 Evidence: 10,000 draws against the exact gradient of a small policy, in ``tests/test_poise.py``. With groups of 4
 it gave no more on the demo and on knights than groups of 4 do without it (docs/methods.md).
@@ -79,7 +79,7 @@ class CrossRolloutBaseline(Plugin):
             )
 
     def setup(self) -> None:
-        """Begin with nothing learnt."""
+        """Begin with nothing learned."""
         self._projection, self._ridge = Projection(NUM_COLUMNS, NUM_SCALARS), Ridge(BETWEEN)
         self._early = [0.0, 0.0]  # rollouts that were not looked at, and what others earned beside them; forgetting
         self._features: dict[Key, np.ndarray] = {}
@@ -138,7 +138,7 @@ class CrossRolloutBaseline(Plugin):
         return Row(features, earned, rollout.reward, baseline=baseline(group, rollout), group=group.key)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt as plain values."""
+        """Return what has been learned as plain values."""
         return {"scale": self._projection.scale.tolist(), "ridge": self._ridge.state_dict(), "early": self._early}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

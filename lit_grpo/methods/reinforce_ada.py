@@ -13,7 +13,7 @@ from lit_grpo.plugins import Plugin
 class Balanced(Plugin):
     """Rounds of ``num_generations`` until so many have passed and so many have not (Reinforce-Ada, arXiv 2510.04996).
 
-    With plug-in ``pods`` and ``statistics: group`` a balanced few of them are learnt from, and their baseline is over
+    With plug-in ``pods`` and ``statistics: group`` a balanced few of them are trained on, and their baseline is over
     all. Stopping at what one waits for biases the group's mean: docs/budgets.md says how far.
     """
 

@@ -25,7 +25,7 @@ from lit_grpo.types import PassRule, Request, Rollout, RolloutGroup
 class Replay(Plugin):
     """Correct completions of earlier visits that are replayed in a prompt's group.
 
-    What a batch brings is remembered once it has been learnt from, so that a batch that is broken off and sampled again
+    What a batch brings is remembered once it has been trained on, so that a batch that is broken off and sampled again
     ends the same; the memory is the same on every rank. Of completions with the same tokens the last is remembered
     alone. What has been replayed is not remembered again. A rule of your own is a dataclass that derives from it, with
     a ``choose`` of its own.
@@ -75,7 +75,7 @@ class Replay(Plugin):
         """Return ``number`` of those that are known.
 
         Args:
-            known: In the order in which they have been learnt from, at least so many.
+            known: In the order in which they have been trained on, at least so many.
             number: How many.
             request: Of a member of the group that they are to join, for draws that can be repeated.
         """
@@ -89,16 +89,16 @@ class Replay(Plugin):
     def add_members(self, batch: GroupBatch) -> None:
         """Let successes of earlier visits join groups, which have their rewards, as members.
 
-        Nothing joins a group that is not learnt from, or that has no difference even then.
+        Nothing joins a group that is not trained on, or that has no difference even then.
         """
         version = batch.version
         for group in batch.groups:
             rewarded = [rollout for rollout in group.rollouts if not math.isnan(rollout.reward)]
-            learnt = [rollout for rollout in rewarded if rollout.kept]
+            eligible = [rollout for rollout in rewarded if rollout.kept]
             rewards = [rollout.reward for rollout in rewarded]
             self._num_groups += 1
-            self._num_fresh += len(learnt)
-            chosen = self._chosen(group, len(rewarded), version) if learnt else []
+            self._num_fresh += len(eligible)
+            chosen = self._chosen(group, len(rewarded), version) if eligible else []
             if not chosen or all_equal([*rewards, *(each.reward for each in chosen)]):
                 continue
             self._num_revived += all_equal(rewards)
@@ -125,7 +125,7 @@ class Replay(Plugin):
         }
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
-        """Remember the successes of a batch that has been learnt from, of all ranks, and forget what is too old."""
+        """Remember the successes of a batch that has been trained on, of all ranks, and forget what is too old."""
         self._clear()
         own: list[Remembered] = []
         for group in batch.groups:

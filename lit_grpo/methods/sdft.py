@@ -4,7 +4,7 @@ The teacher is the policy (``model.teacher.policy``: ``live``, ``average`` or ``
 of a column. It scores the policy's own samples, with the advantage of
 :mod:`lit_grpo.methods.shared.self_teaching`. With an example of an answer in the column this is self-distillation
 fine-tuning (SDFT), which keeps what the policy knew better than fine-tuning on the example does, because only the
-policy's own samples are learnt from. With the final answer in the column it is on-policy self-distillation (OPSD,
+policy's own samples are trained on. With the final answer in the column it is on-policy self-distillation (OPSD,
 ``opsd`` of prime-rl): only ``column`` and ``template`` differ.
 It needs no reward: ``model.rewards`` may be empty.
 

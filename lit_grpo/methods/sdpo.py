@@ -2,7 +2,7 @@ r"""Self-distillation policy optimization (SDPO, arXiv 2601.20802): the policy t
 
 The teacher of a rollout is the policy (``model.teacher.policy``: ``live``, ``average`` or ``base``) with more in its
 prompt: a right completion of the same group, and what a reward function said of this completion by ``log_feedback``. A
-rollout that has neither is learnt from with ``(1 - weight) A`` alone. The advantage of a token is that of
+rollout that has neither is trained on with ``(1 - weight) A`` alone. The advantage of a token is that of
 :mod:`lit_grpo.methods.shared.self_teaching`, and the signal is one of each token where a reward is one of a completion.
 
 Which completion: the first of the group, in the order of samples, that passes by the run's rule (``model.pass_reward``,

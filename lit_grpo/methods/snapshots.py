@@ -47,7 +47,7 @@ class Snapshots(Plugin):
           plugins: [april, snapshots]
 
     A snapshot has the weights that are trained alone (with LoRA the adapters), in their own dtype, in host memory. It
-    is taken before the policy moves on from a version that samples, and let go once nothing that may be learnt from has
+    is taken before the policy moves on from a version that samples, and let go once nothing that may be trained on has
     a token of it. All ranks keep the same ones. One at a time takes the place of the policy's own weights on the
     device, before the first update on a batch, when there are no gradients yet.
     """
@@ -86,7 +86,7 @@ class Snapshots(Plugin):
         return sorted(self._weights)
 
     def on_batch_start(self) -> None:
-        """Keep the policy's weights, if tokens that it samples now may be learnt from after the update."""
+        """Keep the policy's weights, if tokens that it samples now may be trained on after the update."""
         if self._run.max_staleness is not None:
             self.hold(self._version)
 
@@ -128,10 +128,10 @@ class Snapshots(Plugin):
     # ---- what is measured ---------------------------------------------------------------------------
 
     def old_logprobs(self, batch: LearningBatch, several_steps: bool) -> dict[Key, torch.Tensor] | None:
-        """Return the log-prob of each token that is learnt from under the version that sampled it, by completion.
+        """Return the log-prob of each token that is trained on under the version that sampled it, by completion.
 
-        A completion goes through the policy once for each version that it has tokens of; rollouts that have been learnt
-        from before are left out. With one step on the batch, tokens of the policy now are NaN, for the pass that learns
+        A completion goes through the policy once for each version that it has tokens of; rollouts of earlier
+        batches are left out. With one step on the batch, tokens of the policy now are NaN, for the pass that learns
         from them computes them, and None is returned if there are no others.
 
         Raises:
@@ -200,7 +200,7 @@ class Snapshots(Plugin):
         """
         if missing := sorted({*versions} - self._weights.keys()):
             raise ValueError(
-                f"Tokens of policy version {missing[0]} wait to be learnt from, and rollout.plugins has snapshots, "
+                f"Tokens of policy version {missing[0]} wait to be trained on, and rollout.plugins has snapshots, "
                 "but the weights of that version have not been kept; go on from a checkpoint of a run with snapshots, "
                 "or leave the plug-in out."
             )

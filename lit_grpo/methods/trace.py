@@ -67,7 +67,7 @@ class ContrastiveTree(Branching):
         check_width(self.width, run)
 
     def setup(self) -> None:
-        """Begin with nothing learnt."""
+        """Begin with nothing learned."""
         super().setup()
         self._ridge = Ridge(BETWEEN)
 
@@ -134,7 +134,7 @@ class ContrastiveTree(Branching):
         return [passed[key] != passed[parent] for key, parent in parents.items() if parent in passed]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learnt as plain values."""
+        """Return what has been learned as plain values."""
         return {"ridge": self._ridge.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

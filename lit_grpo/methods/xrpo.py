@@ -127,7 +127,7 @@ def _within(angle: float, freedom: int) -> float:
 class Novelty(Plugin):
     """More weight for right answers that the policy was unlikely to give (XRPO, arXiv 2510.06672).
 
-    A rollout with an advantage ``A`` above 0, which with rewards of 0 and 1 is a right answer, is learnt from with
+    A rollout with an advantage ``A`` above 0, which with rewards of 0 and 1 is a right answer, is trained on with
 
         ``A + min(max(weight (1 - exp(s - mean s)), 0), most A)``
 

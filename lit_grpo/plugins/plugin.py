@@ -232,7 +232,7 @@ class Plugin(Listener):
         changes: What it takes away from others, by the same words: what to say of it after its name, such as ``lets
             groups leave in parts``.
         common: Whether all ranks remember the same, which checkpoints then keep once.
-        learns_unrewarded: Whether completions without a reward are learnt from: their advantage is 0 until their tokens
+        learns_unrewarded: Whether completions without a reward are trained on: their advantage is 0 until their tokens
             get others (:meth:`credit`), and ``model.rewards`` may be empty.
         asks_teacher: Whether it needs ``model.teacher``; :meth:`on_train_start` gets the teacher.
         evaluates: Whether it hears of rollouts of validation, test and predict too.
@@ -426,7 +426,7 @@ class Plugin(Listener):
         return {}
 
     def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:
-        """Learn from a batch that the policy has learnt from, whose version counts that update.
+        """Learn from a batch that the policy has trained on, whose version counts that update.
 
         Returns:
             What to log; a figure that was logged before and is left out now is logged as NaN.
@@ -752,12 +752,12 @@ DECISIONS = (
     ),
     Decision("what turns are answered by", ("on_turn",)),
     Decision(
-        "which rollouts are learnt from",
+        "which rollouts are trained on",
         ("choose_rollouts", "choose_from_batch", "token_mask", "token_weights"),
         by_rows=True,
     ),
-    Decision("what each rollout is learnt from with", ("shape_advantages",), by_rows=True),
-    Decision("what each turn is learnt from with", ("credit",), by_rows=True),
+    Decision("what each rollout is trained on with", ("shape_advantages",), by_rows=True),
+    Decision("what each turn is trained on with", ("credit",), by_rows=True),
     Decision("which tokens have a cross-entropy loss", ("ce_weights",), by_rows=True),
     Decision("which examples are imitated", ("examples",)),
     Decision("which further tokens have a loss", ("candidate_tokens", "token_loss")),

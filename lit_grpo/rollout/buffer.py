@@ -1,4 +1,4 @@
-"""Groups between their prompts and the update: the one owner of what has ended and has not yet been learnt from."""
+"""Groups between their prompts and the update: the one owner of what has ended and has not yet been trained on."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class _Open:
     prompt: Prompt
     completions: dict[SamplePath, Completion] = field(default_factory=dict)
     due: RolloutGroup | None = None  # whole, or the part of it that has ended, and waiting for its release
-    is_out: bool = False  # what was due has been given out, and not been learnt from yet
+    is_out: bool = False  # what was due has been given out, and not been trained on yet
     learnt: list[Rollout] = field(default_factory=list)  # in parts that have left before
     num_restarts: int = 0
     oldest: int | None = None  # version of what it had when the policy that samples now began to
 
     @property
     def num_ended(self) -> int:
-        """Completions that have ended and have not been learnt from."""
+        """Completions that have ended and have not been trained on."""
         return len(self.completions) + (0 if self.due is None else len(self.due.rollouts))
 
 
@@ -64,7 +64,7 @@ class RolloutBuffer:
     It lives as long as the run and goes into its checkpoints, with its ledger: completions that have ended, and the
     prefixes of those that have not. A group is whole when none of its requests is unfinished; whole groups, or the
     parts of groups that have ended, leave in the order of arrival, as the rule says. Where groups stay open between
-    releases, what is given out stays in the buffer until it has been :meth:`learnt` from.
+    releases, what is given out stays in the buffer until :meth:`end_update`.
 
     Args:
         rule: Rule by which groups are released.
@@ -222,9 +222,9 @@ class RolloutBuffer:
         return oldest is not None and version - oldest > self.rule.max_staleness
 
     def versions(self, version: int) -> set[int]:
-        """Return the versions of tokens that may yet be learnt from, once the policy of ``version`` samples.
+        """Return the versions of tokens that may yet be trained on, once the policy of ``version`` samples.
 
-        Of what has been given out and not been learnt from, too.
+        Of what has been given out and not been trained on, too.
         """
         having: list[Trajectory] = []
         for key, group in self._groups.items():
@@ -273,7 +273,7 @@ class RolloutBuffer:
 
     @property
     def num_left(self) -> int:
-        """Groups that stay open once all that is out has been learnt from, those among them that leave in parts."""
+        """Groups that stay open once all that is out has been trained on, those among them that leave in parts."""
         items = self._groups.items()
         unfinished = self.ledger.groups
         return sum(not group.is_out or key in unfinished or bool(group.completions) for key, group in items)
@@ -292,7 +292,7 @@ class RolloutBuffer:
         What has left in earlier parts of a group is among its members, ``learnt`` and not ``kept``.
         """
         due = [(key, group) for key, group in self._groups.items() if group.due is not None]
-        waits = self.rule.num_steps is None and self.rule.max_staleness > 0  # what is over may be learnt from later
+        waits = self.rule.num_steps is None and self.rule.max_staleness > 0  # what is over may be trained on later
         if waits and self.rule.num_groups is not None:
             due.sort(key=lambda item: not self._is_due_now(item[1]))
         chosen = due[: self.rule.num_groups] if waits else due
@@ -305,8 +305,8 @@ class RolloutBuffer:
                 del self._groups[key]
         return released
 
-    def learnt(self) -> None:
-        """All that was given out has been learnt from."""
+    def end_update(self) -> None:
+        """Forget what was given out, which has been trained on."""
         self._before = None
         for key, group in list(self._groups.items()):
             if group.is_out and group.due is not None:
@@ -318,7 +318,7 @@ class RolloutBuffer:
     # ---- rollouts that come to nothing ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """A rollout begins: until it has been learnt from, checkpoints have what there was before it.
+        """A rollout begins: until it has been trained on, checkpoints have what there was before it.
 
         So a run that is cut off in it, or in the update, takes both again, with the same result. Where a release waits
         for all, there is nothing before it: the prompts are drawn again.

@@ -13,7 +13,7 @@ import numpy as np
 
 from lit_grpo.plugins import ROLLOUT_HOOKS, Answer, CoreListener, Listener, ask, overriding
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import FittedLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_queues, slot_bound
 from lit_grpo.types import AllGather, Clock, Key, Part, Span, alone, over_ranks
 
@@ -57,7 +57,7 @@ class RolloutLoop:
         generator: Decoder,
         buffer: RolloutBuffer | None = None,
         plan: str | Plan = "fcfs",
-        lengths: LearntLengths | None = None,
+        lengths: FittedLengths | None = None,
         listeners: Sequence[Listener] = (),
         points: Sequence[int] = (),
     ) -> None:
@@ -65,7 +65,7 @@ class RolloutLoop:
         self.generator = generator
         self.buffer = RolloutBuffer() if buffer is None else buffer
         self.plan = plan
-        self.lengths: LearntLengths = NoLengths() if lengths is None else lengths
+        self.lengths: FittedLengths = NoLengths() if lengths is None else lengths
         self.listeners = listeners
 
     def collect(

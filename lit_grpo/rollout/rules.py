@@ -147,7 +147,7 @@ class RolloutMode(Plugin):
                 for name, is_set in leaves_open.items()
             ),
             Clash(
-                f"{leftovers} needs tokens of older policies to be learnt from",
+                f"{leftovers} needs tokens of older policies to be trained on",
                 "max_staleness 0 never lets them out of the buffer",
                 found=goes_on and not self.max_staleness,
                 remedy="give a max_staleness of 1 or more",

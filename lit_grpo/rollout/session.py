@@ -120,7 +120,7 @@ class RolloutSession:
         for batch in batches:
             session.next_batch(run, batch)    # batch.groups is filled
             ...                               # the policy learns from them
-            session.learnt(run, batch)
+            session.end_update(run, batch)
         session.close()
 
     Args:
@@ -319,7 +319,7 @@ class RolloutSession:
         phase: str = "validation",
         context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        """Fill a batch that is not learnt from: only plug-ins act that say so, and nothing is remembered."""
+        """Fill a batch that is not trained on: only plug-ins act that say so, and nothing is remembered."""
         scoring = [] if self.rewards is None else [self.rewards]
         evaluating = run.phases.others = self.evaluating
         loop = RolloutLoop(run.generator, listeners=[run.phases, *listeners, *evaluating, *scoring])
@@ -328,20 +328,20 @@ class RolloutSession:
         self._describe(batch, stats)
         batch.metrics = stats.metrics()  # of this rank: ranks may validate unequally many batches
 
-    def learnt(self, run: Run, batch: PromptBatch) -> dict[str, dict[str, float]]:
-        """Learn from a batch that the policy has learnt from, and forget it.
+    def end_update(self, run: Run, batch: PromptBatch) -> dict[str, dict[str, float]]:
+        """Learn from a batch that the policy has trained on, and forget it.
 
         Returns:
-            What to log, by source: figures of the rollout, where it went on beside the update, of what was learnt, and
-            of what plug-ins have learnt.
+            What to log, by source: figures of the rollout, where it went on beside the update, of what was learned, and
+            of what plug-ins have learned.
         """
         if batch.without_rollouts:
-            return {"learnt": {}}
+            return {"learned": {}}
         logs: dict[str, dict[str, float]] = {}
         if self._pump is not None:
             logs["rollout"] = self._end_beside(self._pump, run, batch)
-        self.buffer.learnt()
-        learnt: dict[str, float] = {}
+        self.buffer.end_update()
+        learned: dict[str, float] = {}
         if self.lengths is not None:
             if self._choice is not None:
                 outcome = self.lengths.outcome()
@@ -352,13 +352,13 @@ class RolloutSession:
                     self.lengths.informative,
                     kept_tokens=self._kept_share * self._num_slots * run.sampling.room,
                 )
-                learnt |= self._choice.metrics(run.ranks.gather)
+                learned |= self._choice.metrics(run.ranks.gather)
             self.lengths.end(commit=True)
-            learnt |= self.lengths.metrics(run.ranks.gather)
+            learned |= self.lengths.metrics(run.ranks.gather)
         stream = self._stream
         if self._history is not None:
             self._history.commit_lengths(run.ranks.gather)
-        logs |= {"learnt": learnt, "plugins": {}}
+        logs |= {"learned": learned, "plugins": {}}
         if updating := self._hooks["on_update_end"]:
             ended = self._batch_of(run, batch.groups)
             for plugin in updating:
@@ -553,7 +553,7 @@ class RolloutSession:
             ask(plugin, "close")
 
     def state_dict(self, ranks: Ranks) -> dict[str, Any]:
-        """Return what each rank has learnt, and has sampled and not yet learnt from; all ranks ask together."""
+        """Return what each rank has learned, and has sampled and not yet trained on; all ranks ask together."""
         self.stop()
         own: dict[str, Any] = {"buffer": self.buffer.state_dict(), "predicted": list(self._predicted.items())}
         if self.lengths is not None:

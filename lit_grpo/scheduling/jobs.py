@@ -62,7 +62,7 @@ class Lengths(Protocol):
         ...
 
 
-class LearntLengths(Lengths, Protocol):
+class FittedLengths(Lengths, Protocol):
     """Lengths that learn from the rollouts they are asked about.
 
     All lengths are of sampled tokens; what a completion observes counts in none. ``points`` are the numbers of tokens
@@ -93,7 +93,7 @@ class LearntLengths(Lengths, Protocol):
     def end(self, commit: bool) -> None:
         """The rollout is over: learn from it if ``commit``, and forget it.
 
-        Until then nothing of it is learnt, nor part of a checkpoint. Commit when the update that used it has been made,
+        Until then none of it is learned or in a checkpoint. Commit when the update that used it has been made,
         so that a rollout that is repeated counts once; do not when it was aborted.
         """
         ...
@@ -133,16 +133,16 @@ class NoLengths:
         return np.array([job.max_tokens for job in jobs], dtype=np.float64)
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Nothing is learnt."""
+        """Nothing is learned."""
 
     def observe(self, keys: Sequence[Key] | Sequence[GroupKey], num_tokens: int, features: np.ndarray) -> None:
-        """Nothing is learnt."""
+        """Nothing is learned."""
 
     def progress(self, num_tokens: Mapping[Key, int]) -> None:
-        """Nothing is learnt."""
+        """Nothing is learned."""
 
     def finish(self, job: Job, num_tokens: int) -> None:
-        """Nothing is learnt."""
+        """Nothing is learned."""
 
     def end(self, commit: bool) -> None:
-        """Nothing is learnt."""
+        """Nothing is learned."""

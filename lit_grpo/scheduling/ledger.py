@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, cast, overload
 
 import numpy as np
 
-from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import FittedLengths, Job, NoLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout, smallest_budget
 from lit_grpo.scheduling.plans.plan import Queue
 from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath, Span, StepEvents
@@ -100,7 +100,7 @@ class RequestLedger:
     def begin(
         self,
         num_slots: int,
-        lengths: LearntLengths,
+        lengths: FittedLengths,
         layout: KVLayout,
         kv_tokens: int | None,
         queues: Sequence[Queue] = (),

@@ -22,7 +22,7 @@ NUM_ERRORS, NUM_QUANTILES, TAIL = 1024, 128, 8  # past errors kept, and used; th
 MOST_LEARNED = 16_384  # rows of a rollout whose features are kept
 WINDOW = 64  # groups that quality is taken from
 ENOUGH = 64  # finished completions, before predictions are followed
-FORGETTING = 0.95  # the weight of all that has been learnt, at each new rollout
+FORGETTING = 0.95  # the weight of all that has been learned, at each new rollout
 PENALTY = 0.1  # of every slope, where the variance of a column is 1
 LEAST_WORTH = 0.05  # of slopes: they always order a little what is alike otherwise
 JOB = np.dtype(
@@ -35,7 +35,7 @@ of its latest ``stage``; ``scale`` is the size of the errors to be expected. NaN
 
 
 class LengthPredictor:
-    """Predicts the lengths of completions, across all rollouts of a run. It implements ``LearntLengths``.
+    """Predicts the lengths of completions, across all rollouts of a run. It implements ``FittedLengths``.
 
     All is in logs of tokens. **Before decoding**, a prompt's length is the mean of its earlier completions, with the
     mean of all prompts, corrected by a ridge on the policy's features of the prompt, as one completion more. **At
@@ -44,9 +44,9 @@ class LengthPredictor:
     a completion has not yet outlived, in units of how much the lengths of its prompt vary. What
     siblings have done is left out: it changed the rank correlation of jobs that wait by 0.01 at most.
 
-    New prompts are learnt at the points as if the others of their group had been an earlier visit, so that what is
-    learnt serves their next visit too. What is told of a rollout is kept aside until
-    ``end``, and never part of the state: with ``commit``, all of it is learnt at once; without, nothing remains. Jobs
+    New prompts are learned at the points as if the others of their group had been an earlier visit, so that what is
+    learned serves their next visit too. What is told of a rollout is kept aside until
+    ``end``, and never part of the state: with ``commit``, all of it is learned at once; without, nothing remains. Jobs
     that were begun and have not finished count at what is expected of them (Buckley and James 1979), for otherwise
     only the short ones would.
 
@@ -425,12 +425,12 @@ def make_predictor(
 
 
 class Ridge:
-    """Predicts a number from columns by ridge regression that forgets, learnt from batches of rows in groups.
+    """Predicts a number from columns by ridge regression that forgets, trained on batches of rows in groups.
 
     What differs within groups counts in full, and what differs between groups as ``between`` rows a group at most:
     generalised least squares with a random effect of groups (Fuller and Battese 1973). A prediction is the mean plus
     the slopes' part times ``worth``: the factor, at most 1, that would have been best on batches before they were
-    learnt (without it, the rank correlation after 8 tokens is 0.02 less).
+    learned (without it, the rank correlation after 8 tokens is 0.02 less).
 
     Args:
         between: Number of rows that the differences between groups count as, per group, at most.
@@ -442,7 +442,7 @@ class Ridge:
         self.sums = np.zeros(3)  # of rows, of slopes' parts times what they should have been, and of their squares
 
     def predict(self, x: np.ndarray) -> np.ndarray:
-        """Return predictions, shape (n,), for ``x``, shape (n, columns); 0 where nothing has been learnt."""
+        """Return predictions, shape (n,), for ``x``, shape (n, columns); 0 where nothing has been learned."""
         if not len(self.moments):
             return np.zeros(len(x))
         worth = np.clip(self.sums[1] / self.sums[2], LEAST_WORTH, 1) if self.sums[2] else 1.0

@@ -250,20 +250,20 @@ class Learner:
             for example in examples:
                 example.ce_source = source
             rollouts = [*rollouts, *examples]
-        taking_part, learnt = counted_and_trained(rollouts, objective.mask_truncated)
-        own = StepTotals(sum(rollout.completion.num_trained for rollout in learnt), len(taking_part), max_tokens)
+        taking_part, trained = counted_and_trained(rollouts, objective.mask_truncated)
+        own = StepTotals(sum(rollout.completion.num_trained for rollout in trained), len(taking_part), max_tokens)
         totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)
         if is_whole:
             if batch is not None and (choosing := settings.plugin("token_mask")) is not None:
                 progress, optimizer = settings.progress(version), self.optimization.optimizer
                 now = replace(batch, version=version, progress=progress, optimizer=optimizer)
-                mask = ask(choosing, "token_mask", now, learnt)
-                kept = None if mask is None else [mask[row.completion.request.key] for row in learnt]
+                mask = ask(choosing, "token_mask", now, trained)
+                kept = None if mask is None else [mask[row.completion.request.key] for row in trained]
             if batch is not None and kept is None and objective.top_entropy_quantile < 1:
-                entropies = self.passes.measure(learnt, "entropy")
+                entropies = self.passes.measure(trained, "entropy")
                 kept = highest(entropies, objective.top_entropy_quantile, ranks.gather)
             num_kept = own.num_tokens if kept is None else sum(int(part.sum()) for part in kept)
-            for row, kept_T in zip(learnt, kept or (), strict=kept is not None):
+            for row, kept_T in zip(trained, kept or (), strict=kept is not None):
                 row.columns["kept"] = kept_T
             columns += () if kept is None else ("kept",)
             num_ce = [0] * len(settings.ce_sources)
@@ -275,25 +275,25 @@ class Learner:
             totals = StepTotals(num_tokens, num_sequences, max_tokens, num_kept, tuple(num_ce))
         bonus = settings.plugin("entropy_coefficient")
         if bonus is None and not objective.uses_every_completion:
-            learnt = with_advantage(learnt)
+            trained = with_advantage(trained)
         weighing, cutting, adding = (settings.plugin(hook) for hook in ("token_weights", "chunks", "loss_term"))
-        weights = None if weighing is None else ask(weighing, "token_weights", learnt, version)
+        weights = None if weighing is None else ask(weighing, "token_weights", trained, version)
         lengths = None
         if weights is not None:
-            for row in learnt:
+            for row in trained:
                 row.columns["weights"] = weights[row.completion.request.key]
-            lengths, columns = [row.completion.num_trained for row in learnt], (*columns, "weights")
-            learnt = [thinned(row, row.columns["weights"] != 0) for row in learnt]
+            lengths, columns = [row.completion.num_trained for row in trained], (*columns, "weights")
+            trained = [thinned(row, row.columns["weights"] != 0) for row in trained]
         if any(totals.num_ce_tokens):
-            by_key = dict(zip((row.completion.request.key for row in learnt), lengths or (), strict=False))
-            learnt = with_ce(rollouts, learnt)
-            lengths = None if lengths is None else [by_key.get(row.completion.request.key, 0) for row in learnt]
+            by_key = dict(zip((row.completion.request.key for row in trained), lengths or (), strict=False))
+            trained = with_ce(rollouts, trained)
+            lengths = None if lengths is None else [by_key.get(row.completion.request.key, 0) for row in trained]
         chunks = {}
         if cutting is not None:
-            parts = {row: ask(cutting, "chunks", rollout.completion, version) for row, rollout in enumerate(learnt)}
+            parts = {row: ask(cutting, "chunks", rollout.completion, version) for row, rollout in enumerate(trained)}
             chunks = {row: its for row, its in parts.items() if len(its) > 1}
         step = Step(
-            rollouts=learnt,
+            rollouts=trained,
             own=own,
             totals=totals,
             policy_version=version,
@@ -305,7 +305,7 @@ class Learner:
         )
         if adding is None or not is_whole:
             return step
-        visit = partial(self.passes.visit, learnt)
+        visit = partial(self.passes.visit, trained)
         return replace(step, term=ask(adding, "loss_term", self.policy, visit, ranks))
 
     def _together(self, parts: Sequence[Step], metrics: TokenMetrics) -> tuple[Step, float]:
@@ -380,10 +380,10 @@ class Learner:
         sentence = f"The log-probs that a batch was sampled with differ from the policy's {problem}"
         farthest = max(self.passes.ranks.gather(self._farthest(step)))[1]
         if corrects:
-            self.passes.ranks.warn(f"{sentence}{farthest}; model.objective.correction weighs what is learnt from it.")
+            self.passes.ranks.warn(f"{sentence}{farthest}; model.objective.correction weighs what is learned from it.")
             return
         raise LogprobGapError(
-            f"{sentence}{farthest}, so it is not learnt from: something in the policy is random (router jitter, "
+            f"{sentence}{farthest}, so it is not trained on: something in the policy is random (router jitter, "
             "dropout), a reward or a callback changes its weights, the generator samples at another temperature, in "
             "another precision or with other weights, or tells other tokens than it has sampled; mend that, set "
             "model.objective.correction, or raise the limit."

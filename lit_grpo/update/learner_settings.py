@@ -28,7 +28,7 @@ class LearnerSettings:
 
     ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,
     ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_rule`` when a
-    completion counts as passed, ``plugins`` decide what is learnt from and how, ``total_updates`` says how
+    completion counts as passed, ``plugins`` decide what is trained on and how, ``total_updates`` says how
     many updates the run has, where that is known, and ``sequence_parallel_size`` how many ranks share the tokens of a
     micro-batch. ``ce_sources`` are the plug-ins that may give tokens a weight in the channel ``ce``: each adds a mean
     of its own to the loss.
@@ -120,7 +120,7 @@ def check_arriving(
     """Check that the gradient of one batch can be added up group by group.
 
     Args:
-        settings: What is learnt.
+        settings: What is learned.
         num_ranks: Of the run.
         has_shards: Whether each rank has a part of the weights.
         plugins: What the plug-ins of the run need.

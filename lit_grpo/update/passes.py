@@ -40,7 +40,7 @@ class PolicyPasses:
     Args:
         policy: Trained.
         optimization: Takes gradients.
-        settings: What is learnt, and how it is cut.
+        settings: What is learned, and how it is cut.
 
     Attributes:
         budget: The number of tokens, where ``max_tokens_per_micro_batch`` is ``auto`` and it has been estimated.
@@ -68,7 +68,7 @@ class PolicyPasses:
         what: Measurement,
         lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
     ) -> list[torch.Tensor]:
-        """Measure every token that is learnt from under the policy, or under a model that is lent for it.
+        """Measure every token that is trained on under the policy, or under a model that is lent for it.
 
         Where the budget is open and the memory of a rank runs out, all of them start again with half of it.
 
@@ -109,7 +109,7 @@ class PolicyPasses:
         what: Measurement,
         lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
     ) -> dict[Key, torch.Tensor]:
-        """Return by completion what :meth:`measure` returns, for completions with a token that is learnt from."""
+        """Return by completion what :meth:`measure` returns, for completions with a token that is trained on."""
         measured = zip(rollouts, self.measure(rollouts, what, lend), strict=True)
         return {each.completion.request.key: values for each, values in measured if each.completion.num_trained}
 
@@ -343,7 +343,7 @@ class PolicyPasses:
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 
     def forget_rows(self) -> None:
-        """Forget what has been laid out of a batch, which has been learnt from."""
+        """Forget what has been laid out of a batch, which has been trained on."""
         self._laid_out.clear()
 
     def halve_budget(self, rollouts: Sequence[Rollout]) -> None:

@@ -56,9 +56,9 @@ class Step:
 
 
 def problem_of(rollouts: Sequence[Rollout]) -> str | None:
-    """Say why rollouts cannot be learnt from; None where they can.
+    """Say why rollouts cannot be trained on; None where they can.
 
-    A token that is to be learnt from has no log-prob of the generator's, or two completions have the same key, by which
+    A token that is to be trained on has no log-prob of the generator's, or two completions have the same key, by which
     their values are looked up.
     """
     for rollout in rollouts:
@@ -89,8 +89,8 @@ def counted_and_trained(rollouts: Sequence[Rollout], mask_truncated: bool) -> tu
     valid = [
         each for each in rollouts if each.advantage == each.advantage and each.kept and each.completion.num_trained
     ]
-    learnt = [each for each in valid if not mask_truncated or each.completion.finish_reason != "length"]
-    return valid, [row for each in learnt for row in each.rows]
+    trained = [each for each in valid if not mask_truncated or each.completion.finish_reason != "length"]
+    return valid, [row for each in trained for row in each.rows]
 
 
 def with_advantage(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -134,14 +134,14 @@ def thinned(rollout: Rollout, kept: torch.Tensor) -> Rollout:
     )
 
 
-def with_ce(rollouts: Sequence[Rollout], learnt: Sequence[Rollout]) -> list[Rollout]:
+def with_ce(rollouts: Sequence[Rollout], trained: Sequence[Rollout]) -> list[Rollout]:
     """Return the rows of a step, with those that have weights in the channel ``ce`` alone.
 
     Args:
         rollouts: All of the step.
-        learnt: Rows that are trained on by their advantages.
+        trained: Rows that are trained on by their advantages.
     """
-    by_key = {row.completion.request.key: row for row in learnt}
+    by_key = {row.completion.request.key: row for row in trained}
     rows: list[Rollout] = []
     for row in (row for rollout in rollouts for row in rollout.rows):
         if (own := by_key.get(row.completion.request.key)) is not None:
@@ -161,7 +161,7 @@ def log_baseline_weights(rollouts: Sequence[Rollout], scores: Sequence[torch.Ten
 
     Args:
         rollouts: Of whole groups; without a token to learn from a rollout counts nothing.
-        scores: Log-prob and squared norm of each rollout's tokens that are learnt from, shape (T, 2).
+        scores: Log-prob and squared norm of each rollout's tokens that are trained on, shape (T, 2).
     """
     weights = []
     for rollout, scores_T2 in zip(rollouts, scores, strict=True):

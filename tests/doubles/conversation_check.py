@@ -1,7 +1,7 @@
-"""Whether the tokens learnt from are those that were sampled, for random conversations.
+"""Whether the tokens trained on are those that were sampled, for random conversations.
 
 A random policy talks with an environment that answers as a tool or as the user, over up to 16 turns. What the generator
-samples is noted as it comes, and what a chat template makes of each answer. Then all conversations are learnt from, and
+samples is noted as it comes, and what a chat template makes of each answer. Then all conversations are trained on, and
 what the update reads is held to these notes by id, and to a forward of each whole conversation in float64.
 """
 

@@ -148,7 +148,7 @@ def decoded(token_ids: Sequence[int]) -> str:
 
 
 class Hears(pl.Callback, Listener):
-    """Keeps what is learnt from."""
+    """Keeps what is trained on."""
 
     def __init__(self) -> None:
         self.completions: list[Completion] = []

@@ -11,7 +11,7 @@ from benchmarks import architectures_vllm
 from benchmarks.architectures import judge
 
 DECODED = (
-    *("cohere2", "gpt2", "granite", "minicpm3"),  # scaled logits, learnt positions, and latent attention
+    *("cohere2", "gpt2", "granite", "minicpm3"),  # scaled logits, learned positions, and latent attention
     *("gemma2", "gpt_oss", "granite_swa"),  # capped scores, sinks, windows
     *("gemma4_text", "gemma3n_text", "llama4_text"),  # heads that differ by layer, shared keys and values, chunks
     *("qwen2_moe", "hrm_text", "diffllama", "got_ocr2"),  # experts, layers that run or attend twice, pictures

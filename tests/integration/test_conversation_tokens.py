@@ -1,4 +1,4 @@
-"""Tokens learnt from are the tokens sampled, by every generator and chat template."""
+"""Tokens trained on are the tokens sampled, by every generator and chat template."""
 
 from __future__ import annotations
 

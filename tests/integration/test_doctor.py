@@ -276,7 +276,7 @@ FAULTS = {
         options(
             "--model.rewards", json.dumps([{"function": f"rewards.py:{name}"} for name in ("says_right", "digits")])
         ),
-        "what is learnt",
+        "what is learned",
         "only digits of these samples, for says_right, which decides pass@1, gives all of them the same",
         "warn",
     ),

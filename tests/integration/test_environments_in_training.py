@@ -192,7 +192,7 @@ def test_conversations_that_are_rerendered_train_and_samples_say_so(folder: str)
         logged(rows, "environments/rows") == logged(rows, "environments/turns")
         and min(logged(rows, "environments/rows")) > 1
     )
-    assert max(logged(rows, "sampling/logprob_gap_mean")) < 1e-5  # each turn is learnt from after what it was sampled
+    assert max(logged(rows, "sampling/logprob_gap_mean")) < 1e-5  # each turn is trained on after what it was sampled
     (file,) = Path().glob("**/samples.jsonl")
     samples = [json.loads(line) for line in file.read_text().splitlines()]
     turns = [sum(message["role"] == "assistant" for message in sample["messages"]) for sample in samples]

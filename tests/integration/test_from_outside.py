@@ -53,7 +53,7 @@ class Longest(Plugin):  # a metric
 
 
 @dataclass
-class Shortest(CompletionSelection):  # a choice of what is learnt from
+class Shortest(CompletionSelection):  # a choice of what is trained on
     def values(self, rewards_N, rollouts, entropies):
         return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()
 
@@ -103,7 +103,7 @@ def test_a_run_has_everything_from_a_file_outside_the_package(
     assert all(float(row["mine/squared"]) < 1e-6 for row in rows)  # the objective, on-policy
     assert all(float(row["advantages/max_abs"]) == 0.5 for row in rows)  # the estimator
     assert all(float(row["completions/max_length"]) <= float(row["mine/longest"]) <= 16 for row in rows)  # the metric
-    for row in rows:  # the task, of which the shortest two of four are learnt from
+    for row in rows:  # the task, of which the shortest two of four are trained on
         assert 0 < float(row["reward"]) < 1
         learnt, sampled = float(row["update/tokens"]), 3 * 4 * float(row["completions/mean_length"])
         assert 0 < learnt < sampled / 2

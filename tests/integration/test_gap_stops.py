@@ -88,7 +88,7 @@ def test_the_first_update_is_refused(folder: Path, cause: Cause) -> None:
 
 def test_a_correction_makes_a_warning_of_it(folder: Path) -> None:
     objective = Objective(correction=Correction("token_truncate"))
-    with pytest.warns(UserWarning, match="model.objective.correction weighs what is learnt"):
+    with pytest.warns(UserWarning, match="model.objective.correction weighs what is learned"):
         trainer = train(folder, other_temperature, objective=objective)
     assert trainer.callback_metrics["sampling/logprob_gap_max"] > 0.05
 

@@ -504,7 +504,7 @@ def test_completions_go_on_across_updates_with_the_tokens_that_they_have(generat
         loop.run(buffer.ready)
         buffer.close()
         learnt += [rollout for group in buffer.take() for rollout in group.fresh]
-        buffer.learnt()
+        buffer.end_update()
         with torch.no_grad():
             changed.mul_(0.9)
     with torch.no_grad():

@@ -42,7 +42,7 @@ def begins(completion: str, prompt: str, solution: str) -> float:
 
 
 class Recorded(Trained):
-    """Keeps groups that are not learnt from too."""
+    """Keeps groups that are not trained on too."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.policies[pl_module.policy_version] = copy.deepcopy(pl_module.policy).double().eval()

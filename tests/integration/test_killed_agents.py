@@ -79,7 +79,7 @@ async def works(base_url: str, api_key: str, session_id: str, number: int, **col
 
 
 class Notes(pl.Callback):
-    """Notes what each update has learnt from."""
+    """Notes what each update has trained on."""
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: PromptBatch, batch_idx: int

@@ -23,7 +23,7 @@ REFUSAL = "returns a state that no checkpoint can hold"
 
 
 def played(play: Play) -> list[Any] | str:
-    """Play to the end; return what was learnt from, or the sentence that refused the run."""
+    """Play to the end; return what was trained on, or the sentence that refused the run."""
     outcomes: list[Any] = []
 
     def act() -> None:
@@ -57,7 +57,7 @@ def cut_again_and_again(case: Case, folder: Path) -> list[Any] | str:
 def by_group(learnt: Sequence[Sequence[Any]]) -> dict[tuple[str, int], dict[tuple[int, ...], Any]]:
     groups: dict[tuple[str, int], dict[tuple[int, ...], Any]] = defaultdict(dict)
     for prompt_id, visit, path, *told in (each for update in learnt for each in update):
-        assert tuple(path) not in groups[prompt_id, visit], "a completion was learnt from twice"
+        assert tuple(path) not in groups[prompt_id, visit], "a completion was trained on twice"
         groups[prompt_id, visit][tuple(path)] = told
     return groups
 
@@ -78,7 +78,7 @@ def check(case: Case, alone: list[Any] | str, cut: list[Any] | str, folders: Seq
         assert not learnt.keys() & left
         assert all(dict(told[-1])["audit"] == 1.0 for group in learnt.values() for told in group.values()), case
     for key in groups[0].keys() & groups[1].keys():
-        assert groups[0][key] == groups[1][key], f"{case}: {key} was learnt from differently"
+        assert groups[0][key] == groups[1][key], f"{case}: {key} was trained on differently"
     if case.ends_alike:
         assert alone == cut, case
 

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def check(rows: list[dict[str, str]], name: str, turns: float = 1) -> None:
-    """Check that two steps were learnt from rewards that differ, and nothing was dropped."""
+    """Check that two steps were trained on rewards that differ, and nothing was dropped."""
     assert len(logged(rows, f"rewards/{name}/mean")) == 2 and logged(rows, f"val/rewards/{name}/mean")
     assert max(logged(rows, f"rewards/{name}/std")) > 0 and max(logged(rows, "grad_norm")) > 0
     assert logged(rows, "environments/dropped") == logged(rows, "environments/failures") == [0, 0]

@@ -42,7 +42,7 @@ def rarely(completion: str) -> float:
 
 
 class Learnt(pl.Callback):
-    """Keeps the groups of each batch once they have been learnt from, and what was logged."""
+    """Keeps the groups of each batch once they have been trained on, and what was logged."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, list[RolloutGroup]]] = []
@@ -75,7 +75,7 @@ def train(
 
 
 def check_replays(learnt: Learnt, share: float = 0.5, selects: bool = False) -> None:
-    """What is replayed is a success of an earlier visit that had been learnt from, with all that it had then.
+    """What is replayed is a success of an earlier visit that had been trained on, with all that it had then.
 
     Where its log-probs are recomputed, it has those of the policy that learns from it.
     """

@@ -1,7 +1,7 @@
 """Ninety ways in which an engine's weights can be wrong after a sync: the proof of the sync finds each that matters.
 
 Each corruption replaces weights in vLLM's engine after a load whose digests were right, so that only what the engine
-computes can tell. What matters is its effect on what is learnt from: how far it moves the log-probs of completions that
+computes can tell. What matters is its effect on what is trained on: how far it moves the log-probs of completions that
 the policy samples, on average over their tokens, computed in float64. It counts where it is larger than the gap that
 the first sync leaves on the same tokens, which is rounding.
 """

@@ -97,7 +97,7 @@ def check_staleness(trained: Trained, cap: int) -> None:
 
 
 def check_stream(trained: Trained, scheduler: RolloutScheduler) -> None:
-    """Every sample of every prompt that was drawn is learnt from once, or still open; an epoch has each prompt once."""
+    """Every sample of every prompt that was drawn is trained on once, or still open; an epoch has each prompt once."""
     keys = [rollout.completion.request.key for rollout in trained.rollouts]
     assert len(keys) == len(set(keys))
     (state,) = scheduler.state_dict()["ranks"]

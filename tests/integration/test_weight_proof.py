@@ -222,7 +222,7 @@ def test_a_batch_that_was_sampled_with_other_weights_is_not_learnt_from(folder: 
     module = make_task(folder, generator)
     trainer = make_trainer(intruder, RolloutScheduler(), WeightSync(), max_steps=4, max_epochs=-1)
     data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=1)
-    with pytest.raises(LogprobGapError, match="so it is not learnt from"):
+    with pytest.raises(LogprobGapError, match="so it is not trained on"):
         trainer.fit(module, datamodule=data)
     assert module.policy_version == 1
     assert all(torch.equal(tensor, intruder.weights[name]) for name, tensor in module.policy.state_dict().items())

@@ -72,7 +72,7 @@ class AttentionCall:
         scaling: The factor of the scores.
         sight: The tokens that each token sees.
         cap: The limit of the scores, by tanh; None is no limit.
-        has_sinks: Whether each head has a learnt score that no token belongs to.
+        has_sinks: Whether each head has a learned score that no token belongs to.
     """
 
     num_heads: int

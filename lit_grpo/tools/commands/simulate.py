@@ -13,7 +13,7 @@ import numpy as np
 
 from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.process.inputs import check_replaceable
-from lit_grpo.scheduling.jobs import LearntLengths
+from lit_grpo.scheduling.jobs import FittedLengths
 from lit_grpo.scheduling.plans.plan import memory_bound, slot_bound
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
@@ -228,7 +228,7 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
     return outcomes
 
 
-def _lengths(trace: Trace, noise: Noise, seed: int) -> LearntLengths:
+def _lengths(trace: Trace, noise: Noise, seed: int) -> FittedLengths:
     """Return the length estimates of a batch; a different ``seed`` for each batch draws different errors."""
     if noise == "recorded":
         if trace.predicted is None:

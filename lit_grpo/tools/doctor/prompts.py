@@ -184,7 +184,7 @@ def _likelihood(patient: Patient) -> Finding:
             "warn",
             "likelihood",
             figure,
-            "the tokenizer is another model's, unless the policy has never learnt to predict prompts",
+            "the tokenizer is another model's, unless the policy has never learned to predict prompts",
         )
     return Finding("pass", "likelihood", figure)
 

@@ -58,7 +58,7 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
             "fail",
             "rewards",
             "no sample, and no column of the data as a completion, earns more than another",
-            "try the functions on a completion that deserves a reward; without differences nothing is learnt",
+            "try the functions on a completion that deserves a reward; without differences nothing is learned",
         )
 
 
@@ -97,7 +97,7 @@ def _what_is_learnt(decides: str, differing: list[str]) -> Iterator[Finding]:
     if differing and decides not in differing:
         yield Finding(
             "warn",
-            "what is learnt",
+            "what is learned",
             f"only {', '.join(differing)} of these samples, for {decides}, which decides pass@1, gives all of them the "
             "same",
             f"watch rewards/{decides}/mean; if the reward rises without it, weigh the others less",

@@ -117,12 +117,12 @@ def check_ends(patient: Patient) -> Iterator[Finding]:
     ends = eos_token_ids(module.policy, tokenizer)
     named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends)
     micro_batches = make_micro_batches(rollouts, least_tokens(rollouts, shares), shares)
-    learnt = {
+    trained = {
         row: ids_N
         for batch in micro_batches
         for row, ids_N in zip(batch.rows, batch.target_ids_N.split(batch.lengths_C.tolist()), strict=True)
     }
-    whole = [learnt[row].tolist() == one.completion.sampled_ids for row, one in enumerate(rollouts)]
+    whole = [trained[row].tolist() == one.completion.sampled_ids for row, one in enumerate(rollouts)]
     pad = "; padding has the same id, and masks come from lengths" if tokenizer.pad_token_id in ends else ""
     if not all(whole):
         yield Finding(

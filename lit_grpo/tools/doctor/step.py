@@ -20,7 +20,7 @@ Measured on the demo (AdamW): its own 1e-3 changes rewarded tokens by +0.01 and 
 by -0.6 and -3, a hundred times by -16.
 """
 MOST_CHANGE = 0.1
-"""The share of the weights' norm that one step may change; with more, little of what the policy had learnt is left."""
+"""The share of the weights' norm that one step may change; with more, little of what the policy had learned is left."""
 
 
 def check_rate(patient: Patient) -> Iterator[Finding]:

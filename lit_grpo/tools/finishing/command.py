@@ -187,7 +187,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
     if num_carried:
         said.append(f"  {carried_sentence(num_carried, bool(kinds))}")
     found = record.progress(run, version)
-    if found is not None and not found.learnt:
+    if found is not None and not found.has_improved:
         said.append(f"  {str(found).replace('**', '')}")
     if not origin.licence:
         said.append("  The card says that the licence of the base is not known; --licence names it.")

@@ -71,7 +71,7 @@ class Progress:
     how: str = ""
 
     @property
-    def learnt(self) -> bool:
+    def has_improved(self) -> bool:
         """True if the policy has become better, as far as the metric shows."""
         better = self.before - self.after if self.falls else self.after - self.before
         return better > 0 and self.certain is not False
@@ -82,9 +82,9 @@ class Progress:
         values = f"{self.metric} was {before} at update {self.before_at} and {after} at update {self.after_at}"
         better = self.before - self.after if self.falls else self.after - self.before
         if better <= 0:
-            return f"**The run has learnt nothing that this metric shows:** {values}."
+            return f"**The run has learned nothing that this metric shows:** {values}."
         if self.certain is False:
-            return f"**The run may have learnt nothing:** {values}, a difference that noise explains."
+            return f"**The run may have learned nothing:** {values}, a difference that noise explains."
         return f"{values[0].upper()}{values[1:]}."
 
     def _shown(self, value: float) -> str:

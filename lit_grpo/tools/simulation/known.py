@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import FittedLengths, Job, NoLengths
 from lit_grpo.tools.simulation.traces import Trace, noisy
 
 
@@ -30,7 +30,7 @@ class KnownLengths(NoLengths):
         return np.array([self._estimates[job.key] for job in jobs], dtype=np.float64)
 
 
-def lengths_of(trace: Trace, noise: float | None, seed: int = 0) -> LearntLengths:
+def lengths_of(trace: Trace, noise: float | None, seed: int = 0) -> FittedLengths:
     """Return a trace's lengths with errors.
 
     Args:

@@ -13,7 +13,7 @@ from lit_grpo.plugins import Listener
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.scheduling.jobs import LearntLengths
+from lit_grpo.scheduling.jobs import FittedLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout
 from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
 from lit_grpo.scheduling.plans.plan import Plan
@@ -233,7 +233,7 @@ def simulate(
     trace: Trace,
     plan: str | Plan,
     engine: Engine,
-    lengths: LearntLengths | None = None,
+    lengths: FittedLengths | None = None,
     points: Sequence[int] = (),
 ) -> Schedule:
     """Decode a trace, skipping from one event to the next.

@@ -37,7 +37,7 @@ class GroupRewards:
     group each belongs to; a group may have any number of members, and ``prompt_ids`` has one entry a group.
     ``log_weights_R`` say what each member counts in its group's baseline, where the estimator weighs them;
     ``altered`` says of each group whether its prompt was asked with something else than its row says; empty, none was.
-    ``num_tokens_R`` are the tokens of each member that are learnt from, where they are known.
+    ``num_tokens_R`` are the tokens of each member that are trained on, where they are known.
     """
 
     rewards_R: torch.Tensor

@@ -36,14 +36,14 @@ class PackedRow:
     padded on the right (under causal attention padding on the right is never seen, so there is no attention mask, and
     no pad id can be mistaken for a token).
 
-    The completion tokens that are learnt from, one completion after another, are the N axis; all others (observed ones)
+    The completion tokens that are trained on, one completion after another, are the N axis; all others (observed ones)
     stand in the row and nowhere else, so that no sum, mean or ratio can meet them. ``source_N`` says where in the
     flattened (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first
     token is the prompt's last. The last tokens of carried spans count as standing after the row, one after another.
     ``versions_N`` are the policy versions that sampled them, and ``advantages_N`` their advantages, of which those of
     one completion may differ. ``lengths_C``, the number of its tokens on the N axis, is per completion, in the order of
     that axis, and ``turn_lengths_S`` per turn. On the host, ``rows`` is each completion's place among the rollouts of
-    the step, ``places`` which of its tokens that are learnt from these are, and ``num_trained`` how many there are of
+    the step, ``places`` which of its tokens that are trained on these are, and ``num_trained`` how many there are of
     it. Where the row is a ``chunk`` of a completion it has no other. ``weight`` is what its tokens count: 1, or the
     chunk's weight; 0 where the row is a token that stands for nothing. Further columns hold what a step needs of its
     tokens, and are filled by :meth:`MicroBatches.filled`.

@@ -63,7 +63,7 @@ def measure(
     device: torch.device,
     ranks: SequenceParallel = SINGLE_RANK,
 ) -> list[torch.Tensor]:
-    """Measure every token that is learnt from, without gradient; return the values of each rollout, on the CPU.
+    """Measure every token that is trained on, without gradient; return the values of each rollout, on the CPU.
 
     Args:
         what: ``logprobs`` or ``entropy`` of each token, shape T, both of :func:`logprobs_and_scores`, shape (T, 2), or

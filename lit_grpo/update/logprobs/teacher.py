@@ -243,9 +243,7 @@ class ServerTeacher:
             problem = _not_finite(rollouts, {key: its.logprobs_T[:, None] for key, its in scores.items()})
             scores = {key: _filled_up(its, own[key]) for key, its in scores.items()}
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            problem = (
-                f"{self._name} gives no log-probs: {error or type(error).__name__}. Nothing was learnt from the batch."
-            )
+            problem = f"{self._name} gives no log-probs: {error or type(error).__name__}. The batch was not trained on."
         for sentence in filter(None, all_gather(problem)):
             raise ValueError(sentence)
         return scores
@@ -377,7 +375,7 @@ def _not_finite(rollouts: Sequence[Rollout], values: Mapping[Key, torch.Tensor])
             return (
                 f"The teacher gives sample {rollout.completion.request.path} of prompt {rollout.prompt.prompt_id!r} "
                 f"the log-prob {float(values_TX[place, 0])} at its trained token {place}; take a teacher, or a "
-                "model.teacher.dtype, whose log-probs are finite. Nothing was learnt from the batch."
+                "model.teacher.dtype, whose log-probs are finite. The batch was not trained on."
             )
     return ""
 

@@ -1,4 +1,4 @@
-"""The completion tokens of a micro-batch as objectives see them: sums, ratios, weights, and which are learnt from."""
+"""The completion tokens of a micro-batch as objectives see them: sums, ratios, weights, and which are trained on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 class Tokens:
     """Inputs of an objective; the N axis holds the completions one after another, each of them whole.
 
-    Tokens that are not learnt from (observed ones) are none of it.
+    Tokens that are not trained on (observed ones) are none of it.
 
     ``logprobs_N`` carries the gradient, ``entropy_N`` (nats) where an entropy bonus asks for it, and nothing else does.
     ``sampled_logprobs_N`` are those of the policy that sampled, ``old_logprobs_N`` those that ratios are taken to:

@@ -136,7 +136,7 @@ def piecewise_attention(
     The outputs of two disjoint sets of keys are averaged with weights ``exp(logsumexp - joint logsumexp)``, and the
     backward pass runs each piece with the joint output and log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1
     and appendix B.2). Keys and values of fewer heads than the queries are shared, not repeated. A sink is one more key
-    of all queries of a head, whose score is learnt and whose value is zero.
+    of all queries of a head, whose score is learned and whose value is zero.
 
     Args:
         query: Shape (1, heads, T, head size).
