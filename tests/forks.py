@@ -111,6 +111,7 @@ class Forked(subprocess.Popen):
             "cwd": os.fsdecode(cwd or os.getcwd()),
             "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in (env or os.environ).items()},
             "session": others[18],  # start_new_session
+            "group": others[19] == 0,  # process_group
             "first": [preexec_fn.__module__, preexec_fn.__name__] if preexec_fn else None,
             "unbuffered": unbuffered,
         }
@@ -183,6 +184,8 @@ def _be(task: Mapping[str, Any], files: Sequence[int]) -> None:
         os.close(file)
     if task.get("session"):
         os.setsid()
+    if task.get("group"):
+        os.setpgid(0, 0)
     os.chdir(task["cwd"])
     os.environ.clear()
     os.environ.update(task["environment"])

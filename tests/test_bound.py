@@ -35,7 +35,7 @@ OWNER = """
 import os, subprocess, sys, time
 from lit_grpo.process.bound import PARENT_VARIABLE
 command = [sys.executable, "-m", "lit_grpo.process.bound", "program", sys.argv[1]]
-subprocess.Popen(command, env=os.environ | {PARENT_VARIABLE: sys.argv[2] or str(os.getpid())}, start_new_session=True)
+subprocess.Popen(command, env=os.environ | {PARENT_VARIABLE: sys.argv[2] or str(os.getpid())}, process_group=0)
 time.sleep(600)
 """
 
@@ -76,12 +76,16 @@ def test_a_killed_parent_takes_a_stopped_program_and_the_workers_of_that_with_it
     owner = start(folder)
     program, worker = named(folder, "program"), named(folder, "worker")
     assert worker.ppid() == program.pid and program.ppid() == owner.pid
+    group = [program, worker]
+    if who == "owner":  # the group is an orphan then, so that multiprocessing's resource tracker ends too
+        group = [program, *program.children(recursive=True)]
+        assert len(group) == 3
     try:
         os.killpg(program.pid, signal.SIGSTOP)
         owner.kill() if who == "owner" else program.kill()
-        wait_until(lambda: ended(program) and ended(worker))
+        wait_until(lambda: all(map(ended, group)))
     finally:
-        with suppress(ProcessLookupError):  # multiprocessing's resource tracker, which is stopped too
+        with suppress(ProcessLookupError):  # the tracker of a program whose owner lives, who does this
             os.killpg(program.pid, signal.SIGKILL)
         owner.kill()
         owner.wait()

@@ -153,7 +153,7 @@ class ServerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    process_group=0,  # of this session: its members are told to go on, if stopped, when this ends
                 )
             )
         finally:
