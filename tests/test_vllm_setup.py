@@ -40,7 +40,7 @@ from lit_grpo.rollout.vllm.arguments import (
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.fleet import check_settings
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, root_cause
+from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, root_cause, wait_for
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt, Request, SamplingParams
 from scripts.make_tiny import make_tokenizer
@@ -281,10 +281,25 @@ def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, fake_py
     with pytest.raises(
         ValueError, match=r"ended with code 3\. It said: ValueError: too little memory All of that is in"
     ):
-        server.wait(deadline=1e12)
+        wait_for(server, deadline=1e12)
     server.stop()
     assert server.log.read_text().split() == ["loading", "ValueError:", "too", "little", "memory", "bye"]  # it stays
     assert server.log.stat().st_mode & 0o777 == 0o600
+    server.log.unlink()
+
+
+def test_a_server_that_is_slow_to_start_is_told_of_once_and_its_remedy_is_that_of_who_waits(
+    tmp_path: Path, fake_python: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_python("echo loading\nexec sleep 600")
+    monkeypatch.setattr("lit_grpo.rollout.vllm.process._TELL_S", 0.1)
+    server = ServerProcess(tmp_path, {}, {}, "t" * 32)
+    while "loading" not in server.log.read_text():
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match=r"did not answer in time\. It said: loading .*\.log\. Raise it\.$"):
+        wait_for(server, time.monotonic() + 1.0, " Raise it.")
+    assert capsys.readouterr().out.count(f"for the vLLM server at {server.url} to start; its log is {server.log}") == 1
+    server.stop()
     server.log.unlink()
 
 

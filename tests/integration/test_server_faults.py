@@ -31,7 +31,7 @@ from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.fleet import _REQUIRED
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerError
-from lit_grpo.rollout.vllm.process import ServerProcess
+from lit_grpo.rollout.vllm.process import ServerProcess, wait_for
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 from lit_grpo.types import Prompt, SamplingParams
@@ -278,7 +278,7 @@ def test_a_server_whose_engine_hangs_is_left_out_and_started_again_while_it_says
     assert pids(generator) == before[1:] and hung.process.process.pid != before[0]  # nobody has waited for it
     assert not psutil.pid_exists(before[0]) and fleet.restarts == restarts - 1
     assert collect(generator) == (expected, [])
-    hung.process.wait(time.monotonic() + 300.0)
+    wait_for(hung.process, time.monotonic() + 300.0)
     sync(generator, policy, 3)
     assert pids(generator) == [hung.process.process.pid, *before[1:]]  # it has taken the weights
     assert collect(generator) == (expected, [])
@@ -315,7 +315,7 @@ def test_a_rollout_whose_servers_are_all_stopped_ends_well(
     assert any("go on from there on a server that was started again." in message for message in messages), messages
     assert generator._fleet.restarts == restarts - 2 and not set(pids(generator)) & set(before)
     for server in generator._fleet._servers:
-        server.process.wait(time.monotonic() + 300.0)
+        wait_for(server.process, time.monotonic() + 300.0)
     sync(generator, policy, 3)
     assert len(pids(generator)) == 2
     assert collect(generator) == (expected, [])
@@ -342,7 +342,7 @@ def test_a_server_that_is_killed_loses_and_doubles_nothing_and_is_started_again(
     log.unlink()
     sync(generator, policy, 3)
     assert pids(generator)[-1:] == before[1:] and server.process.runs  # nobody waits for it
-    server.process.wait(time.monotonic() + 300.0)
+    wait_for(server.process, time.monotonic() + 300.0)
     sync(generator, policy, 3)
     assert pids(generator) == [server.process.process.pid, *before[1:]]
     assert collect(generator) == (expected, [])
@@ -376,7 +376,7 @@ def test_a_server_that_begins_anew_at_its_address_comes_back(
     port = int(dead.client.url.rpartition(":")[2])
     arguments = server_arguments("float32", 2) | SERVER_ARGUMENTS | {"served_model_name": "another"}
     dead.process = ServerProcess(fleet._folder.path, arguments, server_environment(2), fleet.token, port=port)
-    dead.process.wait(time.monotonic() + 300.0)
+    wait_for(dead.process, time.monotonic() + 300.0)
     sync(generator, policy, 3)
     assert dead.client.model == "another" and len(fleet.alive) == 2
     for client in fleet.clients:

@@ -190,7 +190,7 @@ def test_completions_go_on_elsewhere_in_ten_seconds_and_the_user_is_told_in_six(
     kind: str, fault: str, folder: Path, policy: Any, tmp_path: Path, request: Any, recorded: list[Row]
 ) -> None:
     with started(kind, folder, tmp_path, request) as arguments:
-        generator: Any = VLLMServerGenerator(2, **arguments)
+        generator: Any = VLLMServerGenerator(2, timeout_s=60.0 * SLACK, **arguments)
         generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
         generator.load_weights(PolicyWeights(policy), 0)
         generator.score([[2, 3, 4] * 10])  # as a run does after each sync

@@ -19,11 +19,13 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util import get_node_ip_address
 
 from lit_grpo.process.files import PrivateFolder
+from lit_grpo.process.terminal import say
 from lit_grpo.rollout.vllm.process import ServerPlan
 
 _ANSWER_S = 10.0  # for an actor that has nothing else to do
 _LOOK_S = 3.0  # for an actor that may be starting
 _STOP_S = 30.0
+_TELL_S = 5.0  # without an actor, after which the user is told
 
 
 class Host:
@@ -70,14 +72,9 @@ class Host:
         if self._was_well:
             os._exit(1)
 
-    def wait(self, timeout_s: float) -> str:
-        """Wait until the server answers; return what went wrong if it does not."""
-        try:
-            self._server.wait(time.monotonic() + timeout_s)
-        except ValueError as error:
-            return str(error)
-        self.is_ready()
-        return ""
+    def failure(self) -> str:
+        """The reason of the server's failure."""
+        return self._server.failure()
 
     def stop(self) -> None:
         """End the server and remove its folder, since Ray ends actors without calling anything."""
@@ -99,14 +96,17 @@ class ActorServer:
 
     def __init__(self, actor: Any, deadline: float) -> None:
         self._actor = actor
+        places, resources = actor.places.remote(), ray.cluster_resources()
+        has = f"its cluster has {resources.get('CPU', 0):g} CPU, {resources.get('GPU', 0):g} GPU"
+        left_s = max(deadline - time.monotonic(), 0.0)
         try:
-            self.url, self.log = ray.get(actor.places.remote(), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ray.wait([places], timeout=min(_TELL_S, left_s))[0]:
+                say(f"Waiting up to {left_s:.0f} s for Ray to start an actor for a vLLM server; {has}.", flush=True)
+            self.url, self.log = ray.get(places, timeout=max(deadline - time.monotonic(), 0.0))
         except GetTimeoutError as error:
-            resources = ray.cluster_resources()
             raise ValueError(
-                "Ray has started no actor for a vLLM server in time: its cluster has "
-                f"{resources.get('CPU', 0):g} CPU, {resources.get('GPU', 0):g} GPU; ask for less in the generator's "
-                "ray, or raise start_timeout_s."
+                f"Ray has started no actor for a vLLM server in time: {has}; ask for less in the generator's ray, or "
+                "raise start_timeout_s."
             ) from error
         except RayError as error:
             raise ValueError(f"Ray could not start an actor for a vLLM server: {_last_line(error)}") from error
@@ -119,16 +119,6 @@ class ActorServer:
             return ray.get(self._actor.runs.remote(), timeout=_LOOK_S)
         except RayError:
             return False
-
-    def wait(self, deadline: float) -> None:
-        """Wait until the server answers; raise a ValueError if it has ended, or does not answer by ``deadline``."""
-        left_s = max(deadline - time.monotonic(), 0.0)
-        try:
-            failure = ray.get(self._actor.wait.remote(left_s), timeout=left_s + _ANSWER_S)
-        except RayError as error:
-            raise ValueError(f"The actor of the vLLM server at {self.url} is gone: {_last_line(error)}") from error
-        if failure:
-            raise ValueError(f"{failure} (It was started in an actor of Ray: {self.log}.)")
 
     def again(self) -> ActorServer:
         """Have Ray start the actor again, unless it does so already, without waiting for it."""
@@ -159,7 +149,11 @@ class ActorServer:
 
     def failure(self) -> str:
         """The reason of the failure, in one sentence."""
-        return f"Ray does not start the vLLM server at {self.url} again; what it said is in {self.log}."
+        try:
+            said = ray.get(self._actor.failure.remote(), timeout=_ANSWER_S)
+        except RayError as error:
+            said = f"The actor of the vLLM server at {self.url} is gone: {_last_line(error)}"
+        return f"{said} (It was started in an actor of Ray: {self.log}.)"
 
     def stop(self) -> None:
         """End the server and its actor."""

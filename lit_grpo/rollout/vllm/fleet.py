@@ -24,7 +24,7 @@ from lit_grpo.process.terminal import counted, warn
 from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_version, dtype_of
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
-from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess
+from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, wait_for
 from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
@@ -402,6 +402,8 @@ class Fleet:
             self._introduction = Introduction(policy, server_args.get("max_lora_rank", 0), backend)
             for server in self._servers:
                 server.introduce(self._introduction)
+            for server in self._servers:  # until then a failure ends the start, and no server stands in for another
+                server.up = True
             self.loop.begin(_tend(weakref.ref(self)))
         except BaseException:
             self._stop()
@@ -414,7 +416,7 @@ class Fleet:
                 f"urls names servers, but {TOKEN_VARIABLE} is not set; set it to the token that python -m lit_grpo "
                 "serve has named."
             )
-        self._servers = [Server(self._client(url)) for url in _own_share(urls)]
+        self._servers = [Server(self._client(url), up=False) for url in _own_share(urls)]
         for server in self._servers:
             server.client.check_guarded()
 
@@ -446,10 +448,10 @@ class Fleet:
             processes = start_actors(self._folder.path, plan, self.token, self.restarts, self.ray, deadline)
         for process in processes:
             self._end_with_us(process)
-            self._servers.append(Server(self._client(process.url), process))
+            self._servers.append(Server(self._client(process.url), process, up=False))
         for server in self._servers:
             assert server.process is not None
-            server.process.wait(deadline)
+            wait_for(server.process, deadline, " Raise start_timeout_s if it is only slow.")
 
     def _end_with_us(self, process: ServerProcess | ActorServer) -> None:
         """End a server with this process, after the connections, which it would wait for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -20,12 +21,13 @@ from functools import partial
 from getpass import getuser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.bound import PARENT_VARIABLE
+from lit_grpo.process.terminal import say
 from lit_grpo.rollout.vllm.arguments import (
     check_on_cpu,
     check_packages,
@@ -37,7 +39,11 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, LOG_VARIABLE, OWNER_PATH
 
+if TYPE_CHECKING:
+    from lit_grpo.rollout.vllm.actors import ActorServer
+
 _STOP_S = 10.0
+_TELL_S = 5.0  # of a start, after which the user is told who is waited for
 _LONGEST_FOLDER = 70  # characters, for sockets in it, whose paths have at most 107
 _LOG_PREFIX = re.compile(r"^\([^)]* pid=\d+\)(?: [A-Z]+ \S+ \S+ \[[^\]]*\])? ?|\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b|^[\w.-]+: error: ")
@@ -168,18 +174,6 @@ class ServerProcess:
         """Whether it has ended before it answered."""
         return not self.runs
 
-    def wait(self, deadline: float) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            ValueError: It has ended, or does not answer by ``deadline`` (of ``time.monotonic``).
-        """
-        while not self.is_ready():
-            if self.runs and time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            raise ValueError(self.failure())
-
     def again(self) -> ServerProcess:
         """Start it again after its end, without waiting; at another port if its own is taken."""
         self.kill()  # workers that it has left running
@@ -199,11 +193,9 @@ class ServerProcess:
     def failure(self) -> str:
         """The reason of the failure, in one sentence; the log will be kept."""
         self._failed = True
-        how = "did not answer in time; raise start_timeout_s. It"
-        if not self.runs:
-            how = f"ended with code {self.process.returncode}. It"
+        how = "did not answer in time" if self.runs else f"ended with code {self.process.returncode}"
         cause = root_cause(self.log.read_text(errors="replace"))
-        return f"The vLLM server at {self.url} {how} said: {cause} All of that is in {self.log}."
+        return f"The vLLM server at {self.url} {how}. It said: {cause} All of that is in {self.log}."
 
     def is_ready(self) -> bool:
         """Whether this process answers, and not another one at its address."""
@@ -231,6 +223,23 @@ class ServerProcess:
                 continue
         if not self._failed:
             self.log.unlink(missing_ok=True)
+
+
+def wait_for(server: ServerProcess | ActorServer, deadline: float, remedy: str = "") -> None:
+    """Wait until a server that is starting answers, and tell the user of it.
+
+    Raises:
+        ValueError: It has ended, or does not answer by ``deadline`` (of ``time.monotonic``), for which ``remedy`` is.
+    """
+    tell_at = time.monotonic() + _TELL_S
+    while not server.is_ready():
+        if (ended := server.failed()) or time.monotonic() >= deadline:
+            raise ValueError(server.failure() + ("" if ended else remedy))
+        if time.monotonic() >= tell_at:
+            tell_at = math.inf
+            left = f"up to {deadline - time.monotonic():.0f} s"
+            say(f"Waiting {left} for the vLLM server at {server.url} to start; its log is {server.log}", flush=True)
+        time.sleep(0.2)
 
 
 def root_cause(log: str) -> str:

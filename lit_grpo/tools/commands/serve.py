@@ -52,7 +52,7 @@ def _serve(options: argparse.Namespace, others: list[str]) -> str:
     from lit_grpo.process.files import PrivateFolder
     from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm
     from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
-    from lit_grpo.rollout.vllm.process import ServerPlan
+    from lit_grpo.rollout.vllm.process import ServerPlan, wait_for
 
     require_vllm()
     token, is_users = _token(os.environ.get(TOKEN_VARIABLE, ""))
@@ -68,7 +68,7 @@ def _serve(options: argparse.Namespace, others: list[str]) -> str:
     server = plan.start(folder.path, token, host=options.host, port=options.port)
     try:
         print(f"Starting; the log is {server.log}", flush=True)
-        server.wait(time.monotonic() + _START_S)
+        wait_for(server, time.monotonic() + _START_S)
         if not is_users:
             file = folder.path / "token"
             file.touch(mode=0o600)
