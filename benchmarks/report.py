@@ -89,13 +89,22 @@ def finish(
 
 
 def write(
-    name: str, options: Options, settings: Row, rows: Sequence[Row], claims: Sequence[Claim], program: str | None = None
+    name: str,
+    options: Options,
+    settings: Row,
+    rows: Sequence[Row],
+    claims: Sequence[Claim],
+    program: str | None = None,
+    command: str | None = None,
 ) -> dict[str, Any]:
-    """Write the result file as :func:`finish` does; return what is in it."""
+    """Write the result file as :func:`finish` does; return what is in it.
+
+    ``command`` is what repeats the measurement where that is not a program of ``benchmarks``.
+    """
     result = {
         "name": name,
         "date": datetime.date.today().isoformat(),
-        "command": _command(program or name, options),
+        "command": command or _command(program or name, options),
         **commit(),
         "versions": versions(),
         "machine": _machine(options.device),

@@ -76,8 +76,9 @@ def recorded() -> Iterator[list[Row]]:
                 *(max(float(row["elsewhere_s"]) for row in rows), "<=", ELSEWHERE_S),
             ),
         ]
-        program = "pytest -m nightly tests/integration/test_watched_servers.py"
-        write("server_faults", Options(False, "cpu", None, None), {"servers": 2}, rows, claims, program)
+        command = "LIT_GRPO_RECORD=1 python -m pytest -m nightly tests/integration/test_watched_servers.py"
+        settings: Row = {"servers": 2, "slots": 2, "completions": 16, "load_average": round(os.getloadavg()[0], 1)}
+        write("server_faults", Options(False, "cpu", None, None), settings, rows, claims, command=command)
 
 
 def start_server(folder: Path, port: int, token: str, log: Path) -> subprocess.Popen[bytes]:
@@ -105,9 +106,7 @@ def started(kind: str, folder: Path, tmp_path: Path, request: Any) -> Iterator[d
             yield {"urls": [f"http://127.0.0.1:{port}" for port in ports]}
         finally:
             for process in serving:
-                family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-                for each in [process, *family]:
-                    each.kill()
+                process.kill()  # and with it its server
                 process.wait()
     elif kind == "Ray":
         request.getfixturevalue("cluster")
