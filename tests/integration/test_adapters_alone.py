@@ -133,7 +133,7 @@ def test_a_named_server_must_take_the_rank(
     tokenizer = load_tokenizer(str(folder))
     monkeypatch.setenv(TOKEN_VARIABLE, generator._fleet.token)
     generator.close()  # gives it back
-    urls = [client.url for client in generator._fleet.clients]
+    urls = [server.client.url for server in generator._fleet._servers]
     named = VLLMServerGenerator(4, urls=urls, adapters="alone")
     named.start(PolicySpec(policy, tokenizer))
     weights = named.weights()

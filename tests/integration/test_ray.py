@@ -203,7 +203,7 @@ def ends(pid: int) -> bool:
 def test_servers_in_actors_decode_what_others_do_and_listen_on_loopback_alone(
     generator: Any, policy: Any, policy_folder: Path
 ) -> None:
-    urls = [client.url for client in generator._fleet.clients]
+    urls = [server.client.url for server in generator._fleet._servers]
     assert len(set(urls)) == 2 and all(url.startswith("http://127.0.0.1:") for url in urls)
     assert all(server.process.runs for server in generator._fleet.alive)
     (pid, other) = inside(generator)

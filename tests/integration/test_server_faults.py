@@ -66,7 +66,9 @@ def generator(policy: Any, folder: Path, forked_servers: None) -> Iterator[VLLMS
 def ask(generator: Any, method: str, path: str, **options: Any) -> httpx.Response:
     """Ask the first server as another run does that has come by its token."""
     headers = {"Authorization": f"Bearer {generator._fleet.token}", RUN_HEADER: "another"} | options.pop("headers", {})
-    return httpx.request(method, generator._fleet.clients[0].url + path, headers=headers, timeout=30.0, **options)
+    return httpx.request(
+        method, generator._fleet._servers[0].client.url + path, headers=headers, timeout=30.0, **options
+    )
 
 
 def sync(generator: Any, policy: Any, version: int) -> SyncReport:
@@ -119,7 +121,7 @@ def expected(generator: VLLMServerGenerator) -> dict[Any, list[int]]:
 
 
 def test_only_the_run_with_the_token_that_has_taken_a_server_can_change_it(generator: Any) -> None:
-    (url, *_) = [client.url for client in generator._fleet.clients]
+    (url, *_) = [server.client.url for server in generator._fleet._servers]
     bare = {"Content-Type": "text/plain"}
     for path in ("/update_weights", "/collective_rpc", "/v1/completions", "/v1/load_lora_adapter", "/pause"):
         assert httpx.post(url + path, content="{}", headers=bare).status_code == 401
@@ -130,7 +132,7 @@ def test_only_the_run_with_the_token_that_has_taken_a_server_can_change_it(gener
     for path in ("/health", "/metrics", "/server_info", "/openapi.json"):
         assert httpx.get(url + path).status_code == 401
         assert ask(generator, "GET", path, headers={"Host": "evil.example"}).status_code == 403
-    client = generator._fleet.clients[0]
+    client = generator._fleet._servers[0].client
     told = client.get("/server_info", config_format="json")["vllm_config"]
     for name, (part, allowed, _) in _REQUIRED.items():  # what is checked is there to be checked
         assert (told[part] if part else told)[name] in allowed
@@ -146,7 +148,7 @@ def test_only_the_run_with_the_token_that_has_taken_a_server_can_change_it(gener
 def test_servers_named_by_url_are_checked_and_used(
     generator: Any, policy: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    urls = [client.url for client in generator._fleet.clients[:1]]
+    urls = [server.client.url for server in generator._fleet._servers[:1]]
     monkeypatch.setenv(TOKEN_VARIABLE, "another-token-of-some-length")
     with pytest.raises(ValueError, match="does not take this run's token"):
         VLLMServerGenerator(2, urls=urls).start(PolicySpec(policy, load_tokenizer(str(folder))))
@@ -190,7 +192,7 @@ def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLM
 def test_weights_that_another_run_has_changed_are_not_sampled_with(
     generator: Any, policy: Any, expected: dict[Any, list[int]]
 ) -> None:
-    client = generator._fleet.clients[0]
+    client = generator._fleet._servers[0].client
     another = httpx.Client(headers={"Authorization": f"Bearer {generator._fleet.token}", RUN_HEADER: "another"})
 
     def usurp() -> None:
@@ -379,8 +381,8 @@ def test_a_server_that_begins_anew_at_its_address_comes_back(
     wait_for(dead.process, time.monotonic() + 300.0)
     sync(generator, policy, 3)
     assert dead.client.model == "another" and len(fleet.alive) == 2
-    for client in fleet.clients:
-        client.watch.timeout_s = 60.0  # for a new engine beside a busy one
+    for server in fleet._servers:
+        server.client.watch.timeout_s = 60.0  # for a new engine beside a busy one
     assert collect(generator) == (expected, [])
 
 

@@ -291,11 +291,6 @@ class Fleet:
         """The most tokens of a request that every server takes."""
         return min(server.context for server in self.alive or self._servers)
 
-    @property
-    def clients(self) -> list[ServerClient]:
-        """The clients of all servers."""
-        return [server.client for server in self._servers]
-
     # ---- which are up -------------------------------------------------------------------------------
 
     def muster(self) -> None:

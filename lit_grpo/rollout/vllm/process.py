@@ -185,10 +185,7 @@ class ServerProcess:
     def kill(self) -> None:
         """End it and its workers at once; its log is kept."""
         self._failed = True
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_STOP_S)
+        self._end(signal.SIGKILL)
 
     def failure(self) -> str:
         """The reason of the failure, in one sentence; the log will be kept."""
@@ -213,16 +210,18 @@ class ServerProcess:
         """End the server and its workers; its log is removed too, unless the server has failed."""
         if not self.runs:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            os.killpg(self.process.pid, number)
-            os.killpg(self.process.pid, signal.SIGCONT)  # a process that was stopped receives no other signal
-            try:
-                self.process.wait(_STOP_S)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        self._end(signal.SIGTERM, signal.SIGKILL)
         if not self._failed:
             self.log.unlink(missing_ok=True)
+
+    def _end(self, *numbers: signal.Signals) -> None:
+        """Send its group these signals, one after another until it has ended."""
+        for number in numbers:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self.process.pid, number)
+                os.killpg(self.process.pid, signal.SIGCONT)  # a process that was stopped receives no other signal
+                self.process.wait(_STOP_S)
+                return
 
 
 def wait_for(server: ServerProcess | ActorServer, deadline: float, remedy: str = "") -> None:
