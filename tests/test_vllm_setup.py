@@ -38,9 +38,9 @@ from lit_grpo.rollout.vllm.arguments import (
     warn_of_dtype,
 )
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
-from lit_grpo.rollout.vllm.fleet import check_settings
+from lit_grpo.rollout.vllm.fleet import check_settings, wait_for
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, root_cause, wait_for
+from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt, Request, SamplingParams
 from scripts.make_tiny import make_tokenizer
@@ -292,7 +292,7 @@ def test_a_server_that_is_slow_to_start_is_told_of_once_and_its_remedy_is_that_o
     tmp_path: Path, fake_python: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_python("echo loading\nexec sleep 600")
-    monkeypatch.setattr("lit_grpo.rollout.vllm.process._TELL_S", 0.1)
+    monkeypatch.setattr("lit_grpo.rollout.vllm.fleet._TELL_S", 0.1)
     server = ServerProcess(tmp_path, {}, {}, "t" * 32)
     while "loading" not in server.log.read_text():
         time.sleep(0.01)

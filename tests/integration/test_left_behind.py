@@ -42,7 +42,7 @@ from lit_grpo.types import Prompt, SamplingParams
 
 folder, options = sys.argv[1], json.loads(sys.argv[2])
 policy = PolicySpec(load_policy(folder).eval(), load_tokenizer(folder))
-generator = VLLMServerGenerator(2, timeout_s=60.0, **options)
+generator = VLLMServerGenerator(2, timeout_s=600.0, **options)
 generator.start(policy)
 generator.load_weights(generator.weights(), 0)
 while True:  # streams are open at nearly any time

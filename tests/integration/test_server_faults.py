@@ -28,10 +28,10 @@ from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
-from lit_grpo.rollout.vllm.fleet import _REQUIRED
+from lit_grpo.rollout.vllm.fleet import _REQUIRED, wait_for
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerError
-from lit_grpo.rollout.vllm.process import ServerProcess, wait_for
+from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 from lit_grpo.types import Prompt, SamplingParams

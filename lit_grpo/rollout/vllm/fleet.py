@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -20,11 +21,11 @@ import torch
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.files import PrivateFolder
-from lit_grpo.process.terminal import counted, warn
+from lit_grpo.process.terminal import counted, say, warn
 from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_version, dtype_of
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
-from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, wait_for
+from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess
 from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
@@ -45,8 +46,9 @@ _REQUIRED: dict[str, tuple[str, tuple[Any, ...], str]] = {
 """Each setting of a server that decides what is sampled: the part of vLLM's configuration that holds it, the values
 that are allowed, and the remedy."""
 _LOOK_S = 3.0  # in which a server that is well answers
-_POLL_S = 0.2  # between two looks at processes that were started again
+_POLL_S = 0.2  # between two looks at processes that start
 _TEND_S = 1.0  # between two looks at processes
+_TELL_S = 5.0  # of a start, after which the user is told who is waited for
 
 _Answer = TypeVar("_Answer")
 
@@ -60,6 +62,23 @@ def check_settings(url: str, config: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"The server at {url} has {name} {value!r}, which changes what is sampled or told of it; {remedy}."
             )
+
+
+def wait_for(server: ServerProcess | ActorServer, deadline: float, remedy: str = "") -> None:
+    """Wait until a server that is starting answers, and tell the user of it.
+
+    Raises:
+        ValueError: It has ended, or does not answer by ``deadline`` (of ``time.monotonic``), for which ``remedy`` is.
+    """
+    tell_at = time.monotonic() + _TELL_S
+    while not server.is_ready():
+        if (ended := server.failed()) or time.monotonic() >= deadline:
+            raise ValueError(server.failure() + ("" if ended else remedy))
+        if time.monotonic() >= tell_at:
+            tell_at = math.inf
+            left = f"up to {deadline - time.monotonic():.0f} s"
+            say(f"Waiting {left} for the vLLM server at {server.url} to start; its log is {server.log}", flush=True)
+        time.sleep(_POLL_S)
 
 
 class Introduction:

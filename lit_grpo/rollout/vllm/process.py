@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -21,13 +20,12 @@ from functools import partial
 from getpass import getuser
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.bound import PARENT_VARIABLE
-from lit_grpo.process.terminal import say
 from lit_grpo.rollout.vllm.arguments import (
     check_on_cpu,
     check_packages,
@@ -39,11 +37,7 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, LOG_VARIABLE, OWNER_PATH
 
-if TYPE_CHECKING:
-    from lit_grpo.rollout.vllm.actors import ActorServer
-
 _STOP_S = 10.0
-_TELL_S = 5.0  # of a start, after which the user is told who is waited for
 _LONGEST_FOLDER = 70  # characters, for sockets in it, whose paths have at most 107
 _LOG_PREFIX = re.compile(r"^\([^)]* pid=\d+\)(?: [A-Z]+ \S+ \S+ \[[^\]]*\])? ?|\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b|^[\w.-]+: error: ")
@@ -222,23 +216,6 @@ class ServerProcess:
                 os.killpg(self.process.pid, signal.SIGCONT)  # a process that was stopped receives no other signal
                 self.process.wait(_STOP_S)
                 return
-
-
-def wait_for(server: ServerProcess | ActorServer, deadline: float, remedy: str = "") -> None:
-    """Wait until a server that is starting answers, and tell the user of it.
-
-    Raises:
-        ValueError: It has ended, or does not answer by ``deadline`` (of ``time.monotonic``), for which ``remedy`` is.
-    """
-    tell_at = time.monotonic() + _TELL_S
-    while not server.is_ready():
-        if (ended := server.failed()) or time.monotonic() >= deadline:
-            raise ValueError(server.failure() + ("" if ended else remedy))
-        if time.monotonic() >= tell_at:
-            tell_at = math.inf
-            left = f"up to {deadline - time.monotonic():.0f} s"
-            say(f"Waiting {left} for the vLLM server at {server.url} to start; its log is {server.log}", flush=True)
-        time.sleep(0.2)
 
 
 def root_cause(log: str) -> str:

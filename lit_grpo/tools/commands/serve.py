@@ -51,8 +51,9 @@ def _serve(options: argparse.Namespace, others: list[str]) -> str:
     from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.process.files import PrivateFolder
     from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm
+    from lit_grpo.rollout.vllm.fleet import wait_for
     from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
-    from lit_grpo.rollout.vllm.process import ServerPlan, wait_for
+    from lit_grpo.rollout.vllm.process import ServerPlan
 
     require_vllm()
     token, is_users = _token(os.environ.get(TOKEN_VARIABLE, ""))
