@@ -129,8 +129,8 @@ WRONG: dict[str, tuple[Request, list[SampledChunk], str]] = {
         [of(A), of(B), of(C, A, reason="length")],
         "goes on after the stop string 'ab'",
     ),
-    "too many tokens": (request(), [of(A, B, C), of(A, B)], "sends 1 tokens more than max_tokens"),
-    "too many after a prefix": (request(EARLIER), [of(A, B, C)], "sends 1 tokens more than max_tokens"),
+    "too many tokens": (request(), [of(A, B, C), of(A, B)], "sends 1 token more than max_tokens"),
+    "too many after a prefix": (request(EARLIER), [of(A, B, C)], "sends 1 token more than max_tokens"),
     "a reason of its own": (
         request(),
         [of(A, reason="repetition")],
@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Request, list[SampledChunk], str]] = {
     ),
     "an infinite log-prob": (request(), [of(A, logprobs=[-math.inf])], "sends the log-prob -inf, which none can be"),
     "a log-prob above 0": (request(), [of(A, logprobs=[0.1])], "sends the log-prob 0.1, which none can be"),
-    "fewer log-probs": (request(), [of(A, B, logprobs=[-1.0])], "sends 2 tokens with 1 log-probs"),
+    "fewer log-probs": (request(), [of(A, B, logprobs=[-1.0])], "sends 2 tokens with 1 log-prob"),
 }
 
 

@@ -164,9 +164,9 @@ COMPLETIONS: dict[str, tuple[Callable[[Hostile], None], str]] = {
     "another form": (lambda self: self.stream(b'data: {"choices": [{"text": "a"}]}\n\n'), r"KeyError\('finish_reason'"),
     "fewer tokens than log-probs": (
         lambda self: self.stream(event(logprobs=[-1.0, -2.0])),
-        r"sends 1 tokens with 2 log-probs",
+        r"sends 1 token with 2 log-probs",
     ),
-    "no log-probs": (lambda self: self.stream(event(logprobs=None)), r"sends 1 tokens with 0 log-probs"),
+    "no log-probs": (lambda self: self.stream(event(logprobs=None)), r"sends 1 token with 0 log-probs"),
     "a log-prob that is none": (lambda self: self.stream(event(logprobs=[None])), r"sends the log-prob None, which"),
     "a log-prob that is NaN": (
         lambda self: self.stream(event(logprobs=[float("nan")])),
@@ -187,11 +187,11 @@ COMPLETIONS: dict[str, tuple[Callable[[Hostile], None], str]] = {
     "a line without end": (lambda self: drip(self, b"data: {" + b"x" * 400), r"sends a line of more than 1024 bytes"),
     "a drip of nothing": (
         lambda self: drip(self, b": still there\n\n"),
-        r"has hung: none of its 1 completions has moved",
+        r"has hung: its completion has not moved",
     ),
     "a drip of empty events": (
         lambda self: drip(self, event([], [], None)),
-        r"has hung: none of its 1 completions has moved",
+        r"has hung: its completion has not moved",
     ),
 }
 

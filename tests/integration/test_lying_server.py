@@ -163,11 +163,11 @@ LIES: dict[str, Told] = {
     "ends with the other reason": Told(wrong_last_reason, r"ends a completion with '(stop|length)' after \d+ of 12"),
     "an end token in the middle": Told(end_in_the_middle, r"goes on after one of the end tokens \[1\]\."),
     "goes on after its end": Told(
-        past_its_end, r"goes on after (one of the end|the stop string)|sends \d+ tokens more than max_to"
+        past_its_end, r"goes on after (one of the end|the stop string)|sends \d+ tokens? more than max_to"
     ),
     "doubles a chunk": Told(
         lambda server, sampled: [sampled.told()[0], *sampled.told()],
-        r"has sent \d+ tokens of a completion, where it counts \d+: some are missing, or|sends \d+ tokens more than",
+        r"has sent \d+ tokens of a completion, where it counts \d+: some are missing, or|sends \d+ tokens? more than",
     ),
     "doubles a chunk and counts it": Told(
         lambda server, sampled: refitted(
@@ -227,8 +227,8 @@ LIES: dict[str, Told] = {
         r"has sent \d+ tokens of a completion, where it counts 0",
     ),
     "a slow drip": Told(slowly, ""),
-    "tokens without end": Told(on_and_on(5), r"sends 1 tokens more than max_tokens"),
-    "events without tokens": Told(empties, r"has hung: \d time-outs of 3 s without progress", timeout_s=3.0),
+    "tokens without end": Told(on_and_on(5), r"sends 1 token more than max_tokens"),
+    "events without tokens": Told(empties, r"has hung: .* moved for 3 s", timeout_s=3.0),
     "a reason of its own": Told(
         lambda server, sampled: sampled.told(reason="tired"), r"broke off a completion: tired\."
     ),
@@ -339,7 +339,7 @@ def test_what_a_lying_server_sends_is_right_or_reaches_no_update(
         return
     assert run.error is None and run.version == 2, run.said
     assert torch.equal(run.weights, expected.weights)
-    assert other not in run.said.replace("on the 1 servers", "")
+    assert other not in run.said
     if told.said:
         assert re.search(f"The vLLM server at {url} ({told.said})", run.said), run.said
     else:
@@ -356,7 +356,7 @@ def test_a_server_that_refuses_to_go_on_with_its_own_tokens_is_at_fault(
     liar.lie, liar.refuses = honest, lambda prompt: False
     assert run.error is None and torch.equal(run.weights, expected.weights)
     assert f"The vLLM server at {url} refuses a prompt: 400 max_tokens must be at least 1, got 0." in run.said
-    assert "completions go on from there on the 1 servers" in run.said
+    assert "will go on from there on the server that is left." in run.said
 
 
 def test_a_server_that_refuses_the_prompt_of_a_row_ends_the_run(

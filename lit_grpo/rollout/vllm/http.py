@@ -258,9 +258,9 @@ class Watch:
     @property
     def _what(self) -> str:
         """The requests that are silent."""
-        names = {flight.what for flight in self._flights}
+        names, count = {flight.what for flight in self._flights}, len(self._flights)
         if _GENERATE in names:
-            return f"none of its {len(self._flights)} completions has moved"
+            return "its completion has not moved" if count == 1 else f"none of its {count} completions has moved"
         return f"{' and '.join(sorted(names))} has not been answered"
 
     def _give_up(self, found: str, silent_s: float) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lit_grpo.policy.sharding import is_scattered
+from lit_grpo.process.terminal import counted
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.scheduling.layouts import KVLayout
 from lit_grpo.types import OBSERVED, FinishReason, GroupKey, Key, Prompt, Request, Trajectory
@@ -43,9 +44,10 @@ class SampledChunk(NamedTuple):
             NotAsAsked: They are not.
         """
         if len(self.token_ids) != len(self.logprobs):
-            raise NotAsAsked(f"sends {len(self.token_ids)} tokens with {len(self.logprobs)} log-probs")
+            sent = counted(len(self.token_ids), "token")
+            raise NotAsAsked(f"sends {sent} with {counted(len(self.logprobs), 'log-prob')}")
         if len(self.token_ids) > num_left:
-            raise NotAsAsked(f"sends {len(self.token_ids) - num_left} tokens more than max_tokens")
+            raise NotAsAsked(f"sends {counted(len(self.token_ids) - num_left, 'token')} more than max_tokens")
         for token_id, logprob in zip(self.token_ids, self.logprobs, strict=True):
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 raise NotAsAsked(f"sends the token {token_id!r}, which is not among the {vocab_size} known")
