@@ -1,5 +1,6 @@
 """What a person reads is plain English: no word of ``BANNED`` stands in a docstring, comment, message or page."""
 
+import ast
 import re
 import tokenize
 from collections.abc import Iterator
@@ -74,4 +75,15 @@ def read_files() -> list[Path]:
 
 def test_no_banned_word_is_left() -> None:
     found = [each for path in read_files() for each in offences(path)]
+    assert not found, "\n".join(found)
+
+
+def test_a_docstring_begins_with_a_verb_or_with_what_it_is_of() -> None:
+    found: list[str] = []
+    for path in [*(ROOT / "lit_grpo").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = (ast.get_docstring(node) or "").split("\n")[0]
+                if re.match(r"(?:What|Whether|How|Which|Who|When|Where)\b", first):
+                    found.append(f"{path.relative_to(ROOT)}: {first}")
     assert not found, "\n".join(found)

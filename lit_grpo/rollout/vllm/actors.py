@@ -56,11 +56,11 @@ class Host:
         return self._server.url, self._log
 
     def runs(self) -> bool:
-        """Whether the server has not ended."""
+        """Return whether the server has not ended."""
         return self._server.runs
 
     def is_ready(self) -> bool:
-        """Whether the server answers; from then on the actor ends with it, so that Ray starts both again."""
+        """Return whether the server answers; from then on the actor ends with it, so that Ray starts both again."""
         ready = self._server.is_ready()
         if ready and not self._was_well:
             self._was_well = True
@@ -114,7 +114,7 @@ class ActorServer:
 
     @property
     def runs(self) -> bool:
-        """Whether actor and server have not ended."""
+        """True if actor and server have not ended."""
         try:
             return ray.get(self._actor.runs.remote(), timeout=_LOOK_S)
         except RayError:
@@ -128,7 +128,7 @@ class ActorServer:
         return self
 
     def is_ready(self) -> bool:
-        """Whether the server answers; of an actor that was started again its new places are known then."""
+        """Return whether the server answers; of an actor that was started again its new places are known then."""
         try:
             places = ray.get(self._actor.places.remote(), timeout=_LOOK_S)
             if not ray.get(self._actor.is_ready.remote(), timeout=_LOOK_S):
@@ -139,7 +139,7 @@ class ActorServer:
         return True
 
     def failed(self) -> bool:
-        """Whether Ray starts the actor no more, or its server has ended before it answered."""
+        """Return whether Ray starts the actor no more, or its server has ended before it answered."""
         try:
             return not ray.get(self._actor.runs.remote(), timeout=_LOOK_S)
         except (GetTimeoutError, ActorUnavailableError):

@@ -133,7 +133,7 @@ class Server:
         return "" if self.process is None or self.starting else f" What it said is in {self.process.log}."
 
     def is_well(self) -> bool:
-        """Whether it answers, and is as this run left it."""
+        """Return whether it answers, and is as this run left it."""
         return self.client.answers() and self.client.is_ours()
 
     def look(self, introduction: Introduction, timeout_s: float) -> None:
@@ -555,7 +555,7 @@ class Fleet:
         return _agreed(self._ask_all(lambda server: server.exchange(str(folder), version)))
 
     def lacks_base(self) -> bool:
-        """Whether a server has no base weights for adapters, such as one that was restarted."""
+        """Return whether a server has no base weights for adapters, such as one that was restarted."""
         self.muster()
         return not all(server.holds_base for server in self.alive)
 

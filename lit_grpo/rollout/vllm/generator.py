@@ -112,11 +112,11 @@ class EngineGenerator(Versioned, ABC):
 
     @abstractmethod
     def _keeps_base(self) -> bool:
-        """Whether weights that were sent once can stay for all adapters to come."""
+        """Return whether weights that were sent once can stay for all adapters to come."""
 
     @abstractmethod
     def _lacks_base(self) -> bool:
-        """Whether the base weights have to travel."""
+        """Return whether the base weights have to travel."""
 
     @abstractmethod
     def _room(self) -> Room:

@@ -119,7 +119,7 @@ class Guard:
         return headers.get(RUN_HEADER, [b""])[0].decode("latin-1"), "".join(filter(str.isprintable, name))
 
     def _is_own(self, host: str) -> bool:
-        """Whether a Host header is an address, which no name server can redirect, or a name of this machine."""
+        """Return whether a Host header is an address, which no name server can redirect, or a name of this machine."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
         try:
             ipaddress.ip_address(name.strip("[]"))
@@ -284,7 +284,7 @@ def _strings(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this is a private folder of weights, or a file in one that is not a link."""
+    """Return whether this is a private folder of weights, or a file in one that is not a link."""
     folder = path if path.name.startswith(WEIGHTS_PREFIX) else path.parent
     return (
         path.is_absolute()

@@ -374,7 +374,7 @@ class ServerClient:
         return response
 
     def is_ours(self) -> bool:
-        """Whether it still belongs to this run, and is the process that this run has taken."""
+        """Return whether it still belongs to this run, and is the process that this run has taken."""
         try:
             response = self._loop.run(self._request("GET", OWNER_PATH, timeout=_LOOK_S))
             if not response.is_success or response.headers.get(PROCESS_HEADER) != self._process:
@@ -399,7 +399,7 @@ class ServerClient:
     # ---- control ----------------------------------------------------------------------------------
 
     def answers(self, limit_s: float = _LOOK_S) -> bool:
-        """Whether the front end and the engine both say within ``limit_s`` that they are well."""
+        """Return whether the front end and the engine both say within ``limit_s`` that they are well."""
 
         async def ask() -> bool:
             asked = (self._request("GET", path, timeout=limit_s) for path in (_FRONT, _ENGINE))

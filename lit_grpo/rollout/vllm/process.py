@@ -161,11 +161,11 @@ class ServerProcess:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self.process.poll() is None
 
     def failed(self) -> bool:
-        """Whether it has ended before it answered."""
+        """Return whether it has ended before it answered."""
         return not self.runs
 
     def again(self) -> ServerProcess:
@@ -189,7 +189,7 @@ class ServerProcess:
         return f"The vLLM server at {self.url} {how}. It said: {cause} All of that is in {self.log}."
 
     def is_ready(self) -> bool:
-        """Whether this process answers, and not another one at its address."""
+        """Return whether this process answers, and not another one at its address."""
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
             owner = httpx.get(f"{self.url}{OWNER_PATH}", headers=headers, timeout=2.0, trust_env=False)
