@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ FEATURES: dict[str, list[str]] = {
         *("--rollout.plugins", json.dumps([TOOL, {"distill": {"top_k": 4}}])),
         *("--model.teacher.policy", "average", "--model.teacher.average_rate", "0.5"),
     ],
-    "april": ["--rollout.plugins", json.dumps([TOOL, "april"])],
+    "april": ["--rollout.plugins", json.dumps([TOOL, "april", "snapshots"])],
 }
 """Of the calculator's config, with a server that runs already."""
 ROUNDING = 1e-4
@@ -64,12 +65,13 @@ def fit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def check_gaps(folder: Path, run: subprocess.CompletedProcess[str]) -> None:
+def check_gaps(folder: Path, run: subprocess.CompletedProcess[str], column: str = "sampling/logprob_gap_max") -> None:
     """Check that two updates have trained on tokens whose log-probs are the server's, up to rounding."""
     assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
     rows = read_metrics(folder / "runs" / "run" / "metrics.csv")
-    gaps = [float(row["sampling/logprob_gap_max"]) for row in rows if row.get("sampling/logprob_gap_max")]
-    assert len(gaps) == 2 and max(gaps) < ROUNDING, gaps
+    gaps = [float(row[column]) for row in rows if row.get(column)]
+    known = [gap for gap in gaps if not math.isnan(gap)]  # of updates with tokens that an advantage trains on
+    assert len(gaps) == 2 and known and max(known) < ROUNDING, gaps
 
 
 @pytest.mark.parametrize("name", table_rows(FEATURES, []))
@@ -77,11 +79,19 @@ def test_a_feature_on_a_server_trains_on_the_log_probs_that_were_sampled(name: s
     generator = ["--model.generator", "vllm_server", "--model.generator.num_slots", "8"]
     few = ["--data.batch_size", "2", "--model.num_generations", "4", "--trainer.limit_val_batches", "0"]
     urls = ["--model.generator.urls", json.dumps([url]), "--validate_first", "false"]
-    check_gaps(tmp_path, fit(tmp_path, "--config", "calculator", *generator, *urls, *few, *FEATURES[name]))
+    run = fit(tmp_path, "--config", "calculator", *generator, *urls, *few, *FEATURES[name])
+    if name == "april":  # whose tokens are in part of an earlier policy, from which the last one differs
+        check_gaps(tmp_path, run, "snapshots/discrepancy")
+    else:
+        check_gaps(tmp_path, run)
 
 
 REWARD = "def score(completion):\n    return sum(c.isdigit() for c in completion) / max(len(completion), 1)\n"
-OWN = {"class_path": "vllm_server", "init_args": {"num_slots": 4, "server_args": {"max_model_len": 128}}}
+OWN = {
+    "class_path": "vllm_server",
+    # as it begins, vLLM compiles for long, and answers nothing meanwhile
+    "init_args": {"num_slots": 4, "timeout_s": 300.0, "server_args": {"max_model_len": 128}},
+}
 
 
 @pytest.mark.nightly
