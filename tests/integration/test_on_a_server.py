@@ -77,6 +77,7 @@ def check_gaps(folder: Path, run: subprocess.CompletedProcess[str], column: str 
 @pytest.mark.parametrize("name", table_rows(FEATURES, []))
 def test_a_feature_on_a_server_trains_on_the_log_probs_that_were_sampled(name: str, url: str, tmp_path: Path) -> None:
     generator = ["--model.generator", "vllm_server", "--model.generator.num_slots", "8"]
+    generator += ["--model.generator.timeout_s", "300"]  # on a busy machine an engine takes long to answer
     few = ["--data.batch_size", "2", "--model.num_generations", "4", "--trainer.limit_val_batches", "0"]
     urls = ["--model.generator.urls", json.dumps([url]), "--validate_first", "false"]
     run = fit(tmp_path, "--config", "calculator", *generator, *urls, *few, *FEATURES[name])
