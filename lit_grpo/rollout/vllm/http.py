@@ -440,7 +440,7 @@ class ServerClient:
                 scores.append([float(logprobs[str(token)]["logprob"]) for token, logprobs in told])
             return scores
 
-        return self.post(_COMPLETIONS, body, read)
+        return self.post(_COMPLETIONS, body, read, engine_works=True)  # the first forward of an engine may take long
 
     def ask_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Return what each worker answers; numbers and truth values come as text."""
