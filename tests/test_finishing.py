@@ -299,7 +299,7 @@ def test_a_run_that_learnt_nothing_is_said_to(
     assert found is not None and found.has_improved == learnt and str(found).startswith(said)
     main([str(run), "--gguf", "none"])
     assert said in (run / "finished" / "README.md").read_text()
-    assert ("learnt nothing" in capsys.readouterr().out) != learnt
+    assert ("learned nothing" in capsys.readouterr().out) != learnt
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
+from lit_grpo.rollout.vllm.fleet import wait_for
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -55,7 +56,7 @@ class Servers:
         self.folder = folder
         self.processes = [self._start(None), self._start(None)]
         for process in self.processes:
-            process.wait(time.monotonic() + 300)
+            wait_for(process, time.monotonic() + 300)
         self._due: list[tuple[float, Callable[[], None]]] = []
 
     def _start(self, port: int | None) -> ServerProcess:
