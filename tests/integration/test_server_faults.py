@@ -111,7 +111,7 @@ def collect(
     whole = sum(rollout.completion.num_tokens for rollout in rollouts)
     assert num_tokens > whole if drops else num_tokens == whole > 60  # none is sampled twice
     return {r.completion.request.key: r.completion.token_ids_T.tolist() for r in rollouts}, [
-        text for text in said if "completions go on from there" in text
+        text for text in said if "will go on from there" in text
     ]
 
 
