@@ -44,9 +44,18 @@ VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
 SERVER_ARGUMENTS = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
 
 
-def save_policy_for_vllm(folder: Path) -> Path:
-    """Save a policy of a head size that vLLM's CPU kernels know, and two prompts; return the folder."""
-    random_policy(head_dim=32).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+def save_policy_for_vllm(folder: Path, is_long: bool = False) -> Path:
+    """Save a policy of a head size that vLLM's CPU kernels know, and two prompts; return the folder.
+
+    Args:
+        folder: The folder to save in.
+        is_long: Whether its completions are to be long: all tokens are likelier then than the end token.
+    """
+    policy: Any = random_policy(head_dim=32)
+    if is_long:
+        with torch.no_grad():
+            policy.lm_head.weight[1] = 0.0
+    policy.save_pretrained(folder)
     save_tokenizer(folder)
     (folder / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2*3="}\n')
     return folder

@@ -568,6 +568,8 @@ def test_servers_on_a_cpu_share_its_threads_and_what_the_user_has_set_counts(mon
     assert server_environment()["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert server_environment(2)["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    assert server_environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # so that bound.py reaches workers
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in server_environment()
 

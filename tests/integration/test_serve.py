@@ -20,8 +20,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
-from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, save_policy_for_vllm
 
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, TOKEN_VARIABLE
@@ -88,12 +86,7 @@ class Serving:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy whose completions are long."""
-    folder = save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
-    policy: Any = random_policy(head_dim=32)
-    with torch.no_grad():
-        policy.lm_head.weight[1] = 0.0  # of the end token, which the others are more likely than
-    policy.save_pretrained(folder)
-    return folder
+    return save_policy_for_vllm(tmp_path_factory.mktemp("policy"), is_long=True)
 
 
 def free_port() -> int:

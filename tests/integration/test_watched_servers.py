@@ -22,7 +22,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, full_logprobs, save_policy_for_vllm
 from test_ray import cluster  # noqa: F401  # pyright: ignore
 from test_serve import ARGUMENTS, free_port  # pyright: ignore
@@ -50,12 +49,7 @@ ROWS = [(kind, fault) for kind in KINDS for fault in FAULTS]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy whose completions are long."""
-    folder = save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
-    policy: Any = random_policy(head_dim=32)
-    with torch.no_grad():
-        policy.lm_head.weight[1] = 0.0  # of the end token, which the others are more likely than
-    policy.save_pretrained(folder)
-    return folder
+    return save_policy_for_vllm(tmp_path_factory.mktemp("policy"), is_long=True)
 
 
 @pytest.fixture(scope="module")

@@ -287,14 +287,11 @@ def _sentence(name: str, value: Any, field: Field, sampling: SamplingParams, end
         return None
     if field.rule == "run":
         held = getattr(sampling, _OF_RUN.get(name, name))
+        if value == held or (value == -1 and not held):  # -1 keeps all tokens, as 0 does
+            return None
         return (
-            None
-            if value == held or (value == -1 and not held)
-            # -1 keeps all tokens, as 0 does
-            else (
-                f"An agent requests {name} {_shown(value)}, but gets {held}, the value of model.sampling, because all "
-                "completions of a run are sampled with the same parameters."
-            )
+            f"An agent requests {name} {_shown(value)}, but gets {held}, the value of model.sampling, because all "
+            "completions of a run are sampled with the same parameters."
         )
     if field.rule == "ignored":
         return f"An agent requests {name} {_shown(value)}, which is ignored, because {field.why}."

@@ -238,7 +238,9 @@ def server_environment(num_servers: int = 1) -> dict[str, str]:
     if not torch.cuda.is_available():
         own["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker runs in the engine's process
         own["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // num_servers))
-    return {**own, **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    needed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    needed["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # forked workers would outlive a server that is killed
+    return {**own, **os.environ, **needed}
 
 
 def dtype_of(arguments: Mapping[str, Any]) -> torch.dtype | None:
