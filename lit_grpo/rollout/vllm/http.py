@@ -31,7 +31,7 @@ _EACH_S = 0.5  # between two looks of a watch
 _QUIET_S = 1.5  # of silence after which a server is asked whether it is well
 _TELL_S = 5.0  # of silence after which the user is told who is waited for
 _LEAST_S = 8.0  # of silence before completions move from a server that may only be slow
-_SYNC_S = 20.0  # of silence before such a server is left out of a sync, and of the rollout after it
+_SYNC_S = 20.0  # of silence before such a server is left out of a sync, and of the rollout after it, or is given up new
 _LONGER = 3  # times the longest silence of a server that was well
 _WORKS = 5  # time-outs that work on weights may take
 _SERVE = "Start it with python -m lit_grpo serve and the policy's model, or correct urls."
@@ -94,8 +94,9 @@ class Watch:
     and so on. All requests fail
 
     - at once, if the server refuses connections or says that it is not well;
-    - if it, or its engine alone, does not answer for 8 s (20 s in a sync), or for three times its longest silence that
-      ended with an answer: an engine answers between two steps. If no other server is well, it is waited for;
+    - if it, or its engine alone, does not answer for 8 s (20 s in a sync, and before a new process has sent its first
+      token), or for three times its longest silence that ended with an answer: an engine answers between two steps. If
+      no other server is well, it is waited for;
     - in any case after ``timeout_s`` of silence. Work on weights, in which the engine is not asked, may take five times
       as long, and if another server is up, three times as long as the same work took before.
 
@@ -113,6 +114,7 @@ class Watch:
         self.timeout_s = timeout_s
         self.is_last: Callable[[], bool] = lambda: True
         self.is_silent = False
+        self._is_new = False  # whether it is a process that has sent no token yet: a first step may take longest
         self._url, self._ask = url, ask
         self._flights: set[_Flight] = set()
         self._since = time.monotonic()  # the last movement, or the first request after none
@@ -135,10 +137,12 @@ class Watch:
     def forget(self) -> None:
         """Forget how long another process took."""
         self._longest_s.clear()
+        self._is_new = True
 
-    def moves(self) -> None:
-        """Note that something came of a request."""
+    def moves(self, has_tokens: bool = False) -> None:
+        """Note that something came of a request, as tokens are."""
         self._since = time.monotonic()
+        self._is_new = self._is_new and not has_tokens
 
     def _learn(self, what: str, seconds: float) -> None:
         self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
@@ -237,7 +241,8 @@ class Watch:
             return self._ended, 0.0, ""
         limit_s = max(flight.limit_s for flight in self._flights)
         asked = [path for path in (_FRONT, _ENGINE) if all(path in flight.asks for flight in self._flights)]
-        least_s = _LEAST_S if any(flight.what == _GENERATE for flight in self._flights) else _SYNC_S
+        samples = any(flight.what == _GENERATE for flight in self._flights)
+        least_s = _LEAST_S if samples and not self._is_new else _SYNC_S
         found, left_s = "it says that it is well" if asked else "nothing else is known of it", limit_s
         if asked == [_FRONT] and all(flight.what in self._longest_s for flight in self._flights):
             left_s = max(self._short_s(flight.what, _SYNC_S) for flight in self._flights)
@@ -555,7 +560,7 @@ class ServerClient:
                     if line.startswith("data: {") and num_lines_left == math.inf:
                         chunk = self._chunk(line[6:], name, num_tokens, num_left, weights)
                         if chunk.token_ids:
-                            self.watch.moves()
+                            self.watch.moves(has_tokens=True)
                         num_tokens += len(chunk.token_ids)
                         num_left -= len(chunk.token_ids)
                         if chunk.finish_reason is not None:

@@ -55,8 +55,8 @@ class VLLMServerGenerator(EngineGenerator):
             sent in files with both transports.
         timeout_s: Max seconds without a token or an answer of a server, after which it counts as hung (five times as
             long while it takes weights). A server of several that does not answer, or whose engine does not, is left
-            out after 8 s, or after three times the longest time that such an answer took so far, since an engine
-            answers between two steps.
+            out after 8 s (20 s before its first token), or after three times the longest time that such an answer took
+            so far, since an engine answers between two steps.
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
         restarts: Max number of restarts per run of servers that this run started: those that have ended, and those that
