@@ -265,7 +265,6 @@ class GRPOModule(EvaluationModule):
             total = total_updates(self.trainer, self.settings.updates_per_batch)
             total = math.inf if total is None and self.trainer.max_epochs == -1 else total
         teacher, micro_batch_tokens = self.teacher_settings, self.settings.max_tokens_per_micro_batch
-        chunking = self.settings.plugin("chunks")
         return RunFacts(
             num_prompts=num_prompts,
             num_generations=self.num_generations,
@@ -284,7 +283,7 @@ class GRPOModule(EvaluationModule):
             teacher="" if teacher is None else teacher.policy,
             micro_batch_tokens=None if micro_batch_tokens == "auto" else micro_batch_tokens,
             shares_prefix=self.settings.shares_prefix,
-            largest_chunk=None if chunking is None else ask(chunking, "largest_chunk"),
+            largest_chunk=self.settings.largest_chunk,
         )
 
     def start_plugins(
@@ -464,9 +463,8 @@ class GRPOModule(EvaluationModule):
             self.teacher.check_context(longest + self.sampling.room)
         max_tokens = self.settings.max_tokens_per_micro_batch
         if "train" in prompts and max_tokens != "auto":
-            chunking = self.settings.plugin("chunks")
-            largest = None if chunking is None else ask(chunking, "largest_chunk")
-            check_micro_batch(prompts["train"], self.sampling, max_tokens, self.settings.shares_prefix, largest)
+            largest, shares_prefix = self.settings.largest_chunk, self.settings.shares_prefix
+            check_micro_batch(prompts["train"], self.sampling, max_tokens, shares_prefix, largest)
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""

@@ -396,14 +396,13 @@ class Rollout:
     log-probs of the policy before the update, as if that policy had sampled them. ``extra`` is what reward functions
     and plug-ins logged of it, and ``advantage`` what it was trained on with, NaN before that.
 
-    ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
-    ``token_advantages`` (float32, shape (completion.num_trained,)) what each token was trained on with, where that is
-    not ``advantage`` for all of them. ``ce_weights`` (float32, shape (completion.num_tokens,)) is the weight of each
-    token's negative log-likelihood in the loss, observed tokens among them; None if no token has one. They are averaged
-    with those of the same ``ce_source``, the number of the plug-in of the update that gave them.
+    ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so.
 
-    During an update ``columns`` holds further values of the tokens that are trained on, by name, such as their
-    log-probs under the reference; each has shape (completion.num_trained,).
+    During an update ``columns`` holds the values of its tokens by name, those that are trained on unless said
+    otherwise: ``token_advantage`` if tokens have others than ``advantage``, ``reference_logprob``, ``old_logprob``,
+    ``mask``, ``weight``, ``candidate_ids`` and ``candidate_values``; of all tokens ``ce_weight``, the weight of each
+    token's negative log-likelihood, averaged with those of the same ``ce_source``, the number of the plug-in that gave
+    them; and of the row ``chunks``, and ``whole_length`` if only a part of its tokens is left.
     """
 
     prompt: Prompt
@@ -417,9 +416,7 @@ class Rollout:
     extra: dict[str, Any] = field(default_factory=dict)
     advantage: float = math.nan
     turn_rewards: tuple[float, ...] = ()
-    token_advantages: torch.Tensor | None = field(default=None, compare=False)
-    columns: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
-    ce_weights: torch.Tensor | None = field(default=None, compare=False)
+    columns: dict[str, Any] = field(default_factory=dict, compare=False)
     ce_source: int = field(default=0, compare=False)
 
     @property
@@ -458,26 +455,17 @@ class Rollout:
         if not self.completion.contexts:
             return [self]
         request, rows = self.completion.request, self.completion.rows
-        advantages, counts = self.token_advantages, [row.num_trained for row in rows]
-        of_rows = None if advantages is None else advantages.split(counts)
-        columns = {name: values.split(counts) for name, values in self.columns.items()}
-        weights: list[torch.Tensor | None] = [None] * len(rows)
-        if self.ce_weights is not None:
-            for turn, (begin, end) in enumerate(self.completion.places_of_turns):
-                context = self.ce_weights.new_zeros(rows[turn].num_tokens - (end - begin))
-                weights[turn] = torch.cat([context, self.ce_weights[begin:end]])
-        return [
-            replace(
-                self,
-                completion=Completion.of(
-                    replace(request, path=(*request.path, turn)), row, self.completion.finish_reason
-                ),
-                token_advantages=None if of_rows is None else of_rows[turn],
-                columns={name: values[turn] for name, values in columns.items()},
-                ce_weights=weights[turn],
-            )
-            for turn, row in enumerate(rows)
-        ]
+        counts, weights_T = [row.num_trained for row in rows], self.columns.get("ce_weight")
+        columns = {name: its.split(counts) for name, its in self.columns.items() if name != "ce_weight"}
+        found: list[Rollout] = []
+        for turn, (row, (begin, end)) in enumerate(zip(rows, self.completion.places_of_turns, strict=True)):
+            own = {name: its[turn] for name, its in columns.items()}
+            if weights_T is not None:
+                own["ce_weight"] = weights_T.new_zeros(row.num_tokens)
+                own["ce_weight"][row.num_tokens - (end - begin) :] = weights_T[begin:end]
+            completion = Completion.of(replace(request, path=(*request.path, turn)), row, self.completion.finish_reason)
+            found.append(replace(self, completion=completion, columns=own))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

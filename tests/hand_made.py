@@ -17,7 +17,7 @@ from torch import distributed
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Answer, GroupBatch, Listener, Plugin, Resume
+from lit_grpo.plugins import Answer, Listener, Plugin, Resume
 from lit_grpo.policy.sharding import full_tensor
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
@@ -37,7 +37,8 @@ from lit_grpo.types import (
 )
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow, RowPart, lay_out, lay_out_padded
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.objective.tokens import Tokens
+from lit_grpo.update.plugin import Batch
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
@@ -104,7 +105,9 @@ def make_micro_batch(
     else:
         row = lay_out_padded(rollouts, range(len(rollouts)))
     for rollout, advantage in zip(rollouts, advantages_C, strict=True):
-        rollout.token_advantages = advantage if isinstance(advantage, torch.Tensor) else None
+        rollout.columns.pop("token_advantage", None)
+        if isinstance(advantage, torch.Tensor):
+            rollout.columns["token_advantage"] = advantage
         rollout.advantage = 0.0 if isinstance(advantage, torch.Tensor) else advantage
     return MicroBatches([row], shared_prefix).filled(rollouts).rows[0]
 
@@ -301,18 +304,34 @@ def learning_batch(
     measure: Any = lambda rollouts, what: {},
     functions: Sequence[str] = (),
     progress: float = 0.0,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> LearningBatch:
+) -> Batch:
     """What a learner gives a plug-in, on one rank."""
-    rewards, optimizer = GroupRewards.of(groups, functions), optimizer or torch.optim.SGD([torch.zeros(1)])
-    return LearningBatch(groups, 0, PassRule(), lambda own: [own], rewards, progress, measure, optimizer)
+    rewards = GroupRewards.of(groups, functions)
+    return Batch(groups, 0, PassRule(), lambda own: [own], rewards, progress, measure)
 
 
-def credited(plugin: Plugin, group: RolloutGroup, advantages: Sequence[float]) -> Any:
-    """What a plug-in credits the turns or tokens of a group with, whose rollouts have these advantages."""
+def credited(plugin: Plugin, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+    """What the tokens of a group are trained on with by a plug-in, whose rollouts have these advantages.
+
+    For a plug-in that credits turns, one number for each turn that has a token.
+    """
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         rollout.advantage = advantage
-    return plugin.credit(learning_batch([group]))
+    plugin.on_batch(learning_batch([group]).of(plugin))
+    found: list[list[float]] = []
+    for rollout in group.rollouts:
+        values = rollout.columns.get(
+            "token_advantage", torch.full((rollout.completion.num_trained,), rollout.advantage)
+        )
+        if "turn_advantage" in plugin.writes:
+            values = torch.stack([turn[0] for turn in values.split(rollout.completion.trained_of_turns) if len(turn)])
+        found.append(values.tolist())
+    return found
+
+
+def make_tokens(**columns: torch.Tensor | None) -> Tokens:
+    """The columns of a micro-batch's tokens, by the names of Tokens: ``logprob``, ``sampled_logprob``, ..."""
+    return Tokens({name: values for name, values in columns.items() if values is not None})
 
 
 def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
@@ -352,8 +371,8 @@ def check_slots_decode_with(module: Any, atol: float = 1e-5) -> None:
 class Unshaped(Plugin):
     """A plug-in that leaves everything as it is."""
 
-    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        return advantages
+    def on_batch(self, batch: Batch) -> None:
+        """Write nothing."""
 
 
 def plugin(spec: str) -> Any:

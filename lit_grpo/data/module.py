@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,10 +18,9 @@ from lit_grpo.data.loaders import EvalLoader, PromptLoader, row_digests
 from lit_grpo.data.mixture import DATASET, MixtureWeights
 from lit_grpo.data.rendering import Converses, PromptRenderer, column_of
 from lit_grpo.data.sources import FileRows, HubRows, PolicyFault, Row, RowSource, check_size, make_source, naming
-from lit_grpo.data.writing import PromptWriter, check_rewriting
+from lit_grpo.data.writing import PromptWriter, check_rewriting, rewritten
 from lit_grpo.faults.differing_ranks import check_alike, check_rows, of_run
 from lit_grpo.limits import Count, Limit, checks_arguments
-from lit_grpo.plugins import ask
 from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
 from lit_grpo.policy.named import TINY
 from lit_grpo.process.terminal import counted, listed, say, warn
@@ -215,12 +214,12 @@ class PromptDataModule(LightningDataModule):
             conversing.prepare(self._tokenizer, renderer.chat_template_kwargs or {}, renderer.split_special_tokens)
         self.renderer = replace(self.renderer, conversing=conversing)
 
-    def plug_in(self, rule: Plugin | None, rewriting: Plugin | None, on_demand: bool) -> None:
+    def plug_in(self, rule: Plugin | None, rewriting: Sequence[Plugin], on_demand: bool) -> None:
         """Let plug-ins select and rewrite training prompts, and draw them on demand.
 
         Args:
             rule: The plug-in that selects the prompts to sample; None for all prompts.
-            rewriting: The plug-in that says what they are asked with; None for what their rows say.
+            rewriting: The plug-ins that say what they are asked with; without any, as their rows say.
             on_demand: Whether a session draws prompts as it needs them, and batches come empty.
 
         Raises:
@@ -231,11 +230,11 @@ class PromptDataModule(LightningDataModule):
         if chooser is None or chooser.rule != rule:
             chooser = None if rule is None else PromptChooser(rule, self.seed, self.prompts["train"])
         rewrite = None
-        if rewriting is not None:
+        if rewriting:
             writer = self.writer
             source = _source_of("train", self.sources["train"])
             self.rewritten = check_rewriting(rewriting, writer, self.prompts["train"], source.describe())
-            rewrite = partial(_rewritten, rule=rewriting, writer=writer)
+            rewrite = partial(rewritten, rules=rewriting, writer=writer)
         loader.plug_in(chooser, rewrite, on_demand)
         if self._is_shared:
             read = enumerate(self._read_for_plugins)
@@ -504,7 +503,3 @@ def own_loader(trainer: Trainer) -> PromptLoader | None:
     """Return the loader of training prompts that a trainer has, where it is ours."""
     loader = trainer.train_dataloader
     return loader if isinstance(loader, PromptLoader) else None
-
-
-def _rewritten(prompt: Prompt, rule: Plugin, writer: PromptWriter) -> Prompt:
-    return ask(rule, "rewrite", prompt, writer)

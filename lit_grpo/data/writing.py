@@ -12,7 +12,7 @@ from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.parts import PartTokens
 from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
-from lit_grpo.plugins import read
+from lit_grpo.plugins import ask, read
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -133,11 +133,20 @@ class PromptWriter:
         return tokens
 
 
-def check_rewriting(rule: Plugin, writer: PromptWriter, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+def rewritten(prompt: Prompt, rules: Sequence[Plugin], writer: PromptWriter) -> Prompt:
+    """Return a prompt as plug-ins rewrite it, each those of its data sets."""
+    for rule in rules:
+        prompt = ask(rule, "rewrite", prompt, writer)
+    return prompt
+
+
+def check_rewriting(
+    rules: Sequence[Plugin], writer: PromptWriter, prompts: Sequence[Prompt], source: str
+) -> list[Prompt]:
     """Rewrite each prompt once to the longest form that it may take, to check its length before the run.
 
     Args:
-        rule: The plug-in that rewrites prompts.
+        rules: The plug-ins that rewrite prompts, each those of its data sets.
         writer: Puts text into prompts; learns how long prompts become.
         prompts: As their rows say.
         source: Source of the rows, for messages.
@@ -148,27 +157,31 @@ def check_rewriting(rule: Plugin, writer: PromptWriter, prompts: Sequence[Prompt
     Raises:
         ValueError: A prompt cannot be rewritten, or none is.
     """
-    rewritten: list[Prompt] = []
+    longest_forms: list[Prompt] = []
     for prompt in prompts:
-        own = prompt.own()
-        try:
-            largest = rule.longest_rewrite(own, writer)
-        except ValueError as error:
-            number = prompt.prompt_id.rpartition("/")[2]
-            raise ValueError(
-                f"rollout.plugins: the text that {type(rule).__name__} puts into row {number} of {source} cannot be "
-                f"made, since the row {error}; mend the row, name another column, or leave the plug-in out."
-            ) from None
-        largest = read(rule, "longest_rewrite", largest, own, writer)
-        rewritten += [] if largest.digest == prompt.digest else [largest]
-    if not rewritten:
+        largest = prompt.own()
+        for rule in rules:
+            if not prompt.is_of(rule.datasets):
+                continue
+            try:
+                returned = rule.longest_rewrite(largest, writer)
+            except ValueError as error:
+                number = prompt.prompt_id.rpartition("/")[2]
+                raise ValueError(
+                    f"rollout.plugins: the text that {type(rule).__name__} puts into row {number} of {source} cannot "
+                    f"be made, since the row {error}; mend the row, name another column, or leave the plug-in out."
+                ) from None
+            largest = read(rule, "longest_rewrite", returned, largest, writer)
+        longest_forms += [] if largest.digest == prompt.digest else [largest]
+    if not longest_forms:
+        names = " or ".join(type(rule).__name__ for rule in rules)
         raise ValueError(
-            f"rollout.plugins: no row of {source} has a text for {type(rule).__name__} that there is room for; give a "
+            f"rollout.plugins: no row of {source} has a text for {names} that there is room for; give a "
             "row one, raise data.max_prompt_tokens, or leave the plug-in out."
         )
-    longest = max(rewritten, key=lambda prompt: len(prompt.token_ids))
+    longest = max(longest_forms, key=lambda prompt: len(prompt.token_ids))
     writer.most_tokens = max(len(prompt.token_ids) for prompt in (longest, *prompts))
-    return [longest, max(rewritten, key=lambda prompt: max(prompt.token_ids))]
+    return [longest, max(longest_forms, key=lambda prompt: max(prompt.token_ids))]
 
 
 @contextmanager

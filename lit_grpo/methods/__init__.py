@@ -14,7 +14,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from lit_grpo.plugins import Plugin, check_decisions, check_overrides
+from lit_grpo.plugins import Plugin, check_decisions, check_overrides, restricted
 from lit_grpo.settings import by_name
 
 SETTING = "rollout.plugins"
@@ -52,8 +52,6 @@ def make_plugins(specs: Sequence[str | Mapping[str, Any]]) -> dict[str, Plugin]:
         plugin = by_name(SETTING, spec, shipped(), Plugin)
         check_overrides(f"{SETTING} {name}", plugin)
         if datasets:
-            from lit_grpo.update.by_dataset import restricted  # imports torch, which a simulation does not need
-
             plugin, name = restricted(name, plugin, datasets), f"{name} ({', '.join(datasets)})"
         if name in plugins:
             raise ValueError(f"{SETTING} has {name} twice; leave one out.")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.update.objective.tokens import Tokens
 
 
 @dataclass
@@ -22,6 +24,8 @@ class InterpolatedPolicy(Plugin):
           plugins: [april, a3po]
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"proximal_logprob"})
+
     _corrected = True  # until a run says otherwise
 
     def check(self, run: RunFacts) -> None:
@@ -34,17 +38,16 @@ class InterpolatedPolicy(Plugin):
         return Requirement(name, changes={} if self._corrected else {"ratios_to_sampler": said})
 
     @torch.no_grad()
-    def proximal_logprobs(
-        self, logprobs_N: torch.Tensor, sampled_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
-    ) -> torch.Tensor:
-        """Return log-probs on the line from the behavior policy to the policy, by how old each token is; no gradient.
+    def loss(self, tokens: Tokens) -> None:
+        """Take ratios to log-probs on the line from the behavior policy to the policy, by how old each token is.
 
         ``log prox = log sampled + a (log policy - log sampled)`` with ``a = 1 - 1 / d`` for a token that was sampled
         ``d`` optimizer steps ago, and 0 for ``d = 0``: the place one step before the policy (AReaL's
         ``prox_logp_method: loglinear``, whose code takes 0 for ``d = 0`` too).
         """
-        age_N = (version - versions_N).clamp(min=1)
-        return sampled_logprobs_N + (1 - 1 / age_N.to(logprobs_N.dtype)) * (logprobs_N - sampled_logprobs_N)
+        sampled_N, age_N = tokens.sampled_logprobs_N, tokens.columns["age"].clamp(min=1)
+        share_N = 1 - 1 / age_N.to(sampled_N.dtype)
+        tokens["proximal_logprob"] = sampled_N + share_N * (tokens.logprobs_N - sampled_N)
 
 
 PLUGINS = {"a3po": InterpolatedPolicy()}

@@ -39,7 +39,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -47,8 +47,7 @@ import torch
 
 from lit_grpo.limits import Limit
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.types import Key, Rollout
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.step import Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +63,7 @@ class Capo(Plugin):
     Before the first step of Adam, which has no moments yet, none is left out. ``update/kept_share`` is logged.
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"mask"})
     needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights", "all_ranks"})  # masks a whole step
     changes: ClassVar[Mapping[str, str]] = {"all_tokens": "leaves tokens out by a model of curvature"}
 
@@ -79,21 +79,22 @@ class Capo(Plugin):
         if run.policy is not None and run.optimizer is not None:
             HeadStep.of(run.optimizer, _head_weight(run.policy))
 
-    def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
-        """Return which tokens are within both bounds."""
+    def on_minibatch(self, step: Step) -> None:
+        """Train on the tokens that are within both bounds."""
 
         def of_hidden(
             model: PreTrainedModel, hidden_nD: torch.Tensor, target_ids_n: torch.Tensor, advantages_n: torch.Tensor
         ) -> torch.Tensor:
             weight = _head_weight(model)
-            assert batch.optimizer is not None
-            step = HeadStep.of(batch.optimizer, weight)
-            if step is None:
+            simulated = HeadStep.of(step.optimizer, weight)
+            if simulated is None:
                 return hidden_nD.new_zeros((len(hidden_nD), 2))
-            return curvature_models(weight, hidden_nD, target_ids_n, advantages_n, step, self.top)
+            return curvature_models(weight, hidden_nD, target_ids_n, advantages_n, simulated, self.top)
 
-        values = batch.measure(rollouts, of_hidden)
-        return {key: (its[:, 0].abs() < self.hessian) & (its[:, 1] < self.fisher) for key, its in values.items()}
+        values = step.measure(step.rollouts, of_hidden)
+        for rollout in step.rollouts:
+            its = values[rollout.completion.request.key]
+            step.set("mask", rollout, (its[:, 0].abs() < self.hessian) & (its[:, 1] < self.fisher))
 
 
 def _head_weight(model: PreTrainedModel) -> torch.Tensor:

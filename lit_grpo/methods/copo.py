@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Annotated, ClassVar
@@ -34,6 +33,7 @@ from lit_grpo.plugins import AllGather, GroupBatch, Plugin, RunFacts
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import EPSILON
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Blended(Plugin):
         rollout: {plugins: [{copo: {pattern: 'answer is (\S+)', rho: 0.5}}]}
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "whole_groups", "plain_rewards"})
 
     pattern: str | None = None
@@ -91,18 +92,18 @@ class Blended(Plugin):
         weights = [weight for of_rank in all_gather(self._weights) for weight in of_rank]
         return {"copo/local": fmean(weights) if weights else math.nan}
 
-    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return the blend."""
+    def on_batch(self, batch: Batch) -> None:
+        """Blend."""
         means = [mean_reward(group) for group in batch.groups]
         known = [mean for part in batch.all_gather(means) for mean in part if not math.isnan(mean)]
         middle = fmean(known) if known else 0.0
         spread = stdev(known) if len(known) > 1 else 0.0
-        shaped: list[list[float]] = []
-        for group, values, mean in zip(batch.groups, advantages, means, strict=True):
+        for group, mean in zip(batch.groups, means, strict=True):
             between = 0.0 if math.isnan(mean) else (mean - middle) / (spread + EPSILON)
             local = self.local(group)
-            shaped.append([local * value + (1 - local) * between for value in values])
-        return shaped
+            for rollout in group.rollouts:
+                if not math.isnan(rollout.advantage):
+                    batch.set("advantage", rollout, local * rollout.advantage + (1 - local) * between)
 
     def local(self, group: RolloutGroup) -> float:
         """Return the weight of a group's own advantages, from 0 to 1."""

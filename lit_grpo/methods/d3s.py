@@ -11,7 +11,7 @@ four fifths of their tokens; docs/measurements.md, "Budgets", reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,8 +21,8 @@ from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
 from lit_grpo.methods.shared.selection import Subset, between, candidates, check_end, max_variance_subset, nearest
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.types import Key, Rollout
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
+from lit_grpo.update.step import Step
 
 
 @dataclass
@@ -32,6 +32,8 @@ class TokenShare(Plugin):
     Any other choice of completions can have it too, by a class that derives from both:
     ``class PodsTokens(TokenShare, MaxVariance)``.
     """
+
+    writes: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     tokens: Share = 1.0
     """Fraction of a step's tokens to train on, over all ranks, above 0; 1 is all of them."""
@@ -61,17 +63,20 @@ class TokenShare(Plugin):
         """Return the share once a share ``progress`` of the updates has been made."""
         return between(self.first_tokens, self.tokens, progress)
 
-    def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
-        """Return the share of tokens with the highest ``|A_i| x H_it``; entropies are measured where A_i is not 0."""
-        share = self.token_share(batch.progress)
+    def on_minibatch(self, step: Step) -> None:
+        """Keep the share of tokens with the highest ``|A_i| x H_it``; entropies are measured where A_i is not 0."""
+        share = self.token_share(step.progress)
         if share == 1:
-            return None
-        measured = batch.measure([rollout for rollout in rollouts if rollout.advantage], "entropy")
-        scores: dict[Key, torch.Tensor] = {}
-        for rollout in rollouts:
-            key, none_T = rollout.completion.request.key, torch.zeros(rollout.completion.num_trained)
-            scores[key] = measured[key] * abs(rollout.advantage) if rollout.advantage else none_T
-        return batch.highest(scores, share)
+            return
+        measured = step.measure([rollout for rollout in step.rollouts if rollout.advantage], "entropy")
+        scores = [
+            measured[rollout.completion.request.key] * abs(rollout.advantage)
+            if rollout.advantage
+            else torch.zeros(rollout.completion.num_trained)
+            for rollout in step.rollouts
+        ]
+        for rollout, mask_N in zip(step.rollouts, step.highest(scores, share), strict=True):
+            step.set("mask", rollout, mask_N)
 
 
 @dataclass
@@ -81,19 +86,23 @@ class D3S(TokenShare, Subset):
     ``keep`` is the mean number of completions per group: the batch keeps ``keep`` times its number of groups.
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"trained", "mask"})
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks"})
 
-    def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor:
-        """Return all that may be chosen, whose advantages decide."""
-        return candidates(batch)
-
-    def choose_from_batch(self, batch: LearningBatch, advantages_R: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Return those whose advantages have the largest variance."""
+    def on_batch(self, batch: Batch) -> None:
+        """Train on those whose advantages have the largest variance, over all ranks."""
+        own_R = torch.tensor([rollout.advantage for rollout in batch.rollouts]).masked_fill(
+            ~candidates(batch), math.nan
+        )
+        parts, counts = zip(*batch.all_gather((own_R, len(batch.groups))), strict=True)
+        advantages_R = torch.cat(parts)
         valid = (~advantages_R.isnan()).nonzero().flatten()
-        size = nearest(self.keep_at(batch.progress) * num_groups)
+        size = nearest(self.keep_at(batch.progress) * sum(counts))
         chosen_R = torch.zeros(len(advantages_R), dtype=torch.bool)
         chosen_R[valid[max_variance_subset(advantages_R[valid], size)]] = True
-        return chosen_R
+        begin = sum(map(len, parts[: batch.rank]))
+        for rollout, is_chosen in zip(batch.rollouts, chosen_R[begin:].tolist(), strict=False):
+            batch.set("trained", rollout, is_chosen)
 
 
 PLUGINS = {"d3s": D3S(), "d3s_tokens": TokenShare(0.2)}

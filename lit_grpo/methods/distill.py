@@ -35,25 +35,25 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 
 from lit_grpo.limits import Limit, Number, Positive
 from lit_grpo.methods.shared.teaching import TeacherPlugin, divergence, sampled
-from lit_grpo.types import Key
-from lit_grpo.update.plugin import LearningBatch, TrainingRun
+from lit_grpo.update.plugin import Batch, TrainingRun
 
 if TYPE_CHECKING:
     from lit_grpo.plugins import RunFacts
-    from lit_grpo.update.objective.policy_loss import LossInputs
+    from lit_grpo.update.objective.tokens import Tokens
 
 
 @dataclass
 class Distill(TeacherPlugin):
     """Lets the policy come nearer to the teacher's distribution at each token that it sampled."""
+
+    writes: ClassVar[frozenset[str]] = frozenset({"token_advantage", "candidates", "added_loss"})
 
     weight: Positive = 1.0
     """Factor of the teacher's part, in the advantage or in the loss of a token."""
@@ -91,44 +91,33 @@ class Distill(TeacherPlugin):
                 "tokens; lower it."
             )
 
-    def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None] | None:
-        """Return the advantage of each token, for ``top_k: 0``."""
+    def on_batch(self, batch: Batch) -> None:
+        """Give each token its advantage, or with ``top_k: K`` the teacher's likeliest tokens with their log-probs."""
         taught = [rollout for rollout in batch.rollouts if not math.isnan(rollout.advantage)]
-        scores = self.taught = self.scores(batch, taught, self.top_k)
-        if self.top_k:
-            return None
-        credited = list[torch.Tensor | None]()
-        for rollout in batch.rollouts:
-            its = scores.get(rollout.completion.request.key)
-            if its is None:
-                credited.append(None)
+        scores = self.scores(batch, taught, self.top_k)
+        for rollout in taught:
+            if (its := scores.get(rollout.completion.request.key)) is None:
+                continue
+            if self.top_k:
+                batch.set("candidates", rollout, (its.top_ids_TK, its.top_logprobs_TL))
             else:
                 gain_T = (its.logprobs_T - sampled(rollout.completion)).nan_to_num(0.0)  # NaN: not known to the teacher
-                credited.append(rollout.advantage + self.weight * gain_T)
-        return credited
+                batch.set("token_advantage", rollout, rollout.advantage + self.weight * gain_T)
 
-    def candidate_tokens(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:
-        """Return the teacher's likeliest tokens with their log-probs, for ``top_k: K``."""
-        scores, self.taught = self.taught, {}
-        if not self.top_k:
-            return None
-        return {key: (its.top_ids_TK, its.top_logprobs_TL) for key, its in scores.items()}
-
-    def token_loss(self, tokens: LossInputs) -> torch.Tensor:
-        """Return the divergence of each token's distribution from the teacher's, times the weight."""
-        assert tokens.candidate_logprobs_NK is not None and tokens.candidate_values_NK is not None
-        assert tokens.rest_logprobs_N is not None
-        own_NL, its_NL = (
-            torch.cat([tokens.candidate_logprobs_NK, tokens.rest_logprobs_N[:, None]], 1),
-            tokens.candidate_values_NK,
-        )
+    def loss(self, tokens: Tokens) -> None:
+        """Add the divergence of each token's distribution from the teacher's, times the weight."""
+        columns = tokens.columns
+        if "candidate_values" not in columns:
+            return
+        own_NL = torch.cat([columns["candidate_logprobs"], columns["rest_logprob"][:, None]], 1)
+        its_NL = columns["candidate_values"]
         known_N = ~its_NL.isnan().any(1)
         its_NL = its_NL.where(known_N[:, None], -math.log(self.top_k + 1))  # counts nothing
         loss_N = divergence(own_NL, its_NL, self.beta)
         if self.entropy_above is not None:
             is_open_N = -(its_NL.exp() * its_NL).sum(1) > self.entropy_above
             loss_N = loss_N + divergence(own_NL, its_NL, 0.0) * is_open_N
-        return self.weight * loss_N * known_N
+        tokens["added_loss"] = self.weight * loss_N * known_N
 
 
 PLUGINS = {"distill": Distill()}

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from lit_grpo.limits import Limit
-from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import PassRule, Rollout
+from lit_grpo.update.plugin import Batch
 
 Temperature = Annotated[float, Limit(gt=0, infinite=True)]
 
@@ -42,6 +43,7 @@ class DecoupledLength(Plugin):
         model: {objective: {loss: grpo}}
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups"})
 
     length_temperature: Temperature = 0.1
@@ -59,10 +61,15 @@ class DecoupledLength(Plugin):
     is the estimator's rule. A group whose right answers have a sum of 0 or less stays as it is.
     """
 
-    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return what each rollout is trained on with."""
-        pairs = zip(batch.groups, advantages, strict=True)
-        return [self._of_group(group.rollouts, values, batch.pass_rule) for group, values in pairs]
+    def on_batch(self, batch: Batch) -> None:
+        """Give each rollout what it is trained on with."""
+        for group in batch.groups:
+            values = [rollout.advantage for rollout in group.rollouts]
+            for rollout, value in zip(
+                group.rollouts, self._of_group(group.rollouts, values, batch.pass_rule), strict=True
+            ):
+                if not math.isnan(value):
+                    batch.set("advantage", rollout, value)
 
     def _of_group(self, rollouts: Sequence[Rollout], values: Sequence[float], pass_rule: PassRule) -> list[float]:
         trained = [place for place, value in enumerate(values) if not math.isnan(value)]

@@ -16,16 +16,13 @@ has not been shown here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
-
-import torch
 
 from lit_grpo.limits import Positive
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import OBSERVED
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
@@ -38,19 +35,18 @@ class Echo(Plugin):
           plugins: [environments, {echo: {weight: 0.1}}]
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"ce_weight"})
     needs: ClassVar[frozenset[str]] = frozenset({"turns"})
 
     weight: Positive = 0.1
     """Weight of the negative log-likelihood per observed token in the loss."""
 
-    def ce_weights(self, batch: LearningBatch) -> Sequence[torch.Tensor | None]:
-        """Return the weight for observed tokens, of rollouts that are kept."""
-        weights: list[torch.Tensor | None] = []
+    def on_batch(self, batch: Batch) -> None:
+        """Give observed tokens the weight, of rollouts that are kept."""
         for rollout in batch.rollouts:
             completion = rollout.completion
-            is_echoed = rollout.kept and completion.num_observed and not completion.contexts
-            weights.append(self.weight * (completion.versions_T == OBSERVED).float() if is_echoed else None)
-        return weights
+            if rollout.kept and completion.num_observed and not completion.contexts:
+                batch.set("ce_weight", rollout, self.weight * (completion.versions_T == OBSERVED).float())
 
 
 PLUGINS = {"echo": Echo()}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Limit, Positive, check_order
 from lit_grpo.plugins import GroupBatch, Plugin, RunFacts
-from lit_grpo.update.plugin import OptimizerStep
+from lit_grpo.update.step import Step
 
 
 @dataclass
@@ -26,6 +26,7 @@ class EntropyTarget(Plugin):
         last_entropy: Mean entropy of a token in the last step; infinite before the first.
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"entropy_coefficient"})
     common: ClassVar[bool] = True
 
     target: Positive = 0.2
@@ -58,12 +59,11 @@ class EntropyTarget(Plugin):
         """Begin with the coefficient that is set."""
         self._now, self.last_entropy = self.coefficient, math.inf
 
-    @property
-    def entropy_coefficient(self) -> float:
-        """The coefficient of the next step: 0 while the last entropy was above the target."""
-        return 0.0 if self.last_entropy > self.target else self._now
+    def on_minibatch(self, step: Step) -> None:
+        """Set the coefficient: 0 while the last entropy was above the target."""
+        step["entropy_coefficient"] = 0.0 if self.last_entropy > self.target else self._now
 
-    def on_optimizer_step(self, step: OptimizerStep) -> None:
+    def on_optimizer_step(self, step: Step) -> None:
         """Follow the entropy of a step; one without tokens changes nothing."""
         if math.isnan(step.entropy):
             return

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from lit_grpo.plugins import Answer
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Completion, Key, Request, RolloutGroup
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
@@ -47,6 +48,8 @@ class EPTree(Branching):
     An environment has to have ``state`` and ``restore``: a branch begins with the state of its turn's beginning.
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"token_advantage"})
+
     tokens: Count = 2
     """Number of tokens of a tree at which it forks in each round (the paper's N)."""
     rounds: Number = 1
@@ -54,15 +57,13 @@ class EPTree(Branching):
     branches: Count = 2
     """Number of branches that begin at each of these tokens (the paper's T)."""
 
-    def credit(self, batch: LearningBatch) -> list[torch.Tensor]:
-        """Return the step signal of each token; 0 for those of a leaf without a reward."""
-        credited: list[torch.Tensor] = []
+    def on_batch(self, batch: Batch) -> None:
+        """Give each token its step signal; 0 to those of a leaf without a reward."""
         for group in batch.groups:
             sequences = [rollout.completion.token_ids_T.numpy() for rollout in group.rollouts]
             signals = step_signals(sequences, [rollout.reward for rollout in group.rollouts])
             for rollout, signal in zip(group.rollouts, signals, strict=True):
-                credited.append(torch.from_numpy(signal)[rollout.completion.trained_T])
-        return credited
+                batch.set("token_advantage", rollout, torch.from_numpy(signal)[rollout.completion.trained_T])
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no tree."""

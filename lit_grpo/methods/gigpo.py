@@ -26,13 +26,14 @@ from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.methods.shared.turns import compared, discounted_returns, rewards_of_turns
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Completion
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
 class GiGPO(Plugin):
     """Compares turns that began in the same state."""
 
+    writes: ClassVar[frozenset[str]] = frozenset({"turn_advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns"})  # one turn's advantage would count twice
 
     weight: NotNegative = 1.0
@@ -42,13 +43,12 @@ class GiGPO(Plugin):
     scale: bool = False
     """Divide by the standard deviation of the turns that are compared (the paper's F_norm = std)."""
 
-    def credit(self, batch: LearningBatch) -> list[list[float]]:
-        """Return an advantage for each turn.
+    def on_batch(self, batch: Batch) -> None:
+        """Give each turn an advantage.
 
         Raises:
             ValueError: An environment has given another number of rewards than there are turns.
         """
-        credited: list[list[float]] = []
         for group in batch.groups:
             turns = [
                 list(zip(states(each.completion), discounted_returns(rewards_of_turns(each), self.gamma), strict=True))
@@ -61,8 +61,7 @@ class GiGPO(Plugin):
                         by_state[state].append(value)
             for rollout, its_turns in zip(group.rollouts, turns, strict=True):
                 own = [self.weight * compared(value, by_state[state], self.scale) for state, value in its_turns]
-                credited.append([rollout.advantage + each for each in own])
-        return credited
+                batch.set("turn_advantage", rollout, [rollout.advantage + each for each in own])
 
 
 def states(completion: Completion) -> list[tuple[int, ...]]:

@@ -22,13 +22,14 @@ from typing import Annotated, ClassVar
 from lit_grpo.limits import Limit
 from lit_grpo.methods.shared.turns import compared, discounted_returns, rewards_of_turns
 from lit_grpo.plugins import Plugin
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
 class ReturnToGo(Plugin):
     """Compares discounted returns of all turns of a group."""
 
+    writes: ClassVar[frozenset[str]] = frozenset({"turn_advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns"})  # with one it would be the estimator
 
     gamma: Annotated[float, Limit(ge=0, le=1)] = 0.4
@@ -36,19 +37,18 @@ class ReturnToGo(Plugin):
     scale: bool = True
     """Divide by the standard deviation of the returns."""
 
-    def credit(self, batch: LearningBatch) -> list[list[float]]:
-        """Return an advantage for each turn.
+    def on_batch(self, batch: Batch) -> None:
+        """Give each turn an advantage.
 
         Raises:
             ValueError: An environment has given another number of rewards than there are turns.
         """
-        credited: list[list[float]] = []
         for group in batch.groups:
             returns = [discounted_returns(rewards_of_turns(rollout), self.gamma) for rollout in group.rollouts]
             counted = zip(group.rollouts, returns, strict=True)
             values = [value for rollout, its in counted if not math.isnan(rollout.reward) for value in its]
-            credited += [[compared(value, values, self.scale) for value in its] for its in returns]
-        return credited
+            for rollout, its in zip(group.rollouts, returns, strict=True):
+                batch.set("turn_advantage", rollout, [compared(value, values, self.scale) for value in its])
 
 
 PLUGINS = {"return_to_go": ReturnToGo()}

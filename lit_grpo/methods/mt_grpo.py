@@ -27,13 +27,14 @@ from lit_grpo.limits import NotNegative
 from lit_grpo.methods.shared.turns import compared, rewards_of_turns
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Rollout
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
 class MTGRPO(Plugin):
     """Compares what turns earned with what turns of the same number earned."""
 
+    writes: ClassVar[frozenset[str]] = frozenset({"turn_advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "turns", "turn_rewards"})
 
     weight: NotNegative = 1.0
@@ -41,24 +42,21 @@ class MTGRPO(Plugin):
     scale: bool = True
     """Divide by the standard deviation of the turns that are compared."""
 
-    def credit(self, batch: LearningBatch) -> list[list[float]]:
-        """Return an advantage for each turn.
+    def on_batch(self, batch: Batch) -> None:
+        """Give each turn an advantage.
 
         Raises:
             ValueError: An environment has given another number of rewards than there are turns.
         """
-        credited: list[list[float]] = []
         for group in batch.groups:
             by_number: dict[int, list[float]] = defaultdict(list)
             for rollout in group.rollouts:
                 if rollout.turn_rewards and not math.isnan(rollout.reward):
                     for number, reward in enumerate(rewards_of_turns(rollout)):
                         by_number[number].append(reward)
-            credited += [
-                [rollout.advantage + self.weight * own for own in self._own(rollout, by_number)]
-                for rollout in group.rollouts
-            ]
-        return credited
+            for rollout in group.rollouts:
+                own = [rollout.advantage + self.weight * each for each in self._own(rollout, by_number)]
+                batch.set("turn_advantage", rollout, own)
 
     def _own(self, rollout: Rollout, by_number: Mapping[int, Sequence[float]]) -> list[float]:
         """Return each turn's own advantage; 0 where the environment has said nothing of the completion."""

@@ -24,15 +24,15 @@ Example:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Share
 from lit_grpo.plugins import Plugin
-from lit_grpo.types import Key, Rollout
+from lit_grpo.update.step import Step
 
 
 @dataclass
@@ -41,6 +41,8 @@ class RandomTokens(Plugin):
 
     Draws depend on ``seed``, the policy's version and the completion's name alone: a resumed run has the same.
     """
+
+    writes: ClassVar[frozenset[str]] = frozenset({"weight"})
 
     share: Share = 0.5
     """Expected fraction of each completion's tokens to train on; 1 is all, which is plain GRPO bit for bit."""
@@ -53,19 +55,15 @@ class RandomTokens(Plugin):
         changes = {"whole_completions": said, "all_tokens": said} if self.share < 1 else {}
         return Requirement(name, self.needs, changes)
 
-    def token_weights(self, rollouts: Sequence[Rollout], version: int) -> Mapping[Key, torch.Tensor] | None:
-        """Return ``1 / p_t`` of the tokens that are kept, and 0 of the others."""
-        if self.share == 1:
-            return None
-        weights: dict[Key, torch.Tensor] = {}
-        for completion in (rollout.completion for rollout in rollouts):
-            name = repr((self.seed, version, completion.request.key)).encode()
+    def on_minibatch(self, step: Step) -> None:
+        """Let tokens that are kept count ``1 / p_t``, and the others 0."""
+        for rollout in step.rollouts if self.share < 1 else ():
+            completion = rollout.completion
+            name = repr((self.seed, step.version, completion.request.key)).encode()
             seed = int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
             generator = torch.Generator().manual_seed(seed)
             chances_T = self.chances(completion.num_trained)
-            kept_T = self.draw(chances_T, generator)
-            weights[completion.request.key] = (kept_T / chances_T).float()
-        return weights
+            step.set("weight", rollout, (self.draw(chances_T, generator) / chances_T).float())
 
     def chances(self, num_tokens: int) -> torch.Tensor:
         """Return the chance of each of so many tokens to be kept: float64 in (0, 1], shape T."""

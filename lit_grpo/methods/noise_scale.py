@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import torch
 
 from lit_grpo.limits import Count, Limit, NotNegative, Positive, Share, check_order
-from lit_grpo.plugins import AllGather, GroupBatch, Plugin, RunFacts
-from lit_grpo.update.plugin import OptimizerStep, SquaredNorm
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts
+from lit_grpo.update.plugin import SquaredNorm
+from lit_grpo.update.step import Step
 
 
 @dataclass
@@ -39,6 +39,7 @@ class NoiseScale(Plugin):
     needs: ClassVar[frozenset[str]] = frozenset(
         {"whole_rollouts", "prompt_stream", "unsharded_weights", "fixed_token_budget", "own_rows"}
     )
+    writes: ClassVar[frozenset[str]] = frozenset({"scale"})
     common: ClassVar[bool] = True
 
     parts: Annotated[int, Limit(ge=2, remedy="of one part nothing can be told")] = 2
@@ -67,15 +68,15 @@ class NoiseScale(Plugin):
         self.num_prompts = self.num_prompts or num_prompts
         return self.num_prompts
 
-    def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
-        """Return the square root of this batch's size over the first one's."""
-        return self._size_scale
+    def on_gradient(self, step: Step) -> None:
+        """Scale the learning rate by the square root of this batch's size over the first one's."""
+        step["scale"] = self._size_scale
 
     @property
     def _size_scale(self) -> float:
         return math.sqrt(self.num_prompts / self._began) if self._began else 1.0
 
-    def on_optimizer_step(self, step: OptimizerStep) -> None:
+    def on_optimizer_step(self, step: Step) -> None:
         """Count a step; one whose norms are not finite, or do not tell signal from noise, is left out."""
         found = estimate(step.norms)
         if found is not None:

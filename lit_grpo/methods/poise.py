@@ -32,6 +32,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths import FORGETTING, Projection, Ridge
 from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
+from lit_grpo.update.plugin import Batch
 
 VALUE = "poise/value"
 """Under which name a rollout's ``extra`` has what is predicted from it; samples show it."""
@@ -60,6 +61,7 @@ class CrossRolloutBaseline(Plugin):
         rollout: {plugins: [{poise: {at: 16}}]}
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "whole_rollouts", "fresh_members", "plain_rewards"})
     common: ClassVar[bool] = True
 
@@ -147,16 +149,13 @@ class CrossRolloutBaseline(Plugin):
         self._ridge.load_state_dict(state["ridge"])
         self._early = state["early"]
 
-    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return each reward less its baseline, where there is one."""
-        return [
-            [self._of(group, each, value) for each, value in zip(group.rollouts, values, strict=True)]
-            for group, values in zip(batch.groups, advantages, strict=True)
-        ]
-
-    def _of(self, group: RolloutGroup, rollout: Rollout, estimated: float) -> float:
-        below = baseline(group, rollout)
-        return estimated if math.isnan(estimated) or math.isnan(below) else rollout.reward - below
+    def on_batch(self, batch: Batch) -> None:
+        """Train each rollout on its reward less its baseline, where there is one."""
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                below = baseline(group, rollout)
+                if not (math.isnan(rollout.advantage) or math.isnan(below)):
+                    batch.set("advantage", rollout, rollout.reward - below)
 
 
 def baseline(group: RolloutGroup, rollout: Rollout) -> float:

@@ -30,19 +30,19 @@ import torch
 
 from lit_grpo.limits import NotNegative
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.ranks import Ranks
 from lit_grpo.update.plugin import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lit_grpo.update.plugin import Visit
+    from lit_grpo.update.step import Step
 
 
 @dataclass
 class RouterLoss(Plugin):
     """Keeps experts equally busy, over the tokens of each optimizer step on all ranks."""
 
+    writes: ClassVar[frozenset[str]] = frozenset({"term"})
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "own_rows", "fixed_token_budget"})
 
     coefficient: NotNegative = 0.001
@@ -53,9 +53,9 @@ class RouterLoss(Plugin):
         if run.policy is not None:
             Routers(run.policy)
 
-    def loss_term(self, policy: PreTrainedModel, visit: Visit, ranks: Ranks) -> Term:
-        """Count."""
-        routers = Routers(policy)
+    def on_minibatch(self, step: Step) -> None:
+        """Count, and add the term."""
+        routers = Routers(step.policy)
         sums_3E = torch.zeros((3, 1), dtype=torch.float64)
 
         def count(forward: Callable[[], object], weight: float) -> None:
@@ -67,13 +67,13 @@ class RouterLoss(Plugin):
                 rows_E = torch.full_like(probs_TE[:1].sum(0), len(probs_TE))
                 sums_3E = sums_3E + torch.stack([chosen_TE.sum(0), probs_TE.sum(0), rows_E]).double().cpu()
 
-        visit(count)
-        parts = ranks.gather(sums_3E)
+        step.visit(count)
+        parts = step.ranks.gather(sums_3E)
         chosen_E, probs_E, rows_E = sum(parts[1:], parts[0])
         rows = max(float(rows_E.max()), 1.0)
         frequencies_E = chosen_E / rows
         value = len(frequencies_E) * float((frequencies_E * probs_E / rows).sum())
-        return RouterTerm(routers, frequencies_E * (self.coefficient * len(frequencies_E) / rows), value)
+        step["term"] = RouterTerm(routers, frequencies_E * (self.coefficient * len(frequencies_E) / rows), value)
 
 
 class RouterTerm(Term):

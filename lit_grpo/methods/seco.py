@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -33,12 +32,14 @@ from lit_grpo.limits import Count, Share
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Completion
 from lit_grpo.update.plugin import Chunk
+from lit_grpo.update.step import Step
 
 
 @dataclass
 class SeCO(Plugin):
     """Completions of more than ``chunk`` tokens are cut into chunks of about equal size."""
 
+    writes: ClassVar[frozenset[str]] = frozenset({"chunks"})
     needs: ClassVar[frozenset[str]] = frozenset({"fixed_token_budget", "own_rows"})
 
     chunk: Count = 2048
@@ -54,15 +55,17 @@ class SeCO(Plugin):
         """``chunk``."""
         return self.chunk
 
-    def chunks(self, completion: Completion, version: int) -> Sequence[Chunk]:
-        """Return as few chunks as there can be."""
-        length = completion.num_tokens
-        number = -(-length // self.chunk)
-        if number < 2:
-            return ()
-        begins = [length * n // number for n in range(number + 1)]
-        pairs = pairwise(begins)
-        return [Chunk(begin, end, self.weight(completion, version, n)) for n, (begin, end) in enumerate(pairs)]
+    def on_minibatch(self, step: Step) -> None:
+        """Cut completions into as few chunks as there can be."""
+        for rollout in step.rollouts:
+            completion = rollout.completion
+            length = completion.num_tokens
+            number = -(-length // self.chunk)
+            if number > 1:
+                pairs = pairwise(length * n // number for n in range(number + 1))
+                weights = [self.weight(completion, step.version, n) for n in range(number)]
+                chunks = [Chunk(begin, end, weight) for (begin, end), weight in zip(pairs, weights, strict=True)]
+                step.set("chunks", rollout, chunks)
 
     def weight(self, completion: Completion, version: int, number: int) -> float:
         """Return by what the gradient through a chunk is multiplied, by its number; 0 for no backward pass."""

@@ -32,6 +32,7 @@ from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, Prompt, Request, Rollout, SamplingParams
 from lit_grpo.update.plugin import Measure
+from lit_grpo.update.step import Step
 
 
 @dataclass
@@ -132,14 +133,13 @@ class SFT(Plugin):
                     f"works is {least}."
                 )
 
-    def examples(self, version: int, ranks: Ranks) -> Sequence[Rollout]:
-        """Return this rank's examples of an update, none if they have no weight."""
-        weight = 1.0 if version < self.first_rollout else self.weight
-        if not weight:
-            return ()
-        begin = (version * ranks.size + ranks.rank) * self._number
-        drawn = [self._place(index) for index in range(begin, begin + self._number)]
-        return [_imitated(self._examples[place], place, epoch, weight) for epoch, place in drawn]
+    def on_minibatch(self, step: Step) -> None:
+        """Add this rank's examples of an update, none if they have no weight."""
+        weight = 1.0 if step.version < self.first_rollout else self.weight
+        if weight:
+            begin = (step.version * step.ranks.size + step.ranks.rank) * self._number
+            drawn = [self._place(index) for index in range(begin, begin + self._number)]
+            step.add([_imitated(self._examples[place], place, epoch, weight) for epoch, place in drawn])
 
     def _place(self, index: int) -> tuple[int, int]:
         """Return an example of the stream: its epoch, and its place in the data."""
@@ -162,7 +162,7 @@ class SFT(Plugin):
 def _imitated(example: Example, place: int, epoch: int, weight: float) -> Rollout:
     """Return an example as a rollout that nobody sampled, with the weights of its tokens."""
     rollout = _rollout(example, f"sft/{place}", epoch, np.full(len(example.answer_ids_T), OBSERVED))
-    rollout.ce_weights = torch.from_numpy(weight * example.learned_T.astype(np.float32))
+    rollout.columns["ce_weight"] = torch.from_numpy(weight * example.learned_T.astype(np.float32))
     return rollout
 
 

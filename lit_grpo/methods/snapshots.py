@@ -20,7 +20,7 @@ from lit_grpo.limits import Limit
 from lit_grpo.plugins import AllGather, GroupBatch, Plugin
 from lit_grpo.types import OBSERVED, Key
 from lit_grpo.update.objective.tokens import Tokens
-from lit_grpo.update.plugin import LearningBatch, TrainingRun
+from lit_grpo.update.plugin import Batch, TrainingRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +52,7 @@ class Snapshots(Plugin):
     device, before the first update on a batch, when there are no gradients yet.
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"old_logprob"})
     needs: ClassVar[frozenset[str]] = frozenset({"one_row", "unsharded_weights"})
     changes: ClassVar[Mapping[str, str]] = {"ratios_to_sampler": "takes them to policies whose weights it has to keep"}
     common: ClassVar[bool] = True
@@ -127,12 +128,12 @@ class Snapshots(Plugin):
 
     # ---- what is measured ---------------------------------------------------------------------------
 
-    def old_logprobs(self, batch: LearningBatch, several_steps: bool) -> dict[Key, torch.Tensor] | None:
-        """Return the log-prob of each token that is trained on under the version that sampled it, by completion.
+    def on_batch(self, batch: Batch) -> None:
+        """Give each token that is trained on its log-prob under the version that sampled it.
 
         A completion goes through the policy once for each version that it has tokens of; rollouts of earlier
         batches are left out. With one step on the batch, tokens of the policy now are NaN, for the pass that learns
-        from them computes them, and None is returned if there are no others.
+        from them computes them, and nothing is given if there are no others.
 
         Raises:
             ValueError: A version is not kept.
@@ -148,21 +149,20 @@ class Snapshots(Plugin):
         if self._weights:
             versions = versions.union(*batch.all_gather(versions))
         self.check_kept(versions - {batch.version})
-        if not several_steps:
+        if not batch.several_steps:
             versions -= {batch.version}
         for each in sorted(versions):
             some = [rollout for rollout in fresh if (sampled[rollout.completion.request.key] == each).any()]
             lend = None if each == batch.version else partial(self.lend, each)
             for key, logprobs_T in batch.measure(some, "logprobs", lend).items():
                 found[key] = torch.where(sampled[key] == each, logprobs_T, found[key].to(logprobs_T.dtype))
-        return found if versions else None
+        for rollout in fresh if versions else ():
+            batch.set("old_logprob", rollout, found[rollout.completion.request.key])
 
-    def token_metrics(self, tokens: Tokens) -> dict[str, torch.Tensor]:
-        """Say how far each token's two factors are from 1, in nats: absolute logs, shape N."""
-        return {
-            "snapshots/discrepancy": (tokens.old_logprobs_N - tokens.sampled_logprobs_N).abs(),
-            "snapshots/staleness": (tokens.logprobs_N.detach() - tokens.old_logprobs_N).abs(),
-        }
+    def loss(self, tokens: Tokens) -> None:
+        """Log how far each token's two factors are from 1, in nats: absolute logs, shape N."""
+        tokens.log("snapshots/discrepancy", (tokens.old_logprobs_N - tokens.sampled_logprobs_N).abs())
+        tokens.log("snapshots/staleness", (tokens.logprobs_N.detach() - tokens.old_logprobs_N).abs())
 
     # ---- memory and checkpoints ---------------------------------------------------------------------
 

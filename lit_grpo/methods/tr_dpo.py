@@ -10,7 +10,8 @@ import torch
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, Limit
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.update.plugin import OptimizerStep, TrainingRun
+from lit_grpo.update.plugin import TrainingRun
+from lit_grpo.update.step import Step
 
 
 @dataclass
@@ -58,9 +59,9 @@ class MovingReference(Plugin):
             self._moved = dict(run.reference.state_dict())
 
     @torch.no_grad()
-    def on_optimizer_step(self, step: OptimizerStep) -> None:
+    def on_optimizer_step(self, step: Step) -> None:
         """Move the reference, if it is time to; the same on every rank, because the policy is."""
-        if step.version % self.sync_steps or self._run is None or self._run.reference is None:
+        if step.number % self.sync_steps or self._run is None or self._run.reference is None:
             return
         reference, alpha = self._run.reference, self.mixup_alpha
         for mine, its in zip(reference.parameters(), self._run.policy.parameters(), strict=True):

@@ -35,7 +35,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED
 from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
@@ -51,6 +51,7 @@ class TreePO(Branching):
     An environment has to have ``state`` and ``restore``: a branch begins with the state of its turn's beginning.
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"token_advantage"})
     needs: ClassVar[frozenset[str]] = Branching.needs | {"all_ranks"}
 
     width: Count = 16
@@ -71,15 +72,17 @@ class TreePO(Branching):
                 "divide; give less, such as a sixteenth of it."
             )
 
-    def credit(self, batch: LearningBatch) -> list[torch.Tensor | None]:
-        """Return the advantage of each leaf for all of its tokens, whitened over the batch."""
+    def on_batch(self, batch: Batch) -> None:
+        """Give all tokens of each leaf its advantage, whitened over the batch."""
         credited: list[torch.Tensor | None] = []
         for group in batch.groups:
             completions = [rollout.completion for rollout in group.rollouts]
             rewards = [rollout.reward for rollout in group.rollouts]
             pairs = zip(completions, relative_advantages(completions, rewards, self.segment), strict=True)
             credited += [torch.full((completion.num_trained,), advantage) for completion, advantage in pairs]
-        return batch.whitened(credited)
+        for rollout, advantages_N in zip(batch.rollouts, batch.whitened(credited), strict=True):
+            if advantages_N is not None:
+                batch.set("token_advantage", rollout, advantages_N)
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """Begin with no path."""

@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar
 import torch
 
 from lit_grpo.limits import Limit
-from lit_grpo.plugins import AllGather, Plugin
+from lit_grpo.plugins import Plugin
+from lit_grpo.update.step import Step
 
 
 @dataclass
@@ -27,14 +28,16 @@ class EffectiveSamples(Plugin):
           plugins: [april, {vcpo: {full_ess: 0.5}}]
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"scale"})
     needs: ClassVar[frozenset[str]] = frozenset({"one_row", "whole_completions"})
 
     full_ess: Annotated[float, Limit(gt=0, le=1, remedy="it is a share of the completions")] = 1.0
     """Effective-sample-size fraction from which the full learning rate is used; 1 in VCPO."""
 
-    def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
-        """Return the factor of the learning rate."""
-        return math.sqrt(min(1.0, effective_share(torch.cat(all_gather(log_weights_C))) / self.full_ess))
+    def on_gradient(self, step: Step) -> None:
+        """Scale the learning rate."""
+        log_weights_C = torch.cat(step.ranks.gather(step.log_weights_C))
+        step["scale"] = math.sqrt(min(1.0, effective_share(log_weights_C) / self.full_ess))
 
 
 def effective_share(log_weights_C: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ from lit_grpo.budgets.allocation import AtLeastTwo
 from lit_grpo.budgets.history import Record, Tally, moments
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.plugins import Plugin
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
@@ -139,6 +139,7 @@ class Novelty(Plugin):
           plugins: [xrpo, {novelty: {weight: 1.0}}]
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"turn_advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups"})
 
     weight: NotNegative = 2.5
@@ -146,9 +147,8 @@ class Novelty(Plugin):
     most: NotNegative = 0.5
     """Max increase of an advantage, relative to it."""
 
-    def credit(self, batch: LearningBatch) -> list[list[float]]:
-        """Return the same advantage for all turns of a rollout."""
-        credited: list[list[float]] = []
+    def on_batch(self, batch: Batch) -> None:
+        """Raise advantages."""
         for group in batch.groups:
             completions = [rollout.completion for rollout in group.rollouts]
             trained = [completion.logprobs_T[completion.trained_T].double() for completion in completions]
@@ -159,8 +159,7 @@ class Novelty(Plugin):
                 value, likelier = rollout.advantage, score - mean
                 if value > 0 and not math.isnan(likelier):
                     value += min(max(self.weight * (1 - math.exp(likelier)), 0.0), self.most * value)
-                credited.append([value] * len(rollout.completion.turns))
-        return credited
+                batch.set("turn_advantage", rollout, [value] * len(rollout.completion.turns))
 
 
 PLUGINS = {"xrpo": UncertainMore(), "novelty": Novelty()}

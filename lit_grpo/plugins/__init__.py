@@ -1,6 +1,6 @@
 """The seam for methods: what a plug-in may decide in a run, where it is asked, and what its hooks may return."""
 
-from lit_grpo.plugins.hooks import ask, check_overrides, fresh, read, requirement_of
+from lit_grpo.plugins.hooks import ask, check_overrides, fresh, read, requirement_of, restricted
 from lit_grpo.plugins.plugin import (
     ROLLOUT_HOOKS,
     ROUNDS,
@@ -15,6 +15,7 @@ from lit_grpo.plugins.plugin import (
     RunFacts,
     check_decisions,
     overriding,
+    writing,
 )
 from lit_grpo.types import AllGather, GroupBatch
 
@@ -39,4 +40,6 @@ __all__ = [
     "overriding",
     "read",
     "requirement_of",
+    "restricted",
+    "writing",
 ]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from lit_grpo.budgets.history import NUM_RECENT
-from lit_grpo.compatibility import DENOMINATOR, ENTROPY_COEFFICIENT, Requirement
+from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import check_fields
+from lit_grpo.plugins.columns import COLUMNS
 from lit_grpo.types import AllGather, GroupBatch
 
 if TYPE_CHECKING:
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.ledger import RequestLedger
-    from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplePath
-    from lit_grpo.update.advantages.estimator import GroupRewards
-    from lit_grpo.update.objective.policy_loss import LossInputs
+    from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplePath
     from lit_grpo.update.objective.tokens import Tokens
-    from lit_grpo.update.plugin import Chunk, LearningBatch, Measure, OptimizerStep, Term, TrainingRun, Visit
+    from lit_grpo.update.plugin import Batch, Measure, TrainingRun
+    from lit_grpo.update.step import Step
 
 Kind = TypeVar("Kind", bound="Listener")
 
@@ -200,45 +200,41 @@ class Plugin(Listener):
 
         @dataclass
         class ByLength(Plugin):
+            writes = frozenset({"advantage"})
             cost: float = 0.001
 
-            def shape_advantages(self, batch, advantages):
-                return [
-                    [value - self.cost * each.completion.num_sampled for value, each in zip(values, group.rollouts)]
-                    for values, group in zip(advantages, batch.groups)
-                ]
+            def on_batch(self, batch):
+                for rollout in batch.rollouts:
+                    batch.set("advantage", rollout, rollout.advantage - self.cost * rollout.completion.num_sampled)
 
-    What a hook returns is read in one place (:mod:`lit_grpo.plugins.hooks`): another shape, dtype or range than the
-    hook says is refused, with the names of plug-in, hook and row. A plug-in that overrides no hook is refused too, and
-    one with a public method whose name is nearly that of a hook.
+    What a hook returns, and what is written in a column, is read in one place (:mod:`lit_grpo.plugins.hooks`,
+    :mod:`lit_grpo.plugins.columns`): another shape, dtype or range than is declared is refused, with the names of
+    plug-in, hook or column, and row. A plug-in that overrides no hook is refused too, and one with a public method
+    whose name is nearly that of a hook.
 
-    Some hooks decide something that only one plug-in of a run may decide; :data:`DECISIONS` lists them. A batch passes
-    the hooks of the update in this order: rollouts are chosen (:meth:`choose_rollouts`), the run's estimator compares
-    their rewards, their advantages change (:meth:`shape_advantages`), some are left out by comparison with the whole
-    batch (:meth:`choose_from_batch`), and turns or tokens get advantages of their own (:meth:`credit`), and
-    further tokens to compare the policy's distribution with (:meth:`candidate_tokens`, :meth:`token_loss`). At each
-    optimizer step tokens are chosen (:meth:`token_mask`, :meth:`token_weights`) and long completions are cut
-    (:meth:`chunks`), the loss gets a further term (:meth:`loss_term`), norms of the gradient are measured
-    (:attr:`num_parts`), by which the size of batches may change (:meth:`batch_size`), and the learning rate of the step
-    is scaled (:meth:`step_scale`).
+    Some hooks and columns decide something that only one plug-in of a run may decide (:func:`decided_by`). A batch
+    passes the hooks of the update in this order: :meth:`on_batch`; for each optimizer step
+    :meth:`on_minibatch`, :meth:`loss` for each micro-batch, :meth:`on_gradient`, and :meth:`on_optimizer_step`.
 
     Attributes:
-        role: What it decides beside :data:`DECISIONS`, such as ``which completions are stopped early``, so that no
-            other plug-in with the same role joins it; empty if any may.
-        needs: What it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`. Hooks of :data:`DECISIONS`
-            have needs of their own. It is ``all_ranks`` if it compares groups in the update or calls
+        writes: Columns of :data:`lit_grpo.plugins.columns.COLUMNS` that it may write in the update.
+        role: What it decides beside these and :data:`DECISIONS`, such as ``which completions are stopped early``, so
+            that no other plug-in with the same role joins it; empty if any may.
+        needs: What it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`. Columns and hooks of
+            :data:`DECISIONS` have needs of their own. It is ``all_ranks`` if it compares groups in the update or calls
             ``batch.all_gather`` there, ``whole_groups`` if it compares members of a group, ``plain_rewards`` if it uses
             ``Rollout.reward``, and ``revisits`` if it goes by earlier visits of prompts.
         changes: What it takes away from others, by the same words: what to say of it after its name, such as ``lets
             groups leave in parts``.
         common: Whether all ranks remember the same, which checkpoints then keep once.
-        learns_unrewarded: Whether completions without a reward are trained on: their advantage is 0 until their tokens
-            get others (:meth:`credit`), and ``model.rewards`` may be empty.
+        learns_unrewarded: Whether completions without a reward are trained on: their advantage is 0 until a column
+            gives their tokens others, and ``model.rewards`` may be empty.
         asks_teacher: Whether it needs ``model.teacher``; :meth:`on_train_start` gets the teacher.
         evaluates: Whether it hears of rollouts of validation, test and predict too.
         datasets: Data sets whose rows it acts on, as the user limits it; all if empty. Its hooks see no other rows.
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset()
     role: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     changes: ClassVar[Mapping[str, str]] = {}
@@ -257,7 +253,7 @@ class Plugin(Listener):
     def requirement(self, name: str) -> Requirement:
         """Return what it needs of a run and takes away from others; overridden where that depends on a field's value.
 
-        What its hooks of :data:`DECISIONS` need is added to that (:func:`requirement_of`).
+        What its columns and its hooks of :data:`DECISIONS` need is added to that (:func:`requirement_of`).
 
         Args:
             name: What messages call it, such as ``rollout.plugins april``.
@@ -453,212 +449,73 @@ class Plugin(Listener):
             ValueError: It cannot act on the run.
         """
 
-    # ---- what the policy learns from a batch ----------------------------------------------------------
+    # ---- the update: columns are written, and nothing is returned --------------------------------------
 
-    def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor | GroupRewards:
-        """Return which rollouts are trained on, by comparison within their groups: booleans, shape R.
+    def on_batch(self, batch: Batch) -> None:
+        """Write columns of rollouts, once for each batch: they have the advantages of the run's estimator.
 
-        The others were sampled and rewarded, and their rewards count in the statistics of the estimator, unless
-        ``batch.rewards.only(chosen_R)`` is returned in place of the booleans: then those of the chosen ones alone do.
-        """
-        return ~batch.rewards.rewards_R.isnan()
+        Plug-ins are called in the order of the columns that they declare in :attr:`writes`, by
+        :data:`lit_grpo.plugins.columns.COLUMNS`. Of a rollout that is not trained on, the advantage is NaN and stays
+        so, whatever is written for it. For example, imitation of correct completions besides the objective::
 
-    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        """Return an advantage for each rollout of each group.
+            writes = frozenset({"ce_weight"})
 
-        Args:
-            batch: Groups with any number of rollouts each.
-            advantages: The estimator's, in the same order; NaN for one that is not trained on, which stays so.
-        """
-        return advantages
-
-    def choose_from_batch(self, batch: LearningBatch, advantages_R: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """Return which rollouts are trained on, by comparison within the batch: booleans, shape R; needs ``all_ranks``.
+            def on_batch(self, batch):
+                for rollout in batch.rollouts:
+                    if rollout.reward == 1:
+                        batch.set("ce_weight", rollout, [0.1] * rollout.completion.num_tokens)
 
         Args:
-            batch: The part of the batch on this rank.
-            advantages_R: Of the rollouts of all ranks; NaN for those that are not trained on.
-            num_groups: Number of groups of all ranks.
+            batch: The part of the batch on this rank that the plug-in acts on. All ranks call the hook; it may gather
+                their values if the plug-in needs ``all_ranks``.
         """
-        return ~advantages_R.isnan()
 
-    def credit(self, batch: LearningBatch) -> Sequence[Sequence[float] | torch.Tensor | None] | None:
-        """Return for each rollout of the batch an advantage for each of its turns, or for each token trained on.
+    def on_minibatch(self, step: Step) -> None:
+        """Write columns of the rollouts of an optimizer step, before its first backward pass.
 
-        For example, the advantage of the whole rollout plus half of what each turn earned by itself
-        (``rollout.turn_rewards``, which an environment gives) above the mean of all turns::
-
-            def credit(self, batch):
-                mean = fmean(reward for rollout in batch.rollouts for reward in rollout.turn_rewards)
-                return [
-                    [rollout.advantage + 0.5 * (reward - mean) for reward in rollout.turn_rewards]
-                    for rollout in batch.rollouts
-                ]
+        It is called again where a step is taken again, or for each part of a step whose groups arrive one after
+        another: the same rollouts and version have the same values. A plug-in that writes ``chunks`` or ``term`` is
+        called when it is known which rows go through the policy, and ``step.rollouts`` are these.
 
         Args:
-            batch: The part of the batch on this rank. Each rollout has its advantage; that of a rollout that is not
-                trained on is NaN, and the values returned for it are ignored. ``batch.whitened`` gives tensors mean 0
-                and variance 1 over all tokens of the batch.
-
-        Returns:
-            For each rollout a sequence of numbers, one per turn, or a tensor of shape ``(completion.num_trained,)``,
-            one per token, or None if all its tokens have the rollout's advantage; None if that holds for all rollouts.
+            step: Rollouts with an advantage and a token that is trained on, those of this rank that the plug-in acts
+                on. A batch without rollouts has none.
         """
-        return None
 
-    def old_logprobs(self, batch: LearningBatch, several_steps: bool) -> Mapping[Key, torch.Tensor] | None:
-        """Return the log-probs in the denominator of probability ratios, by completion, shape ``num_trained``.
-
-        Called before the first step on a batch, by all ranks together. A value that is NaN is the log-prob of the pass
-        that trains on the token, which the policy now has to have sampled.
+    def loss(self, tokens: Tokens) -> None:
+        """Write columns of a micro-batch's tokens on its device, before its loss is computed.
 
         Args:
-            batch: Of the policy before its first step on the batch.
-            several_steps: Whether there are several: the policy of the later passes is another one.
-
-        Returns:
-            None if all log-probs are those of the pass that trains on the token; a completion that is missing has NaN.
+            tokens: With their log-probs by the policy, which carry the gradient.
         """
-        return None
 
-    def ce_weights(self, batch: LearningBatch) -> Sequence[torch.Tensor | Sequence[float] | None] | None:
-        """Return for each rollout of the batch the weight of each of its tokens in the channel ``ce``.
+    def on_gradient(self, step: Step) -> None:
+        """Write the ``scale`` of a step's learning rate, now that its gradient is complete; several are multiplied.
 
-        A token with weight ``c`` adds ``-c log pi(token) / n`` to the loss of a step, where ``n`` is the number of the
-        step's tokens, on all ranks, to which this plug-in gives a weight that is not 0. It is independent of
-        advantages: masks, clipping and the choice of rollouts and tokens act on the channel ``rl`` alone, and a rollout
-        without an advantage (NaN) goes through the policy if it has a weight. Called once per batch, when rollouts have
-        their advantages.
-
-        For example, imitation of the correct completions besides the objective::
-
-            def ce_weights(self, batch):
-                return [[0.1 * (each.reward == 1)] * each.completion.num_tokens for each in batch.rollouts]
-
-        Returns:
-            For each rollout values of shape (completion.num_tokens,), of observed tokens too, or None if it has no
-            weight; None if no rollout has one.
-        """
-        return None
-
-    def candidate_tokens(self, batch: LearningBatch) -> Mapping[Key, tuple[torch.Tensor, torch.Tensor]] | None:
-        """Return for tokens that are trained on further tokens of the vocabulary, for :meth:`token_loss`.
-
-        Called once per batch, after :meth:`credit`. All ranks return the same K.
-
-        Returns:
-            By completion the ids of K tokens at each place, int64, shape (num_trained, K), and a value for each of
-            them, such as its log-prob under a teacher, with or without a further column for all other tokens together
-            (``rest_logprobs_N`` of :meth:`token_loss`); None if no completion has any. A completion that is missing has
-            NaN for all values.
-        """
-        return None
-
-    # ---- at each optimizer step -----------------------------------------------------------------------
-
-    def examples(self, version: int, ranks: Ranks) -> Sequence[Rollout]:
-        """Return sequences that the step imitates besides its rollouts, with their ``ce_weights``.
-
-        They belong to no group: no reward, statistic or advantage sees them. They go through the policy in the same
-        micro-batches, and share the prompts of rollouts. Called before each optimizer step, by all ranks together.
+        All ranks call it together, unless the step's loss or gradient is not finite.
 
         Args:
-            version: Of the policy that takes the step.
-            ranks: Of the run; each rank returns its own part.
-
-        Returns:
-            Rollouts whose completion has no token that is trained on, with unique keys.
+            step: With ``log_weights_C``.
         """
-        return ()
 
-    def token_loss(self, tokens: LossInputs) -> torch.Tensor:
-        """Return what is added to the loss of each token of a micro-batch, shape N, with gradient.
-
-        It is weighted as the objective's loss of the token is, and neither clipped nor masked. ``tokens`` has the
-        policy's log-probs of the :meth:`candidate_tokens`, with gradient, and their values. A plug-in that overrides it
-        overrides :meth:`candidate_tokens` too.
-        """
-        return torch.zeros_like(tokens.logprobs_N)
-
-    def proximal_logprobs(
-        self, logprobs_N: torch.Tensor, sampled_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
-    ) -> torch.Tensor:
-        """Return the log-probs in the denominator of a micro-batch's ratios, in place of :meth:`old_logprobs`.
+    def on_optimizer_step(self, step: Step) -> None:
+        """An optimizer step has been taken; all ranks call it.
 
         Args:
-            logprobs_N: Of the policy now, with gradient; the result has none.
-            sampled_logprobs_N: Those that the tokens were sampled with.
-            versions_N: Versions of the policy that sampled the tokens.
-            version: Of the policy now.
+            step: With ``entropy`` and ``norms``.
         """
-        return sampled_logprobs_N
 
-    def token_metrics(self, tokens: Tokens) -> Mapping[str, torch.Tensor]:
-        """Return values of a micro-batch's tokens by name, shape N, whose means over all tokens are logged.
+    @property
+    def num_parts(self) -> int:
+        """In how many parts of its prompts a step's gradient is added up, to measure its norm after each of them.
 
-        A value of another shape is refused: a scalar says nothing of how many tokens it stands for.
+        :meth:`on_optimizer_step` gets the norms. No norm is measured if no plug-in overrides this.
         """
-        return {}
-
-    def token_mask(self, batch: LearningBatch, rollouts: Sequence[Rollout]) -> Mapping[Key, torch.Tensor] | None:
-        """Return which tokens are trained on, bool by completion; None for all. Called before each optimizer step.
-
-        Args:
-            batch: The batch, whose ``version`` and ``progress`` are those of the step.
-            rollouts: Those of the step on this rank, with their advantages.
-        """
-        return None
-
-    def token_weights(self, rollouts: Sequence[Rollout], version: int) -> Mapping[Key, torch.Tensor] | None:
-        """Return what each token counts that would be trained on, by completion; None if each counts 1.
-
-        Called once for each part of an optimizer step, and again where the part is taken again: the same rollouts and
-        version have the same weights. A token of weight 0 is not trained on, and those after the last token with a
-        weight do not go through the policy: the row is shorter. The step's denominator is still of all tokens, so the
-        gradient is that of all in expectation where each weight is 1 on average. A plug-in that has weights changes
-        ``whole_completions``.
-
-        Args:
-            rollouts: Of a step on this rank, each with a token that would be trained on.
-            version: Of the policy that takes the step.
-
-        Returns:
-            Finite numbers of 0 or more, shape ``num_trained`` of each completion; a negative one would turn the
-            gradient.
-        """
-        return None
+        return 1
 
     @property
     def largest_chunk(self) -> int | None:
-        """The largest number of tokens of a chunk; None if no completion is cut."""
-        return None
-
-    def chunks(self, completion: Completion, version: int) -> Sequence[Chunk]:
-        """Return the chunks of a completion in their order, without a gap; none if it goes through whole.
-
-        A chunk is a micro-batch of its own, and the last has its turn first. Keys and values of the chunks before it
-        have been computed without a gradient; its backward pass leaves theirs
-        (:class:`lit_grpo.update.prefix.carried.CarriedSpan`). The gradient is that of the whole completion. It is
-        called again where a step is taken again: the same completion and version have the same chunks. A plug-in that
-        has chunks sets :attr:`largest_chunk`.
-
-        Args:
-            completion: Trained on.
-            version: Of the policy that takes the step.
-        """
-        return ()
-
-    def loss_term(self, policy: PreTrainedModel, visit: Visit, ranks: Ranks) -> Term | None:
-        """Return what is added to the loss of an optimizer step, before its first backward pass.
-
-        The log of ``loss`` stays the objective's.
-
-        Args:
-            policy: The policy being trained.
-            visit: Calls a function for each micro-batch of the step, with what sends it through the policy's layers
-                without gradient, and with what its tokens count. All ranks call it together or not at all.
-            ranks: Of the run.
-        """
+        """The largest number of tokens of a chunk; None for a plug-in that does not write ``chunks``."""
         return None
 
     def validate(self, measure: Measure, ranks: Ranks) -> Mapping[str, float]:
@@ -672,34 +529,6 @@ class Plugin(Listener):
             Values by name, without ``val/``, the same on every rank.
         """
         return {}
-
-    @property
-    def entropy_coefficient(self) -> float:
-        """Weight of the entropy bonus in the next step, in place of ``model.objective.entropy.coefficient``."""
-        return 0.0
-
-    @property
-    def num_parts(self) -> int:
-        """In how many parts of its prompts a step's gradient is added up, to measure its norm after each of them.
-
-        :meth:`on_optimizer_step` gets the norms. No norm is measured if no plug-in overrides this.
-        """
-        return 1
-
-    def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
-        """Return the factor of the learning rate of a step; several plug-ins' factors are multiplied.
-
-        All ranks call it together, unless the step's loss or gradient is not finite.
-
-        Args:
-            log_weights_C: Log of policy / behavior policy of each completion that went through the policy in the step,
-                on this rank: the sum over its tokens, not truncated.
-            all_gather: See :data:`AllGather`.
-        """
-        return 1.0
-
-    def on_optimizer_step(self, step: OptimizerStep) -> None:
-        """An optimizer step has been taken; all ranks call it."""
 
     # ---- checkpoints, and the end ---------------------------------------------------------------------
 
@@ -723,22 +552,27 @@ def overriding(listeners: Iterable[Kind], *hooks: str) -> list[Kind]:
     return [each for each in listeners if any(getattr(type(each), hook) is not getattr(Plugin, hook) for hook in hooks)]
 
 
+def writing(plugins: Iterable[Kind], *columns: str) -> list[Kind]:
+    """Return the plug-ins that write any of these columns of the update."""
+    return [each for each in plugins if isinstance(each, Plugin) and not each.writes.isdisjoint(columns)]
+
+
 class Decision(NamedTuple):
-    """Something that at most one plug-in of a run may decide.
+    """Something that at most one plug-in of a run may decide, beside what columns decide.
 
     Args:
         what: For messages, as in ``which both decide ...``.
         hooks: The hooks of :class:`Plugin` that decide it.
         needs: What deciding it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`.
-        replaces: What a setting of the run decides otherwise, such as :data:`lit_grpo.compatibility.DENOMINATOR`.
         by_rows: Whether it is decided row by row, so that each data set may have a plug-in of its own for it.
+        replaces: What a setting of the run decides otherwise, such as :data:`lit_grpo.compatibility.DENOMINATOR`.
     """
 
     what: str
-    hooks: tuple[str, ...]
+    hooks: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
-    replaces: str = ""
     by_rows: bool = False
+    replaces: str = ""
 
 
 ROUNDS = ("next_round", "shared_round")
@@ -751,54 +585,23 @@ DECISIONS = (
         "how many more completions each prompt gets", ROUNDS, frozenset({"whole_rollouts", "separate_completions"})
     ),
     Decision("what turns are answered by", ("on_turn",)),
-    Decision(
-        "which rollouts are trained on",
-        ("choose_rollouts", "choose_from_batch", "token_mask", "token_weights"),
-        by_rows=True,
-    ),
-    Decision("what each rollout is trained on with", ("shape_advantages",), by_rows=True),
-    Decision("what each turn is trained on with", ("credit",), by_rows=True),
-    Decision("which tokens have a cross-entropy loss", ("ce_weights",), by_rows=True),
-    Decision("which examples are imitated", ("examples",)),
-    Decision("which further tokens have a loss", ("candidate_tokens", "token_loss")),
-    Decision("which completions go through the policy in chunks", ("chunks",), by_rows=True),
-    Decision("what is added to the objective's loss", ("loss_term",)),
-    Decision("which log-probs ratios are taken to", ("old_logprobs", "proximal_logprobs"), replaces=DENOMINATOR),
-    Decision("how much the entropy bonus counts", ("entropy_coefficient",), replaces=ENTROPY_COEFFICIENT),
     Decision("how many prompts a batch has", ("num_parts", "batch_size")),
 )
-UPDATE_HOOKS = (
-    "choose_rollouts",
-    "shape_advantages",
-    "choose_from_batch",
-    "credit",
-    "token_mask",
-    "token_weights",
-    "ce_weights",
-    "examples",
-    "candidate_tokens",
-    "token_loss",
-    "chunks",
-    "loss_term",
-    "old_logprobs",
-    "proximal_logprobs",
-    "token_metrics",
-    "entropy_coefficient",
-    "num_parts",
-    "step_scale",
-    "on_train_start",
-    "on_optimizer_step",
-)
+UPDATE_HOOKS = ("on_batch", "on_minibatch", "loss", "on_gradient", "on_optimizer_step", "num_parts", "on_train_start")
 """Hooks that a learner calls."""
 
 
 def decided_by(plugin: Plugin) -> list[Decision]:
-    """Return what a plug-in decides by the hooks that it overrides."""
-    return [decision for decision in DECISIONS if overriding([plugin], *decision.hooks)]
+    """Return what a plug-in decides by the hooks that it overrides and the columns that it writes."""
+    columns = [COLUMNS[name] for name in COLUMNS if name in plugin.writes and COLUMNS[name].decides]
+    return [
+        *(decision for decision in DECISIONS if overriding([plugin], *decision.hooks)),
+        *(Decision(its.decides, (), its.needs, its.by_rows, its.replaces) for its in columns),
+    ]
 
 
 def check_decisions(plugins: Sequence[tuple[str, Plugin]]) -> None:
-    """Refuse plug-ins of which two decide the same, by their roles or by hooks of :data:`DECISIONS`.
+    """Refuse plug-ins of which two decide the same, by their roles, their columns, or hooks of :data:`DECISIONS`.
 
     Two may decide the same for different data sets, where it is decided row by row.
 
@@ -808,8 +611,12 @@ def check_decisions(plugins: Sequence[tuple[str, Plugin]]) -> None:
     Raises:
         ValueError: Two decide the same.
     """
-    by_rows = {decision.what for decision in DECISIONS if decision.by_rows}
-    roles = [(name, plugin, [plugin.role, *(each.what for each in decided_by(plugin))]) for name, plugin in plugins]
+    decided = [decided_by(plugin) for _, plugin in plugins]
+    by_rows = {decision.what for its in decided for decision in its if decision.by_rows}
+    roles = [
+        (name, plugin, [plugin.role, *(each.what for each in its)])
+        for (name, plugin), its in zip(plugins, decided, strict=True)
+    ]
     for (name, plugin, of_plugin), (other, another, of_other) in itertools.combinations(roles, 2):
         apart = plugin.datasets and another.datasets and not plugin.datasets & another.datasets
         for role in filter(None, of_plugin):

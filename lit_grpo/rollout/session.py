@@ -44,7 +44,6 @@ from lit_grpo.types import (
     SamplingParams,
     over_ranks,
 )
-from lit_grpo.update.by_dataset import joined
 
 if TYPE_CHECKING:
     from lit_grpo.faults import Phases
@@ -155,8 +154,9 @@ class RolloutSession:
         self.prompt_rule = self.deciding("prompt_chance")
         self.replacement = self.plugin(Replacement)
         self.replaces = 0 if self.replacement is None else self.replacement.most
-        self.rewriting, self.sizer = self.deciding("rewrite"), self.deciding("batch_size")
+        self.sizer = self.deciding("batch_size")
         everyone = self.plugins.values()
+        self.rewriting = overriding(everyone, "rewrite")
         self.first_rollout = max([ask(each, "first_rollout") for each in everyone], default=0)
         self._hooks = {hook: overriding(everyone, hook) for hook in BATCH_HOOKS}  # the others do nothing there
         self.listening = overriding(everyone, *ROLLOUT_HOOKS)
@@ -182,7 +182,7 @@ class RolloutSession:
 
     def deciding(self, *hooks: str) -> Plugin | None:
         """Return the plug-in that overrides any of these hooks; None if none does."""
-        return joined(overriding(self.plugins.values(), *hooks))
+        return next(iter(overriding(self.plugins.values(), *hooks)), None)
 
     def findings(self) -> list[Finding]:
         """Return what has gone wrong so far with what plug-ins do."""

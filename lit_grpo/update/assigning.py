@@ -9,141 +9,113 @@ from functools import partial
 import torch
 
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.plugins import GroupBatch, Plugin, ask
+from lit_grpo.plugins import ask
+from lit_grpo.plugins.columns import OF_CANDIDATES, row_name
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.batches.layout import OF_CANDIDATES
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 from lit_grpo.update.step import log_baseline_weights
 
 
-def assign_advantages(batch: LearningBatch, passes: PolicyPasses, history: PromptHistory) -> None:
-    """Give each rollout of a batch its advantage, and tokens theirs where a plug-in credits them.
+def fill_batch(batch: Batch, passes: PolicyPasses, history: PromptHistory, is_whole: bool = True) -> None:
+    """Give each rollout of a batch its advantage, and let plug-ins write their columns.
 
-    This is the only place that writes advantages: ``Rollout.advantage`` is NaN if the rollout is not trained on, and
-    ``Rollout.token_advantages`` is None if all of its tokens have that of their rollout.
+    ``Rollout.advantage`` is NaN if the rollout is not trained on.
 
     Args:
         batch: Its ``rewards`` are what is compared.
         passes: Sends tokens through the policy, with the estimator and plug-ins of its settings. All ranks of the run
             call this together, unless settings and plug-ins need no ``all_ranks``.
         history: Earlier visits of prompts.
+        is_whole: Whether all ranks have their part of the batch, so that an error is raised on all of them.
 
     Raises:
-        ValueError: A plug-in does not return one finite number for each rollout, turn or token.
+        ValueError: A plug-in writes something that does not fit.
     """
-    settings, ranks, rewards, rollouts = passes.settings, passes.ranks, batch.rewards, batch.rollouts
-    estimator = settings.advantages
-    chooser = settings.plugin("choose_rollouts")
-    chosen = ~rewards.rewards_R.isnan() if chooser is None else ask(chooser, "choose_rollouts", batch)
-    counted, chosen_R = (chosen, ~chosen.rewards_R.isnan()) if isinstance(chosen, GroupRewards) else (rewards, chosen)
-    if estimator.by_scores:
-        scores = passes.measure(rollouts, "scores")
-        counted = replace(counted, log_weights_R=log_baseline_weights(rollouts, scores))
+    settings, ranks = passes.settings, passes.ranks
+    for rollout in batch.rollouts:
+        rollout.advantage = 0.0
+        rollout.columns.pop("token_advantage", None)
+        rollout.columns.pop("ce_weight", None)
+    scores = passes.measure(batch.rollouts, "scores") if settings.advantages.by_scores else None
+    estimate = partial(_estimate, batch, passes, history, scores)
+    estimate()
+    batch = replace(batch, estimate=estimate)
+    for plugin in settings.hooked["on_batch"]:
+        source = settings.ce_sources.index(plugin) if plugin in settings.ce_sources else 0
+        call = partial(ask, plugin, "on_batch", batch.of(plugin, source))
+        ranks.together(call) if is_whole else call()
+        if "old_logprob" in plugin.writes:
+            _check_old_logprobs(batch.of(plugin))
+        if "candidates" in plugin.writes:
+            _fill_candidates(batch)
+
+
+def _estimate(batch: Batch, passes: PolicyPasses, history: PromptHistory, scores: list[torch.Tensor] | None) -> None:
+    """Give rollouts the advantages of the run's estimator; those whose advantage is NaN are left out of it."""
+    settings, ranks, estimator = passes.settings, passes.ranks, passes.settings.advantages
+    left_R = torch.tensor([math.isnan(rollout.advantage) for rollout in batch.rollouts], dtype=torch.bool)
+    rewards = batch.rewards.only(~left_R) if left_R.any() else batch.rewards
+    if scores is not None:
+        rewards = replace(rewards, log_weights_R=log_baseline_weights(batch.rollouts, scores))
     weights_K = torch.tensor(list(settings.weights.values()), dtype=torch.float64)
     if "all_ranks" in estimator.needs:
-        everyone = ranks.gather(counted)
-        batch_R = estimator.compute(GroupRewards.concatenate(everyone), weights_K, history)
-        advantages_R = batch_R.split([len(rank.rewards_R) for rank in everyone])[ranks.rank]
+        everyone = ranks.gather(rewards)
+        of_all_R = estimator.compute(GroupRewards.concatenate(everyone), weights_K, history)
+        advantages_R = of_all_R.split([len(rank.rewards_R) for rank in everyone])[ranks.rank]
     else:
-        advantages_R = estimator.compute(counted, weights_K, history)
-    advantages_R = advantages_R.masked_fill(~chosen_R, math.nan)
-    if settings.learns_unrewarded:
-        learnt_R = torch.tensor([settings.learns_without_reward(rollout.prompt) for rollout in rollouts])
-        advantages_R = advantages_R.masked_fill(rewards.rewards_R.isnan() & learnt_R.bool(), 0.0)
-    shaper, chooser = settings.plugin("shape_advantages"), settings.plugin("choose_from_batch")
-    if shaper is not None:
-        advantages_R = shaped(shaper, batch, advantages_R)
-    if chooser is not None:
-        parts, counts = zip(*ranks.gather((advantages_R, len(batch.groups))), strict=True)
-        kept_R = ask(chooser, "choose_from_batch", batch, torch.cat(parts), sum(counts))
-        advantages_R = advantages_R.masked_fill(~kept_R.split([len(part) for part in parts])[ranks.rank], math.nan)
-    for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
-        rollout.advantage, rollout.token_advantages, rollout.ce_weights = advantage, None, None
-    crediting = settings.plugin("credit")
-    if crediting is not None:
-        give_credit(crediting, batch)
-    for source, plugin in enumerate(settings.ce_sources):
-        ranks.together(partial(give_ce_weights, plugin, batch, source))
+        advantages_R = estimator.compute(rewards, weights_K, history)
+    advantages_R = advantages_R.masked_fill(rewards.rewards_R.isnan(), math.nan)
+    for rollout, advantage, reward in zip(
+        batch.rollouts, advantages_R.tolist(), batch.rewards.rewards_R.tolist(), strict=True
+    ):
+        learns = settings.learns_unrewarded and math.isnan(reward) and settings.learns_without_reward(rollout.prompt)
+        rollout.advantage = 0.0 if learns else advantage
 
 
-def give_ce_weights(plugin: Plugin, batch: LearningBatch, source: int) -> None:
-    """Give tokens of rollouts the weights in the channel ``ce`` that a plug-in has for them.
-
-    Args:
-        plugin: One that may give weights.
-        batch: The rollouts on this rank.
-        source: Its number among the plug-ins that may.
+def _check_old_logprobs(batch: Batch) -> None:
+    """Check that tokens without a log-prob get it in the pass that trains on them; a rollout without any has NaN.
 
     Raises:
-        ValueError: The plug-in does not return one finite number for each token.
+        ValueError: One does not.
     """
-    for rollout, weights_T in zip(batch.rollouts, ask(plugin, "ce_weights", batch) or (), strict=False):
-        if weights_T is None:
-            continue
+    if not any("old_logprob" in rollout.columns for rollout in batch.rollouts):
+        return
+    for rollout in batch.rollouts:
         completion = rollout.completion
-        if completion.contexts:
-            outside_T = torch.ones(completion.num_tokens, dtype=torch.bool)
-            for begin, end in completion.places_of_turns:
-                outside_T[begin:end] = False
-            if weights_T[outside_T].any():
-                raise ValueError(
-                    f"{type(plugin).__name__}.ce_weights gives sample {completion.request.path} of prompt "
-                    f"{rollout.prompt.prompt_id!r} weights of observed tokens, but its earlier turns were rendered "
-                    "again, so that those tokens are in no row of the update; give observed tokens the weight 0."
-                )
-        rollout.ce_weights, rollout.ce_source = weights_T, source
-
-
-def give_candidates(plugin: Plugin, batch: LearningBatch, num_ids: int) -> tuple[str, ...]:
-    """Give the tokens of all rollouts their candidates; return the names of the columns, none if there are none.
-
-    Args:
-        plugin: Names them.
-        batch: Of this rank.
-        num_ids: Size of the policy's vocabulary.
-
-    Raises:
-        ValueError: The plug-in does not return as many ids and values for each token that is trained on.
-    """
-    named, name = ask(plugin, "candidate_tokens", batch), type(plugin).__name__
-    if named is None:
-        return ()
-    widths = [(ids_TK.shape[1], values_TL.shape[1]) for ids_TK, values_TL in named.values()]
-    width, num_values = max((each for of_rank in batch.all_gather(widths) for each in of_rank), default=(0, 0))
-    for rollout in batch.rollouts if width else ():
-        completion, number = rollout.completion, rollout.completion.num_trained
-        shape, shape_of_values = (number, width), (number, width + (num_values == width + 1))
-        none = torch.zeros(shape, dtype=torch.int64), torch.full(shape_of_values, math.nan)
-        ids_TK, values_TL = named.get(completion.request.key, none)
-        of = f"{name}.candidate_tokens gives sample {completion.request.path} of prompt {rollout.prompt.prompt_id!r}"
-        if (ids_TK.shape, values_TL.shape) != (shape, shape_of_values):
+        unknown_N = torch.full((completion.num_trained,), math.nan)
+        unknown_N = rollout.columns.setdefault("old_logprob", unknown_N).isnan()
+        is_past_N = completion.versions_T[completion.trained_T] != batch.version
+        unknown_N = unknown_N & (is_past_N | batch.several_steps)
+        if rollout.kept and not rollout.learnt and unknown_N.any():
+            why = f"the policy is version {batch.version}"
+            why = "there are several steps on the batch" if batch.several_steps else why
             raise ValueError(
-                f"{of} ids of shape {tuple(ids_TK.shape)} and values of shape {tuple(values_TL.shape)}; on all ranks "
-                f"give the shapes {shape} and {shape_of_values}."
+                f"{batch.writer} gives {row_name(rollout)} no old_logprob (NaN) at place {int(unknown_N.nonzero()[0])} "
+                f"of its tokens that are trained on, and {why}, so that no pass computes it; give the log-prob."
             )
-        if ids_TK.numel() and ids_TK.max() >= num_ids:
-            raise ValueError(f"{of} the id {int(ids_TK.max())}; the policy has ids from 0 to {num_ids - 1}.")
-        rollout.columns |= dict(zip(OF_CANDIDATES, (ids_TK, values_TL), strict=True))
-    return OF_CANDIDATES if width else ()
 
 
-def shaped(plugin: Plugin, batch: GroupBatch, advantages_R: torch.Tensor) -> torch.Tensor:
-    """Return the advantages of all rollouts of a batch, shape R, as a plug-in shapes them; NaN stays NaN.
+def _fill_candidates(batch: Batch) -> None:
+    """Give rollouts without candidates those that count nothing; of all ranks they are equally many.
 
     Raises:
-        ValueError: The plug-in does not return one finite number for each rollout that is trained on.
+        ValueError: Some have others.
     """
-    estimated = [part.tolist() for part in advantages_R.split([len(group.rollouts) for group in batch.groups])]
-    flat = [advantage for group in ask(plugin, "shape_advantages", batch, estimated) for advantage in group]
-    return torch.tensor(flat, dtype=advantages_R.dtype)
-
-
-def give_credit(plugin: Plugin, batch: LearningBatch) -> None:
-    """Give the tokens of all rollouts their advantages, once the rollouts have theirs.
-
-    Raises:
-        ValueError: The plug-in does not return one finite number for each turn, or for each token.
-    """
-    for rollout, advantages_T in zip(batch.rollouts, ask(plugin, "credit", batch) or (), strict=False):
-        rollout.token_advantages = advantages_T
+    shapes = {
+        place: tuple(rollout.columns[name].shape[1] for name in OF_CANDIDATES)
+        for place, rollout in enumerate(batch.rollouts)
+        if OF_CANDIDATES[0] in rollout.columns
+    }
+    everyone = [shape for of_rank in batch.all_gather([*shapes.values()]) for shape in of_rank]
+    width, num_values = max(everyone, default=(0, 0))
+    for place, rollout in enumerate(batch.rollouts if width else ()):
+        number, own = rollout.completion.num_trained, shapes.get(place, (width, num_values))
+        if own != (width, num_values):
+            raise ValueError(
+                f"{batch.writer} gives {row_name(rollout)} {own[0]} candidates with {own[1]} values at each place, and "
+                f"another rollout {width} with {num_values}; on all ranks give as many."
+            )
+        none = torch.zeros((number, width), dtype=torch.int64), torch.full((number, num_values), math.nan)
+        for name, values in zip(OF_CANDIDATES, none, strict=True):
+            rollout.columns.setdefault(name, values)

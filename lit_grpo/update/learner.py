@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,31 +12,37 @@ import torch
 
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.faults import SkippedUpdates
-from lit_grpo.plugins import ask, overriding
+from lit_grpo.plugins import ask
+from lit_grpo.plugins.columns import LATE
 from lit_grpo.policy.sharding import as_shards, full_tensor
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.assigning import assign_advantages, give_candidates
+from lit_grpo.update.assigning import fill_batch
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
 from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
 from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
-from lit_grpo.update.objective.tokens import StepTotals, highest
+from lit_grpo.update.objective.tokens import StepTotals
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.plugin import LearningBatch, OptimizerStep, SquaredNorm
+from lit_grpo.update.plugin import Batch, SquaredNorm
 from lit_grpo.update.step import (
     PROVISIONAL,
     Step,
     counted_and_trained,
     problem_of,
-    thinned,
     with_advantage,
     with_ce,
+    without_unweighted,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from lit_grpo.plugins import Plugin
+
+DENOMINATORS = ("old_logprob", "proximal_logprob")
+"""Columns that probability ratios are taken to."""
 
 
 class Learner:
@@ -90,17 +95,18 @@ class Learner:
                 they are.
         """
         settings, ranks, passes = self.settings, self.passes.ranks, self.passes
-        metrics, measuring = TokenMetrics(self.gap_limits), settings.plugin("num_parts")
+        metrics = TokenMetrics(self.gap_limits)
+        measuring = next(iter(settings.hooked["num_parts"]), None)
         rollouts, parts = list[Rollout](), list[Step]()  # of the batch; of the next step
         norms: Sequence[SquaredNorm] = ()
         is_whole = isinstance(groups, Sequence)
         num_minibatches, num_iterations = (settings.num_minibatches, settings.num_iterations) if is_whole else (1, 1)
         for some in [groups] if is_whole else filter(None, groups):
-            batch, columns = self._prepare(some, rewards, metrics, is_whole)
+            batch = self._prepare(some, rewards, metrics, is_whole)
             rollouts += batch.rollouts
             for numbers in torch.arange(len(some)).tensor_split(num_minibatches) * num_iterations:
                 minibatch = [rollout for number in numbers.tolist() for rollout in some[number].rollouts]
-                parts.append(self._step(minibatch, batch, columns, is_whole))
+                parts.append(self._step(minibatch, is_whole))
                 with as_shards(self.policy):
                     if measuring is None or not is_whole:
                         passes.gradient(parts, metrics, is_whole)
@@ -116,7 +122,7 @@ class Learner:
         advantages_R2 = torch.empty((len(rollouts), 2), dtype=torch.float32)
         passes.forget_rows()
         for row, rollout in enumerate(rollouts):
-            of_tokens, rollout.columns = rollout.token_advantages, {}
+            of_tokens, rollout.columns = rollout.columns.get("token_advantage"), {}
             largest = rollout.advantage if of_tokens is None or not len(of_tokens) else float(of_tokens.abs().max())
             advantages_R2[row, 0], advantages_R2[row, 1] = rollout.advantage, largest
         logs = metrics.compute(ranks.sum, ranks.max)
@@ -131,7 +137,7 @@ class Learner:
         """Take the optimizer steps of a batch without rollouts, on the examples of a plug-in; return what to log."""
         metrics, passes = TokenMetrics(self.gap_limits), self.passes
         for _ in range(self.settings.updates_per_batch):
-            step = self._step((), None, (), is_whole=True)
+            step = self._step((), is_whole=True)
             with as_shards(self.policy):
                 passes.gradient([step], metrics)
                 self._take_step(step, metrics)
@@ -163,8 +169,8 @@ class Learner:
 
     def _prepare(
         self, groups: Sequence[RolloutGroup], rewards: GroupRewards | None, metrics: TokenMetrics, is_whole: bool
-    ) -> tuple[LearningBatch, tuple[str, ...]]:
-        """Check rollouts, and give them their advantages and the columns, by name, that all steps on them need.
+    ) -> Batch:
+        """Check rollouts, and fill the columns that all steps on them need: their advantages among them.
 
         The reference is computed here and not beside the policy, so that it need not be on the device in a backward
         pass, and once for all updates; a reference that moves between them counts from the next batch.
@@ -179,17 +185,23 @@ class Learner:
         if any(recomputes for _, recomputes in everyone):
             self._recompute(replayed)
         version, several_updates = self.optimization.policy_version, settings.updates_per_batch > 1
-        columns: dict[str, Sequence[torch.Tensor]] = {}
-        if self.reference is not None:
-            columns["reference_logprobs"] = passes.measure(rollouts, "logprobs", self.reference.lend)
         rewards = rewards or GroupRewards.of(groups, list(settings.weights))
-        if objective.kl.place == "reward" and "reference_logprobs" in columns:
+        if self.reference is not None:
+            measured = passes.measure(rollouts, "logprobs", self.reference.lend)
+            for rollout, its in zip(rollouts, measured, strict=True):
+                rollout.columns["reference_logprob"] = its
+        if objective.kl.place == "reward" and self.reference is not None:
             estimator, none = KL_ESTIMATORS[objective.kl.estimator], torch.empty(0, dtype=torch.float32)
-            sampled = [each.completion.logprobs_T[each.completion.trained_T] for each in rollouts]
-            kl = [estimator(own, its) for own, its in zip(sampled, columns.pop("reference_logprobs"), strict=True)]
+            kl = [
+                estimator(each.completion.logprobs_T[each.completion.trained_T], each.columns.pop("reference_logprob"))
+                for each in rollouts
+            ]
             metrics.add_kl(torch.cat([none, *kl]))
             rewards = rewards.less([float(kl_T.sum()) * self.beta for kl_T in kl])
-        batch = LearningBatch(
+        if objective.proximal_policy == "recomputed" and several_updates and settings.written.isdisjoint(DENOMINATORS):
+            for rollout, its in zip(rollouts, passes.measure(rollouts, "logprobs"), strict=True):
+                rollout.columns["old_logprob"] = its
+        batch = Batch(
             groups,
             version,
             settings.pass_rule,
@@ -197,21 +209,13 @@ class Learner:
             rewards,
             settings.progress(version),
             passes.by_completion,
+            several_updates,
+            self.policy.config.get_text_config().vocab_size,
+            passes.ranks.rank,
         )
-        if (plugin := settings.plugin("old_logprobs", "proximal_logprobs")) is not None:
-            if (old := ask(plugin, "old_logprobs", batch, several_updates)) is not None:
-                columns["old_logprobs"] = [old[each.completion.request.key] for each in rollouts]
-        elif objective.proximal_policy == "recomputed" and several_updates:
-            columns["old_logprobs"] = passes.measure(rollouts, "logprobs")
-        for name, values in columns.items():
-            for rollout, its in zip(rollouts, values, strict=True):
-                rollout.columns[name] = its
-        assign_advantages(batch, passes, self.history)
-        named = tuple(columns)
-        if (plugin := settings.plugin("candidate_tokens")) is not None:
-            named += give_candidates(plugin, batch, self.policy.config.get_text_config().vocab_size)
+        fill_batch(batch, passes, self.history, is_whole)
         self.history.note(rewards.visits(groups, settings.pass_rule, version))
-        return batch, named
+        return batch
 
     def _recompute(self, rollouts: Sequence[Rollout]) -> None:
         """Let rollouts be as if the policy had sampled them now; what is remembered of them stays as it was."""
@@ -233,80 +237,74 @@ class Learner:
 
     # ---- a step -------------------------------------------------------------------------------------
 
-    def _step(
-        self, rollouts: Sequence[Rollout], batch: LearningBatch | None, columns: tuple[str, ...], is_whole: bool
-    ) -> Step:
+    def _step(self, rollouts: Sequence[Rollout], is_whole: bool) -> Step:
         """Choose what goes through the policy in a step, and count what its loss is divided by.
 
-        Without a ``batch`` the step has examples alone. If it is not whole, rollouts of the step are still to come, and
+        Without rollouts the step has examples alone. If it is not whole, rollouts of the step are still to come, and
         the denominator is provisional. A rollout without an advantage (NaN), or that is not kept, counts in nothing.
         One with advantage 0 has gradient 0 unless the objective has another term, so it does not go through the policy;
         it counts in the denominator all the same.
         """
-        settings, ranks, version = self.settings, self.passes.ranks, self.optimization.policy_version
-        objective, max_tokens, kept = settings.objective, settings.max_tokens, None
-        for source, plugin in enumerate(settings.ce_sources if is_whole else ()):
-            examples = ask(plugin, "examples", version, ranks)
-            for example in examples:
-                example.ce_source = source
-            rollouts = [*rollouts, *examples]
-        taking_part, trained = counted_and_trained(rollouts, objective.mask_truncated)
-        own = StepTotals(sum(rollout.completion.num_trained for rollout in trained), len(taking_part), max_tokens)
-        totals = StepTotals(PROVISIONAL, PROVISIONAL, max_tokens, PROVISIONAL)
-        if is_whole:
-            if batch is not None and (choosing := settings.plugin("token_mask")) is not None:
-                progress, optimizer = settings.progress(version), self.optimization.optimizer
-                now = replace(batch, version=version, progress=progress, optimizer=optimizer)
-                mask = ask(choosing, "token_mask", now, trained)
-                kept = None if mask is None else [mask[row.completion.request.key] for row in trained]
-            if batch is not None and kept is None and objective.top_entropy_quantile < 1:
-                entropies = self.passes.measure(trained, "entropy")
-                kept = highest(entropies, objective.top_entropy_quantile, ranks.gather)
-            num_kept = own.num_tokens if kept is None else sum(int(part.sum()) for part in kept)
-            for row, kept_T in zip(trained, kept or (), strict=kept is not None):
-                row.columns["kept"] = kept_T
-            columns += () if kept is None else ("kept",)
-            num_ce = [0] * len(settings.ce_sources)
-            for rollout in rollouts:
-                if rollout.ce_weights is not None:
-                    num_ce[rollout.ce_source] += int(rollout.ce_weights.count_nonzero())
-            counts = torch.tensor([own.num_tokens, own.num_sequences, num_kept, *num_ce], dtype=torch.float64)
-            num_tokens, num_sequences, num_kept, *num_ce = map(int, ranks.sum(counts).tolist())
-            totals = StepTotals(num_tokens, num_sequences, max_tokens, num_kept, tuple(num_ce))
-        bonus = settings.plugin("entropy_coefficient")
-        if bonus is None and not objective.uses_every_completion:
-            trained = with_advantage(trained)
-        weighing, cutting, adding = (settings.plugin(hook) for hook in ("token_weights", "chunks", "loss_term"))
-        weights = None if weighing is None else ask(weighing, "token_weights", trained, version)
-        lengths = None
-        if weights is not None:
-            for row in trained:
-                row.columns["weights"] = weights[row.completion.request.key]
-            lengths, columns = [row.completion.num_trained for row in trained], (*columns, "weights")
-            trained = [thinned(row, row.columns["weights"] != 0) for row in trained]
-        if any(totals.num_ce_tokens):
-            by_key = dict(zip((row.completion.request.key for row in trained), lengths or (), strict=False))
-            trained = with_ce(rollouts, trained)
-            lengths = None if lengths is None else [by_key.get(row.completion.request.key, 0) for row in trained]
-        chunks = {}
-        if cutting is not None:
-            parts = {row: ask(cutting, "chunks", rollout.completion, version) for row, rollout in enumerate(trained)}
-            chunks = {row: its for row, its in parts.items() if len(its) > 1}
+        settings, passes, version = self.settings, self.passes, self.optimization.policy_version
+        objective, ranks = settings.objective, passes.ranks
+        counted, trained = counted_and_trained(rollouts, objective.mask_truncated)
+        for row in trained:
+            for name in ("mask", "weight", "chunks"):
+                row.columns.pop(name, None)  # of an earlier step
+        own = StepTotals(sum(row.completion.num_trained for row in trained), len(counted), settings.max_tokens)
+        provisional = StepTotals(PROVISIONAL, PROVISIONAL, settings.max_tokens, PROVISIONAL)
         step = Step(
             rollouts=trained,
-            own=own,
-            totals=totals,
-            policy_version=version,
+            version=version,
+            progress=settings.progress(version),
+            ranks=ranks,
+            policy=self.policy,
+            optimizer=self.optimization.optimizer,
+            measure=passes.by_completion,
+            visit=lambda visitor: passes.visit(step.rollouts, visitor),
             beta=self.beta,
-            entropy_coefficient=objective.entropy.coefficient if bonus is None else ask(bonus, "entropy_coefficient"),
-            columns=columns,
-            lengths=lengths,
-            chunks=chunks,
+            own=own,
+            totals=provisional,
+            values={"entropy_coefficient": objective.entropy.coefficient},
         )
-        if adding is None or not is_whole:
-            return step
-        visit = partial(self.passes.visit, trained)
-        return replace(step, term=ask(adding, "loss_term", self.policy, visit, ranks))
+        self._call(step, "on_minibatch", lambda plugin: not plugin.writes.intersection(LATE))
+        rows = [*rollouts, *step.values.get("examples", ())]
+        if is_whole:
+            if objective.top_entropy_quantile < 1 and "mask" not in settings.written:
+                entropies = passes.measure(trained, "entropy")
+                for row, mask_N in zip(trained, step.highest(entropies, objective.top_entropy_quantile), strict=True):
+                    row.columns["mask"] = mask_N
+            step = replace(step, totals=self._totals(own, trained, rows))
+        if "entropy_coefficient" not in settings.written and not objective.uses_every_completion:
+            trained = with_advantage(trained)
+        trained = [without_unweighted(row) for row in trained]
+        if any(step.totals.num_ce_tokens):
+            trained = with_ce(rows, trained)
+        step = replace(step, rollouts=trained)
+        self._call(step, "on_minibatch", lambda plugin: bool(plugin.writes.intersection(LATE)))
+        return step
+
+    def _totals(self, own: StepTotals, trained: Sequence[Rollout], rows: Sequence[Rollout]) -> StepTotals:
+        """Count what the loss of a step is divided by, over all ranks."""
+        num_kept, num_masked, num_ce = own.num_tokens, 0, [0] * len(self.settings.ce_sources)
+        for row in trained:
+            if (mask_N := row.columns.get("mask")) is not None:
+                num_kept, num_masked = num_kept - int((~mask_N).sum()), num_masked + 1
+        for rollout in rows:
+            if (weights_T := rollout.columns.get("ce_weight")) is not None:
+                num_ce[rollout.ce_source] += int(weights_T.count_nonzero())
+        counts = [own.num_tokens, own.num_sequences, num_kept, num_masked, *num_ce]
+        sums = self.passes.ranks.sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+        num_tokens, num_sequences, num_kept, num_masked, *num_ce = map(int, sums)
+        return StepTotals(num_tokens, num_sequences, own.max_tokens, num_kept, tuple(num_ce), bool(num_masked))
+
+    def _call(self, step: Step, hook: str, are: Callable[[Plugin], bool] = lambda _: True) -> None:
+        """Let plug-ins write the columns of a step in a hook, those that are asked for."""
+        settings = self.settings
+        for plugin in settings.hooked[hook]:
+            if are(plugin):
+                source = settings.ce_sources.index(plugin) if plugin in settings.ce_sources else 0
+                ask(plugin, hook, step.of(plugin, hook, source))
 
     def _together(self, parts: Sequence[Step], metrics: TokenMetrics) -> tuple[Step, float]:
         """Divide the gradient of all parts of a step by the true totals instead of the provisional ones.
@@ -344,12 +342,13 @@ class Learner:
         skipped = bool(ranks.max(float(not math.isfinite(grad_norm + loss))))
         if skipped:
             self.policy.zero_grad()
-            self._broken.count(step.policy_version, ranks.rank, step.rollouts, grad_norm, loss)
+            self._broken.count(step.version, ranks.rank, step.rollouts, grad_norm, loss)
         else:
             self._broken.num_skipped = 0
-        scaling, scale = overriding(self.settings.plugins, "step_scale"), 1.0
+        scaling = bool(self.settings.hooked["on_gradient"])
         if scaling and not skipped:
-            scale = math.prod(ask(each, "step_scale", metrics.log_weights_C, ranks.gather) for each in scaling)
+            self._call(replace(step, log_weights_C=metrics.log_weights_C), "on_gradient")
+        scale = step.values.get("scale", 1.0)
         lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
@@ -357,15 +356,13 @@ class Learner:
             values |= step.term.metrics
         if num_ce_tokens := sum(step.totals.num_ce_tokens):
             values["ce/tokens"] = float(num_ce_tokens)
-        if "kept" in step.columns:
+        if step.totals.has_mask:
             values["update/kept_share"] = step.totals.num_entropy_tokens / max(step.totals.num_tokens, 1)
         metrics.finish_update(values | {"update/step_scale": scale} if scaling else values)
-        if stepping := overriding(self.settings.plugins, "on_optimizer_step"):
+        if self.settings.hooked["on_optimizer_step"]:
             num_tokens = 0 if skipped else step.totals.num_entropy_tokens
             entropy = float(ranks.sum(metrics.entropy)) / num_tokens if num_tokens else math.nan
-            taken = OptimizerStep(step.policy_version + 1, entropy, norms)
-            for plugin in stepping:
-                ask(plugin, "on_optimizer_step", taken)
+            self._call(replace(step, entropy=entropy, norms=norms), "on_optimizer_step")
 
     def _refuse_gap(self, problem: str, step: Step) -> None:
         """Refuse a batch that was not sampled with the policy that learns; where a correction is set, warn once.
@@ -396,7 +393,7 @@ class Learner:
             completion = rollout.completion
             trained_T = completion.trained_T
             gap_N = (own_N - completion.logprobs_T[trained_T]).abs()
-            is_fresh = bool((completion.versions_T[trained_T] == step.policy_version).all())
+            is_fresh = bool((completion.versions_T[trained_T] == step.version).all())
             if not (is_fresh and len(gap_N) and float(gap_N.max()) > largest):
                 continue
             largest, token = float(gap_N.max()), int(trained_T.nonzero()[gap_N.argmax()])

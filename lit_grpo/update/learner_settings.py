@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Count, Limit, NotNegative, check_fields
-from lit_grpo.plugins import UPDATE_HOOKS, Plugin, ask, check_decisions, check_overrides, overriding, requirement_of
+from lit_grpo.plugins import (
+    UPDATE_HOOKS,
+    Plugin,
+    ask,
+    check_decisions,
+    check_overrides,
+    overriding,
+    requirement_of,
+    writing,
+)
+from lit_grpo.plugins.columns import in_order
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
-from lit_grpo.update.by_dataset import joined
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
 
@@ -31,7 +40,8 @@ class LearnerSettings:
     completion counts as passed, ``plugins`` decide what is trained on and how, ``total_updates`` says how
     many updates the run has, where that is known, and ``sequence_parallel_size`` how many ranks share the tokens of a
     micro-batch. ``ce_sources`` are the plug-ins that may give tokens a weight in the channel ``ce``: each adds a mean
-    of its own to the loss.
+    of its own to the loss. ``hooked`` has for each hook of the update the plug-ins that override it, in their order,
+    and ``written`` the columns that plug-ins write.
     """
 
     objective: Objective
@@ -53,6 +63,8 @@ class LearnerSettings:
     learns_unrewarded: bool = field(default=False, init=False)
     has_rollouts: bool = field(default=True, init=False)
     ce_sources: Sequence[Plugin] = field(default=(), init=False)
+    hooked: dict[str, list[Plugin]] = field(default_factory=dict, init=False)
+    written: frozenset[str] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
@@ -72,14 +84,17 @@ class LearnerSettings:
         check_decisions(named)
         needed = [requirement_of(plugin, f"rollout.plugins {name}") for name, plugin in named]
         check_together([*needed, *self.parts()])
-        self.plugins, self.ce_sources = learning, overriding(learning, "ce_weights", "examples")
+        self.plugins, self.ce_sources = learning, writing(learning, "ce_weight", "examples")
+        self.hooked = {hook: in_order(overriding(learning, hook), hook) for hook in UPDATE_HOOKS}
+        self.written = frozenset(column for plugin in learning for column in plugin.writes)
         self.has_rollouts = not any(math.isinf(ask(plugin, "first_rollout")) for plugin in learning)
         self.learns_unrewarded = not self.has_rollouts or any(plugin.learns_unrewarded for plugin in learning)
 
-    def plugin(self, *hooks: str) -> Plugin | None:
-        """Return the plug-in that overrides any of these hooks; None if none does."""
-        found = overriding(self.plugins, *hooks)
-        return joined(found) if len(found) > 1 else next(iter(found), None)
+    @property
+    def largest_chunk(self) -> int | None:
+        """The most tokens of a chunk of a completion; None if no plug-in cuts completions."""
+        sizes = [ask(plugin, "largest_chunk") for plugin in writing(self.plugins, "chunks")]
+        return max((size for size in sizes if size is not None), default=None)
 
     def learns_without_reward(self, prompt: Prompt) -> bool:
         """Return whether completions of a prompt are trained on if they have no reward."""
@@ -105,7 +120,7 @@ class LearnerSettings:
         if self.max_tokens_per_micro_batch == "auto":
             changes = {"fixed_token_budget": "halves the number wherever the memory of a rank runs out"}
             parts.append(Requirement("model.max_tokens_per_micro_batch auto", changes=changes, remedy="give a number"))
-        for weighing in overriding(self.plugins, "ce_weights", "examples", "candidate_tokens"):  # ranks agree on them
+        for weighing in writing(self.plugins, "ce_weight", "examples", "candidates"):  # ranks agree on them
             parts.append(Requirement(f"rollout.plugins {type(weighing).__name__}", frozenset({"all_ranks"})))
         return parts
 

@@ -11,8 +11,8 @@ import torch
 
 from lit_grpo.memory import in_one_read
 from lit_grpo.ranks import Reduce
-from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs
-from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, completion_sums, spread
+from lit_grpo.update.objective.policy_loss import LossOutputs
+from lit_grpo.update.objective.tokens import LARGEST_LOG_RATIO, Tokens, completion_sums, spread
 
 
 class LogprobGapError(RuntimeError):
@@ -133,7 +133,7 @@ class TokenMetrics:
         self._update_values: dict[str, float] = defaultdict(float)
 
     @torch.no_grad()
-    def add(self, tokens: LossInputs, outputs: LossOutputs, version: int) -> None:
+    def add(self, tokens: Tokens, outputs: LossOutputs, version: int) -> None:
         """Add a micro-batch of a step; nothing here waits for the device.
 
         Args:
@@ -151,7 +151,6 @@ class TokenMetrics:
         if self.num_updates == 0:
             sums |= gap_sums(gap_N, lengths_C)
         if self.num_updates == 0 and gap_N.numel():
-            assert tokens.versions_N is not None
             is_stale_N = tokens.versions_N != version
             stale_C = completion_sums(is_stale_N.to(gap_N.dtype), lengths_C)  # keys may be of old weights
             fresh_N = spread(stale_C, lengths_C, len(gap_N)) == 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
-from lit_grpo.plugins import ask, overriding
+from lit_grpo.plugins import ask, writing
+from lit_grpo.plugins.columns import LATE, OF_CANDIDATES
 from lit_grpo.policy.architecture.states import CHUNK, FOUND
 from lit_grpo.policy.sharding import compute, is_scattered
 from lit_grpo.ranks import Ranks
@@ -24,7 +24,8 @@ from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
 from lit_grpo.update.metrics import TokenMetrics
 from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
-from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
+from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.tokens import Tokens
 from lit_grpo.update.plugin import Chunk, SquaredNorm
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
@@ -51,7 +52,7 @@ class PolicyPasses:
         self.budget: MicroBatchSize | None = None
         # The key has the ids of completions and prompts, which are kept beside their rows so that no others get these.
         self._laid_out: dict[Hashable, tuple[list[Completion | Prompt], MicroBatches]] = {}
-        for plugin in overriding(settings.plugins, "chunks", "loss_term"):
+        for plugin in writing(settings.plugins, *LATE):
             if "own_rows" in plugin.needs and not settings.shares_prefix:
                 name = f"rollout.plugins: {type(plugin).__name__}"
                 raise ValueError(f"{name} needs packed rows, which this policy cannot have; leave it out.")
@@ -169,7 +170,7 @@ class PolicyPasses:
         is_open, short = self.budget is not None, False
         if is_open and micro_batches and self.ranks.size > 1:
             micro_batches = micro_batches.and_empty(1)
-        micro_batches = micro_batches.filled(step.rollouts, step.columns, step.lengths, step.totals.num_ce_tokens)
+        micro_batches = micro_batches.filled(step.rollouts, step.totals.num_ce_tokens)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
             turns = (
                 zip(itertools.repeat(0), micro_batches) if self._rows.size == 1 else self._rows.in_turn(micro_batches)
@@ -214,56 +215,28 @@ class PolicyPasses:
             logprobs_N, entropy_N = compute(self.policy, forward)
         if owner != self._rows.rank:
             return logprobs_N.sum() * 0.0
-        sampled_logprobs_N, ce_logprobs_M = micro_batch.sampled_logprobs_N, None
-        candidate_logprobs_NK, rest_logprobs_N = None, None
-        if micro_batch.candidate_ids_NK is not None:
-            of_tokens_NX, logprobs_N = logprobs_N[: len(micro_batch.candidate_ids_NK)], logprobs_N[:, 0]
-            candidate_logprobs_NK, rest_logprobs_N = of_tokens_NX[:, 1:-1], of_tokens_NX[:, -1]
-        if micro_batch.ce_weights_M is not None:
-            counts = [len(sampled_logprobs_N), len(micro_batch.ce_weights_M)]
-            logprobs_N, ce_logprobs_M = logprobs_N.split(counts)
+        columns = dict(micro_batch.columns)  # a copy: what has a gradient goes with this pass
+        if OF_CANDIDATES[0] in columns:
+            of_tokens_NX, logprobs_N = logprobs_N[: len(columns["source"])], logprobs_N[:, 0]
+            columns["candidate_logprobs"], columns["rest_logprob"] = of_tokens_NX[:, 1:-1], of_tokens_NX[:, -1]
+        if "ce_weight" in columns:
+            counts = [len(columns["source"]), len(columns["ce_source"])]
+            logprobs_N, columns["ce_logprob"] = logprobs_N.split(counts)
             entropy_N = entropy_N[: counts[0]]
-        old_logprobs_N = logprobs_N.detach()
-        if (plugin := settings.plugin("proximal_logprobs")) is not None:
-            versions_N, version = micro_batch.versions_N, step.policy_version
-            of_tokens = logprobs_N, sampled_logprobs_N, versions_N, version
-            old_logprobs_N = ask(plugin, "proximal_logprobs", *of_tokens)
-        elif objective.proximal_policy == "sampled" and settings.plugin("old_logprobs") is None:
-            old_logprobs_N = sampled_logprobs_N
-        elif micro_batch.old_logprobs_N is not None:  # else this is the only update on these rollouts
-            measured_N = micro_batch.old_logprobs_N
-            from_this_pass_N = measured_N.isnan() & (micro_batch.versions_N == step.policy_version)
-            old_logprobs_N = torch.where(from_this_pass_N, old_logprobs_N, measured_N.to(old_logprobs_N.dtype))
-        tokens = LossInputs(
-            logprobs_N=logprobs_N,
-            sampled_logprobs_N=sampled_logprobs_N,
-            old_logprobs_N=old_logprobs_N,
-            entropy_N=entropy_N,
-            advantages_N=micro_batch.advantages_N,
-            lengths_C=micro_batch.lengths_C,
-            reference_logprobs_N=micro_batch.reference_logprobs_N,
-            versions_N=micro_batch.versions_N,
-            turn_lengths_S=micro_batch.turn_lengths_S,
-            objective=objective,
-            totals=step.totals,
-            beta=step.beta,
-            entropy_coefficient=step.entropy_coefficient,
-            kept_N=micro_batch.kept_N,
-            weights_N=micro_batch.weights_N,
-            whole_lengths_C=micro_batch.whole_lengths_C,
-            ce_weights_M=micro_batch.ce_weights_M,
-            ce_counts_M=micro_batch.ce_counts_M,
-            ce_logprobs_M=ce_logprobs_M,
-            candidate_logprobs_NK=candidate_logprobs_NK,
-            rest_logprobs_N=rest_logprobs_N,
-            candidate_values_NK=micro_batch.candidate_values_NK,
-        )
-        if candidate_logprobs_NK is not None and (plugin := settings.plugin("token_loss")) is not None:
-            tokens = replace(tokens, added_N=ask(plugin, "token_loss", tokens))
-        outputs = policy_loss(tokens)
-        for plugin in overriding(settings.plugins, "token_metrics"):
-            outputs.metrics.update(ask(plugin, "token_metrics", tokens))
-        metrics.add(tokens, outputs, step.policy_version)
+        columns |= {"logprob": logprobs_N, "entropy": entropy_N, "age": step.version - columns["version"]}
+        if objective.proximal_policy == "sampled" and "old_logprob" not in settings.written:
+            columns["old_logprob"] = columns["sampled_logprob"]
+        elif (measured_N := columns.get("old_logprob")) is None:  # this is the only update on these rollouts
+            columns["old_logprob"] = logprobs_N.detach()
+        else:
+            is_own_N = measured_N.isnan() & (columns["age"] == 0)
+            columns["old_logprob"] = torch.where(is_own_N, logprobs_N.detach(), measured_N.to(logprobs_N.dtype))
+        tokens = Tokens(columns)
+        for plugin in settings.hooked["loss"]:
+            ask(plugin, "loss", tokens.of(plugin))
+        outputs = policy_loss(tokens, objective, step.totals, step.beta, step.entropy_coefficient)
+        outputs.metrics.update(tokens.figures)
+        metrics.add(tokens, outputs, step.version)
         return outputs.loss if step.term is None else step.term.added_to(outputs.loss, micro_batch.weight)
 
     def measured_gradient(
@@ -331,7 +304,7 @@ class PolicyPasses:
                 estimate = estimate_tokens(self.policy, free, shares_prefix, is_selective)
                 self.budget = MicroBatchSize(int(-self.ranks.max(-estimate)))
             max_tokens = max(self.budget.tokens, least_tokens(rollouts, shares_prefix))
-        if chunks is None and settings.plugin("chunks") is not None:
+        if chunks is None and "chunks" in settings.written:
             max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
         laid_out = [each for rollout in rollouts for each in (rollout.completion, rollout.prompt)]
         key = tuple(map(id, laid_out)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())

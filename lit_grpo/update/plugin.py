@@ -1,22 +1,24 @@
-"""Arguments and results of a plug-in's hooks in the update."""
+"""What hooks of the update are given: a batch whose columns they write, a teacher, and parts of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from lit_grpo.limits import Limit
+from lit_grpo.plugins.columns import OF_CANDIDATES, Numbers, Writer, is_list, row_name, shown
 from lit_grpo.types import GroupBatch
 from lit_grpo.update.advantages.functions import EPSILON
-from lit_grpo.update.objective.tokens import highest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lit_grpo.plugins.plugin import Plugin
     from lit_grpo.ranks import Ranks
     from lit_grpo.types import AllGather, Key, Rollout
     from lit_grpo.update.advantages.estimator import GroupRewards
@@ -79,7 +81,7 @@ class Teacher(Protocol):
         From the first token of a completion on that the teacher does not know, log-probs and entropies are NaN.
 
         Args:
-            measure: Sends rollouts through a model, ``LearningBatch.measure``.
+            measure: Sends rollouts through a model, ``Batch.measure``.
             rollouts: Of this rank. Each has the prompt that the teacher sees, which need not be the policy's.
             all_gather: Brings values of all ranks together.
             top_k: How many of the teacher's likeliest tokens to return at each place.
@@ -98,29 +100,119 @@ class Teacher(Protocol):
         ...
 
 
+BY_CORE = Writer(None, "on_batch")
+_OF_TRAINED = ("advantage", "turn_advantage", "token_advantage")
+
+
 @dataclass(frozen=True)
-class LearningBatch(GroupBatch):
-    """A batch on this rank that the policy learns from.
+class Batch(GroupBatch):
+    """A batch on this rank that the policy learns from; :meth:`set` writes columns of its rollouts.
 
     Args:
         rewards: Of its rollouts, in their order.
         progress: The fraction of the run's optimizer steps that has been taken, from 0 to 1; 0 if the run has no known
             end (``RunFacts.total_updates``).
         measure: Measures tokens under the policy, as in ``measure(rollouts, "entropy")``.
-        optimizer: Takes the steps; known to :meth:`lit_grpo.plugins.Plugin.token_mask` only.
+        several_steps: Whether several optimizer steps are taken on it: the policy of the later passes is another one.
+        num_ids: Size of the policy's vocabulary.
+        rank: The number of this rank.
+        estimate: Gives all rollouts of the batch the advantages of the run's estimator, those with the advantage NaN
+            left out.
+        writer: Who writes columns.
     """
 
     rewards: GroupRewards
     progress: float
     measure: Measure
-    optimizer: torch.optim.Optimizer | None = None
+    several_steps: bool = False
+    num_ids: int = 2**31
+    rank: int = 0
+    estimate: Callable[[], None] = lambda: None
+    writer: Writer = BY_CORE
 
-    def highest(self, scores: Mapping[Key, torch.Tensor], share: float) -> dict[Key, torch.Tensor]:
-        """Return by completion which tokens are among that share of all ranks' tokens whose scores are highest."""
-        return dict(zip(scores, highest([*scores.values()], share, self.all_gather), strict=True))
+    def of(self, plugin: Plugin, source: int = 0) -> Batch:
+        """Return the part of the batch that a plug-in acts on, for the plug-in to write."""
+        batch = self
+        if plugin.datasets:
+            own = [number for number, group in enumerate(self.groups) if group.prompt.is_of(plugin.datasets)]
+            batch = replace(self, groups=[self.groups[number] for number in own], rewards=self.rewards.of_groups(own))
+        return replace(batch, writer=Writer.of(plugin, "on_batch", batch.rollouts, source))
+
+    def set(self, column: str, rollout: Rollout, value: Any) -> None:
+        """Write a column of a rollout.
+
+        Args:
+            column: A name of :data:`lit_grpo.plugins.columns.COLUMNS` that the plug-in declares in ``writes``:
+                ``chosen``, whether the rollout is trained on, by comparison within its group; ``advantage``;
+                ``trained``, whether it is trained on, by comparison within the batch; ``turn_advantage``, a number for
+                each turn; ``token_advantage`` and ``old_logprob``, a number for each token that is trained on;
+                ``ce_weight``, for each token the weight of its negative log-likelihood, observed tokens among them;
+                ``candidates``, two tensors with the ids and values of K further tokens at each place, perhaps with a
+                value of all other tokens after these.
+            rollout: Of this batch.
+            value: A number, or a list, array or tensor of numbers. Advantages of a rollout that is not trained on are
+                not read: its own is NaN.
+
+        Raises:
+            ValueError: The column cannot be written here, or the value does not fit; the message names plug-in, column
+                and row.
+        """
+        if column in _OF_TRAINED and math.isnan(rollout.advantage):
+            self.writer.column(column)
+            return
+        read = self.writer.read(column, rollout, value)
+        match column:
+            case "chosen" | "trained":
+                rollout.advantage = rollout.advantage if read else math.nan
+            case "advantage":
+                rollout.advantage = read
+            case "turn_advantage":
+                rollout.columns["token_advantage"] = rollout.completion.of_turns(read.tolist())
+            case "ce_weight":
+                self._check_observed(rollout, read)
+                rollout.columns[column], rollout.ce_source = read, self.writer.source
+            case "candidates":
+                rollout.columns |= dict(zip(OF_CANDIDATES, self._candidates(rollout, read), strict=True))
+            case _:
+                rollout.columns[column] = read
+
+    def compare(self) -> None:
+        """Estimate all advantages again, by comparison with the rollouts alone that are still trained on."""
+        self.estimate()
+
+    def _check_observed(self, rollout: Rollout, weights_T: torch.Tensor) -> None:
+        """Check that a token with a weight stands in a row of the update."""
+        completion = rollout.completion
+        if not completion.contexts:
+            return
+        outside_T = torch.ones(completion.num_tokens, dtype=torch.bool)
+        for begin, end in completion.places_of_turns:
+            outside_T[begin:end] = False
+        if weights_T[outside_T].any():
+            raise ValueError(
+                f"{self.writer} gives {row_name(rollout)} the ce_weight of observed tokens, but its earlier turns were "
+                "rendered again, so that those tokens are in no row of the update; give observed tokens the weight 0."
+            )
+
+    def _candidates(self, rollout: Rollout, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check ids and values of further tokens."""
+        said, number = f"{self.writer} gives {row_name(rollout)}", rollout.completion.num_trained
+        if not is_list(pair) or len(pair) != 2 or len(getattr(pair[0], "shape", ())) != 2:
+            raise ValueError(f"{said} the candidates {shown(pair)}; give two tensors, ids and values of K tokens.")
+        width, each = pair[0].shape[1], "K tokens at each place"
+        width_of_values = width + (tuple(getattr(pair[1], "shape", ())) == (number, width + 1))
+        ids_TK = Numbers("int64", Limit(ge=0)).read(f"{said} candidate ids", pair[0], (number, width), each)
+        values_TL = Numbers("float32", Limit(), nan=True).read(
+            f"{said} candidate values", pair[1], (number, width_of_values), each
+        )
+        if ids_TK.numel() and ids_TK.max() >= self.num_ids:
+            raise ValueError(
+                f"{said} the candidate id {int(ids_TK.max())}; the policy has ids from 0 to {self.num_ids - 1}."
+            )
+        return ids_TK, values_TL
 
     def whitened(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return tokens' advantages with mean 0 and variance 1 over all tokens of all ranks, for ``Plugin.credit``.
+        """Return tokens' advantages with mean 0 and variance 1 over all tokens of all ranks, for ``token_advantage``.
 
         They are ``(A - mean) / (standard deviation + 1e-4)``, float32 (TRL's epsilon). Rollouts that are not trained
         on and those without a tensor take no part and get None. All ranks call it together.
@@ -200,23 +292,6 @@ class TrainingRun:
     max_staleness: int | None = None
     open_versions: Callable[[int], set[int]] | None = None
     teacher: Teacher | None = None
-
-
-@dataclass(frozen=True)
-class OptimizerStep:
-    """An optimizer step that has been taken, as all ranks know it.
-
-    Args:
-        version: Number of optimizer steps that the policy has had, with this one.
-        entropy: Mean entropy of the tokens that the step trained on, over all ranks, in nats; NaN if there are none, or
-            if loss or gradient are not finite, so that the step changed no weight.
-        norms: Squared norms of the gradient as it was added up, after each of ``Plugin.num_parts`` parts of the step's
-            prompts, the last of the whole gradient; empty if no plug-in overrides that.
-    """
-
-    version: int
-    entropy: float
-    norms: Sequence[SquaredNorm] = ()
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from lit_grpo.budgets.allocation import AtLeastTwo
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.types import Rollout
-from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.plugin import LearningBatch, Measure
+from lit_grpo.update.plugin import Batch, Measure
 
 
 @dataclass
@@ -67,11 +66,13 @@ class CompletionSelection(Subset):
                 return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"chosen"})
+
     statistics: Literal["group", "kept"] = "group"
     """Completions for the mean and deviation of an advantage: all of the ``group``, or those ``kept``."""
 
-    def choose_rollouts(self, batch: LearningBatch) -> torch.Tensor | GroupRewards:
-        """Return the members of each group that :meth:`of_group` chooses, shape R."""
+    def on_batch(self, batch: Batch) -> None:
+        """Choose the members of each group that :meth:`of_group` says."""
         rewards, rollouts, may_be_R = batch.rewards, batch.rollouts, candidates(batch)
         places = may_be_R.nonzero().flatten()
         values_R = torch.full(may_be_R.shape, math.nan, dtype=torch.float64)
@@ -80,7 +81,11 @@ class CompletionSelection(Subset):
         for group in range(len(rewards.prompt_ids)):
             members = ((rewards.groups_R == group) & may_be_R).nonzero().flatten()
             chosen_R[members[self.of_group(values_R[members], size)]] = True
-        return rewards.only(chosen_R) if self.statistics == "kept" else chosen_R
+        for rollout, is_chosen in zip(rollouts, chosen_R.tolist(), strict=True):
+            if not math.isnan(rollout.reward):
+                batch.set("chosen", rollout, is_chosen)
+        if self.statistics == "kept":
+            batch.compare()
 
     def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
         """Return what rollouts that may be chosen are compared by, of all groups: float64, shape N; no NaN."""
@@ -94,7 +99,7 @@ class CompletionSelection(Subset):
         return values_N.sort(descending=True, stable=True).indices[:size]
 
 
-def candidates(batch: LearningBatch) -> torch.Tensor:
+def candidates(batch: Batch) -> torch.Tensor:
     """Return which rollouts may be chosen: booleans, shape R.
 
     A rollout without a reward may not, nor one that an earlier batch has been trained on.

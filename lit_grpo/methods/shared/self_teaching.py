@@ -31,7 +31,7 @@ from lit_grpo.methods.shared.teaching import TeacherPlugin, sampled
 from lit_grpo.plugins import GroupBatch, RunFacts
 from lit_grpo.policy.architecture.decoder import context_length
 from lit_grpo.types import Prompt, Rollout, RolloutGroup
-from lit_grpo.update.plugin import LearningBatch, TrainingRun
+from lit_grpo.update.plugin import Batch, TrainingRun
 
 Hint = Mapping[str, str]
 """What the teacher sees beside the question: texts by their names in the plug-in's ``template``."""
@@ -41,6 +41,7 @@ Hint = Mapping[str, str]
 class SelfTeacher(TeacherPlugin):
     """Base class of self-distillation: a subclass says by :meth:`hints` what the teacher sees."""
 
+    writes: ClassVar[frozenset[str]] = frozenset({"token_advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks", "prompt_stream"})
     role: ClassVar[str] = "what prompts are asked with"  # the teacher's are made of rows as they are
 
@@ -94,8 +95,8 @@ class SelfTeacher(TeacherPlugin):
         assert self._writer is not None
         return self._writer.reworded(prompt, self.template, hint)
 
-    def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None]:
-        """Return the advantage of each token; all ranks call it together."""
+    def on_batch(self, batch: Batch) -> None:
+        """Give each token its advantage; all ranks call it together."""
         taught, num_rollouts, misfits = list[Rollout](), 0, 0
         for group in batch.groups:
             written = dict[tuple[str, ...], Prompt | None]()
@@ -106,16 +107,14 @@ class SelfTeacher(TeacherPlugin):
                 taught += [] if prompt is None else [replace(rollout, prompt=prompt)]
                 num_rollouts, misfits = num_rollouts + 1, misfits + has_misfit
         self._counts = num_rollouts, len(taught), misfits
-        scores, credited = self.scores(batch, taught), list[torch.Tensor | None]()
+        scores = self.scores(batch, taught)
         for rollout in batch.rollouts:
             its, own = scores.get(rollout.completion.request.key), (1 - self.weight) * rollout.advantage
-            if math.isnan(own):
-                credited.append(None)
-            elif its is None:
-                credited.append(torch.full((rollout.completion.num_trained,), own))
-            else:
-                credited.append(own + self.weight * (its.logprobs_T - sampled(rollout.completion)))
-        return credited
+            if not math.isnan(own):
+                advantages_N = torch.full((rollout.completion.num_trained,), own)
+                if its is not None:
+                    advantages_N = own + self.weight * (its.logprobs_T - sampled(rollout.completion))
+                batch.set("token_advantage", rollout, advantages_N)
 
     def _fitting(
         self, rollout: Rollout, hints: Iterable[Hint], written: dict[tuple[str, ...], Prompt | None]

@@ -11,7 +11,8 @@ import torch
 
 from lit_grpo.plugins import GroupBatch, Plugin
 from lit_grpo.types import Completion, Key, Rollout
-from lit_grpo.update.plugin import LearningBatch, OptimizerStep, Teacher, TeacherScores, TrainingRun
+from lit_grpo.update.plugin import Batch, Teacher, TeacherScores, TrainingRun
+from lit_grpo.update.step import Step
 
 
 @dataclass
@@ -39,7 +40,7 @@ class TeacherPlugin(Plugin):
         self._averaged = {}
         self._policy = run.policy
 
-    def scores(self, batch: LearningBatch, rollouts: Sequence[Rollout], top_k: int = 0) -> Mapping[Key, TeacherScores]:
+    def scores(self, batch: Batch, rollouts: Sequence[Rollout], top_k: int = 0) -> Mapping[Key, TeacherScores]:
         """Return by completion what the teacher says of rollouts, each after its prompt; all ranks call it together."""
         assert self.teacher is not None
         scores = self.teacher.score(batch.measure, rollouts, batch.all_gather, top_k)
@@ -60,7 +61,7 @@ class TeacherPlugin(Plugin):
             "teacher/tokens": float(num_tokens),
         }
 
-    def on_optimizer_step(self, step: OptimizerStep) -> None:
+    def on_optimizer_step(self, step: Step) -> None:
         """Let a moving average follow the policy."""
         if self.teacher is not None:
             self.teacher.follow(self._policy)

@@ -2,63 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from lit_grpo.memory import in_one_copy
+from lit_grpo.plugins.columns import OF_CANDIDATES
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Rollout
+from lit_grpo.update.objective.tokens import Tokens
 from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
 from lit_grpo.update.prefix.layout import Stretch, key_labels
 
-OF_CANDIDATES = ("candidate_ids", "candidate_values")
-"""Columns of rollouts with a value for each candidate of each trained token, shape (num_trained, K), or (num_trained,
-K + 1) for values of candidates and of all other tokens together."""
 LEAST_SHARED = 32
 """Tokens that completions of a prompt have to begin with in common to share them: fewer are not worth a call."""
 
 
+class Member(NamedTuple):
+    """A completion of a row, or the chunk of it that is there.
+
+    Args:
+        row: Its place among the rollouts of the step.
+        begin: Place of its first token that is in the row.
+        end: Place after its last.
+        trained: Which of its tokens that are trained on are in the row; None if it is there for the channel ``ce``.
+        num_trained: Number of its tokens that are trained on, wherever they are.
+    """
+
+    row: int
+    begin: int
+    end: int
+    trained: slice | None
+    num_trained: int
+
+
 @dataclass
-class PackedRow:
+class PackedRow(Tokens):
     """A micro-batch: one row without padding, and the columns that its tokens are trained on.
 
     A prompt stands in it once, with its responses after it, each of which counts its positions from the prompt's end.
     Tokens that several responses begin with stand there once too, wherever they come from: a tree of rollouts, or equal
-    completions. ``stretches`` say what is where, and which tokens see which; on a device other than the host
-    ``labels_3K`` says it (see :func:`lit_grpo.update.prefix.layout.key_labels`). ``carried`` is what the row sees of
-    other micro-batches, a span for each stretch that is, and ``in_row`` what others have seen of it, with its place.
-    For models that cannot share a prefix there are no stretches: each completion has a row of its own after its prompt,
-    padded on the right (under causal attention padding on the right is never seen, so there is no attention mask, and
-    no pad id can be mistaken for a token).
+    completions. For models that cannot share a prefix there are no stretches: each completion has a row of its own
+    after its prompt, padded on the right (under causal attention padding on the right is never seen, so there is no
+    attention mask, and no pad id can be mistaken for a token).
 
     The completion tokens that are trained on, one completion after another, are the N axis; all others (observed ones)
-    stand in the row and nowhere else, so that no sum, mean or ratio can meet them. ``source_N`` says where in the
-    flattened (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first
-    token is the prompt's last. The last tokens of carried spans count as standing after the row, one after another.
-    ``versions_N`` are the policy versions that sampled them, and ``advantages_N`` their advantages, of which those of
-    one completion may differ. ``lengths_C``, the number of its tokens on the N axis, is per completion, in the order of
-    that axis, and ``turn_lengths_S`` per turn. On the host, ``rows`` is each completion's place among the rollouts of
-    the step, ``places`` which of its tokens that are trained on these are, and ``num_trained`` how many there are of
-    it. Where the row is a ``chunk`` of a completion it has no other. ``weight`` is what its tokens count: 1, or the
-    chunk's weight; 0 where the row is a token that stands for nothing. Further columns hold what a step needs of its
-    tokens, and are filled by :meth:`MicroBatches.filled`.
+    stand in the row and nowhere else, so that no sum, mean or ratio can meet them. Tokens with a weight in the channel
+    ``ce`` are the M axis, observed tokens among them. Beside the columns of :class:`Tokens` there are
 
-    Tokens with a weight in the channel ``ce`` are the M axis, observed tokens among them: ``ce_source_M``,
-    ``ce_target_ids_M``, ``ce_weights_M`` and ``ce_counts_M``, filled if the step has such tokens. ``members`` has for
-    each completion in the row its place among the rollouts of the step, and the begin and end of its tokens that are in
-    the row; ``all_source_T`` and ``all_ids_T`` are the sources and ids of all these tokens.
+    - ``source`` (N): where in the flattened (B, T) the *predecessor* of each token stands, whose hidden state predicts
+      it; that of a response's first token is the prompt's last. The last tokens of carried spans count as standing
+      after the row, one after another. ``target_id`` (N): its id. ``ce_source`` and ``ce_target_id`` (M): the same.
+    - ``unique`` (U) and ``inverse``, where completions share tokens: the places, on the N axis with the M axis after
+      it, of one of each that are the same, and which of them each token is. Log-probs are computed of these alone.
+    - ``labels``, on a device other than the host: see :func:`lit_grpo.update.prefix.layout.key_labels`.
 
-    ``candidate_ids_NK`` are further tokens of the vocabulary at each place of the N axis, whose log-probs the loss
-    gets, and ``candidate_values_NK`` what a method knows of each of them, and perhaps of the rest.
-
-    Where completions share tokens, ``distinct_U`` are the places, on the N axis with the M axis after it, of one of
-    each that are the same, and ``same_N`` says which of them each token is: log-probs are computed of the distinct ones
-    alone.
+    Args:
+        input_ids_BT: The row.
+        position_ids_BT: Its positions.
+        stretches: What is where, and which tokens see which.
+        carried: What the row sees of other micro-batches, a span for each stretch that is.
+        in_row: What others have seen of it, with its place.
+        chunk: The chunk of a completion that the row is; it then has no other.
+        weight: What its tokens count: 1, or the chunk's weight; 0 if the row is a token that stands for nothing.
+        members: Completions in the row, in the order of the N axis.
+        tokens_2T: Sources and ids of all of their tokens, on the host.
 
     Example:
         The prompt [5, 6] with the completions [7, 8] and [9, 4, 3]::
@@ -66,43 +79,23 @@ class PackedRow:
             input_ids_BT    = [[5, 6, 7, 9, 4]]
             position_ids_BT = [[0, 1, 2, 2, 3]]
             stretches = (Stretch(0, 0, 2, last=2), Stretch(2, 2, 1, last=1), Stretch(3, 2, 2, last=2))
-            source_N = [1, 2, 1, 3, 4]    target_ids_N = [7, 8, 9, 4, 3]    lengths_C = [2, 3]
+            source = [1, 2, 1, 3, 4]    target_id = [7, 8, 9, 4, 3]    length = [2, 3]
     """
 
     input_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor
-    source_N: torch.Tensor
-    target_ids_N: torch.Tensor
-    sampled_logprobs_N: torch.Tensor
-    versions_N: torch.Tensor
-    advantages_N: torch.Tensor
-    lengths_C: torch.Tensor
-    turn_lengths_S: torch.Tensor
-    rows: tuple[int, ...]
-    places: tuple[slice, ...]
-    num_trained: tuple[int, ...]
     stretches: tuple[Stretch, ...] = ()
     carried: tuple[CarriedSpan, ...] = ()
     in_row: tuple[tuple[slice, CarriedSpan], ...] = ()
     chunk: Chunk | None = None
     weight: float = 1.0
-    labels_3K: torch.Tensor | None = None
-    old_logprobs_N: torch.Tensor | None = None
-    reference_logprobs_N: torch.Tensor | None = None
-    kept_N: torch.Tensor | None = None
-    weights_N: torch.Tensor | None = None
-    whole_lengths_C: torch.Tensor | None = None
-    candidate_ids_NK: torch.Tensor | None = None
-    candidate_values_NK: torch.Tensor | None = None
-    members: tuple[tuple[int, int, int], ...] = ()
-    all_source_T: np.ndarray | None = None
-    all_ids_T: np.ndarray | None = None
-    ce_source_M: torch.Tensor | None = None
-    ce_target_ids_M: torch.Tensor | None = None
-    ce_weights_M: torch.Tensor | None = None
-    ce_counts_M: torch.Tensor | None = None
-    distinct_U: torch.Tensor | None = None
-    same_N: torch.Tensor | None = None
+    members: tuple[Member, ...] = ()
+    tokens_2T: np.ndarray = field(default_factory=lambda: np.empty((2, 0), np.int64))
+
+    @property
+    def rows(self) -> list[int]:
+        """Place of each completion that is trained on among the rollouts of the step."""
+        return [member.row for member in self.members if member.trained is not None]
 
     @property
     def spans(self) -> list[CarriedSpan]:
@@ -111,41 +104,52 @@ class PackedRow:
 
     @property
     def source_U(self) -> torch.Tensor:
-        """Places of the predecessors of the distinct tokens."""
-        source_N = self.source_N if self.ce_source_M is None else torch.cat([self.source_N, self.ce_source_M])
-        return source_N if self.distinct_U is None else source_N.index_select(0, self.distinct_U)
+        """Places of the predecessors of the unique tokens."""
+        return self._unique(self._with_ce("source"))
 
     @property
     def target_ids_U(self) -> torch.Tensor:
-        """Ids of the distinct tokens; with candidates each token's, then those of its candidates."""
-        ids_N, ce_ids_M, candidates_NK = self.target_ids_N, self.ce_target_ids_M, self.candidate_ids_NK
-        if candidates_NK is not None:
-            ids_N = torch.cat([ids_N[:, None], candidates_NK], 1)
-            ce_ids_M = None if ce_ids_M is None else ce_ids_M[:, None].expand(-1, ids_N.shape[1])
-        ids_N = ids_N if ce_ids_M is None else torch.cat([ids_N, ce_ids_M])
-        return ids_N if self.distinct_U is None else ids_N.index_select(0, self.distinct_U)
+        """Ids of the unique tokens; with candidates each token's, then those of its candidates."""
+        columns = self.columns
+        if (candidates_NK := columns.get("candidate_ids")) is None:
+            return self._unique(self._with_ce("target_id"))
+        ids_NX = torch.cat([columns["target_id"][:, None], candidates_NK], 1)
+        if "ce_target_id" in columns:
+            ids_NX = torch.cat([ids_NX, columns["ce_target_id"][:, None].expand(-1, ids_NX.shape[1])])
+        return self._unique(ids_NX)
 
-    def find_distinct(self) -> None:
+    def _with_ce(self, name: str) -> torch.Tensor:
+        """A column of the N axis with that of the M axis after it."""
+        columns, of_ce = self.columns, f"ce_{name}"
+        return torch.cat([columns[name], columns[of_ce]]) if of_ce in columns else columns[name]
+
+    def _unique(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of the unique tokens."""
+        return values.index_select(0, self.columns["unique"]) if "unique" in self.columns else values
+
+    def find_unique(self) -> None:
         """Find tokens that are the same: they have one id, and are predicted from one place."""
-        self.distinct_U = None
-        pairs_N2 = torch.stack([self.source_U, self.target_ids_U], 1)
-        pairs_U2, self.same_N = pairs_N2.unique(dim=0, return_inverse=True)
-        self.distinct_U = torch.empty(len(pairs_U2), dtype=torch.int64)
-        self.distinct_U[self.same_N] = torch.arange(len(pairs_N2))
+        pairs_N2 = torch.stack([self._with_ce("source"), self._with_ce("target_id")], 1)
+        pairs_U2, inverse_N = pairs_N2.unique(dim=0, return_inverse=True)
+        unique_U = torch.empty(len(pairs_U2), dtype=torch.int64)
+        unique_U[inverse_N] = torch.arange(len(pairs_N2))
+        self.columns |= {"unique": unique_U, "inverse": inverse_N}
 
     def spread(self, values_U: torch.Tensor) -> torch.Tensor:
-        """Give each token the value of the distinct one that it is, along the first axis."""
-        return values_U if self.same_N is None else values_U.index_select(0, self.same_N)
+        """Give each token the value of the unique one that it is, along the first axis."""
+        return values_U.index_select(0, self.columns["inverse"]) if "inverse" in self.columns else values_U
 
     def to(self, device: torch.device | str) -> PackedRow:
         """Return a copy on ``device``, or itself where it is there already."""
         there = torch.device(device)
         if there == self.input_ids_BT.device:
             return self
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors = {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT, **self.columns}
         if self.stretches:
-            tensors["labels_3K"] = key_labels(self.stretches)
-        return replace(self, **in_one_copy(tensors, there))
+            tensors["labels"] = key_labels(self.stretches)
+        columns = in_one_copy(tensors, there)
+        ids_BT, positions_BT = columns.pop("input_ids"), columns.pop("position_ids")
+        return replace(self, input_ids_BT=ids_BT, position_ids_BT=positions_BT, columns=columns)
 
 
 class RowPart(NamedTuple):
@@ -192,51 +196,20 @@ class MicroBatches(Iterable[PackedRow]):
                 if last_uses[span] == number:
                     span.forget()
 
-    def filled(
-        self,
-        rollouts: Sequence[Rollout],
-        columns: Sequence[str] = (),
-        lengths: Sequence[int] | None = None,
-        num_ce_tokens: Sequence[int] = (),
-    ) -> MicroBatches:
-        """Return these, whose tokens have the advantages and other values of their rollouts.
+    def filled(self, rollouts: Sequence[Rollout], num_ce_tokens: Sequence[int] = ()) -> MicroBatches:
+        """Return these, with the columns of their tokens.
 
         Args:
             rollouts: The rollouts that have been laid out.
-            columns: Names of :attr:`~lit_grpo.types.Rollout.columns` that each of them has: ``old_logprobs``,
-                ``reference_logprobs``, ``kept``, ``weights``, or those of :data:`OF_CANDIDATES`.
-            lengths: Number of trained tokens of each whole completion; None if the rollouts' own are whole.
             num_ce_tokens: Number of tokens of the step, on all ranks, that have a weight in the channel ``ce``, for
                 each source of weights.
         """
         rows: list[PackedRow] = []
         for row in self.rows:
-            own = [rollouts[place] for place in row.rows]
-            counts = [place.stop - place.start for place in row.places]
-            if any(rollout.token_advantages is not None for rollout in own):
-                parts = list[torch.Tensor]()
-                for rollout, number, place in zip(own, row.num_trained, row.places, strict=True):
-                    of_tokens = rollout.token_advantages
-                    of_tokens = torch.tensor(rollout.advantage) if of_tokens is None else of_tokens
-                    parts.append(of_tokens.expand(number)[place])
-                advantages_N = torch.cat(parts)
-            else:
-                advantages = np.array([rollout.advantage for rollout in own], np.float32)
-                advantages_N = torch.from_numpy(np.repeat(advantages, np.array(counts, np.int64)))
-            values: dict[str, torch.Tensor | None] = {"advantages_N": advantages_N}
-            for name in columns:
-                parts = [rollout.columns[name][place] for rollout, place in zip(own, row.places, strict=True)]
-                if name not in OF_CANDIDATES:
-                    values[f"{name}_N"] = torch.cat(parts) if parts else torch.empty(0)
-                elif parts:  # equal tokens may have other candidates, so each is computed by itself
-                    values |= {f"{name}_NK": torch.cat(parts), "distinct_U": None, "same_N": None}
-            if lengths is not None or row.chunk is not None:
-                whole = row.num_trained if lengths is None else [lengths[place] for place in row.rows]
-                values["whole_lengths_C"] = torch.tensor(whole, dtype=torch.int64)
-            if row.chunk is not None:
-                weights_N = values.get("weights_N")
-                values["weights_N"] = row.chunk.weight * (torch.ones(sum(counts)) if weights_N is None else weights_N)
-            filled = replace(row, **values)
+            filled = replace(row, columns={**row.columns, **_columns(row, rollouts)}, figures={})
+            if OF_CANDIDATES[0] in filled.columns:  # equal tokens may have other candidates: each is by itself
+                for name in ("unique", "inverse"):
+                    filled.columns.pop(name, None)
             if any(num_ce_tokens):
                 _fill_ce(filled, rollouts, num_ce_tokens)
             rows.append(filled)
@@ -301,10 +274,10 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
         in_row=tuple(in_row),
         chunk=chunk,
         weight=0.0 if means_nothing else 1.0 if chunk is None else chunk.weight,
-        **_learnt_tokens(members, _ranges(begins_R, counts_R)),
+        **_trained_tokens(members, _ranges(begins_R, counts_R)),
     )
     if shares:
-        row.find_distinct()
+        row.find_unique()
     return row
 
 
@@ -348,21 +321,61 @@ def _place(
     return stretches, tokens, paths
 
 
+OF_TOKENS: Mapping[str, float | None] = {
+    "reference_logprob": None,
+    "old_logprob": math.nan,
+    "mask": True,
+    "weight": 1.0,
+    **dict.fromkeys(OF_CANDIDATES, None),
+}
+"""Columns of rollouts that become those of a row, and what a token has whose rollout has none; None if all have it."""
+
+
+def _columns(row: PackedRow, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
+    """Return the columns of a row's tokens that its rollouts have."""
+    own = [(rollouts[each.row], each.trained, each.num_trained) for each in row.members if each.trained is not None]
+    counts = np.array([place.stop - place.start for _, place, _ in own], np.int64)
+    columns: dict[str, torch.Tensor] = {}
+    if any("token_advantage" in rollout.columns for rollout, _, _ in own):
+        whole = [rollout.columns.get("token_advantage", torch.tensor(rollout.advantage)) for rollout, _, _ in own]
+        parts = [its.expand(number)[place] for its, (_, place, number) in zip(whole, own, strict=True)]
+        columns["advantage"] = torch.cat(parts)
+    else:
+        advantages = np.array([rollout.advantage for rollout, _, _ in own], np.float32)
+        columns["advantage"] = torch.from_numpy(np.repeat(advantages, counts))
+    for name, default in OF_TOKENS.items():
+        if any(name in rollout.columns for rollout, _, _ in own):
+            values = [
+                rollout.columns[name] if name in rollout.columns else torch.full((number,), default)
+                for rollout, _, number in own
+            ]
+            columns[name] = torch.cat([its[place] for its, (_, place, _) in zip(values, own, strict=True)])
+    if row.chunk is not None or any("whole_length" in rollout.columns for rollout, _, _ in own):
+        whole_lengths = [rollout.columns.get("whole_length", number) for rollout, _, number in own]
+        columns["whole_length"] = torch.tensor(whole_lengths, dtype=torch.int64)
+    if row.chunk is not None:
+        columns["weight"] = row.chunk.weight * columns.get("weight", torch.ones(int(counts.sum())))
+    return columns
+
+
 def _fill_ce(row: PackedRow, rollouts: Sequence[Rollout], num_ce_tokens: Sequence[int]) -> None:
     """Fill the columns of the channel ``ce`` of a row."""
     weights, counts = [torch.empty(0, dtype=torch.float32)], [torch.empty(0, dtype=torch.float32)]
-    for place, begin, end in row.members:
-        its_weights, count = rollouts[place].ce_weights, num_ce_tokens[rollouts[place].ce_source]
-        weights.append(torch.zeros(end - begin) if its_weights is None else its_weights[begin:end])
-        counts.append(torch.full((end - begin,), float(count)))
-    weights_T = torch.cat(weights)
+    for member in row.members:
+        rollout, number = rollouts[member.row], member.end - member.begin
+        its_weights = rollout.columns.get("ce_weight")
+        weights.append(torch.zeros(number) if its_weights is None else its_weights[member.begin : member.end])
+        counts.append(torch.full((number,), float(num_ce_tokens[rollout.ce_source])))
+    weights_T, (sources_T, ids_T) = torch.cat(weights), torch.from_numpy(row.tokens_2T)
     places_M = weights_T.nonzero().flatten()
-    row.ce_counts_M = torch.cat(counts)[places_M]
-    row.ce_weights_M = weights_T[places_M] * (1.0 if row.chunk is None else row.chunk.weight)
-    row.ce_source_M = torch.as_tensor(row.all_source_T)[places_M]
-    row.ce_target_ids_M = torch.as_tensor(row.all_ids_T)[places_M]
-    if row.candidate_ids_NK is None:
-        row.find_distinct()
+    row.columns |= {
+        "ce_weight": weights_T[places_M] * (1.0 if row.chunk is None else row.chunk.weight),
+        "ce_count": torch.cat(counts)[places_M],
+        "ce_source": sources_T[places_M],
+        "ce_target_id": ids_T[places_M],
+    }
+    if OF_CANDIDATES[0] not in row.columns:
+        row.find_unique()
 
 
 def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> PackedRow:
@@ -386,7 +399,7 @@ def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> Packe
     return PackedRow(
         input_ids_BT=input_ids_BT,
         position_ids_BT=torch.arange(longest).repeat(len(input_ids_BT), 1),
-        **_learnt_tokens([(member, rollouts[member], None) for member in members], sources_T),
+        **_trained_tokens([(member, rollouts[member], None) for member in members], sources_T),
     )
 
 
@@ -396,8 +409,8 @@ def _ranges(begins_R: np.ndarray, counts_R: np.ndarray) -> np.ndarray:
     return np.arange(counts_R.sum()) + np.repeat(skipped_R, counts_R)
 
 
-def _learnt_tokens(members: Sequence[tuple[int, Rollout, Chunk | None]], sources_T: np.ndarray) -> dict[str, Any]:
-    """Return the objective's columns of the tokens that are trained on, completion after completion.
+def _trained_tokens(members: Sequence[tuple[int, Rollout, Chunk | None]], sources_T: np.ndarray) -> dict[str, Any]:
+    """Return the fields of a row that say which of its tokens are trained on, completion after completion.
 
     Args:
         members: Places of rollouts, the rollouts, and the chunk of each that is in the row.
@@ -405,8 +418,7 @@ def _learnt_tokens(members: Sequence[tuple[int, Rollout, Chunk | None]], sources
     """
     token_ids, logprobs = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
     counts, versions, trained = list[int](), list[int](), list[bool]()  # of segments
-    places, turn_lengths = list[slice](), list[int]()
-    rows, num_trained, in_row = list[int](), list[int](), list[tuple[int, int, int]]()
+    found, lengths, turn_lengths = list[Member](), list[int](), list[int]()
     for row, rollout, chunk in members:
         completion = rollout.completion
         begin, end = (0, completion.num_tokens) if chunk is None else (chunk.begin, chunk.end)
@@ -422,27 +434,22 @@ def _learnt_tokens(members: Sequence[tuple[int, Rollout, Chunk | None]], sources
                 num_own += counts[-1]
                 num_before += max(min(num_tokens, begin - position), 0)
             position += num_tokens
-        in_row.append((row, begin, end))
-        if rollout.ce_weights is None or completion.num_trained:  # others have no part in the channel ``rl``
-            rows.append(row)
-            num_trained.append(completion.num_trained)
-            places.append(slice(num_before, num_before + num_own))
+        place = None
+        if "ce_weight" not in rollout.columns or completion.num_trained:  # others have no part in the channel ``rl``
+            place = slice(num_before, num_before + num_own)
+            lengths.append(num_own)
             turn_lengths += completion.trained_of_turns if chunk is None else [num_own]  # a chunk is taken for one turn
+        found.append(Member(row, begin, end, place, completion.num_trained))
     trained_T = np.repeat(np.array(trained, np.bool_), np.array(counts, np.int64))
     versions_T = np.repeat(np.array(versions, np.int64), np.array(counts, np.int64))
-    all_ids_T = np.concatenate(token_ids)
-    return {
-        "source_N": torch.from_numpy(sources_T[trained_T]),
-        "target_ids_N": torch.from_numpy(all_ids_T[trained_T]),
-        "sampled_logprobs_N": torch.from_numpy(np.concatenate(logprobs)[trained_T]),
-        "versions_N": torch.from_numpy(versions_T[trained_T]),
-        "advantages_N": torch.zeros(int(trained_T.sum())),
-        "lengths_C": torch.tensor([place.stop - place.start for place in places], dtype=torch.int64),
-        "turn_lengths_S": torch.tensor(turn_lengths, dtype=torch.int64),
-        "rows": tuple(rows),
-        "places": tuple(places),
-        "num_trained": tuple(num_trained),
-        "members": tuple(in_row),
-        "all_source_T": sources_T,
-        "all_ids_T": all_ids_T,
+    ids_T = np.concatenate(token_ids)
+    columns = {
+        "source": torch.from_numpy(sources_T[trained_T]),
+        "target_id": torch.from_numpy(ids_T[trained_T]),
+        "sampled_logprob": torch.from_numpy(np.concatenate(logprobs)[trained_T]),
+        "version": torch.from_numpy(versions_T[trained_T]),
+        "advantage": torch.zeros(int(trained_T.sum())),
+        "length": torch.tensor(lengths, dtype=torch.int64),
+        "turn_length": torch.tensor(turn_lengths, dtype=torch.int64),
     }
+    return {"columns": columns, "members": tuple(found), "tokens_2T": np.stack([sources_T, ids_T])}

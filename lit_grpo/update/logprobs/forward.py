@@ -66,13 +66,13 @@ def micro_batch_logprobs(
 
 
 def predecessors(model: PreTrainedModel, micro_batch: PackedRow, ranks: SequenceParallel = SINGLE_RANK) -> torch.Tensor:
-    """Return the last hidden states (u, D) that predict the distinct completion tokens, of several ranks each a part.
+    """Return the last hidden states (u, D) that predict the unique completion tokens, of several ranks each a part.
 
     Inside ``shared_prefixes(model)``.
     """
     row, source_U = micro_batch, micro_batch.source_U
     if row.stretches:
-        layout = SharedPrefix(row.stretches, row.carried, row.in_row, ranks, row.labels_3K)
+        layout = SharedPrefix(row.stretches, row.carried, row.in_row, ranks, row.columns.get("labels"))
         layout.compute_carried(model)
         hidden_TD = layout.hidden_states(model, row.input_ids_BT, row.position_ids_BT)
     else:

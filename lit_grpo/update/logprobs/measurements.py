@@ -105,7 +105,7 @@ def _of_hidden(what: OfHidden, model: PreTrainedModel, micro_batch: PackedRow, r
     """Measure each token by itself: completions that begin alike share hidden states, but not advantages."""
     with shared_prefixes(model) if micro_batch.stretches else nullcontext():
         hidden_uD = predecessors(model, micro_batch, ranks)
-    target_ids_N = micro_batch.target_ids_N
+    target_ids_N = micro_batch.columns["target_id"]
     if ranks.size == 1:
         return what(model, micro_batch.spread(hidden_uD), target_ids_N, micro_batch.advantages_N)
     hidden_ND = micro_batch.spread(ranks.join(0, hidden_uD, len(micro_batch.target_ids_U)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,44 +21,6 @@ from lit_grpo.update.objective.tokens import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossInputs(Tokens):
-    """The tokens of a micro-batch, and all else that its share of a step's loss is computed from.
-
-    Args:
-        objective: The loss to minimise.
-        totals: Denominators of the whole step, on all ranks.
-        beta: Weight of the KL term in this step; ``kl.beta`` by default.
-        entropy_coefficient: Weight of the entropy bonus in this step; ``entropy.coefficient`` by default.
-        kept_N: Which tokens are trained on, bool; None for all.
-        weights_N: Number of tokens that each token stands for; None if each stands for itself.
-        whole_lengths_C: Number of tokens of each whole completion, if only some of them are in the micro-batch.
-        ce_weights_M: Weights of the channel ``ce``, of all tokens that have one, observed tokens among them; None if
-            the step has none.
-        ce_counts_M: Number of tokens of the whole step that have a weight from the same source as each of these.
-        ce_logprobs_M: Log-probs of these tokens, with gradient.
-        candidate_logprobs_NK: Log-probs of further tokens at each place, with gradient, if a plug-in names any.
-        rest_logprobs_N: Log of the probability of all tokens at each place that are no candidates, with gradient.
-        candidate_values_NK: What the plug-in knows of each of them, and perhaps of the rest; NaN where it names none.
-        added_N: What a plug-in adds to the loss of each token, with gradient.
-    """
-
-    objective: Objective
-    totals: StepTotals
-    beta: float | None = None
-    entropy_coefficient: float | None = None
-    kept_N: torch.Tensor | None = None
-    weights_N: torch.Tensor | None = None
-    whole_lengths_C: torch.Tensor | None = None
-    ce_weights_M: torch.Tensor | None = None
-    ce_counts_M: torch.Tensor | None = None
-    ce_logprobs_M: torch.Tensor | None = None
-    candidate_logprobs_NK: torch.Tensor | None = None
-    rest_logprobs_N: torch.Tensor | None = None
-    candidate_values_NK: torch.Tensor | None = None
-    added_N: torch.Tensor | None = None
-
-
 class LossOutputs(NamedTuple):
     """The loss of a micro-batch.
 
@@ -76,7 +37,13 @@ class LossOutputs(NamedTuple):
     ce_loss: torch.Tensor | None = None
 
 
-def policy_loss(tokens: LossInputs) -> LossOutputs:
+def policy_loss(
+    tokens: Tokens,
+    objective: Objective,
+    totals: StepTotals,
+    beta: float | None = None,
+    entropy_coefficient: float | None = None,
+) -> LossOutputs:
     """Return a micro-batch's share of the loss of an optimizer step.
 
     Two channels add to it. ``rl``, of the tokens that have an advantage::
@@ -92,14 +59,21 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
     each source of weights adds a mean of its own.
     ``w_t`` is :func:`~lit_grpo.update.objective.tokens.token_weights` of the token, and the surrogate is that of the
     objective's :class:`~lit_grpo.update.objective.recipes.Recipe`. As in TRL 1.16, masks and corrections multiply the
-    surrogate alone. If a token stands for several (``weights_N``), all of its terms are multiplied by their number.
+    surrogate alone. If a token stands for several (the column ``weight``), all of its terms are multiplied by their
+    number.
+
+    Args:
+        tokens: Of a micro-batch.
+        objective: The loss to minimise.
+        totals: Denominators of the whole step, on all ranks.
+        beta: Weight of the KL term in this step; ``kl.beta`` by default.
+        entropy_coefficient: Weight of the entropy bonus in this step; ``entropy.coefficient`` by default.
 
     Raises:
         ValueError: The objective has a KL term, and the tokens have no reference log-probs.
     """
-    objective, totals, lengths_C = tokens.objective, tokens.totals, tokens.lengths_C
-    num_tokens = len(tokens.logprobs_N)
-    loss_N, metrics = _corrected_surrogate(tokens)
+    lengths_C, num_tokens, columns = tokens.lengths_C, len(tokens.logprobs_N), tokens.columns
+    loss_N, metrics = _corrected_surrogate(tokens, objective)
     if objective.off_policy_threshold is not None:
         on_policy_C = on_policy_completions(tokens, objective.off_policy_threshold)
         on_policy_N = spread(on_policy_C, lengths_C, num_tokens)
@@ -110,8 +84,8 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
         loss_N = loss_N * near_N
         metrics["off_policy_filtered"] = (~near_N).float()
     entropy_N = tokens.entropy_N
-    if tokens.kept_N is not None:
-        loss_N, entropy_N = loss_N * tokens.kept_N, entropy_N * tokens.kept_N
+    if (mask_N := columns.get("mask")) is not None:
+        loss_N, entropy_N = loss_N * mask_N, entropy_N * mask_N
     if objective.kl_in_loss:
         if tokens.reference_logprobs_N is None:
             raise ValueError(
@@ -120,29 +94,27 @@ def policy_loss(tokens: LossInputs) -> LossOutputs:
         term_N = kl_N = KL_ESTIMATORS[objective.kl.estimator](tokens.logprobs_N, tokens.reference_logprobs_N)
         if objective.kl.importance_weighted:
             term_N = kl_N * log_ratios(tokens, objective.ratio_level).exp()
-        loss_N = loss_N + (objective.kl.beta if tokens.beta is None else tokens.beta) * term_N
+        loss_N = loss_N + (objective.kl.beta if beta is None else beta) * term_N
         metrics["kl"] = kl_N.detach()
-    if tokens.added_N is not None:
-        loss_N, metrics["token_loss"] = loss_N + tokens.added_N, tokens.added_N.detach()
-    whole_lengths_C = lengths_C if tokens.whole_lengths_C is None else tokens.whole_lengths_C
-    weights_C = token_weights(whole_lengths_C, totals, objective.normalized_by, loss_N.dtype)
+    if (added_N := columns.get("added_loss")) is not None:
+        loss_N, metrics["token_loss"] = loss_N + added_N, added_N.detach()
+    weights_C = token_weights(columns.get("whole_length", lengths_C), totals, objective.normalized_by, loss_N.dtype)
     weights_N = spread(weights_C, lengths_C, num_tokens)
-    if tokens.weights_N is not None:
-        weights_N, entropy_N = weights_N * tokens.weights_N, entropy_N * tokens.weights_N
+    if (own_N := columns.get("weight")) is not None:
+        weights_N, entropy_N = weights_N * own_N, entropy_N * own_N
     loss = (loss_N * weights_N).sum()
-    coefficient = objective.entropy.coefficient if tokens.entropy_coefficient is None else tokens.entropy_coefficient
+    coefficient = objective.entropy.coefficient if entropy_coefficient is None else entropy_coefficient
     if coefficient:
         loss = loss - coefficient * entropy_N.sum() / max(totals.num_entropy_tokens, 1)
     ce_loss = None
-    if tokens.ce_weights_M is not None and tokens.ce_logprobs_M is not None and tokens.ce_counts_M is not None:
-        ce_loss = -(tokens.ce_weights_M * tokens.ce_logprobs_M / tokens.ce_counts_M).sum()
+    if "ce_weight" in columns:
+        ce_loss = -(columns["ce_weight"] * columns["ce_logprob"] / columns["ce_count"]).sum()
         loss, ce_loss = loss + ce_loss, ce_loss.detach()
     return LossOutputs(loss, metrics, entropy_N.detach().sum(), ce_loss)
 
 
-def _corrected_surrogate(tokens: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _corrected_surrogate(tokens: Tokens, objective: Objective) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The surrogate of each token, corrected for the gap between generator and trainer."""
-    objective = tokens.objective
     recipe, log_ratio_N = objective.recipe, log_ratios(tokens, objective.ratio_level)
     correction, parameters = objective.correction, dict[str, Any](objective.surrogate_parameters)
     weights_N = None

@@ -4,40 +4,132 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lit_grpo.limits import Limit
+from lit_grpo.plugins.columns import Numbers, Writer, shown
 
-@dataclass(frozen=True)
+if TYPE_CHECKING:
+    from lit_grpo.plugins.plugin import Plugin
+
+
+@dataclass
 class Tokens:
-    """Inputs of an objective; the N axis holds the completions one after another, each of them whole.
+    """The completion tokens of a micro-batch that are trained on, as a loss sees them: columns by name.
 
-    Tokens that are not trained on (observed ones) are none of it.
+    The N axis holds the completions one after another, each of them whole. Tokens that are not trained on (observed
+    ones) are none of it. What a plug-in has written for them stands in ``columns`` under the name that it has for
+    rollouts, such as ``mask`` and ``weight``, with these beside the properties below:
 
-    ``logprobs_N`` carries the gradient, ``entropy_N`` (nats) where an entropy bonus asks for it, and nothing else does.
-    ``sampled_logprobs_N`` are those of the policy that sampled, ``old_logprobs_N`` those that ratios are taken to:
-    the same, or of another proximal policy, where a correction bridges the two.
-    ``reference_logprobs_N`` are there where a KL term needs them. ``versions_N`` says which policies sampled.
-    ``advantages_N`` may differ within a completion. ``lengths_C``: one a completion. ``turn_lengths_S``: one a turn, of
-    one completion after another; None where each completion is one turn.
+    - ``age`` (N): the optimizer steps that the policy has had since the token was sampled.
+    - ``whole_length`` (C): the number of tokens of each whole completion, if only a part of one is here.
+    - ``ce_weight``, ``ce_count`` and ``ce_logprob`` (M), of all tokens with a weight in the channel ``ce``, observed
+      tokens among them: the weight, the number of the whole step's tokens with a weight from the same source, and the
+      log-prob, with gradient.
+    - ``candidate_logprobs`` (NK): the log-probs of further tokens at each place, with gradient; ``rest_logprob`` (N):
+      the log of the probability of all that are no candidates; ``candidate_values``: what a plug-in knows of them, NaN
+      where it names none.
+
+    Args:
+        columns: All values, by name.
+        figures: Values of tokens whose means are logged, shape N, by name.
+        writer: Who writes columns.
     """
 
-    logprobs_N: torch.Tensor
-    sampled_logprobs_N: torch.Tensor
-    old_logprobs_N: torch.Tensor
-    entropy_N: torch.Tensor
-    advantages_N: torch.Tensor
-    lengths_C: torch.Tensor
-    reference_logprobs_N: torch.Tensor | None = None
-    versions_N: torch.Tensor | None = None
-    turn_lengths_S: torch.Tensor | None = None
+    columns: dict[str, torch.Tensor]
+    figures: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
+    writer: Writer = field(default=Writer(None, "loss"), kw_only=True)
+
+    @property
+    def logprobs_N(self) -> torch.Tensor:
+        """Log-probs under the policy; they carry the gradient."""
+        return self.columns["logprob"]
+
+    @property
+    def sampled_logprobs_N(self) -> torch.Tensor:
+        """Log-probs under the policy that sampled."""
+        return self.columns["sampled_logprob"]
+
+    @property
+    def old_logprobs_N(self) -> torch.Tensor:
+        """Log-probs that ratios are taken to: of the sampler, or of another proximal policy."""
+        return self.columns["old_logprob"]
+
+    @property
+    def reference_logprobs_N(self) -> torch.Tensor | None:
+        """Log-probs under the reference, if a KL term needs them."""
+        return self.columns.get("reference_logprob")
+
+    @property
+    def entropy_N(self) -> torch.Tensor:
+        """Entropies in nats; they carry a gradient if an entropy bonus asks for it."""
+        return self.columns["entropy"]
+
+    @property
+    def advantages_N(self) -> torch.Tensor:
+        """Advantages, which may differ within a completion."""
+        return self.columns["advantage"]
+
+    @property
+    def versions_N(self) -> torch.Tensor:
+        """Versions of the policy that sampled."""
+        return self.columns["version"]
+
+    @property
+    def lengths_C(self) -> torch.Tensor:
+        """Number of tokens of each completion."""
+        return self.columns["length"]
+
+    @property
+    def turn_lengths_S(self) -> torch.Tensor | None:
+        """Number of tokens of each turn, of one completion after another; None if each completion is one turn."""
+        return self.columns.get("turn_length")
 
     @property
     def advantages_C(self) -> torch.Tensor:
         """The mean advantage of each completion's tokens; its sign is exact where they all have the same."""
         return completion_means(self.advantages_N, self.lengths_C)
+
+    def of(self, plugin: Plugin) -> Tokens:
+        """Return the same columns for a plug-in to write."""
+        return Tokens(self.columns, figures=self.figures, writer=Writer(plugin, "loss"))
+
+    def __setitem__(self, column: str, values_N: Any) -> None:
+        """Write a column: ``proximal_logprob``, which ratios are taken to, or ``added_loss``, which has a gradient.
+
+        What is added to the loss of a token is weighted as the objective's loss of it is, and neither clipped nor
+        masked.
+
+        Raises:
+            ValueError: The column cannot be written here, or the values do not fit the tokens.
+        """
+        numbers, logprobs_N = self.writer.column(column).numbers, self.logprobs_N
+        read_N = self._read(column, values_N, numbers or Numbers("float32"))
+        if column == "added_loss" and logprobs_N.requires_grad and not read_N.requires_grad and read_N.any():
+            raise ValueError(f"{self.writer} gives tokens an added_loss without a gradient; compute it from tokens.")
+        if column == "added_loss":
+            self.columns[column] = read_N
+        else:
+            self.columns["old_logprob"] = read_N.detach()
+
+    def log(self, name: str, values_N: Any) -> None:
+        """Let the mean of a value over all tokens be logged, shape N.
+
+        Raises:
+            ValueError: There is not one number for each token: a scalar says nothing of how many it stands for.
+        """
+        self.figures[name] = self._read(name, values_N, Numbers("float32", Limit(), nan=True)).detach()
+
+    def _read(self, name: str, values_N: Any, numbers: Numbers) -> torch.Tensor:
+        logprobs_N, said = self.logprobs_N, f"{self.writer} gives tokens the {name}"
+        each = f"{len(logprobs_N)} tokens of a micro-batch, as tokens.logprobs_N has them"
+        if getattr(values_N, "device", None) != logprobs_N.device:
+            where = f"give a tensor on {logprobs_N.device}, one number for each of {each}"
+            raise ValueError(f"{said} {shown(values_N)}; {where}.")
+        return numbers.read(said, values_N, tuple(logprobs_N.shape), each, keeps_gradient=True)
 
 
 def spread(values_C: torch.Tensor, lengths_C: torch.Tensor, num_tokens: int | None = None) -> torch.Tensor:
@@ -140,7 +232,8 @@ class StepTotals:
     Because it is fixed before the first backward, the gradient does not depend on how the step is split.
     ``num_tokens`` and ``num_sequences`` are of the completions with a reward; ``num_entropy_tokens`` are those that an
     entropy bonus is averaged over, and ``num_ce_tokens`` those whose weight in the ``ce`` channel is not 0, for each
-    source of weights: the plug-ins of the update with ``ce_weights`` or ``examples``, in their order.
+    source of weights: the plug-ins of the update that write ``ce_weight`` or ``examples``, in their order. ``has_mask``
+    says whether a column ``mask`` chooses tokens on any rank.
     """
 
     num_tokens: int
@@ -148,6 +241,7 @@ class StepTotals:
     max_tokens: int
     num_entropy_tokens: int = 0
     num_ce_tokens: tuple[int, ...] = ()
+    has_mask: bool = False
 
 
 def token_weights(
