@@ -175,7 +175,7 @@ def restricted(name: str, plugin: Copied, datasets: Iterable[str]) -> Copied:
     if why is not None:
         raise ValueError(f"rollout.plugins {name} {why}, which cannot be limited to data sets; leave datasets out.")
     limited = copy.copy(plugin)
-    limited.datasets = frozenset(datasets)
+    vars(limited)["datasets"] = frozenset(datasets)
     return limited
 
 

@@ -352,8 +352,8 @@ class Learner:
         lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         values = {"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)}
-        if step.term is not None:
-            values |= step.term.metrics
+        if step["term"] is not None:
+            values |= step["term"].metrics
         if num_ce_tokens := sum(step.totals.num_ce_tokens):
             values["ce/tokens"] = float(num_ce_tokens)
         if step.totals.has_mask:

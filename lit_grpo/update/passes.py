@@ -26,7 +26,7 @@ from lit_grpo.update.metrics import TokenMetrics
 from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.tokens import Tokens
-from lit_grpo.update.plugin import Chunk, SquaredNorm
+from lit_grpo.update.plugin import Chunk, SquaredNorm, Term
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.step import Step
@@ -207,11 +207,12 @@ class PolicyPasses:
             self.policy,
             micro_batch,
             settings.temperature,
-            entropy_gradient=step.entropy_coefficient != 0,
+            entropy_gradient=step["entropy_coefficient"] != 0,
             ranks=self._rows,
             owner=owner,
         )
-        with nullcontext() if step.term is None else step.term.watching():
+        term: Term | None = step["term"]
+        with nullcontext() if term is None else term.watching():
             logprobs_N, entropy_N = compute(self.policy, forward)
         if owner != self._rows.rank:
             return logprobs_N.sum() * 0.0
@@ -234,10 +235,10 @@ class PolicyPasses:
         tokens = Tokens(columns)
         for plugin in settings.hooked["loss"]:
             ask(plugin, "loss", tokens.of(plugin))
-        outputs = policy_loss(tokens, objective, step.totals, step.beta, step.entropy_coefficient)
+        outputs = policy_loss(tokens, objective, step.totals, step.beta, step["entropy_coefficient"])
         outputs.metrics.update(tokens.figures)
         metrics.add(tokens, outputs, step.version)
-        return outputs.loss if step.term is None else step.term.added_to(outputs.loss, micro_batch.weight)
+        return outputs.loss if term is None else term.added_to(outputs.loss, micro_batch.weight)
 
     def measured_gradient(
         self, step: Step, prompts: Sequence[GroupKey], num_parts: int, metrics: TokenMetrics

@@ -31,7 +31,8 @@ PROVISIONAL = 2**12
 class Step:
     """One optimizer step on this rank.
 
-    ``set`` writes a column of a rollout, ``step["scale"] = 0.5`` one of the step.
+    ``set`` writes a column of a rollout, ``step["scale"] = 0.5`` one of the step: ``scale``, ``entropy_coefficient``,
+    the weight of the entropy bonus, and ``term``, what is added to the loss.
 
     Args:
         rollouts: Rows that may be trained on, with their advantages; in the end those that go through the policy.
@@ -79,16 +80,6 @@ class Step:
         return self.version + 1
 
     @property
-    def term(self) -> Term | None:
-        """What is added to the loss, if anything is."""
-        return self.values.get("term")
-
-    @property
-    def entropy_coefficient(self) -> float:
-        """Weight of the entropy bonus; 0 if there is none."""
-        return self.values["entropy_coefficient"]
-
-    @property
     def chunks(self) -> dict[int, Sequence[Chunk]]:
         """Chunks of each rollout that goes through the policy in several, by its place."""
         its = {place: rollout.columns.get("chunks", ()) for place, rollout in enumerate(self.rollouts)}
@@ -121,6 +112,10 @@ class Step:
         """
         read = self.writer.read(column, rollout, value)
         rollout.columns[column] = self._chunks(rollout, read) if column == "chunks" else read
+
+    def __getitem__(self, column: str) -> Any:
+        """Return a column of the step; None if nothing has been written."""
+        return self.values.get(column)
 
     def __setitem__(self, column: str, value: Any) -> None:
         """Write a column of the step: ``entropy_coefficient``, ``term``, or ``scale``, which is multiplied.

@@ -54,9 +54,7 @@ def policy(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def generator(policy: Any, folder: Path, forked_servers: None) -> Iterator[VLLMServerGenerator]:
     """Two servers; the tests use them up one after another."""
-    generator = VLLMServerGenerator(
-        2, num_servers=2, transfer="changes", timeout_s=15.0, server_args=SERVER_ARGUMENTS, restarts=4
-    )
+    generator = VLLMServerGenerator(2, num_servers=2, transfer="changes", server_args=SERVER_ARGUMENTS, restarts=4)
     generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     generator.load_weights(PolicyWeights(policy), 0)
     yield generator

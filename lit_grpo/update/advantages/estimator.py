@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
@@ -245,11 +246,11 @@ class Advantages:
             )
         check_fields(self, "model.advantages.")
 
-    @property
+    @cached_property
     def _row(self) -> EstimatorRow:
         return find_row("advantages.estimator", self.estimator, ESTIMATORS, EstimatorRow)
 
-    @property
+    @cached_property
     def scaled_by(self) -> ScaleBy:
         """Divisor of advantages."""
         return self.scale or self._row.scales[0]
@@ -260,13 +261,13 @@ class Advantages:
         divides_functions = self.estimator == "gdpo"  # by group, before it divides their sum by batch
         return divides_functions or self.scaled_by in ("group", "mad", "mad_nonzero")
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         """Needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
         of_scale = frozenset({"all_ranks"}) if self.scaled_by in ("batch", "tokens") else frozenset[str]()
         return self._row.needs | of_scale
 
-    @property
+    @cached_property
     def by_scores(self) -> bool:
         """True if it goes by the squared norm of the gradient of each token's log-prob."""
         return self._row.by_scores

@@ -321,14 +321,14 @@ def _place(
     return stretches, tokens, paths
 
 
-OF_TOKENS: Mapping[str, float | None] = {
-    "reference_logprob": None,
+OF_TOKENS: Mapping[str, float] = {
+    "reference_logprob": math.nan,
     "old_logprob": math.nan,
     "mask": True,
     "weight": 1.0,
-    **dict.fromkeys(OF_CANDIDATES, None),
+    **dict.fromkeys(OF_CANDIDATES, math.nan),
 }
-"""Columns of rollouts that become those of a row, and what a token has whose rollout has none; None if all have it."""
+"""Columns of rollouts that become those of a row, and what a token has whose rollout has none."""
 
 
 def _columns(row: PackedRow, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:

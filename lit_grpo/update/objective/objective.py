@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Literal
 
 from lit_grpo.compatibility import DENOMINATOR, ENTROPY_COEFFICIENT, Clash, Requirement, check_clashes
@@ -127,41 +128,41 @@ class Objective:
         _check_bounds(self)
         check_clashes(self._clashes)
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
         """The named recipe."""
         return RECIPES.get(self.loss) or find_row("objective.loss", self.loss, RECIPES, Recipe)
 
-    @property
+    @cached_property
     def ratio_level(self) -> RatioLevel:
         """The unit over which the probability ratio is computed."""
         return self.ratio or self.recipe.ratio
 
-    @property
+    @cached_property
     def normalized_by(self) -> Normalization:
         """The weight of each token in the loss."""
         return self.normalization or self.recipe.normalization
 
-    @property
+    @cached_property
     def given(self) -> dict[str, float]:
         """Those of the surrogate's parameters that are set here."""
         bounds = {name: getattr(self, name) for name in BOUNDS}
         return {name: value for name, value in {**(self.parameters or {}), **bounds}.items() if value is not None}
 
-    @property
+    @cached_property
     def surrogate_parameters(self) -> dict[str, float | None]:
         """The surrogate's parameters: the recipe's, and those set here."""
-        given, taken = self.given, self.recipe.parameters
+        given, taken = dict(self.given), self.recipe.parameters
         if "epsilon" in given and "epsilon_high" in taken and "epsilon_high" not in given:
             given["epsilon_high"] = given["epsilon"]
         return {**taken, **given}
 
-    @property
+    @cached_property
     def proximal_policy(self) -> Proximal:
         """The log-probs in the denominator of the probability ratio."""
         return self.proximal or ("recomputed" if self.correction.mode != "none" else "sampled")
 
-    @property
+    @cached_property
     def kl_in_loss(self) -> bool:
         """True if every token's loss has a KL term."""
         return self.kl.beta > 0 and self.kl.place == "loss"
@@ -266,7 +267,7 @@ class Objective:
         remedy = "set model.objective.correction.mode to token_truncate"
         return Requirement(name, changes={"ratios_to_sampler": said}, remedy=remedy)
 
-    @property
+    @cached_property
     def uses_every_completion(self) -> bool:
         """True if a completion with advantage 0 changes the gradient."""
         return self.kl_in_loss or self.entropy.coefficient != 0 or self.top_entropy_quantile < 1
