@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lit_grpo.compatibility import DENOMINATOR, ENTROPY_COEFFICIENT
 from lit_grpo.limits import Limit
@@ -22,9 +22,9 @@ from lit_grpo.limits import Limit
 if TYPE_CHECKING:
     import torch
 
-    from lit_grpo.plugins.plugin import Plugin
     from lit_grpo.types import Rollout
 
+Kind = TypeVar("Kind", bound="Method")
 FINITE = Limit(finite=True)
 LOGPROB = Limit(le=1e-3, finite=True, remedy="a log-prob is not above 0")
 """Bounds of a log-prob; a little above 0 is rounding."""
@@ -184,14 +184,33 @@ LATE = ("chunks", "term")
 """Columns that are written when it is known which rows of a step go through the policy."""
 
 
-def in_order(plugins: Sequence[Plugin], hook: str) -> list[Plugin]:
+def in_order(plugins: Sequence[Kind], hook: str) -> list[Kind]:
     """Return plug-ins in the order of the first column that each writes in a hook; those without one come last."""
     places = {name: place for place, name in enumerate(COLUMNS)}
 
-    def turn(plugin: Plugin) -> int:
+    def turn(plugin: Method) -> int:
         return min((places[name] for name in plugin.writes if COLUMNS[name].hook == hook), default=len(places))
 
     return sorted(plugins, key=turn)
+
+
+class Method(Protocol):
+    """A :class:`lit_grpo.plugins.Plugin`, as writers of columns know it."""
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Columns that it may write."""
+        ...
+
+    @property
+    def datasets(self) -> frozenset[str]:
+        """Data sets whose rows it acts on; all if empty."""
+        ...
+
+    @property
+    def largest_chunk(self) -> int | None:
+        """The largest number of tokens of a chunk."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -205,13 +224,13 @@ class Writer:
         source: Its number among the plug-ins that write weights of the channel ``ce``.
     """
 
-    plugin: Plugin | None
+    plugin: Method | None
     hook: str
     rows: frozenset[int] = frozenset()
     source: int = 0
 
     @classmethod
-    def of(cls, plugin: Plugin, hook: str, rollouts: Sequence[Rollout], source: int = 0) -> Writer:
+    def of(cls, plugin: Method, hook: str, rollouts: Sequence[Rollout], source: int = 0) -> Writer:
         """Return the writer that a plug-in is in a hook which is given these rollouts."""
         return cls(plugin, hook, frozenset(map(id, rollouts)) or frozenset({0}), source)
 

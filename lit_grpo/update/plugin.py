@@ -1,4 +1,4 @@
-"""What hooks of the update are given: a batch whose columns they write, a teacher, and parts of a step."""
+"""Arguments of hooks of the update: a batch whose columns they write, a teacher, and parts of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_grpo.update.advantages.functions import EPSILON
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lit_grpo.plugins.plugin import Plugin
+    from lit_grpo.plugins.columns import Method
     from lit_grpo.ranks import Ranks
     from lit_grpo.types import AllGather, Key, Rollout
     from lit_grpo.update.advantages.estimator import GroupRewards
@@ -130,7 +130,7 @@ class Batch(GroupBatch):
     estimate: Callable[[], None] = lambda: None
     writer: Writer = BY_CORE
 
-    def of(self, plugin: Plugin, source: int = 0) -> Batch:
+    def of(self, plugin: Method, source: int = 0) -> Batch:
         """Return the part of the batch that a plug-in acts on, for the plug-in to write."""
         batch = self
         if plugin.datasets:

@@ -18,7 +18,7 @@ from lit_grpo.update.plugin import Chunk, Measure, SquaredNorm, Term
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lit_grpo.plugins.plugin import Plugin
+    from lit_grpo.plugins.columns import Method
     from lit_grpo.ranks import Ranks
     from lit_grpo.update.plugin import Visit
 
@@ -85,7 +85,7 @@ class Step:
         its = {place: rollout.columns.get("chunks", ()) for place, rollout in enumerate(self.rollouts)}
         return {place: chunks for place, chunks in its.items() if len(chunks) > 1}
 
-    def of(self, plugin: Plugin, hook: str, source: int = 0) -> Step:
+    def of(self, plugin: Method, hook: str, source: int = 0) -> Step:
         """Return the part of the step that a plug-in acts on, for the plug-in to write in a hook."""
         own = [each for each in self.rollouts if each.prompt.is_of(plugin.datasets)]
         return replace(self, rollouts=own, writer=Writer.of(plugin, hook, own, source))

@@ -13,7 +13,7 @@ from lit_grpo.limits import Limit
 from lit_grpo.plugins.columns import Numbers, Writer, shown
 
 if TYPE_CHECKING:
-    from lit_grpo.plugins.plugin import Plugin
+    from lit_grpo.plugins.columns import Method
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Tokens:
         """The mean advantage of each completion's tokens; its sign is exact where they all have the same."""
         return completion_means(self.advantages_N, self.lengths_C)
 
-    def of(self, plugin: Plugin) -> Tokens:
+    def of(self, plugin: Method) -> Tokens:
         """Return the same columns for a plug-in to write."""
         return Tokens(self.columns, figures=self.figures, writer=Writer(plugin, "loss"))
 
