@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from lit_grpo.compatibility import DENOMINATOR, ENTROPY_COEFFICIENT
 from lit_grpo.limits import Limit
@@ -197,15 +197,8 @@ def in_order(plugins: Sequence[Kind], hook: str) -> list[Kind]:
 class Method(Protocol):
     """A :class:`lit_grpo.plugins.Plugin`, as writers of columns know it."""
 
-    @property
-    def writes(self) -> frozenset[str]:
-        """Columns that it may write."""
-        ...
-
-    @property
-    def datasets(self) -> frozenset[str]:
-        """Data sets whose rows it acts on; all if empty."""
-        ...
+    writes: ClassVar[frozenset[str]]
+    datasets: ClassVar[frozenset[str]]
 
     @property
     def largest_chunk(self) -> int | None:
