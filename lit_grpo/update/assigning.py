@@ -40,14 +40,14 @@ def fill_batch(batch: Batch, passes: PolicyPasses, history: PromptHistory, is_wh
     scores = passes.measure(batch.rollouts, "scores") if settings.advantages.by_scores else None
     estimate = partial(_estimate, batch, passes, history, scores)
     estimate(batch)
-    batch = replace(batch, estimate=estimate)
     for plugin in settings.hooked["on_batch"]:
-        call = partial(ask, plugin, "on_batch", batch.of(plugin, settings.source_of(plugin)))
+        own = batch.of(plugin, settings.source_of(plugin))
+        call = partial(ask, plugin, "on_batch", replace(own, estimate=partial(estimate, own)))
         ranks.together(call) if is_whole else call()
         if "old_logprob" in plugin.writes:
-            _check_old_logprobs(batch.of(plugin))
+            _check_old_logprobs(own)
         if "candidates" in plugin.writes:
-            _fill_candidates(replace(batch, writer=batch.of(plugin).writer))
+            _fill_candidates(replace(batch, writer=own.writer))
 
 
 def _estimate(

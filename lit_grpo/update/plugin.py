@@ -116,8 +116,8 @@ class Batch(GroupBatch):
         several_steps: Whether several optimizer steps are taken on it: the policy of the later passes is another one.
         num_ids: Size of the policy's vocabulary.
         rank: The number of this rank.
-        estimate: Gives the rollouts of a part of the batch the advantages of the run's estimator, those of the whole
-            batch with the advantage NaN left out.
+        estimate: Gives its rollouts the advantages of the run's estimator, those of the whole batch with the advantage
+            NaN left out.
         writer: Who writes columns.
     """
 
@@ -127,7 +127,7 @@ class Batch(GroupBatch):
     several_steps: bool = False
     num_ids: int = 2**31
     rank: int = 0
-    estimate: Callable[[Batch], None] = lambda own: None
+    estimate: Callable[[], None] = lambda: None
     writer: Writer = BY_CORE
 
     def of(self, plugin: Plugin, source: int = 0) -> Batch:
@@ -178,7 +178,7 @@ class Batch(GroupBatch):
 
     def compare(self) -> None:
         """Estimate its rollouts' advantages again, by comparison with those alone that are still trained on."""
-        self.estimate(self)
+        self.estimate()
 
     def _check_observed(self, rollout: Rollout, weights_T: torch.Tensor) -> None:
         """Check that a token with a weight stands in a row of the update."""
