@@ -80,7 +80,7 @@ class Step:
 
     @property
     def term(self) -> Term | None:
-        """What is added to the loss, if anything is."""
+        """Term that is added to the loss, if any is."""
         return self.values.get("term")
 
     @property
