@@ -20,6 +20,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Answer, Listener, Plugin, Resume
 from lit_grpo.policy.sharding import full_tensor
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -37,8 +38,9 @@ from lit_grpo.types import (
 )
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow, RowPart, lay_out, lay_out_padded
-from lit_grpo.update.objective.tokens import Tokens
+from lit_grpo.update.objective.tokens import StepTotals, Tokens
 from lit_grpo.update.plugin import Batch
+from lit_grpo.update.step import Step
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
@@ -327,6 +329,14 @@ def credited(plugin: Plugin, group: RolloutGroup, advantages: Sequence[float]) -
             values = torch.stack([turn[0] for turn in values.split(rollout.completion.trained_of_turns) if len(turn)])
         found.append(values.tolist())
     return found
+
+
+def make_step(rollouts: Sequence[Rollout] = (), measure: Any = lambda rollouts, what: {}, **changes: Any) -> Step:
+    """What a learner gives a plug-in before an optimizer step, on one rank; ``changes`` are other fields."""
+    totals, optimizer = StepTotals(0, 0, MAX_TOKENS), torch.optim.SGD([torch.zeros(1)])
+    defaults: dict[str, Any] = {"version": 0, "progress": 0.0, "policy": None, "optimizer": optimizer, "beta": 0.0}
+    defaults |= {"ranks": Ranks(), "measure": measure, "visit": lambda visitor: None, "own": totals, "totals": totals}
+    return Step(rollouts, **(defaults | {"values": {"entropy_coefficient": 0.0}} | changes))
 
 
 def make_tokens(**columns: torch.Tensor | None) -> Tokens:

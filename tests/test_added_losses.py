@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, table_rows
+from lit_grpo.update.by_dataset import restricted
 from test_learner import make_learner
 from test_mixture import mixed_groups
 from test_router_loss import gradients
@@ -30,7 +31,6 @@ from lit_grpo.methods.router_loss import RouterLoss
 from lit_grpo.plugins import Plugin, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Rollout
-from lit_grpo.update.by_dataset import restricted
 from lit_grpo.update.plugin import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("exact_norms")

@@ -6,13 +6,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hand_made import learning_batch
+from hand_made import learning_batch, make_rollout, make_step
 from test_channels import Imitated
 from test_credit import Alternating, Falling
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
@@ -23,17 +24,17 @@ from lit_grpo.data.mixture import MixtureOrder
 from lit_grpo.methods import make_plugins, shipped
 from lit_grpo.methods.shared.selection import Subset
 from lit_grpo.metrics import dataset_metrics
-from lit_grpo.plugins import Plugin, check_decisions, fresh, overriding
+from lit_grpo.plugins import Answer, GroupBatch, Plugin, ask, check_decisions, fresh, restricted
+from lit_grpo.plugins.columns import COLUMNS
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, RewardSpec, load_rewards
 from lit_grpo.tools.doctor.samples import by_turns
-from lit_grpo.types import PassRule, Prompt, RolloutGroup
-from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.by_dataset import WHOLE_RUN, joined, restricted
+from lit_grpo.types import PassRule, Prompt, Request, RolloutGroup
+from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
+from lit_grpo.update.step import Step
 
-JOINING = ("choose_rollouts", "shape_advantages", "credit", "token_mask", "token_weights")
 CALCULATE = ["lit_grpo.tasks.calculator.calculate"]
 pytestmark = pytest.mark.usefixtures("exact_norms")
 SIZES = {"sums": 5, "puzzles": 3, "never": 4}
@@ -302,41 +303,52 @@ def test_imitation_of_one_data_set_adds_nothing_to_the_gradient_of_the_other() -
 
 @dataclass
 class Half(Plugin):
-    """Chooses the first half of each group, shapes advantages, and masks and weighs tokens."""
+    """Chooses the first half of each group, and shapes advantages."""
 
+    writes = frozenset({"chosen", "advantage"})
     factor: float = 2.0
 
-    def choose_rollouts(self, batch: LearningBatch) -> Any:
-        chosen = [place < len(group.rollouts) // 2 for group in batch.groups for place in range(len(group.rollouts))]
-        return torch.tensor(chosen, dtype=torch.bool) & ~batch.rewards.rewards_R.isnan()
+    def on_batch(self, batch: Batch) -> None:
+        for group in batch.groups:
+            for place, rollout in enumerate(group.rollouts):
+                batch.set("chosen", rollout, place < len(group.rollouts) // 2)
+        self._compare(batch)
+        for rollout in batch.rollouts:
+            batch.set("advantage", rollout, self.factor * rollout.advantage)
 
-    def shape_advantages(self, batch: Any, advantages: Any) -> Any:
-        return [[self.factor * value for value in values] for values in advantages]
+    def _compare(self, batch: Batch) -> None: ...
 
 
 @dataclass
 class Counting(Half):
     """Leaves the others out of the statistics too."""
 
-    def choose_rollouts(self, batch: LearningBatch) -> Any:
-        return batch.rewards.only(super().choose_rollouts(batch))
+    def _compare(self, batch: Batch) -> None:
+        batch.compare()
 
 
-@pytest.mark.parametrize("kind", [Half, Counting])
-def test_rollouts_are_chosen_and_advantages_shaped_as_if_the_data_sets_were_apart(kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "other"), [*product([Half, Counting], repeat=2)])
+def test_rollouts_are_chosen_and_advantages_shaped_as_if_the_data_sets_were_apart(kind: Any, other: Any) -> None:
     """Against batches of one data set each, which the plug-in has for itself."""
     together = mixed_groups()
-    plugins = [restricted("a", kind(2.0), ["sums"]), restricted("b", kind(3.0), ["puzzles"])]
+    plugins = [restricted("a", kind(2.0), ["sums"]), restricted("b", other(3.0), ["puzzles"])]
     make_learner(plugins=plugins)[0].learn(together)
-    for name, factor in (("sums", 2.0), ("puzzles", 3.0)):
+    for name, alone in (("sums", kind(2.0)), ("puzzles", other(3.0))):
         apart = [group for group in mixed_groups() if group.prompt.dataset == name]
-        make_learner(plugins=[kind(factor)])[0].learn(apart)
+        make_learner(plugins=[alone])[0].learn(apart)
         own = [group for group in together if group.prompt.dataset == name]
         found, expected = (
             [rollout.advantage for group in groups for rollout in group.rollouts] for groups in (own, apart)
         )
         assert found == pytest.approx(expected, nan_ok=True)
         assert any(value == value for value in found)
+
+
+def test_rollouts_are_not_compared_again_with_the_whole_batch_where_others_are_chosen_too() -> None:
+    """The statistics would depend on the order of the plug-ins."""
+    plugins = [restricted("a", Counting(), ["sums"]), restricted("b", Half(), ["puzzles"])]
+    with pytest.raises(ValueError, match=r"Counting.on_batch calls batch.compare, but .* needs the whole batch, in"):
+        make_learner(plugins=plugins, advantages=Advantages("reinforce_plus_plus"))[0].learn(mixed_groups())
 
 
 def _even(number: int) -> torch.Tensor:
@@ -347,28 +359,94 @@ def _even(number: int) -> torch.Tensor:
 class Sparse(Plugin):
     """Trains on every other token, with weight 2."""
 
-    def token_mask(self, batch: LearningBatch, rollouts: Any) -> Any:
-        return {each.completion.request.key: _even(each.completion.num_trained) for each in rollouts}
+    writes = frozenset({"mask", "weight"})
 
-    def token_weights(self, rollouts: Any, version: int) -> Any:
-        return {each.completion.request.key: 2.0 * _even(each.completion.num_trained) for each in rollouts}
+    def on_minibatch(self, step: Step) -> None:
+        for rollout in step.rollouts:
+            sparse = _even(rollout.completion.num_trained)
+            step.set("mask", rollout, sparse)
+            step.set("weight", rollout, 2 * sparse)
 
 
 def test_masks_and_weights_of_tokens_leave_other_data_sets_whole() -> None:
-    groups = mixed_groups()
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    batch = learning_batch(groups)
-    limited = restricted("sparse", Sparse(), ["sums"])
-    mask, weights = limited.token_mask(batch, rollouts), limited.token_weights(rollouts, 0)
-    both = joined([limited, restricted("sparse", Sparse(), ["puzzles"])])
-    assert mask and weights and both and type(both).__name__ == "Sparse and Sparse"
+    rollouts = [rollout for group in mixed_groups() for rollout in group.rollouts]
+    step = make_step(rollouts)
+    for name in ("sums", "puzzles"):
+        limited = restricted("sparse", Sparse(), [name])
+        ask(limited, "on_minibatch", step.of(limited, "on_minibatch"))
+        for rollout in rollouts:
+            assert rollout.columns.keys() == (
+                {"mask", "weight"} if name in ("puzzles", rollout.prompt.dataset) else set()
+            )
     for rollout in rollouts:
-        key, number = rollout.completion.request.key, rollout.completion.num_trained
-        sparse = _even(number)
-        is_own = rollout.prompt.dataset == "sums"
-        assert torch.equal(mask[key], sparse if is_own else torch.ones(number, dtype=torch.bool))
-        assert torch.equal(weights[key], 2.0 * sparse if is_own else torch.ones(number))
-        assert torch.equal(both.token_mask(batch, rollouts)[key], sparse)  # type: ignore
+        sparse = _even(rollout.completion.num_trained)
+        assert torch.equal(rollout.columns["mask"], sparse)
+        assert torch.equal(rollout.columns["weight"], 2.0 * sparse)
+
+
+def test_a_token_of_a_data_set_without_a_mask_or_a_weight_is_trained_on_as_it_is() -> None:
+    """By the gradient: of rows of the one data set as with the plug-in, of the others as without."""
+    whole, sparse = learnt(mixed_groups()), learnt(mixed_groups(), Sparse())
+    parts = [learnt(mixed_groups(), restricted("sparse", Sparse(), [name])) for name in ("sums", "puzzles")]
+    assert float((sum(parts) - whole - sparse).abs().max()) < 1e-10
+    assert float((parts[0] - whole).norm()) > 1e-3 and float((parts[1] - whole).norm()) > 1e-3
+
+
+def test_imitation_of_each_data_set_adds_a_mean_of_its_own() -> None:
+    """Two plug-ins with the same fields are two sources of weights."""
+    whole = learnt(mixed_groups())
+    limited = [restricted("imitated", Imitated(), [name]) for name in ("sums", "puzzles")]
+    added = [learnt(mixed_groups(), plugin) - whole for plugin in limited]
+    assert float((learnt(mixed_groups(), *limited) - whole - sum(added)).abs().max()) < 1e-10
+    assert all(float(each.norm()) > 1e-3 for each in added)
+
+
+@dataclass
+class Told(Plugin):
+    """Keeps what its hooks are told of."""
+
+    def setup(self) -> None:
+        self.of: list[str] = []
+
+    def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
+        self.of += [request.prompt.prompt_id for request in requests]
+        return requests
+
+    def on_completion(self, completion: Any) -> Answer:
+        self.of.append(completion.request.prompt.prompt_id)
+        return Answer(drop=[completion.request.key])
+
+    def on_group(self, group: RolloutGroup) -> None:
+        self.of.append(group.prompt.prompt_id)
+
+    def rewrite(self, prompt: Prompt, writer: Any) -> Prompt:
+        self.of.append(prompt.prompt_id)
+        return replace(prompt, text="rewritten")
+
+    def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
+        self.of += [group.prompt.prompt_id for group in batch.groups]
+        return {"groups": len(batch.groups)}
+
+
+def test_hooks_hear_of_the_rows_of_their_data_sets_alone() -> None:
+    own, other = (
+        make_rollout(prompt.token_ids, [3], 1.0, None, prompt.prompt_id) for prompt in prompts_of(["sums", "puzzles"])
+    )
+    own.prompt, other.prompt = prompts_of(["sums", "puzzles"])
+    for rollout in (own, other):
+        rollout.completion.request = replace(rollout.completion.request, prompt=rollout.prompt)
+    groups = [RolloutGroup(each.prompt, [each]) for each in (other, own)]
+    batch = GroupBatch(groups, 0, PassRule(), lambda own: [own])
+    requests = [each.completion.request for each in (other, own)]
+    told = fresh(restricted("told", Told(), ["sums"]))
+    assert ask(told, "on_requests", requests) == requests[1:]
+    assert ask(told, "on_completion", own.completion).drop == [own.completion.request.key]
+    assert ask(told, "on_completion", other.completion) is ask(told, "on_group", groups[0]) is None
+    assert ask(told, "rewrite", own.prompt, None).text == "rewritten"
+    assert ask(told, "rewrite", other.prompt, None) is other.prompt
+    assert ask(told, "on_update_end", batch) == {"groups": 1}
+    ask(told, "on_group", groups[1])
+    assert told.of == [own.prompt.prompt_id] * 5
 
 
 def test_names_and_fields_of_limited_plugins() -> None:
@@ -405,38 +483,32 @@ def test_two_for_the_same_rows_are_refused_as_before() -> None:
         check_decisions([("a", Alternating()), ("b", Falling())])
 
 
-ROW_WISE = [name for name, plugin in shipped().items() if not overriding([plugin], *WHOLE_RUN) and name != "agent"]
+def _writes_rows(plugin: Plugin) -> bool:
+    """Whether it can be limited to data sets, and writes columns of rollouts."""
+    try:
+        restricted("any", plugin, ["none"])
+    except ValueError:
+        return False
+    return bool(plugin.writes - {"examples"})
 
 
-@pytest.mark.parametrize("name", ROW_WISE)
+@pytest.mark.parametrize("name", [name for name, plugin in shipped().items() if _writes_rows(plugin)])
 def test_a_shipped_method_does_nothing_in_a_batch_without_rows_of_its_data_set(name: str) -> None:
     """Small data sets are in some batches alone."""
     plugin = shipped()[name]
-    if not overriding([plugin], *JOINING):
-        return
     plugin = replace(plugin, keep=2) if isinstance(plugin, Subset) else plugin
     limited, groups = fresh(restricted(name, plugin, ["none"])), mixed_groups()
     if limited.asks_teacher:
         vars(limited)["teacher"] = SimpleNamespace(score=lambda _, rollouts, *others: dict.fromkeys(rollouts))
     batch, rollouts = learning_batch(groups), [rollout for group in groups for rollout in group.rollouts]
-    arguments: dict[str, tuple[Any, ...]] = {
-        "shape_advantages": (batch, [[0.5] * len(group.rollouts) for group in groups]),
-        "token_mask": (batch, rollouts),
-        "token_weights": (rollouts, 0),
-    }
-    for hook in JOINING:
-        if overriding([limited], hook):
-            returned = getattr(limited, hook)(*arguments.get(hook, (batch,)))
-            match hook:
-                case "choose_rollouts":
-                    kept_R = ~returned.rewards_R.isnan() if isinstance(returned, GroupRewards) else returned
-                    assert torch.equal(kept_R, ~batch.rewards.rewards_R.isnan())
-                case "shape_advantages":
-                    assert returned == arguments[hook][1]
-                case "token_mask" | "token_weights":
-                    assert returned is None or all(bool((its == 1).all()) for its in returned.values())
-                case _:
-                    assert returned is None or not any(value is not None for value in returned)
+    for rollout in rollouts:
+        rollout.advantage = 0.5
+    for column in limited.writes:
+        hook = COLUMNS[column].hook
+        if hook in ("on_batch", "on_minibatch"):
+            ask(limited, hook, batch.of(limited) if hook == "on_batch" else make_step(rollouts).of(limited, hook))
+    assert not any(rollout.columns for rollout in rollouts)
+    assert {rollout.advantage for rollout in rollouts} == {0.5}
 
 
 # ---- metrics ---------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ GAME = {"environments": {"factory": Catch}}
 class First(Plugin):
     """Decides what rollouts are trained on with."""
 
-    def shape_advantages(self, batch: Any, advantages: Any) -> Any:
-        return advantages
+    writes = frozenset({"advantage"})
+
+    def on_batch(self, batch: Any) -> None: ...
 
 
 class Second(First):

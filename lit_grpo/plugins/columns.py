@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from lit_grpo.compatibility import DENOMINATOR, ENTROPY_COEFFICIENT
 from lit_grpo.limits import Limit
+from lit_grpo.types import Rollout
 
 if TYPE_CHECKING:
     import torch
 
-    from lit_grpo.types import Rollout
 
 Kind = TypeVar("Kind", bound="Method")
 FINITE = Limit(finite=True)
@@ -64,7 +64,7 @@ class Numbers:
         bounds = self.limit.text("", float) if self.dtype != "bool" else "a boolean"
         wanted = f"give {bounds} for each of {each}" if shape else f"give {bounds}"
         try:
-            numbers = torch.as_tensor(value)
+            numbers = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(f"{said} as {shown(value)}; {wanted}.") from None
         if tuple(numbers.shape) != shape:
@@ -74,7 +74,8 @@ class Numbers:
             "bool": numbers.dtype == torch.bool,
             "int64": not (numbers.is_floating_point() or numbers.is_complex()),
         }
-        if numbers.numel() and not fits.get(self.dtype, not (numbers.is_complex() or numbers.dtype == torch.bool)):
+        is_switch = numbers.dtype == torch.bool and not shape  # several booleans are taken for 0 and 1
+        if numbers.numel() and not fits.get(self.dtype, not (numbers.is_complex() or is_switch)):
             raise ValueError(f"{said} of {numbers.dtype}; {wanted}.")
         if not keeps_gradient:
             numbers = numbers.detach().to("cpu")
@@ -236,17 +237,37 @@ class Writer:
         Raises:
             ValueError: There is no such column in its hook, or the plug-in has not declared that it writes it.
         """
-        column = COLUMNS.get(name)
+        column = COLUMNS.get(name) if isinstance(name, str) else None
         if column is None or column.hook != self.hook:
             own = [each for each, its in COLUMNS.items() if its.hook == self.hook]
-            near = difflib.get_close_matches(name, own, 1)
-            known = f"did you mean {near[0]!r}?" if near else f"the columns of {self.hook} are {', '.join(own)}."
+            near = difflib.get_close_matches(str(name), own, 1)
+            known = f"the columns of {self.hook} are {', '.join(own)}." if own else f"{self.hook} writes none."
+            known = f"did you mean {near[0]!r}?" if near else known
             where = "which is no column" if column is None else f"which is written in {column.hook}"
-            raise ValueError(f"{self} writes {name!r}, {where}; {known}")
+            raise ValueError(f"{self} writes {shown(name)}, {where}; {known}")
         if self.plugin is not None and name not in self.plugin.writes:
             declared = ", ".join(map(repr, sorted({*self.plugin.writes, name})))
             raise ValueError(
                 f"{self} writes {name!r} and does not declare it; set writes = frozenset({{{declared}}}) in the class."
+            )
+        return column
+
+    def column_of(self, name: str, rollout: Rollout) -> Column:
+        """Return a column that it may write for a rollout.
+
+        Raises:
+            ValueError: It may not write it, or not for this rollout.
+        """
+        column = self.column(name)
+        if column.of == "step":
+            how = "step.add([...])" if name == "examples" else f"step[{name!r}] = ..."
+            raise ValueError(f"{self} writes {name!r} of a rollout, and the whole step has one; write {how}.")
+        if not isinstance(rollout, Rollout):
+            raise ValueError(f"{self} writes {name!r} of {shown(rollout)}; give one of its rollouts.")
+        if self.rows and id(rollout) not in self.rows:
+            raise ValueError(
+                f"{self} writes {name!r} of {row_name(rollout)}, which is not among the rollouts that it is given; "
+                "write theirs alone."
             )
         return column
 
@@ -257,12 +278,7 @@ class Writer:
             ValueError: It may not write that, or the value has another shape, dtype or range; the message names
                 plug-in, column and row.
         """
-        column, completion = self.column(name), rollout.completion
-        if self.rows and id(rollout) not in self.rows:
-            raise ValueError(
-                f"{self} writes {name!r} of {row_name(rollout)}, which is not among the rollouts that it is given; "
-                "write theirs alone."
-            )
+        column, completion = self.column_of(name, rollout), rollout.completion
         if column.numbers is None:
             return value
         number, each = {

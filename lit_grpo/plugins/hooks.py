@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from lit_grpo.foreign import OURS, Guard
 from lit_grpo.limits import Count, Limit, NotNegative, Number, check_value
-from lit_grpo.plugins.columns import COLUMNS, is_list, shown
+from lit_grpo.plugins.columns import COLUMNS, LATE, is_list, shown
 from lit_grpo.plugins.plugin import Answer, Listener, Plugin, Resume, decided_by, overriding
 from lit_grpo.types import Completion, Prompt, Request
 
@@ -208,7 +208,8 @@ def check_overrides(name: str, plugin: Plugin) -> None:
         for own in vars(owner):
             if own[0] == "_" or own in known or own in settings:
                 continue
-            open_to = [each for each in plain if plain[each] not in overridden]
+            may_be = HOOKS if callable(vars(owner)[own]) else known  # a method is no misspelt attribute
+            open_to = [each for each in plain if plain[each] in may_be and plain[each] not in overridden]
             near = difflib.get_close_matches(_plain(own), open_to, 1, NEAR)
             near = near or [each for each in open_to if len(_plain(own)) >= BEGINNING and each.startswith(_plain(own))]
             if near or own.startswith("on_"):
@@ -219,10 +220,22 @@ def check_overrides(name: str, plugin: Plugin) -> None:
                 )
     for hook in overridden:
         _check_override(name, plugin, hook)
-    for column in sorted(kind.writes):
+    _check_writes(name, plugin, overridden)
+    if not plugin.role and not {*overridden} - INERT:
+        raise ValueError(
+            f"{name} overrides no hook of lit_grpo.plugins.Plugin, so it does nothing in a run; override one, such as "
+            "on_batch, or leave it out."
+        )
+
+
+def _check_writes(name: str, plugin: Plugin, overridden: Sequence[str]) -> None:
+    """Check that the columns that a plug-in declares exist, and that their hooks are overridden."""
+    if not isinstance(plugin.writes, frozenset | set):
+        raise ValueError(f"{name} has {shown(plugin.writes)} as writes; give a frozenset of names of columns.")
+    for column in sorted(plugin.writes, key=str):
         declared = COLUMNS.get(column)
         if declared is None:
-            near = difflib.get_close_matches(column, COLUMNS, 1)
+            near = difflib.get_close_matches(str(column), COLUMNS, 1)
             known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COLUMNS)}."
             raise ValueError(f"{name} has {column!r} in writes, which is no column; {known}")
         if declared.hook not in overridden:
@@ -230,10 +243,12 @@ def check_overrides(name: str, plugin: Plugin) -> None:
                 f"{name} has {column!r} in writes, which is written in {declared.hook}, and does not override that; "
                 "override it, or leave the column out of writes."
             )
-    if not plugin.role and not {*overridden} - INERT:
+    late = sorted(plugin.writes.intersection(LATE))
+    early = sorted(column for column in plugin.writes.difference(LATE) if COLUMNS[column].hook == "on_minibatch")
+    if late and early:
         raise ValueError(
-            f"{name} overrides no hook of lit_grpo.plugins.Plugin, so it does nothing in a run; override one, such as "
-            "on_batch, or leave it out."
+            f"{name} has {early[0]!r} and {late[0]!r} in writes, and the second is written later, when it is known "
+            "which rows go through the policy; make two plug-ins of it."
         )
 
 

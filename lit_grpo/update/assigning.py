@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.plugins import ask
+from lit_grpo.plugins import ask, writing
 from lit_grpo.plugins.columns import OF_CANDIDATES, row_name
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.passes import PolicyPasses
@@ -39,21 +39,43 @@ def fill_batch(batch: Batch, passes: PolicyPasses, history: PromptHistory, is_wh
         rollout.columns.pop("ce_weight", None)
     scores = passes.measure(batch.rollouts, "scores") if settings.advantages.by_scores else None
     estimate = partial(_estimate, batch, passes, history, scores)
-    estimate()
-    batch = replace(batch, estimate=estimate)
+    estimate(batch)
     for plugin in settings.hooked["on_batch"]:
-        source = settings.ce_sources.index(plugin) if plugin in settings.ce_sources else 0
-        call = partial(ask, plugin, "on_batch", batch.of(plugin, source))
+        own = batch.of(plugin, settings.source_of(plugin))
+        call = partial(ask, plugin, "on_batch", replace(own, estimate=partial(estimate, own)))
         ranks.together(call) if is_whole else call()
         if "old_logprob" in plugin.writes:
-            _check_old_logprobs(batch.of(plugin))
+            _check_old_logprobs(own)
         if "candidates" in plugin.writes:
-            _fill_candidates(batch)
+            _fill_candidates(replace(batch, writer=own.writer))
 
 
-def _estimate(batch: Batch, passes: PolicyPasses, history: PromptHistory, scores: list[torch.Tensor] | None) -> None:
-    """Give rollouts the advantages of the run's estimator; those whose advantage is NaN are left out of it."""
+def _estimate(
+    batch: Batch, passes: PolicyPasses, history: PromptHistory, scores: list[torch.Tensor] | None, own: Batch
+) -> None:
+    """Give rollouts the advantages of the run's estimator; those whose advantage is NaN are left out of it.
+
+    Args:
+        batch: The whole batch on this rank.
+        passes: As for :func:`fill_batch`.
+        history: Earlier visits of prompts.
+        scores: Of all rollouts, if the estimator needs them.
+        own: The part whose rollouts get them: all, or those of one plug-in.
+
+    Raises:
+        ValueError: The estimator needs the whole batch, and another plug-in chooses rollouts of other data sets.
+    """
     settings, ranks, estimator = passes.settings, passes.ranks, passes.settings.advantages
+    if (
+        own.writer.plugin is not None
+        and "all_ranks" in estimator.needs
+        and len(writing(settings.plugins, "chosen")) > 1
+    ):
+        raise ValueError(
+            f"{own.writer} calls batch.compare, but model.advantages.estimator {estimator.estimator} needs the whole "
+            "batch, in which another plug-in chooses for other data sets; take an estimator that compares within "
+            "groups, or one choice for all data sets."
+        )
     left_R = torch.tensor([math.isnan(rollout.advantage) for rollout in batch.rollouts], dtype=torch.bool)
     rewards = batch.rewards.only(~left_R) if left_R.any() else batch.rewards
     if scores is not None:
@@ -66,9 +88,12 @@ def _estimate(batch: Batch, passes: PolicyPasses, history: PromptHistory, scores
     else:
         advantages_R = estimator.compute(rewards, weights_K, history)
     advantages_R = advantages_R.masked_fill(rewards.rewards_R.isnan(), math.nan)
+    theirs = {id(rollout) for rollout in own.rollouts}
     for rollout, advantage, reward in zip(
         batch.rollouts, advantages_R.tolist(), batch.rewards.rewards_R.tolist(), strict=True
     ):
+        if id(rollout) not in theirs:
+            continue
         learns = settings.learns_unrewarded and math.isnan(reward) and settings.learns_without_reward(rollout.prompt)
         rollout.advantage = 0.0 if learns else advantage
 

@@ -303,8 +303,7 @@ class Learner:
         settings = self.settings
         for plugin in settings.hooked[hook]:
             if are(plugin):
-                source = settings.ce_sources.index(plugin) if plugin in settings.ce_sources else 0
-                ask(plugin, hook, step.of(plugin, hook, source))
+                ask(plugin, hook, step.of(plugin, hook, settings.source_of(plugin)))
 
     def _together(self, parts: Sequence[Step], metrics: TokenMetrics) -> tuple[Step, float]:
         """Divide the gradient of all parts of a step by the true totals instead of the provisional ones.

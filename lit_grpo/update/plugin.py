@@ -116,8 +116,8 @@ class Batch(GroupBatch):
         several_steps: Whether several optimizer steps are taken on it: the policy of the later passes is another one.
         num_ids: Size of the policy's vocabulary.
         rank: The number of this rank.
-        estimate: Gives all rollouts of the batch the advantages of the run's estimator, those with the advantage NaN
-            left out.
+        estimate: Gives its rollouts the advantages of the run's estimator, those of the whole batch with the advantage
+            NaN left out.
         writer: Who writes columns.
     """
 
@@ -157,8 +157,8 @@ class Batch(GroupBatch):
             ValueError: The column cannot be written here, or the value does not fit; the message names plug-in, column
                 and row.
         """
+        self.writer.column_of(column, rollout)
         if column in _OF_TRAINED and math.isnan(rollout.advantage):
-            self.writer.column(column)
             return
         read = self.writer.read(column, rollout, value)
         match column:
@@ -177,7 +177,7 @@ class Batch(GroupBatch):
                 rollout.columns[column] = read
 
     def compare(self) -> None:
-        """Estimate all advantages again, by comparison with the rollouts alone that are still trained on."""
+        """Estimate its rollouts' advantages again, by comparison with those alone that are still trained on."""
         self.estimate()
 
     def _check_observed(self, rollout: Rollout, weights_T: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_grpo.plugins.columns import COLUMNS, Numbers, Writer, row_name, shown
+from lit_grpo.plugins.columns import COLUMNS, Numbers, Writer, is_list, row_name, shown
 from lit_grpo.types import Completion, GroupKey, Rollout
 from lit_grpo.update.objective.tokens import StepTotals, highest
 from lit_grpo.update.plugin import Chunk, Measure, SquaredNorm, Term
@@ -149,6 +149,8 @@ class Step:
             ValueError: One has tokens that are trained on, or no weights that fit.
         """
         self.writer.column("examples")
+        if not is_list(examples):
+            raise ValueError(f"{self.writer} adds {shown(examples)}; add a list of Rollouts.")
         for example in examples:
             if not isinstance(example, Rollout):
                 raise ValueError(f"{self.writer} adds {shown(example)}; add Rollouts.")

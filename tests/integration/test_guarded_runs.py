@@ -30,9 +30,8 @@ PLUGIN = (
     *("requirement", "check", "setup", "rewards", "on_policy_start", "on_train_start", "observes", "first_rollout"),
     *("state_dict", "waits_in_time", "on_rollout_start", "on_requests", "on_step", "on_completion", "on_group"),
     *("on_idle", "on_rollout_end", "prompt_chance", "first_round", "next_round", "shared_round", "batch_size"),
-    *("num_parts", "on_batch_start", "add_members", "metrics", "on_update_end", "choose_rollouts", "shape_advantages"),
-    *("choose_from_batch", "credit", "ce_weights", "candidate_tokens", "old_logprobs", "examples", "token_mask"),
-    *("token_weights", "loss_term", "entropy_coefficient", "step_scale", "on_optimizer_step"),
+    *("num_parts", "on_batch_start", "add_members", "metrics", "on_update_end", "on_batch", "on_minibatch"),
+    *("loss", "on_gradient", "on_optimizer_step"),
 )
 CALLBACK = (
     *("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_backward"),
@@ -149,7 +148,7 @@ def broken() -> None:
 
 
 ALL = [(kind, hook) for kind, (_, hooks) in KINDS.items() for hook in hooks]
-QUICK = [("plug-in", "token_weights"), ("logger", "save_dir")]
+QUICK = [("plug-in", "on_minibatch"), ("logger", "save_dir")]
 
 
 @pytest.mark.parametrize(("kind", "hook"), table_rows(ALL, QUICK))
@@ -181,7 +180,7 @@ def change_all() -> None:
         change()
 
 
-LISTENING = ("on_rollout_start", "on_requests", "on_step", "on_completion", "metrics", "on_update_end", "token_weights")
+LISTENING = ("on_rollout_start", "on_requests", "on_step", "on_completion", "metrics", "on_update_end", "loss")
 CHANGING = [(kind, hook) for kind, hook in ALL if hook not in ("setup", "check")]
 CHANGING += [(kind, "all") for kind in KINDS]
 
