@@ -6,6 +6,7 @@ import math
 import random
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Answer, Listener, Plugin, Resume
 from lit_grpo.policy.sharding import full_tensor
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -37,8 +39,9 @@ from lit_grpo.types import (
 )
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow, RowPart, lay_out, lay_out_padded
-from lit_grpo.update.objective.tokens import Tokens
+from lit_grpo.update.objective.tokens import StepTotals, Tokens
 from lit_grpo.update.plugin import Batch
+from lit_grpo.update.step import Step
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
@@ -327,6 +330,16 @@ def credited(plugin: Plugin, group: RolloutGroup, advantages: Sequence[float]) -
             values = torch.stack([turn[0] for turn in values.split(rollout.completion.trained_of_turns) if len(turn)])
         found.append(values.tolist())
     return found
+
+
+def step_of(plugin: Plugin, hook: str, rollouts: Sequence[Rollout] = (), **facts: Any) -> Step:
+    """A step on one rank, of which these facts are known, after a plug-in has written it in a hook."""
+    none: Any = None
+    totals, values = StepTotals(0, 0, MAX_TOKENS), {"entropy_coefficient": 0.0}
+    step = Step(rollouts, 0, 0.0, Ranks(), none, none, none, none, 0.0, totals, totals, values)
+    step = replace(step, **facts).of(plugin, hook)
+    getattr(plugin, hook)(step)
+    return step
 
 
 def make_tokens(**columns: torch.Tensor | None) -> Tokens:
