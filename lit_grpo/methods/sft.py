@@ -49,6 +49,7 @@ class SFT(Plugin):
             - sft: {column: solution, warm_up: 20, weight: 0.1}
     """
 
+    writes: ClassVar[frozenset[str]] = frozenset({"examples"})
     needs: ClassVar[frozenset[str]] = frozenset({"prompt_stream"})
 
     column: str = ""

@@ -64,7 +64,7 @@ class Numbers:
         bounds = self.limit.text("", float) if self.dtype != "bool" else "a boolean"
         wanted = f"give {bounds} for each of {each}" if shape else f"give {bounds}"
         try:
-            numbers = torch.as_tensor(value)
+            numbers = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(f"{said} as {shown(value)}; {wanted}.") from None
         if tuple(numbers.shape) != shape:
@@ -138,7 +138,7 @@ COLUMNS: Mapping[str, Column] = {
         by_rows=False,
     ),
     "chosen": Column("completion", "on_batch", Numbers("bool"), _CHOICE),
-    "advantage": Column("completion", "on_batch", Numbers("float32"), "what each rollout is trained on with"),
+    "advantage": Column("completion", "on_batch", Numbers("float64"), "what each rollout is trained on with"),
     "trained": Column(
         "completion", "on_batch", Numbers("bool"), _CHOICE, whole_run="compares the rollouts of the whole batch"
     ),
