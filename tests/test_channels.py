@@ -17,10 +17,11 @@ from torch import distributed
 
 from lit_grpo.methods.nat import Uniform
 from lit_grpo.methods.seco import SeCO
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, requirement_of
 from lit_grpo.types import OBSERVED, Prompt, RolloutGroup
 from lit_grpo.update.learner_settings import check_arriving
 from lit_grpo.update.plugin import Batch
+from lit_grpo.update.step import Step
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 
@@ -137,6 +138,18 @@ def test_weights_that_are_not_one_finite_number_per_token_are_refused() -> None:
         learner.learn(ragged_groups())
 
 
-def test_a_second_denominator_needs_the_whole_batch_beforehand() -> None:
-    with pytest.raises(ValueError, match="Imitated needs the whole batch"):
-        check_arriving(make_learner(plugins=[Imitated()])[0].settings, 1)
+@dataclass
+class Masked(Plugin):
+    """Trains on all tokens but the first of each completion."""
+
+    writes = frozenset({"mask"})
+
+    def on_minibatch(self, step: Step) -> None:
+        for rollout in step.rollouts:
+            step.set("mask", rollout, torch.arange(rollout.completion.num_trained) > 0)
+
+
+@pytest.mark.parametrize("plugin", [Imitated(), Masked()], ids=repr)
+def test_a_second_denominator_needs_the_whole_batch_beforehand(plugin: Plugin) -> None:
+    with pytest.raises(ValueError, match=f"{type(plugin).__name__} needs the whole batch"):
+        check_arriving(make_learner()[0].settings, 1, plugins=[requirement_of(plugin, type(plugin).__name__)])

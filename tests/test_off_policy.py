@@ -16,11 +16,13 @@ from test_objective_in_module import stale_groups
 
 from lit_grpo.methods.a3po import InterpolatedPolicy
 from lit_grpo.methods.vcpo import EffectiveSamples, effective_share
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt, RolloutGroup
 from lit_grpo.update.objective.corrections import Correction, CorrectionMode, correction_weights
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.tokens import StepTotals, Tokens, near_completions
+from lit_grpo.update.plugin import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 VCPO = Objective(
@@ -324,6 +326,22 @@ def test_a_recomputed_policy_without_a_correction_weighs_nothing() -> None:
     plain = formula(random_policy().double(), groups, lambda now_T, _, __, advantage: -advantage * now_T)
     assert relative_error(steps.gradients[0], plain) < 1e-5
     assert logs["ratio/mean"] == pytest.approx(1.0)
+
+
+def test_an_update_does_not_see_what_a_failed_one_has_written() -> None:
+    class Wrong(Plugin):
+        writes = frozenset({"old_logprob"})
+
+        def on_batch(self, batch: Batch) -> None:
+            for logprob in (-9.0, 1.0):
+                for rollout in batch.rollouts:
+                    batch.set("old_logprob", rollout, [logprob] * rollout.completion.num_trained)
+
+    groups, objective = stale_batch(), Objective("grpo", correction=Correction("token_truncate"))
+    with pytest.raises(ValueError, match=r"Wrong\.on_batch gives sample .* the old_logprob with 1 at place 0"):
+        learnt(objective, groups, plugins=[Wrong()])
+    (_, again, _), (_, once, _) = learnt(objective, groups), learnt(objective, stale_batch())
+    assert torch.equal(again.gradients[0], once.gradients[0])
 
 
 # ---- what is refused -----------------------------------------------------------------------------------

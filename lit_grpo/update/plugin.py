@@ -1,4 +1,4 @@
-"""What hooks of the update are given: a batch whose columns they write, a teacher, and parts of a step."""
+"""Arguments of hooks of the update: a batch whose columns they write, a teacher, and parts of a step."""
 
 from __future__ import annotations
 

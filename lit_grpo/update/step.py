@@ -80,7 +80,7 @@ class Step:
 
     @property
     def term(self) -> Term | None:
-        """What is added to the loss, if anything is."""
+        """The term of the loss that a plug-in adds; None if none does."""
         return self.values.get("term")
 
     @property
