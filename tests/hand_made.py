@@ -315,20 +315,29 @@ def learning_batch(
 def credited(plugin: Plugin, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
     """What the tokens of a group are trained on with by a plug-in, whose rollouts have these advantages.
 
-    For a plug-in that credits turns, one number for each turn that has a token.
+    For a plug-in that credits turns, one number for each turn; numbers are those that it writes, not yet rounded.
     """
+    written: dict[int, list[float]] = {}
+
+    class Read(Batch):
+        def set(self, column: str, rollout: Rollout, value: Any) -> None:
+            super().set(column, rollout, value)
+            written[id(rollout)] = torch.as_tensor(value, dtype=torch.float64).tolist()
+
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         rollout.advantage = advantage
-    plugin.on_batch(learning_batch([group]).of(plugin))
-    found: list[list[float]] = []
-    for rollout in group.rollouts:
-        values = rollout.columns.get(
-            "token_advantage", torch.full((rollout.completion.num_trained,), rollout.advantage)
-        )
-        if "turn_advantage" in plugin.writes:
-            values = torch.stack([turn[0] for turn in values.split(rollout.completion.trained_of_turns) if len(turn)])
-        found.append(values.tolist())
-    return found
+    plugin.on_batch(Read(**vars(learning_batch([group]))).of(plugin))
+    return [
+        written.get(id(rollout), [rollout.advantage] * rollout.completion.num_trained) for rollout in group.rollouts
+    ]
+
+
+def make_step(rollouts: Sequence[Rollout] = (), measure: Any = lambda rollouts, what: {}, **changes: Any) -> Step:
+    """What a learner gives a plug-in before an optimizer step, on one rank; ``changes`` are other fields."""
+    totals, optimizer = StepTotals(0, 0, MAX_TOKENS), torch.optim.SGD([torch.zeros(1)])
+    defaults: dict[str, Any] = {"version": 0, "progress": 0.0, "policy": None, "optimizer": optimizer, "beta": 0.0}
+    defaults |= {"ranks": Ranks(), "measure": measure, "visit": lambda visitor: None, "own": totals, "totals": totals}
+    return Step(rollouts, **(defaults | {"values": {"entropy_coefficient": 0.0}} | changes))
 
 
 def make_step(rollouts: Sequence[Rollout] = (), measure: Any = lambda rollouts, what: {}, **changes: Any) -> Step:
@@ -385,6 +394,20 @@ class Unshaped(Plugin):
         """Write nothing."""
 
 
+class Watching(Plugin):
+    """A plug-in that keeps what all others have written of rollouts before the first step, by completion."""
+
+    def __init__(self) -> None:
+        self.columns: dict[Key, dict[str, torch.Tensor]] = {}
+
+    def on_batch(self, batch: Batch) -> None:
+        self.columns |= {rollout.completion.request.key: dict(rollout.columns) for rollout in batch.rollouts}
+
+    def of(self, rollout: Rollout) -> dict[str, torch.Tensor]:
+        """The columns of a rollout."""
+        return self.columns[rollout.completion.request.key]
+
+
 def plugin(spec: str) -> Any:
     """The plug-in of a name with fields, as ``april:max_staleness=4``."""
     (made,) = make_plugins([spec]).values()
@@ -429,6 +452,13 @@ def watch_rows(learner: Any, monkeypatch: pytest.MonkeyPatch) -> list[PackedRow]
 
     monkeypatch.setattr(learner.passes, "_loss", watched)
     return seen
+
+
+def step_of(plugin: Plugin, hook: str, rollouts: Sequence[Rollout] = (), **facts: Any) -> Step:
+    """A step of which these facts are known, after a plug-in has written it in a hook."""
+    step = make_step(rollouts, **facts).of(plugin, hook)
+    getattr(plugin, hook)(step)
+    return step
 
 
 class Environment(Listener):

@@ -28,7 +28,7 @@ from lit_grpo.methods.distill import Distill
 from lit_grpo.methods.echo import Echo
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.router_loss import RouterLoss
-from lit_grpo.plugins import Plugin, fresh
+from lit_grpo.plugins import Plugin, fresh, restricted
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Rollout
 from lit_grpo.update.plugin import TrainingRun

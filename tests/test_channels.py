@@ -17,10 +17,11 @@ from torch import distributed
 
 from lit_grpo.methods.nat import Uniform
 from lit_grpo.methods.seco import SeCO
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, requirement_of
 from lit_grpo.types import OBSERVED, Prompt, RolloutGroup
 from lit_grpo.update.learner_settings import check_arriving
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
+from lit_grpo.update.step import Step
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 
@@ -29,11 +30,12 @@ pytestmark = pytest.mark.usefixtures("exact_norms")
 class Imitated(Plugin):
     """Gives weights to about two thirds of all tokens, observed ones among them."""
 
-    def ce_weights(self, batch: LearningBatch) -> Sequence[torch.Tensor | None]:
-        return [
-            torch.tensor([(0.5 + token) * (token % 3 > 0) for token in range(rollout.completion.num_tokens)])
-            for rollout in batch.rollouts
-        ]
+    writes = frozenset({"ce_weight"})
+
+    def on_batch(self, batch: Batch) -> None:
+        for rollout in batch.rollouts:
+            numbers = range(rollout.completion.num_tokens)
+            batch.set("ce_weight", rollout, [(0.5 + token) * (token % 3 > 0) for token in numbers])
 
 
 def groups_with_trees() -> list[RolloutGroup]:
@@ -126,14 +128,28 @@ def test_and_over_two_ranks(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_one_finite_number_per_token_are_refused() -> None:
     class Short(Plugin):
-        def ce_weights(self, batch: LearningBatch) -> Sequence[Any]:
-            return [[1.0]] * len(batch.rollouts)
+        writes = frozenset({"ce_weight"})
+
+        def on_batch(self, batch: Batch) -> None:
+            batch.set("ce_weight", batch.rollouts[0], [1.0])
 
     learner, _ = make_learner(plugins=[Short()])
-    with pytest.raises(ValueError, match=r"Short\.ce_weights gives sample .* finite number for each of its 6"):
+    with pytest.raises(ValueError, match=r"Short\.on_batch gives sample .* the ce_weight .*number for each of its 6"):
         learner.learn(ragged_groups())
 
 
-def test_a_second_denominator_needs_the_whole_batch_beforehand() -> None:
-    with pytest.raises(ValueError, match="Imitated needs the whole batch"):
-        check_arriving(make_learner(plugins=[Imitated()])[0].settings, 1)
+@dataclass
+class Masked(Plugin):
+    """Trains on all tokens but the first of each completion."""
+
+    writes = frozenset({"mask"})
+
+    def on_minibatch(self, step: Step) -> None:
+        for rollout in step.rollouts:
+            step.set("mask", rollout, torch.arange(rollout.completion.num_trained) > 0)
+
+
+@pytest.mark.parametrize("plugin", [Imitated(), Masked()], ids=repr)
+def test_a_second_denominator_needs_the_whole_batch_beforehand(plugin: Plugin) -> None:
+    with pytest.raises(ValueError, match=f"{type(plugin).__name__} needs the whole batch"):
+        check_arriving(make_learner()[0].settings, 1, plugins=[requirement_of(plugin, type(plugin).__name__)])

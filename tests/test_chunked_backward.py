@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from conftest import random_policy, table_rows
-from hand_made import make_rollout, watch_rows
+from hand_made import make_rollout, step_of, watch_rows
 from test_learner import make_learner, member, ragged_groups
 from test_shared_prefix import FAMILIES, QUICK, family
 
@@ -17,7 +18,7 @@ from lit_grpo.methods import make_plugins
 from lit_grpo.methods.nat import Uniform
 from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.methods.seco import SeCO, SpaCO
-from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.plugins import RunFacts
 from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
@@ -153,13 +154,18 @@ def test_rows_and_what_is_kept_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(span._carried for micro_batch in seen for span in micro_batch.spans)
 
 
+def chunks_by(plugin: SeCO, version: int) -> Sequence[Chunk]:
+    """Chunks of a completion of 23 tokens."""
+    step = step_of(plugin, "on_minibatch", [make_rollout([3, 4], list(range(2, 25)), 1.0)], version=version)
+    return step.chunks.get(0, ())
+
+
 def test_chunks_cover_a_completion_and_are_the_same_again() -> None:
-    completion = make_rollout([3, 4], list(range(2, 25)), 1.0).completion
-    assert SeCO(23).chunks(completion, 0) == ()
-    assert SeCO(10).chunks(completion, 0) == [Chunk(0, 7), Chunk(7, 15), Chunk(15, 23)]
-    drawn = [SpaCO(2, share=0.25).chunks(completion, version) for version in (0, 0, 1)]
+    assert chunks_by(SeCO(23), 0) == ()
+    assert chunks_by(SeCO(10), 0) == [Chunk(0, 7), Chunk(7, 15), Chunk(15, 23)]
+    drawn = [chunks_by(SpaCO(2, share=0.25), version) for version in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
-    weights = [chunk.weight for version in range(300) for chunk in SpaCO(2, share=0.25).chunks(completion, version)]
+    weights = [chunk.weight for version in range(300) for chunk in chunks_by(SpaCO(2, share=0.25), version)]
     assert set(weights) == {0.0, 4.0} and abs(sum(weights) / len(weights) - 1) < 0.1
 
 
@@ -171,7 +177,6 @@ def test_what_does_not_go_with_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 6"):
         gradient(plugins=[SeCO(8)], max_tokens_per_micro_batch=6)
     assert make_plugins(["spaco:chunk=8,share=0.5"])["spaco"] == SpaCO(8, 0.5)
-    assert Plugin().chunks(long_groups()[0].rollouts[0].completion, 0) == ()
 
 
 def test_chunks_that_no_completion_fills_twice_are_refused_where_some_are_to_be_left_out() -> None:

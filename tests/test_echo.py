@@ -7,23 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from hand_made import make_rollout
+from hand_made import learning_batch, make_rollout
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.compatibility import ONE_TURN, check_together
 from lit_grpo.methods.echo import Echo
 from lit_grpo.plugins import requirement_of
 from lit_grpo.types import OBSERVED, Completion, Rollout, RolloutGroup
-from lit_grpo.update.plugin import LearningBatch
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 
 
 def weights_of(rollout: Rollout) -> torch.Tensor | None:
-    batch = LearningBatch.__new__(LearningBatch)
-    object.__setattr__(batch, "groups", [RolloutGroup(rollout.prompt, [rollout])])
-    (weights_T,) = Echo(weight=0.25).ce_weights(batch)
-    return weights_T
+    plugin = Echo(weight=0.25)
+    plugin.on_batch(learning_batch([RolloutGroup(rollout.prompt, [rollout])]).of(plugin))
+    return rollout.columns.get("ce_weight")
 
 
 def conversation(contexts: list[list[int]] | None = None) -> Rollout:

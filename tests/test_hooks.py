@@ -315,7 +315,7 @@ def test_values_of_a_step_and_of_a_micro_batch_are_written() -> None:
 
     term = Term()
     step = written(writing("entropy_coefficient term examples", "on_minibatch", write), "on_minibatch")
-    assert (step.entropy_coefficient, step.term) == (0.1, term)  # to the last bit
+    assert (step["entropy_coefficient"], step["term"]) == (0.1, term)  # to the last bit
     assert [plain(each.columns["ce_weight"]) for each in step.values["examples"]] == [[1.0, 1.0]] * 2
 
     def scale(step: Any) -> None:

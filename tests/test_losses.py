@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from hand_made import make_tokens
 
 from lit_grpo.update.objective.kl import KLTerm, k3
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
+from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.recipes import RECIPES, clipped
-from lit_grpo.update.objective.tokens import Normalization, StepTotals, Tokens, log_ratios, token_weights
+from lit_grpo.update.objective.tokens import Normalization, StepTotals, log_ratios, token_weights
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)  # below, within (three times) and above 0.8 to 1.2
 
@@ -23,7 +24,8 @@ def objective(
     sampled_N = torch.full((len(ratios),), -1.0)
     logprobs_N = (sampled_N + torch.tensor(ratios).log()).requires_grad_()
     lengths_C = torch.tensor([len(ratios)])
-    tokens = Tokens(logprobs_N, sampled_N, sampled_N, sampled_N, torch.full((len(logprobs_N),), advantage), lengths_C)
+    advantages_N = torch.full((len(logprobs_N),), advantage)
+    tokens = make_tokens(logprob=logprobs_N, old_logprob=sampled_N, advantage=advantages_N, length=lengths_C)
     loss_N, metrics = clipped(log_ratios(tokens, "token"), tokens, epsilon=epsilon, epsilon_high=epsilon_high)
     loss_N.sum().backward()
     assert logprobs_N.grad is not None
@@ -70,18 +72,16 @@ def test_a_log_ratio_that_float32_cannot_raise_costs_no_step(name: str, log_rati
     """``exp(90)`` is infinite in float32; as in verl the log-ratio of such a token is cut at 20, without a gradient."""
     logprobs_N = torch.tensor([-1.0, min(log_ratio, 0.0) - 1, -1.0], requires_grad=True)
     old_N = torch.tensor([-1.2, -max(log_ratio, 0.0) - 1, -0.9])
-    tokens = LossInputs(
-        logprobs_N=logprobs_N,
-        sampled_logprobs_N=old_N,
-        old_logprobs_N=old_N,
-        entropy_N=torch.zeros(3),
-        advantages_N=torch.full((3,), advantage),
-        lengths_C=torch.tensor([1, 1, 1]),
-        reference_logprobs_N=logprobs_N.detach() + torch.tensor([0.0, 90.0, 0.0]),
-        objective=Objective(name, kl=KLTerm(0.1, importance_weighted=True)),
-        totals=StepTotals(3, 3, 12),
+    tokens = make_tokens(
+        logprob=logprobs_N,
+        old_logprob=old_N,
+        entropy=torch.zeros(3),
+        advantage=torch.full((3,), advantage),
+        length=torch.tensor([1, 1, 1]),
+        reference_logprob=logprobs_N.detach() + torch.tensor([0.0, 90.0, 0.0]),
     )
-    loss, metrics, *_ = policy_loss(tokens)
+    objective = Objective(name, kl=KLTerm(0.1, importance_weighted=True))
+    loss, metrics, *_ = policy_loss(tokens, objective, StepTotals(3, 3, 12))
     loss.backward()
     assert loss.isfinite() and logprobs_N.grad is not None and logprobs_N.grad.isfinite().all()
     assert metrics["ratio/clamped"].tolist() == [0.0, 1.0, 0.0]

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hand_made import as_groups, make_module, make_rollout, random_groups
+from hand_made import as_groups, make_module, make_rollout, make_tokens, random_groups
 
 from lit_grpo.callbacks import ThroughputMonitor
 from lit_grpo.findings.rewards import BatchWatch, NoSignalCount, has_no_signal
@@ -18,9 +18,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, PromptBatch, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.metrics import GapLimits, TokenMetrics, gap_sums
-from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs
-from lit_grpo.update.objective.tokens import StepTotals
+from lit_grpo.update.objective.policy_loss import LossOutputs
 
 NAN = math.nan
 
@@ -88,16 +86,14 @@ def add(
 ) -> None:
     """Add a micro-batch whose log-probs are off by so much, of a policy of version 1; by default of one completion."""
     fresh_N = torch.ones(len(gap_N), dtype=torch.bool) if fresh_N is None else fresh_N
-    tokens = LossInputs(
-        logprobs_N=gap_N,
-        sampled_logprobs_N=torch.zeros_like(gap_N),
-        old_logprobs_N=torch.zeros_like(gap_N),
-        entropy_N=entropy_N,
-        advantages_N=torch.zeros_like(gap_N),
-        lengths_C=torch.tensor([len(gap_N)] if lengths is None else lengths),
-        versions_N=fresh_N.long(),
-        objective=Objective(),
-        totals=StepTotals(4, 4, 8),
+    tokens = make_tokens(
+        logprob=gap_N,
+        sampled_logprob=torch.zeros_like(gap_N),
+        old_logprob=torch.zeros_like(gap_N),
+        entropy=entropy_N,
+        advantage=torch.zeros_like(gap_N),
+        length=torch.tensor([len(gap_N)] if lengths is None else lengths),
+        version=fresh_N.long(),
     )
     metrics.add(tokens, LossOutputs(torch.tensor(loss), {}, entropy_N.sum()), version=1)
 

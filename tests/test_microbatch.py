@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 from typing import Any
@@ -34,8 +35,8 @@ def test_a_packed_micro_batch_holds_each_prompt_once_and_points_at_predecessors(
         Stretch(3, 2, 2, last=2),
         Stretch(5, 0, 1, last=3),
     )
-    assert micro_batch.source_N.tolist() == [1, 2, 1, 3, 4, 5]
-    assert micro_batch.target_ids_N.tolist() == [7, 8, 9, 4, 3, 9]
+    assert micro_batch.columns["source"].tolist() == [1, 2, 1, 3, 4, 5]
+    assert micro_batch.columns["target_id"].tolist() == [7, 8, 9, 4, 3, 9]
     assert micro_batch.sampled_logprobs_N.tolist() == [-0.5, -0.25, -1.0, -3.0, -4.0, -2.0]
     assert micro_batch.advantages_N.tolist() == [1.5, 1.5, 2.0, 2.0, 2.0, -0.5]
     assert micro_batch.lengths_C.tolist() == [2, 3, 1]
@@ -50,7 +51,7 @@ def test_the_tokens_of_a_completion_may_have_advantages_of_their_own(shared_pref
         whole.request, whole.token_ids_T, whole.logprobs_T, whole.versions_T, "stop", trained_T=trained_T
     )
     micro_batch = make_micro_batch([segments, plain], [torch.tensor([0.5, 0.5, -1.0]), 2.0], shared_prefix)
-    assert micro_batch.target_ids_N.tolist() == [7, 8, 4, 9, 3]
+    assert micro_batch.columns["target_id"].tolist() == [7, 8, 4, 9, 3]
     assert micro_batch.advantages_N.tolist() == [0.5, 0.5, -1.0, 2.0, 2.0]
     with pytest.raises(RuntimeError, match="expanded size"):
         make_micro_batch([segments], [torch.tensor([0.5, 0.5, 0.5, -1.0])], shared_prefix)
@@ -62,8 +63,8 @@ def test_in_rows_each_completion_has_a_prompt_of_its_own() -> None:
     assert micro_batch.input_ids_BT.tolist() == [[5, 6, 7, 8], [5, 0, 0, 0]]
     assert micro_batch.position_ids_BT.tolist() == [[0, 1, 2, 3]] * 2
     assert micro_batch.stretches == ()
-    assert micro_batch.source_N.tolist() == [1, 2, 3, 4]
-    assert micro_batch.target_ids_N.tolist() == [7, 8, 2, 9]
+    assert micro_batch.columns["source"].tolist() == [1, 2, 3, 4]
+    assert micro_batch.columns["target_id"].tolist() == [7, 8, 2, 9]
     assert micro_batch.lengths_C.tolist() == [3, 1]
 
 
@@ -73,9 +74,8 @@ def test_without_rollouts_it_is_one_row_of_one_token_and_no_completion(shared_pr
     assert micro_batch.input_ids_BT.tolist() == micro_batch.position_ids_BT.tolist() == [[0]]
     assert micro_batch.stretches == ((Stretch(0, 0, 1, last=0),) if shared_prefix else ())
     assert micro_batch.weight == (0.0 if shared_prefix else 1.0)
-    for name in ("source_N", "target_ids_N", "sampled_logprobs_N", "advantages_N", "lengths_C"):
-        assert getattr(micro_batch, name).shape == (0,), name
-    assert micro_batch.source_N.dtype == micro_batch.target_ids_N.dtype == torch.int64
+    assert {values.shape for values in micro_batch.columns.values()} == {(0,)}
+    assert micro_batch.columns["source"].dtype == micro_batch.columns["target_id"].dtype == torch.int64
     assert micro_batch.sampled_logprobs_N.dtype == micro_batch.advantages_N.dtype == torch.float32
 
 
@@ -83,22 +83,16 @@ def test_without_rollouts_it_is_one_row_of_one_token_and_no_completion(shared_pr
 def test_an_id_that_looks_like_padding_is_a_token_like_any_other(shared_prefix: bool) -> None:
     micro_batch = make_micro_batch([make_rollout([0, 0], [0, 0, 0])], [1.0], shared_prefix)
     assert micro_batch.input_ids_BT.tolist() == [[0, 0, 0, 0]]
-    assert micro_batch.source_N.tolist() == [1, 2, 3]
+    assert micro_batch.columns["source"].tolist() == [1, 2, 3]
 
 
-HOST = ("stretches", "carried", "in_row", "rows", "places", "num_trained", "chunk", "weight", "members")
-ARRAYS = ("all_source_T", "all_ids_T")
-
-
-def test_moving_to_a_device_moves_every_field() -> None:
+def test_moving_to_a_device_moves_every_column() -> None:
     here = make_micro_batch([make_rollout([5], [9])], [1.0])
-    here.kept_N = torch.ones(1)
-    moved = vars(here.to("meta"))
-    assert all(moved.pop(name) == getattr(here, name) for name in HOST)
-    assert all(moved.pop(name) is getattr(here, name) for name in ARRAYS)
-    absent = {*HOST, *(name for name, value in moved.items() if value is None)}
-    assert absent == {*HOST, *(name for name, value in vars(here).items() if value is None)} - {"labels_3K"}
-    assert {value.device.type for value in moved.values() if value is not None} == {"meta"}
+    there, tensors = here.to("meta"), ("input_ids_BT", "position_ids_BT", "columns")
+    assert all(its is getattr(here, name) for name, its in vars(there).items() if name not in tensors)
+    assert there.columns.keys() == {*here.columns, "labels"}
+    moved = there.input_ids_BT, there.position_ids_BT, *there.columns.values()
+    assert {values.device.type for values in moved} == {"meta"} and here.to("cpu") is here
 
 
 def test_no_rollouts_make_no_micro_batch() -> None:
@@ -111,17 +105,31 @@ def test_micro_batches_are_laid_out_once_and_empty_ones_follow() -> None:
     assert next(iter(made)) is next(iter(made))
     rollouts[0].advantage, rollouts[1].advantage = 1.0, 2.0
     first = made.filled(rollouts)
-    rollouts[0].token_advantages, rollouts[1].advantage = torch.tensor([0.5, 0.25, 0.0]), 3.0
+    rollouts[0].columns["token_advantage"], rollouts[1].advantage = torch.tensor([0.5, 0.25, 0.0]), 3.0
     for rollout in rollouts:
-        rollout.columns["kept"] = torch.arange(rollout.completion.num_trained) > 0
-    others = made.filled(rollouts, ["kept"])
+        rollout.columns["mask"] = torch.arange(rollout.completion.num_trained) > 0
+    others = made.filled(rollouts)
     assert [batch.advantages_N.tolist() for batch in first] == [[1.0] * 3, [2.0] * 2, [], []]
     assert [batch.advantages_N.tolist() for batch in others] == [[0.5, 0.25, 0.0], [3.0] * 2, [], []]
-    kept = [batch.kept_N.tolist() for batch in others if batch.kept_N is not None]
-    assert kept == [[False, True, True], [False, True], [], []] and next(iter(first)).kept_N is None
+    masks = [batch.columns["mask"].tolist() for batch in others if "mask" in batch.columns]
+    assert masks == [[False, True, True], [False, True]] and "mask" not in next(iter(first)).columns
     assert all(one.input_ids_BT is other.input_ids_BT for one, other in zip(made, others, strict=True))
     assert [batch.lengths_C.tolist() for batch in made] == [[3], [2], [], []]
-    assert [batch.rows for batch in made] == [(0,), (1,), (), ()]
+    assert [batch.rows for batch in made] == [[0], [1], [], []]
+
+
+@pytest.mark.parametrize("shared_prefix", [True, False])
+def test_tokens_without_a_column_that_others_of_their_row_have_get_its_default(shared_prefix: bool) -> None:
+    rollouts = [make_rollout([5, 6], [7, 8]), make_rollout([5, 6], [9, 4], sample_id=1)]
+    rollouts[0].columns = {
+        "mask": torch.tensor([False, True]),
+        "weight": torch.tensor([0.5, 2.0]),
+        "old_logprob": torch.tensor([-1.0, -2.0]),
+    }
+    columns = make_micro_batch(rollouts, [1.0, 2.0], shared_prefix).columns
+    assert columns["mask"].tolist() == [False, True, True, True]
+    assert columns["weight"].tolist() == [0.5, 2.0, 1.0, 1.0]
+    torch.testing.assert_close(columns["old_logprob"], torch.tensor([-1.0, -2.0, math.nan, math.nan]), equal_nan=True)
 
 
 def test_in_rows_padding_counts_towards_the_budget() -> None:
@@ -141,7 +149,8 @@ def test_a_group_that_fits_is_never_split_and_the_last_micro_batch_of_a_larger_o
     (span,) = first.carried
     assert second.in_row == ((slice(0, 5), span),) and second.carried == third.carried == third.in_row == ()
     assert first.input_ids_BT.tolist() == [[7] * 12] and first.position_ids_BT.tolist() == [[*range(5, 11)] * 2]
-    assert first.source_N.tolist() == [12, *range(6), 12, *range(6, 12)]  # behind the row, the prompt's last token
+    # behind the row, the prompt's last token
+    assert first.columns["source"].tolist() == [12, *range(6), 12, *range(6, 12)]
 
 
 def test_a_carried_prompt_needs_no_token_in_the_row() -> None:
@@ -149,15 +158,15 @@ def test_a_carried_prompt_needs_no_token_in_the_row() -> None:
     first, second = make_micro_batches(rollouts, 8)
     assert first.stretches == (Stretch(1, 0, 5, last=0, carried=True), Stretch(0, 0, 1, last=1))
     assert first.weight == 0 and second.weight == 1
-    assert first.input_ids_BT.tolist() == [[0]] and first.source_N.tolist() == [1] * 4
-    assert second.stretches == (Stretch(0, 0, 5, last=0),) and second.source_N.tolist() == [4] * 3
+    assert first.input_ids_BT.tolist() == [[0]] and first.columns["source"].tolist() == [1] * 4
+    assert second.stretches == (Stretch(0, 0, 5, last=0),) and second.columns["source"].tolist() == [4] * 3
 
 
 def test_a_prompt_may_be_alone_in_its_row() -> None:
     rollouts = [make_rollout([6] * 5, [7] * 6)]
     first, second = make_micro_batches(rollouts, 6)
     assert first.stretches == (Stretch(5, 0, 5, last=1, carried=True), Stretch(0, 5, 5, last=1))
-    assert first.source_N.tolist() == [5, *range(5)]
+    assert first.columns["source"].tolist() == [5, *range(5)]
     assert second.stretches == (Stretch(0, 0, 5, last=0),) and second.lengths_C.tolist() == []
     assert second.in_row == ((slice(0, 5), first.carried[0]),)
 
@@ -192,7 +201,9 @@ def prompts_and_spans(micro_batch: PackedRow) -> list[tuple[Stretch, Any]]:
 def rows_of(micro_batch: PackedRow) -> list[Row]:
     """Prompt, completion, log-probs and advantage of each completion, read back through the N axis alone."""
     tokens, positions = micro_batch.input_ids_BT.flatten(), micro_batch.position_ids_BT.flatten()
-    columns = zip(micro_batch.source_N, micro_batch.target_ids_N, micro_batch.sampled_logprobs_N, strict=True)
+    columns = zip(
+        micro_batch.columns["source"], micro_batch.columns["target_id"], micro_batch.sampled_logprobs_N, strict=True
+    )
     rows = []
     advantages = [each[0].item() for each in micro_batch.advantages_N.split(micro_batch.lengths_C.tolist())]
     for length, advantage in zip(micro_batch.lengths_C.tolist(), advantages, strict=True):
@@ -265,7 +276,7 @@ def goes_once(micro_batch: PackedRow) -> bool:
         tokens |= {(prompt, completion[:end]) for end in range(1, len(completion) + 1)}
     in_row = sum(stretch.length for stretch in micro_batch.stretches if stretch.first) if micro_batch.weight else 0
     through_head = len(micro_batch.target_ids_U)
-    shares = micro_batch.distinct_U is not None
+    shares = "unique" in micro_batch.columns
     return in_row == len(beginnings) and (through_head == len(tokens) or not shares)
 
 

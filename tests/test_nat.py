@@ -118,7 +118,7 @@ def test_what_comes_after_the_cut_does_not_go_through_the_policy(monkeypatch: py
         seen.clear()
         logs = learner.learn(groups)
         rows.append(sum(micro_batch.input_ids_BT.numel() for micro_batch in seen))
-        assert logs["update/tokens"] == sum(len(micro_batch.target_ids_N) for micro_batch in seen)
+        assert logs["update/tokens"] == sum(len(micro_batch.columns["target_id"]) for micro_batch in seen)
     assert max(rows) <= most and sum(rows) / len(rows) < 0.7 * most
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hand_made import make_tokens, step_of
 from test_learner import make_learner
 
 from lit_grpo.budgets.history import Visit
@@ -18,10 +19,9 @@ from lit_grpo.update.metrics import gap_metrics, gap_sums
 from lit_grpo.update.objective.corrections import Correction, correction_weights
 from lit_grpo.update.objective.kl import KLTerm, k1, k2, k3
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
-from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
+from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.recipes import RECIPES
 from lit_grpo.update.objective.tokens import StepTotals, Tokens, entropy_threshold, on_policy_completions, spread
-from lit_grpo.update.plugin import OptimizerStep
 
 EVERYTHING: dict[str, Any] = {
     "kl": KLTerm(0.1, "k2", importance_weighted=True),
@@ -41,36 +41,27 @@ def random_tokens(lengths: list[int], seed: int = 0) -> Tokens:
 
     total = sum(lengths)
     old_N = -normal(total).abs() - 0.1
-    return Tokens(
-        (old_N + 0.5 * normal(total)).requires_grad_(),
-        old_N + 0.3 * normal(total),
-        old_N,
-        normal(total).abs().requires_grad_(),
-        spread(normal(len(lengths)), torch.tensor(lengths)),
-        torch.tensor(lengths, dtype=torch.int64),
-        old_N + 0.5 * normal(total),
+    return make_tokens(
+        logprob=(old_N + 0.5 * normal(total)).requires_grad_(),
+        sampled_logprob=old_N + 0.3 * normal(total),
+        old_logprob=old_N,
+        entropy=normal(total).abs().requires_grad_(),
+        advantage=spread(normal(len(lengths)), torch.tensor(lengths)),
+        length=torch.tensor(lengths, dtype=torch.int64),
+        reference_logprob=old_N + 0.5 * normal(total),
     )
 
 
-def inputs(tokens: Tokens, objective: Objective, totals: StepTotals, kept_N: torch.Tensor | None = None) -> LossInputs:
-    """What the loss of these tokens is computed from."""
-    return LossInputs(**vars(tokens), objective=objective, totals=totals, kept_N=kept_N)
+def having(tokens: Tokens, **columns: torch.Tensor) -> Tokens:
+    """These tokens with other values of some columns."""
+    return Tokens(tokens.columns | columns)
 
 
 def cut(tokens: Tokens, rows: list[int]) -> Tokens:
     """These completions alone, with the same leaves."""
     parts_N = torch.arange(len(tokens.logprobs_N)).split(tokens.lengths_C.tolist())
     places_N = torch.cat([torch.empty(0, dtype=torch.int64), *(parts_N[row] for row in rows)])
-    assert tokens.reference_logprobs_N is not None
-    return Tokens(
-        tokens.logprobs_N[places_N],
-        tokens.sampled_logprobs_N[places_N],
-        tokens.old_logprobs_N[places_N],
-        tokens.entropy_N[places_N],
-        tokens.advantages_N[places_N],
-        tokens.lengths_C[rows],
-        tokens.reference_logprobs_N[places_N],
-    )
+    return Tokens({name: its[rows if name == "length" else places_N] for name, its in tokens.columns.items()})
 
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
@@ -92,16 +83,13 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_split(name: str) -> No
     results = []
     for split in SPLITS:
         tokens = random_tokens(LENGTHS)
-        kept_N = tokens.entropy_N.detach() >= entropy_threshold(
-            tokens.entropy_N.detach(), objective.top_entropy_quantile
-        )
-        totals = StepTotals(sum(LENGTHS), len(LENGTHS), 9, int(kept_N.sum()))
-        whole = replace(tokens, old_logprobs_N=kept_N.double())  # carries the mask through the cut
+        entropy_N = tokens.entropy_N.detach()
+        mask_N = entropy_N >= entropy_threshold(entropy_N, objective.top_entropy_quantile)
+        totals = StepTotals(sum(LENGTHS), len(LENGTHS), 9, int(mask_N.sum()))
+        whole = tokens if objective.top_entropy_quantile == 1 else having(tokens, mask=mask_N)
         loss = torch.zeros((), dtype=torch.float64)
         for rows in split:
-            part = cut(tokens, rows)
-            kept = None if objective.top_entropy_quantile == 1 else cut(whole, rows).old_logprobs_N.bool()
-            loss = loss + policy_loss(inputs(part, objective, totals, kept)).loss
+            loss = loss + policy_loss(cut(whole, rows), objective, totals).loss
         gradients = torch.autograd.grad(loss, [tokens.logprobs_N, tokens.entropy_N], allow_unused=True)
         results.append((loss.detach(), *(torch.zeros(0) if g is None else g for g in gradients)))
     for result in results[1:]:
@@ -115,8 +103,8 @@ def test_each_token_has_the_gradient_of_its_own_advantage(name: str) -> None:
     """Where the ratio is 1: minus the advantage, times what a token counts, for two segments of one completion too."""
     tokens = random_tokens([4, 1])
     advantages_N = torch.tensor([2.0, 2.0, -1.0, -1.0, 0.5], dtype=torch.float64)
-    on_policy = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach(), advantages_N=advantages_N)
-    loss = policy_loss(inputs(on_policy, Objective(name), StepTotals(5, 2, 9))).loss
+    on_policy = having(tokens, old_logprob=tokens.logprobs_N.detach(), advantage=advantages_N)
+    loss = policy_loss(on_policy, Objective(name), StepTotals(5, 2, 9)).loss
     (gradient_N,) = torch.autograd.grad(loss, tokens.logprobs_N)
     counts = {"grpo": [1 / 8] * 4 + [1 / 2], "dr_grpo": [1 / 18] * 5}.get(name, [1 / 5] * 5)
     assert gradient_N.tolist() == pytest.approx([-a * c for a, c in zip(advantages_N.tolist(), counts, strict=True)])
@@ -127,9 +115,9 @@ def test_each_token_has_the_gradient_of_its_own_advantage(name: str) -> None:
 def test_on_the_policy_that_sampled_each_objective_has_the_gradient_of_reinforce(name: str) -> None:
     """All of them agree where the ratio is 1: the advantage, times what a token counts."""
     tokens = random_tokens([2, 3])
-    on_policy = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach())
+    on_policy = having(tokens, old_logprob=tokens.logprobs_N.detach())
     objective = Objective(name)
-    loss = policy_loss(inputs(on_policy, objective, StepTotals(5, 2, 9))).loss
+    loss = policy_loss(on_policy, objective, StepTotals(5, 2, 9)).loss
     (gradient_N,) = torch.autograd.grad(loss, tokens.logprobs_N)
     counts_for = {
         "token": [1 / 5] * 5,
@@ -144,8 +132,8 @@ def test_on_the_policy_that_sampled_each_objective_has_the_gradient_of_reinforce
 @pytest.mark.parametrize("name", COMPOSED)
 def test_no_tokens_give_a_loss_of_zero_with_a_graph(name: str) -> None:
     tokens = cut(random_tokens([2]), [])
-    kept_N = torch.empty(0, dtype=torch.bool) if "everything" in name else None
-    loss, metrics, *_ = policy_loss(inputs(tokens, COMPOSED[name], StepTotals(0, 0, 9), kept_N))
+    tokens = having(tokens, mask=torch.empty(0, dtype=torch.bool)) if "everything" in name else tokens
+    loss, metrics, *_ = policy_loss(tokens, COMPOSED[name], StepTotals(0, 0, 9))
     assert loss.detach() == 0 and loss.requires_grad
     assert all(values.shape == (0,) for values in metrics.values())
 
@@ -178,24 +166,26 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence_and_of_k1_nothing
 
 
 def test_a_kl_term_without_reference_logprobs_is_an_error() -> None:
-    tokens = replace(random_tokens([2]), reference_logprobs_N=None)
+    tokens = random_tokens([2])
+    del tokens.columns["reference_logprob"]
     with pytest.raises(
         ValueError, match=r"kl\.beta is 0\.1, but there are no reference log-probs; .* set kl\.beta to 0"
     ):
-        policy_loss(inputs(tokens, Objective(kl=KLTerm(0.1)), StepTotals(2, 1, 9)))
+        policy_loss(tokens, Objective(kl=KLTerm(0.1)), StepTotals(2, 1, 9))
 
 
 def test_a_kl_term_in_the_reward_is_not_in_the_loss() -> None:
     tokens, totals = random_tokens([2, 3]), StepTotals(5, 2, 9)
-    with_kl = policy_loss(inputs(tokens, Objective(kl=KLTerm(0.5, place="reward")), totals))
-    assert torch.equal(with_kl.loss, policy_loss(inputs(tokens, Objective(), totals)).loss)
+    with_kl = policy_loss(tokens, Objective(kl=KLTerm(0.5, place="reward")), totals)
+    assert torch.equal(with_kl.loss, policy_loss(tokens, Objective(), totals).loss)
 
 
 def test_a_bad_completion_that_the_policy_has_left_is_masked_and_a_good_one_is_not() -> None:
     sampled_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0])
     logprobs_N = sampled_N - torch.tensor([0.2, 0.0, 0.2, 0.0, 0.3, 0.1])
     advantages_N = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
-    tokens = Tokens(logprobs_N, sampled_N, sampled_N, sampled_N, advantages_N, torch.tensor([2, 2, 2]))
+    lengths_C = torch.tensor([2, 2, 2])
+    tokens = make_tokens(logprob=logprobs_N, sampled_logprob=sampled_N, advantage=advantages_N, length=lengths_C)
     assert on_policy_completions(tokens, 0.15).tolist() == [True, True, False]
     assert on_policy_completions(tokens, 0.05).tolist() == [False, True, False]
 
@@ -266,19 +256,23 @@ def adaptive(coefficient: float = 0.1) -> EntropyTarget:
     return fresh(EntropyTarget(0.5, coefficient, 0.04, max_coefficient=0.15))
 
 
+def applied_by(plugin: EntropyTarget) -> float:
+    return step_of(plugin, "on_minibatch").entropy_coefficient
+
+
 def test_the_entropy_coefficient_steps_towards_the_target_and_counts_only_below_it() -> None:
     plugin, batch = adaptive(), GroupBatch([], 1, PassRule(), lambda own: [own])
-    assert plugin.entropy_coefficient == 0.0  # nothing measured yet
+    assert applied_by(plugin) == 0.0  # nothing measured yet
     applied, coefficients = [], []
     for entropy in (0.4, 0.5, 0.6, 0.6, 0.6, 0.6, math.nan, 0.1):
-        plugin.on_optimizer_step(OptimizerStep(1, entropy))
-        applied.append(plugin.entropy_coefficient)
+        step_of(plugin, "on_optimizer_step", entropy=entropy)
+        applied.append(applied_by(plugin))
         coefficients.append(plugin.on_update_end(batch)["entropy_coefficient"])
     assert coefficients == pytest.approx([0.14, 0.15, 0.11, 0.07, 0.03, 0.0, 0.0, 0.04])
-    assert applied == pytest.approx([0.14, 0.15, 0.0, 0.0, 0.0, 0.0, 0.0, 0.04])
+    assert applied == pytest.approx([0.14, 0.15, 0.0, 0.0, 0.0, 0.0, 0.0, 0.04], rel=1e-12)
     again = adaptive(0.0)
     again.load_state_dict(plugin.state_dict())
-    assert again.entropy_coefficient == pytest.approx(0.04) and again.last_entropy == 0.1
+    assert applied_by(again) == pytest.approx(0.04) and again.last_entropy == 0.1
 
 
 @pytest.mark.parametrize("target", [0.5, None])

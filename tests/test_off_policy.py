@@ -10,17 +10,19 @@ from typing import Any, get_args
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import fit, make_module, relative_error, weights_of
+from hand_made import fit, make_module, make_tokens, relative_error, step_of, weights_of
 from test_learner import make_learner, member
 from test_objective_in_module import stale_groups
 
 from lit_grpo.methods.a3po import InterpolatedPolicy
 from lit_grpo.methods.vcpo import EffectiveSamples, effective_share
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt, RolloutGroup
 from lit_grpo.update.objective.corrections import Correction, CorrectionMode, correction_weights
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
+from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.tokens import StepTotals, Tokens, near_completions
+from lit_grpo.update.plugin import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 VCPO = Objective(
@@ -125,7 +127,14 @@ def one_token_each(log_ratios: Sequence[float], advantages: Sequence[float]) -> 
     sampled_N = logprobs_N.detach() - torch.tensor(log_ratios, dtype=torch.float64)
     ones_C = torch.ones(len(log_ratios), dtype=torch.int64)
     entropy_N, advantages_N = torch.zeros(len(log_ratios)), torch.tensor(advantages, dtype=torch.float64)
-    return Tokens(logprobs_N, sampled_N, logprobs_N.detach(), entropy_N, advantages_N, ones_C)
+    return make_tokens(
+        logprob=logprobs_N,
+        sampled_logprob=sampled_N,
+        old_logprob=logprobs_N.detach(),
+        entropy=entropy_N,
+        advantage=advantages_N,
+        length=ones_C,
+    )
 
 
 def test_metrics_tell_cut_weights_from_those_left_out() -> None:
@@ -134,7 +143,7 @@ def test_metrics_tell_cut_weights_from_those_left_out() -> None:
 
     def shares(mode: Any) -> dict[str, list[float]]:
         objective = Objective(correction=Correction(mode, 0.4, 2.0))
-        metrics = policy_loss(LossInputs(**vars(tokens), objective=objective, totals=totals)).metrics
+        metrics = policy_loss(tokens, objective, totals).metrics
         return {name: value.tolist() for name, value in metrics.items() if name.startswith("correction/")}
 
     cut, masked = shares("sequence_truncate"), shares("geometric_mask")
@@ -190,8 +199,8 @@ def test_the_effective_share_is_that_of_the_formula_whatever_the_size_of_weights
     assert effective_share(torch.zeros(7)) == pytest.approx(1.0)
     assert effective_share(torch.empty(0)) == 1.0
     for full_ess, expected in ((0.8, math.sqrt(0.5 / 0.8)), (0.4, 1.0)):
-        scale = EffectiveSamples(full_ess).step_scale(torch.tensor([0.0, -2000.0]), lambda own: [own])
-        assert scale == pytest.approx(expected)
+        step = step_of(EffectiveSamples(full_ess), "on_gradient", log_weights_C=torch.tensor([0.0, -2000.0]))
+        assert step.values["scale"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_step_of_vcpo_has_its_gradient_and_size() -> None:
@@ -282,10 +291,11 @@ def test_adam_moves_by_the_scale_and_its_schedule_does_not_see_it(policy_folder:
 
 def test_an_interpolated_policy_is_one_step_behind_on_the_line_from_the_sampler() -> None:
     now_N = torch.tensor([-1.0] * 5, dtype=torch.float64, requires_grad=True)
-    sampled_N, versions_N = torch.full((5,), -3.0, dtype=torch.float64), torch.tensor([10, 9, 8, 6, 0])
-    actual_N = InterpolatedPolicy().proximal_logprobs(now_N, sampled_N, versions_N, 10)
-    assert actual_N.tolist() == pytest.approx([-3.0, -3.0, -2.0, -1.5, -1.2])  # a = 0, 0, 1/2, 3/4, 9/10
-    assert not actual_N.requires_grad
+    sampled_N, ages_N = torch.full((5,), -3.0, dtype=torch.float64), torch.tensor([0, 1, 2, 4, 10])
+    tokens, plugin = make_tokens(logprob=now_N, sampled_logprob=sampled_N, age=ages_N), InterpolatedPolicy()
+    plugin.loss(tokens.of(plugin))
+    assert tokens.old_logprobs_N.tolist() == pytest.approx([-3.0, -3.0, -2.0, -1.5, -1.2])  # a = 0, 0, 1/2, 3/4, 9/10
+    assert not tokens.old_logprobs_N.requires_grad
 
 
 def clipped(now_T: torch.Tensor, old_T: torch.Tensor, advantage: float) -> torch.Tensor:
@@ -316,6 +326,22 @@ def test_a_recomputed_policy_without_a_correction_weighs_nothing() -> None:
     plain = formula(random_policy().double(), groups, lambda now_T, _, __, advantage: -advantage * now_T)
     assert relative_error(steps.gradients[0], plain) < 1e-5
     assert logs["ratio/mean"] == pytest.approx(1.0)
+
+
+def test_an_update_does_not_see_what_a_failed_one_has_written() -> None:
+    class Wrong(Plugin):
+        writes = frozenset({"old_logprob"})
+
+        def on_batch(self, batch: Batch) -> None:
+            for logprob in (-9.0, 1.0):
+                for rollout in batch.rollouts:
+                    batch.set("old_logprob", rollout, [logprob] * rollout.completion.num_trained)
+
+    groups, objective = stale_batch(), Objective("grpo", correction=Correction("token_truncate"))
+    with pytest.raises(ValueError, match=r"Wrong\.on_batch gives sample .* the old_logprob with 1 at place 0"):
+        learnt(objective, groups, plugins=[Wrong()])
+    (_, again, _), (_, once, _) = learnt(objective, groups), learnt(objective, stale_batch())
+    assert torch.equal(again.gradients[0], once.gradients[0])
 
 
 # ---- what is refused -----------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import test_copo
 import test_turn_credit
 import torch
-from hand_made import as_groups, credited, make_micro_batch, make_rollout, plugin
+from hand_made import as_groups, credited, learning_batch, make_micro_batch, make_rollout, make_tokens, plugin
 from test_allocation import at
 from test_chunked_backward import Drawn
 from test_learner import make_learner
@@ -25,7 +26,7 @@ from lit_grpo.methods.knapsack import Knapsack
 from lit_grpo.methods.noise_scale import NormTest, estimate
 from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.treepo import relative_advantages
-from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.plugins import Plugin
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
@@ -34,8 +35,8 @@ from lit_grpo.update.advantages.smoothing import smoothed_advantages
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
-from lit_grpo.update.objective.tokens import StepTotals, Tokens, log_ratios
+from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.tokens import StepTotals, log_ratios
 from lit_grpo.update.plugin import SquaredNorm
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
@@ -71,7 +72,7 @@ def test_losses_of_tokens(objective: Objective, losses: list[float], gradients: 
     logprobs_N, old_N, advantages_N = torch.tensor(TOKENS, dtype=torch.float64).unbind(1)
     logprobs_N = logprobs_N.clone().requires_grad_()
     ones_C = torch.ones(len(TOKENS), dtype=torch.int64)
-    tokens = Tokens(logprobs_N, old_N, old_N, old_N, advantages_N, ones_C)
+    tokens = make_tokens(logprob=logprobs_N, old_logprob=old_N, advantage=advantages_N, length=ones_C)
     loss_N, _ = objective.recipe.surrogate(log_ratios(tokens, "token"), tokens, **objective.surrogate_parameters)
     loss_N.sum().backward()
     assert logprobs_N.grad is not None
@@ -119,9 +120,10 @@ def test_the_gradient_of_drpo() -> None:
         logprobs = [-(12 * number + place + 1) / 20 for place in range(length)]
         rollout = make_rollout((3,), [4] * length, reward, logprobs, sample_id=number)
         rollouts.append(Rollout(rollout.prompt, rollout.completion, {"exact": reward}, reward))
-    group = RolloutGroup(rollouts[0].prompt, rollouts)
-    (advantages,) = DecoupledLength().shape_advantages(GroupBatch([group], 0, PassRule("exact"), list), [[0.0] * 6])
-    found = [-advantage / 6 / length for advantage, length in zip(advantages, lengths, strict=True)]
+        rollouts[-1].advantage = 0.0
+    batch, plugin = learning_batch([RolloutGroup(rollouts[0].prompt, rollouts)]), DecoupledLength()
+    plugin.on_batch(replace(batch, pass_rule=PassRule("exact")).of(plugin))
+    found = [-rollout.advantage / 6 / length for rollout, length in zip(rollouts, lengths, strict=True)]
     assert found == pytest.approx(of_a_token, abs=1e-8)
 
 
@@ -166,8 +168,15 @@ def test_the_decoupled_loss_of_areal(mode: Any, low: float | None, loss: float, 
     logprobs_N = logprobs_N.clone().requires_grad_()
     lengths_C = torch.ones(9, dtype=torch.int64)
     objective = Objective("dapo", epsilon=0.2, epsilon_high=0.28, correction=Correction(mode, low=low, high=1.5))
-    columns = logprobs_N, sampled_N, proximal_N, torch.zeros(9), advantages_N, lengths_C
-    found = policy_loss(LossInputs(*columns, objective=objective, totals=StepTotals(9, 9, 1))).loss
+    tokens = make_tokens(
+        logprob=logprobs_N,
+        sampled_logprob=sampled_N,
+        old_logprob=proximal_N,
+        entropy=torch.zeros(9),
+        advantage=advantages_N,
+        length=lengths_C,
+    )
+    found = policy_loss(tokens, objective, StepTotals(9, 9, 1)).loss
     found.backward()
     assert logprobs_N.grad is not None
     assert found.item() == pytest.approx(loss, abs=1e-7)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, save_tokenizer
-from hand_made import meet
+from hand_made import meet, step_of
 from test_learner import make_learner, ragged_groups
 from torch import distributed
 from torch.nn.functional import cross_entropy
@@ -27,7 +27,7 @@ from lit_grpo.methods.sft import SFT
 from lit_grpo.plugins import Plugin, RunFacts, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.tools.commands.sft import without_rollouts
-from lit_grpo.types import OBSERVED, RolloutGroup
+from lit_grpo.types import OBSERVED, Rollout, RolloutGroup
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 CHAT = (
@@ -171,7 +171,7 @@ def test_examples_of_a_data_set_of_their_own_are_rendered_as_prompts_are(chat_fo
     (tmp_path / "examples.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
     data = data_of(chat_folder, {"prompt": "3"}, chat_template=True, system_prompt="e")
     plugin = sft(data, data=str(tmp_path / "examples.jsonl"), prompt_column="question")
-    (example, _) = plugin.examples(0, Ranks())
+    (example, _) = examples_of(plugin, 0)
     assert list(example.prompt.token_ids) == ids_of(data, "s#e<eos>\nu#1+1=<eos>\na#")
     assert example.completion.token_ids_T.tolist() == [*ids_of(data, "2"), 1]
 
@@ -215,10 +215,14 @@ def sft(data: PromptDataModule, /, **settings: Any) -> SFT:
     return plugin
 
 
+def examples_of(plugin: SFT, version: int, ranks: Ranks | None = None) -> list[Rollout]:
+    return step_of(plugin, "on_minibatch", version=version, ranks=ranks or Ranks()).values["examples"]
+
+
 def test_each_epoch_imitates_each_example_once_whatever_the_number_of_ranks(policy_folder: Path) -> None:
     rows = [{"prompt": f"{number}=", "solution": str(number)} for number in range(6)]
     plugin = sft(data_of(policy_folder, *rows))
-    alone = [one for version in range(12) for one in plugin.examples(version, Ranks())]
+    alone = [one for version in range(12) for one in examples_of(plugin, version)]
     names = [one.prompt.prompt_id for one in alone]
     assert sorted(names[:6]) == sorted(names[6:12]) == [f"sft/{number}" for number in range(6)]
     assert names[:6] != names[6:12] and len({one.completion.request.key for one in alone}) == len(alone)
@@ -226,7 +230,7 @@ def test_each_epoch_imitates_each_example_once_whatever_the_number_of_ranks(poli
     for version in range(6):
         for rank in range(2):
             ranks: Any = SimpleNamespace(rank=rank, size=2)
-            of_two += [one.prompt.prompt_id for one in plugin.examples(version, ranks)]
+            of_two += [one.prompt.prompt_id for one in examples_of(plugin, version, ranks)]
     assert of_two == names
 
 
@@ -353,6 +357,6 @@ def test_the_gradient_is_whole_where_its_norm_is_measured_in_parts(policy_folder
 
 
 def test_an_example_is_observed_and_has_no_part_in_the_other_channel(policy_folder: Path) -> None:
-    (first, *_) = sft(mixed_rows(policy_folder)).examples(0, Ranks())
+    (first, *_) = examples_of(sft(mixed_rows(policy_folder)), 0)
     assert (first.completion.versions_T == OBSERVED).all() and first.completion.num_trained == 0
     assert math.isnan(first.advantage) and json.dumps(first.rewards) == "{}"

@@ -324,7 +324,7 @@ def test_what_completions_begin_with_in_common_stands_in_the_row_once_from_32_to
     (micro_batch,) = make_micro_batches(rollouts, 10_000)
     assert micro_batch.stretches == tuple(stretches_of([Group(1, (40, 1, 2, 32), (None, 0, 0, None))]))
     assert micro_batch.position_ids_BT[0].tolist() == [0, *range(1, 41), 41, 41, 42, *range(1, 33)]
-    assert micro_batch.distinct_U is not None and len(micro_batch.distinct_U) == 40 + 2 + 3 + 33 - 1  # one first token
+    assert len(micro_batch.columns["unique"]) == 40 + 2 + 3 + 33 - 1  # one first token
 
 
 class Group(NamedTuple):

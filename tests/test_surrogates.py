@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from hand_made import make_tokens
 
 from lit_grpo.trajectory import OBSERVED, Trajectory
 from lit_grpo.update.objective.objective import Objective
@@ -67,7 +67,8 @@ def tokens_of(rows: list[tuple[float, float, float]], lengths: list[int]) -> Tok
     starts = [sum(lengths[:row]) for row in range(len(lengths))]
     lengths_C = torch.tensor(lengths)
     advantages_N = spread(advantages_N[starts], lengths_C)
-    return Tokens(logprobs_N.clone().requires_grad_(), old_N, old_N, old_N, advantages_N, lengths_C)
+    logprobs_N = logprobs_N.clone().requires_grad_()
+    return make_tokens(logprob=logprobs_N, old_logprob=old_N, advantage=advantages_N, length=lengths_C)
 
 
 def losses_and_gradients(
@@ -104,7 +105,7 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
 
 def turns_of(rows: list[tuple[float, float, float]], lengths: list[int], turns: list[int]) -> Tokens:
     """The tokens of ``tokens_of`` with this many in each turn."""
-    return replace(tokens_of(rows, lengths), turn_lengths_S=torch.tensor(turns))
+    return Tokens(tokens_of(rows, lengths).columns | {"turn_length": torch.tensor(turns)})
 
 
 @pytest.mark.parametrize("seed", range(4))

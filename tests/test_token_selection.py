@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import Batches, StepRecorder, fit, make_module, make_trainer, random_groups, weights_of
+from hand_made import Batches, StepRecorder, fit, learning_batch, make_module, make_trainer, random_groups, weights_of
 from test_learner import make_learner, member
 
 from lit_grpo.methods import make_plugins
@@ -106,6 +106,14 @@ def test_a_step_has_the_gradient_of_the_chosen_tokens_however_it_is_split(shares
         )
         learner.learn(groups)
         assert error(steps.gradients[0], expected) < 1e-6, max_tokens
+
+
+def test_rollouts_are_chosen_by_advantages_in_double_precision() -> None:
+    (group, *_), plugin = groups_of_eleven(), D3S(2)
+    for rollout, advantage in zip(group.rollouts, (0.0, 1.0 + 1e-9, 1.0, 0.5), strict=True):
+        rollout.advantage = advantage
+    plugin.on_batch(learning_batch([group]).of(plugin))
+    assert [math.isnan(rollout.advantage) for rollout in group.rollouts] == [False, False, True, True]
 
 
 def test_rollouts_and_tokens_of_every_update_are_those_of_the_schedule() -> None:

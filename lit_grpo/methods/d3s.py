@@ -91,9 +91,8 @@ class D3S(TokenShare, Subset):
 
     def on_batch(self, batch: Batch) -> None:
         """Train on those whose advantages have the largest variance, over all ranks."""
-        own_R = torch.tensor([rollout.advantage for rollout in batch.rollouts]).masked_fill(
-            ~candidates(batch), math.nan
-        )
+        own_R = torch.tensor([rollout.advantage for rollout in batch.rollouts], dtype=torch.float64)
+        own_R = own_R.masked_fill(~candidates(batch), math.nan)
         parts, counts = zip(*batch.all_gather((own_R, len(batch.groups))), strict=True)
         advantages_R = torch.cat(parts)
         valid = (~advantages_R.isnan()).nonzero().flatten()

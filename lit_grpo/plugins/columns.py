@@ -139,7 +139,7 @@ COLUMNS: Mapping[str, Column] = {
         by_rows=False,
     ),
     "chosen": Column("completion", "on_batch", Numbers("bool"), _CHOICE),
-    "advantage": Column("completion", "on_batch", Numbers("float32"), "what each rollout is trained on with"),
+    "advantage": Column("completion", "on_batch", Numbers("float64"), "what each rollout is trained on with"),
     "trained": Column(
         "completion", "on_batch", Numbers("bool"), _CHOICE, whole_run="compares the rollouts of the whole batch"
     ),
@@ -149,7 +149,7 @@ COLUMNS: Mapping[str, Column] = {
     "candidates": Column("trained token", "on_batch", None, _FURTHER, _AGREED, by_rows=False),
     # before each optimizer step
     "examples": Column("step", "on_minibatch", None, "which examples are imitated", _AGREED, by_rows=False),
-    "mask": Column("trained token", "on_minibatch", Numbers("bool"), _CHOICE),
+    "mask": Column("trained token", "on_minibatch", Numbers("bool"), _CHOICE, _AGREED),
     "weight": Column("trained token", "on_minibatch", Numbers("float32", Limit(ge=0, finite=True)), _CHOICE),
     "entropy_coefficient": Column(
         "step",

@@ -177,6 +177,8 @@ class Learner:
         """
         settings, passes, objective = self.settings, self.passes, self.settings.objective
         rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts:
+            rollout.columns = {}  # of an update that failed
         replayed = [rollout for rollout in rollouts if rollout.recompute]
         told = (problem_of(rollouts), bool(replayed))
         everyone = passes.ranks.gather(told) if is_whole else [told]

@@ -120,7 +120,7 @@ def check_ends(patient: Patient) -> Iterator[Finding]:
     trained = {
         row: ids_N
         for batch in micro_batches
-        for row, ids_N in zip(batch.rows, batch.target_ids_N.split(batch.lengths_C.tolist()), strict=True)
+        for row, ids_N in zip(batch.rows, batch.columns["target_id"].split(batch.lengths_C.tolist()), strict=True)
     }
     whole = [trained[row].tolist() == one.completion.sampled_ids for row, one in enumerate(rollouts)]
     pad = "; padding has the same id, and masks come from lengths" if tokenizer.pad_token_id in ends else ""
