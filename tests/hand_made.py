@@ -20,6 +20,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Answer, Listener, Plugin, Resume
 from lit_grpo.policy.sharding import full_tensor
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -37,8 +38,9 @@ from lit_grpo.types import (
 )
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.batches.layout import MicroBatches, PackedRow, RowPart, lay_out, lay_out_padded
-from lit_grpo.update.objective.tokens import Tokens
+from lit_grpo.update.objective.tokens import StepTotals, Tokens
 from lit_grpo.update.plugin import Batch
+from lit_grpo.update.step import Step
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
@@ -313,20 +315,29 @@ def learning_batch(
 def credited(plugin: Plugin, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
     """What the tokens of a group are trained on with by a plug-in, whose rollouts have these advantages.
 
-    For a plug-in that credits turns, one number for each turn that has a token.
+    For a plug-in that credits turns, one number for each turn; numbers are those that it writes, not yet rounded.
     """
+    written: dict[int, list[float]] = {}
+
+    class Read(Batch):
+        def set(self, column: str, rollout: Rollout, value: Any) -> None:
+            super().set(column, rollout, value)
+            written[id(rollout)] = torch.as_tensor(value, dtype=torch.float64).tolist()
+
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         rollout.advantage = advantage
-    plugin.on_batch(learning_batch([group]).of(plugin))
-    found: list[list[float]] = []
-    for rollout in group.rollouts:
-        values = rollout.columns.get(
-            "token_advantage", torch.full((rollout.completion.num_trained,), rollout.advantage)
-        )
-        if "turn_advantage" in plugin.writes:
-            values = torch.stack([turn[0] for turn in values.split(rollout.completion.trained_of_turns) if len(turn)])
-        found.append(values.tolist())
-    return found
+    plugin.on_batch(Read(**vars(learning_batch([group]))).of(plugin))
+    return [
+        written.get(id(rollout), [rollout.advantage] * rollout.completion.num_trained) for rollout in group.rollouts
+    ]
+
+
+def make_step(rollouts: Sequence[Rollout] = (), measure: Any = lambda rollouts, what: {}, **changes: Any) -> Step:
+    """What a learner gives a plug-in before an optimizer step, on one rank; ``changes`` are other fields."""
+    totals, optimizer = StepTotals(0, 0, MAX_TOKENS), torch.optim.SGD([torch.zeros(1)])
+    defaults: dict[str, Any] = {"version": 0, "progress": 0.0, "policy": None, "optimizer": optimizer, "beta": 0.0}
+    defaults |= {"ranks": Ranks(), "measure": measure, "visit": lambda visitor: None, "own": totals, "totals": totals}
+    return Step(rollouts, **(defaults | {"values": {"entropy_coefficient": 0.0}} | changes))
 
 
 def make_tokens(**columns: torch.Tensor | None) -> Tokens:
@@ -373,6 +384,20 @@ class Unshaped(Plugin):
 
     def on_batch(self, batch: Batch) -> None:
         """Write nothing."""
+
+
+class Watching(Plugin):
+    """A plug-in that keeps what all others have written of rollouts before the first step, by completion."""
+
+    def __init__(self) -> None:
+        self.columns: dict[Key, dict[str, torch.Tensor]] = {}
+
+    def on_batch(self, batch: Batch) -> None:
+        self.columns |= {rollout.completion.request.key: dict(rollout.columns) for rollout in batch.rollouts}
+
+    def of(self, rollout: Rollout) -> dict[str, torch.Tensor]:
+        """The columns of a rollout."""
+        return self.columns[rollout.completion.request.key]
 
 
 def plugin(spec: str) -> Any:

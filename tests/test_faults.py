@@ -17,7 +17,7 @@ from hand_made import fit, make_module, random_groups, sgd, weights_of
 
 from lit_grpo.callbacks import ThroughputMonitor
 from lit_grpo.faults import Phases, StallWatch, forget_after
-from lit_grpo.update.objective.policy_loss import LossInputs, LossOutputs, policy_loss
+from lit_grpo.update.objective.policy_loss import LossOutputs, policy_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 
@@ -36,8 +36,8 @@ def test_an_update_whose_loss_alone_is_not_finite_is_left_out(
     assert torch.equal(weights_of(module), expected)
 
 
-def with_infinite_value(tokens: LossInputs) -> LossOutputs:
-    outputs = policy_loss(tokens)
+def with_infinite_value(*arguments: Any) -> LossOutputs:
+    outputs = policy_loss(*arguments)
     return outputs._replace(loss=outputs.loss + math.inf)
 
 

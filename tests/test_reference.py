@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import random_policy
-from hand_made import Batches, Checkpoints, fit, flat, make_module, make_trainer, random_groups, sgd
+from hand_made import Batches, Checkpoints, fit, flat, make_module, make_step, make_trainer, random_groups, sgd
 
 from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.module import GRPOModule
@@ -23,7 +23,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.update.logprobs.reference import HostWeights, Reference, ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import OptimizerStep, TrainingRun
+from lit_grpo.update.plugin import TrainingRun
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
@@ -66,7 +66,7 @@ def test_it_moves_as_that_of_trl(alpha: float, offload: bool) -> None:
         walk(policy, step)
         state: Any = SimpleNamespace(global_step=step)
         callback.on_step_end(arguments, state, None, model=policy)  # pyright: ignore[reportArgumentType]
-        plugin.on_optimizer_step(OptimizerStep(step, 0.0))
+        plugin.on_optimizer_step(make_step(version=step - 1))
         assert torch.equal(vector(ours.model), vector(trl_reference))
         seen.add(vector(ours.model).sum().item())
     assert len(seen) == 3  # as it began, and after steps 3 and 6

@@ -111,7 +111,7 @@ def _compare_ids(row: Figures, played: Played, rollouts: list[Rollout]) -> None:
     rows = [each for rollout in rollouts for each in rollout.rows]
     learnt: dict[int, list[int]] = {}
     for micro_batch in make_micro_batches(rows, 8192):
-        token_ids = micro_batch.target_ids_N.split(micro_batch.lengths_C.tolist())
+        token_ids = micro_batch.columns["target_id"].split(micro_batch.lengths_C.tolist())
         learnt |= {place: ids_T.tolist() for place, ids_T in zip(micro_batch.rows, token_ids, strict=True)}
     by_key: dict[Key, list[list[int]]] = {key: [] for key in sampled}
     for place, each in enumerate(rows):
