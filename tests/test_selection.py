@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from hand_made import Unshaped, learning_batch, make_module, make_step
+from test_learner import make_learner, ragged_groups
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods import make_plugins
@@ -27,6 +28,7 @@ from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.functions import group_advantages, leave_one_out_advantages
+from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import Batch
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -88,7 +90,7 @@ def advantages(
         for rollout in part.rollouts:
             rollout.advantage = 0.0
         batches.append(replace(part, rank=rank, estimate=partial(estimate, part, estimator)))
-        batches[-1].estimate()
+        estimate(part, estimator)
     if size > 1:  # what each rank has for the others, to begin with
         for batch in batches:
             with suppress(InterruptedError):
@@ -99,7 +101,7 @@ def advantages(
     return [[rollout.advantage for rollout in group.rollouts] for group in groups]
 
 
-def estimate(batch: Batch, estimator: Estimator) -> None:
+def estimate(batch: Batch, estimator: Estimator, *_: Batch) -> None:
     """Give rollouts their advantages; those whose advantage is NaN are left out."""
     is_left_R = torch.tensor([not math.isnan(rollout.advantage) for rollout in batch.rollouts])
     rewards = batch.rewards.only(is_left_R)
@@ -235,9 +237,6 @@ def test_the_only_loser_counts_in_the_baseline_of_all_others_whoever_is_kept(rul
         assert any(is_kept) and not all(is_kept)
 
 
-# ---- over a run ----------------------------------------------------------------------------------------
-
-
 # ---- tokens --------------------------------------------------------------------------------------------
 
 
@@ -253,6 +252,15 @@ def test_tokens_with_the_largest_absolute_advantage_times_entropy_are_kept() -> 
     TokenShare(0.5).on_minibatch(step)
     masks = [rollout.columns["mask"].tolist() for rollout in group.rollouts]
     assert masks == [[True, False], [True, True], [False, False]]
+
+
+def test_where_all_tokens_are_kept_those_of_the_highest_entropy_are_trained_on_as_the_objective_says() -> None:
+    gradients = []
+    for plugins in ([TokenShare(1.0)], []):
+        learner, steps = make_learner(objective=Objective(top_entropy_quantile=0.5), plugins=plugins)
+        assert learner.learn(ragged_groups())["update/kept_share"] < 0.6
+        gradients.append(steps.gradients[0])
+    assert torch.equal(*gradients)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------

@@ -208,7 +208,8 @@ def check_overrides(name: str, plugin: Plugin) -> None:
         for own in vars(owner):
             if own[0] == "_" or own in known or own in settings:
                 continue
-            open_to = [each for each in plain if plain[each] not in overridden]
+            may_be = HOOKS if callable(vars(owner)[own]) else known  # a method is no misspelt attribute
+            open_to = [each for each in plain if plain[each] in may_be and plain[each] not in overridden]
             near = difflib.get_close_matches(_plain(own), open_to, 1, NEAR)
             near = near or [each for each in open_to if len(_plain(own)) >= BEGINNING and each.startswith(_plain(own))]
             if near or own.startswith("on_"):

@@ -249,7 +249,7 @@ class Plugin(Listener):
         """Let a class of several plug-ins write what each of them does."""
         super().__init_subclass__()
         if "writes" not in vars(cls):
-            cls.writes = frozenset().union(*(getattr(base, "writes", ()) for base in cls.__bases__))
+            cls.writes = frozenset[str]().union(*(getattr(base, "writes", ()) for base in cls.__bases__))
 
     def __post_init__(self) -> None:
         """Check the fields against their annotations; a plug-in that checks more calls it first."""

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hand_made import make_step, make_tokens
 
 from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.plugins import fresh
 from lit_grpo.update.objective.corrections import Correction, correction_weights
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
-from lit_grpo.update.objective.policy_loss import LossInputs, policy_loss
+from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.tokens import StepTotals, entropy_threshold, spread
-from lit_grpo.update.plugin import OptimizerStep
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -194,26 +194,23 @@ def our_loss(case: Case, objective: Objective, coefficient: float | None = None)
     logprobs_N = case.flat(case.logprobs_CT).requires_grad_()
     entropy_N = case.flat(case.entropy_CT).requires_grad_()
     sampled_N = case.flat(case.sampled_CT)
-    kept_N, num_kept = None, len(entropy_N)
+    mask_N, num_kept = None, len(entropy_N)
     if objective.top_entropy_quantile < 1:
         # TRL takes the quantile of float32 entropies.
         threshold = entropy_threshold(entropy_N.detach().float(), objective.top_entropy_quantile)
-        kept_N = entropy_N.detach() >= threshold
-        num_kept = int(kept_N.sum())
-    tokens = LossInputs(
-        logprobs_N=logprobs_N,
-        sampled_logprobs_N=sampled_N,
-        old_logprobs_N=case.flat(case.old_CT) if objective.correction.mode != "none" else sampled_N,
-        entropy_N=entropy_N,
-        advantages_N=spread(case.advantages_C, case.lengths_C),
-        lengths_C=case.lengths_C,
-        reference_logprobs_N=case.flat(case.reference_CT) if objective.kl.beta else None,
-        objective=objective,
-        totals=case.totals(num_kept),
-        entropy_coefficient=coefficient,
-        kept_N=kept_N,
+        mask_N = entropy_N.detach() >= threshold
+        num_kept = int(mask_N.sum())
+    tokens = make_tokens(
+        logprob=logprobs_N,
+        sampled_logprob=sampled_N,
+        old_logprob=case.flat(case.old_CT) if objective.correction.mode != "none" else sampled_N,
+        entropy=entropy_N,
+        advantage=spread(case.advantages_C, case.lengths_C),
+        length=case.lengths_C,
+        reference_logprob=case.flat(case.reference_CT) if objective.kl.beta else None,
+        mask=mask_N,
     )
-    loss = policy_loss(tokens).loss
+    loss = policy_loss(tokens, objective, case.totals(num_kept), entropy_coefficient=coefficient).loss
     loss.backward()
     gradients = (torch.zeros_like(values) if values.grad is None else values.grad for values in (logprobs_N, entropy_N))
     return (loss.detach(), *gradients)
@@ -302,9 +299,10 @@ def test_an_entropy_bonus_with_a_target_follows_trl_from_step_to_step() -> None:
             entropy_coef_max=0.045,
             **theirs,
         )
-        assert_same(our_loss(case, objective, plugin.entropy_coefficient), expected)
-        applied.append(plugin.entropy_coefficient)
-        plugin.on_optimizer_step(OptimizerStep(step + 1, float(case.flat(case.entropy_CT).mean())))
+        plugin.on_minibatch(taken := make_step(entropy=float(case.flat(case.entropy_CT).mean())))
+        applied.append(taken.entropy_coefficient)
+        assert_same(our_loss(case, objective, applied[-1]), expected)
+        plugin.on_optimizer_step(taken)
         theirs = {name: getattr(trainer, name) for name in theirs}
         assert plugin.state_dict()["coefficient"] == pytest.approx(theirs["entropy_coef"])
         assert plugin.last_entropy == pytest.approx(theirs["_last_world_entropy"])
