@@ -103,8 +103,8 @@ def advantages(
 
 def estimate(batch: Batch, estimator: Estimator, *_: Batch) -> None:
     """Give rollouts their advantages; those whose advantage is NaN are left out."""
-    is_left_R = torch.tensor([not math.isnan(rollout.advantage) for rollout in batch.rollouts])
-    rewards = batch.rewards.only(is_left_R)
+    is_in_R = torch.tensor([not math.isnan(rollout.advantage) for rollout in batch.rollouts])
+    rewards = batch.rewards.only(is_in_R)
     advantages_R = estimator(rewards.rewards_R, rewards.groups_R).masked_fill(rewards.rewards_R.isnan(), math.nan)
     for rollout, advantage in zip(batch.rollouts, advantages_R.tolist(), strict=True):
         rollout.advantage = advantage
