@@ -64,7 +64,7 @@ class Numbers:
         bounds = self.limit.text("", float) if self.dtype != "bool" else "a boolean"
         wanted = f"give {bounds} for each of {each}" if shape else f"give {bounds}"
         try:
-            numbers = torch.as_tensor(value)
+            numbers = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(f"{said} as {shown(value)}; {wanted}.") from None
         if tuple(numbers.shape) != shape:
