@@ -340,14 +340,6 @@ def make_step(rollouts: Sequence[Rollout] = (), measure: Any = lambda rollouts, 
     return Step(rollouts, **(defaults | {"values": {"entropy_coefficient": 0.0}} | changes))
 
 
-def make_step(rollouts: Sequence[Rollout] = (), measure: Any = lambda rollouts, what: {}, **changes: Any) -> Step:
-    """What a learner gives a plug-in before an optimizer step, on one rank; ``changes`` are other fields."""
-    totals, optimizer = StepTotals(0, 0, MAX_TOKENS), torch.optim.SGD([torch.zeros(1)])
-    defaults: dict[str, Any] = {"version": 0, "progress": 0.0, "policy": None, "optimizer": optimizer, "beta": 0.0}
-    defaults |= {"ranks": Ranks(), "measure": measure, "visit": lambda visitor: None, "own": totals, "totals": totals}
-    return Step(rollouts, **(defaults | {"values": {"entropy_coefficient": 0.0}} | changes))
-
-
 def make_tokens(**columns: torch.Tensor | None) -> Tokens:
     """The columns of a micro-batch's tokens, by the names of Tokens: ``logprob``, ``sampled_logprob``, ..."""
     return Tokens({name: values for name, values in columns.items() if values is not None})

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, table_rows
-from lit_grpo.update.by_dataset import restricted
 from test_learner import make_learner
 from test_mixture import mixed_groups
 from test_router_loss import gradients

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hand_made import Unshaped, learning_batch
+from hand_made import Unshaped, make_step
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.capo import Capo, HeadStep, curvature_models
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.step import Step
 
 
 def trained_head(num_steps: int, rows: int = 12) -> tuple[torch.nn.Parameter, torch.optim.Adam]:
@@ -106,7 +107,7 @@ def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
         return seen
 
     optimizer = torch.optim.SGD(plain.policy.parameters(), lr=0.5)
-    Capo().token_mask(learning_batch(groups, measured, optimizer=optimizer), learnt)
+    Capo().on_minibatch(make_step(learnt, measured, optimizer=optimizer))
     moved = {r.completion.request.key: seen[r.completion.request.key][:, 1] for r in learnt}
     bound = float(torch.cat(list(moved.values())).median()) * (1 + 1e-9)
     masked, steps_of_masked = make_learner(plugins=[Capo(fisher=bound, hessian=1e9)])
@@ -128,8 +129,9 @@ class ByHand(Capo):
         super().__init__()
         object.__setattr__(self, "given", given)
 
-    def token_mask(self, batch: Any, rollouts: Any) -> Any:
-        return self.given  # pyright: ignore[reportAttributeAccessIssue]
+    def on_minibatch(self, step: Step) -> None:
+        for rollout in step.rollouts:
+            step.set("mask", rollout, self.given[rollout.completion.request.key])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_two_choices_of_tokens_and_bounds_of_nothing_are_refused() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hand_made import Unshaped
+from hand_made import Unshaped, learning_batch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods.copo import Blended
@@ -31,19 +32,14 @@ def group(name: str, texts: Sequence[str], rewards: Sequence[float]) -> RolloutG
 
 def shape(rule: Plugin, groups: Sequence[RolloutGroup], others: Sequence[float] = ()) -> list[list[float]]:
     """What a rule makes of groups with advantages as plain GRPO's; another rank's groups have these mean rewards."""
-    advantages = [
-        group_advantages(
-            torch.tensor([each.reward for each in members.rollouts], dtype=torch.float64),
-            torch.zeros(len(members.rollouts)).long(),
-        ).tolist()
-        for members in groups
-    ]
-    return [
-        list(its)
-        for its in rule.shape_advantages(
-            GroupBatch(groups, 0, PassRule(), lambda value: [value, list(others)]), advantages
-        )
-    ]
+    for members in groups:
+        rewards_R = torch.tensor([each.reward for each in members.rollouts], dtype=torch.float64)
+        advantages_R = group_advantages(rewards_R, torch.zeros(len(rewards_R)).long())
+        for rollout, advantage in zip(members.rollouts, advantages_R.tolist(), strict=True):
+            rollout.advantage = advantage
+    batch = replace(learning_batch(groups), all_gather=lambda value: [value, list(others)])
+    rule.on_batch(batch.of(rule))
+    return [[rollout.advantage for rollout in members.rollouts] for members in groups]
 
 
 def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_wrong() -> None:
@@ -58,14 +54,11 @@ def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_w
 def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() -> None:
     assert shape(Blended(), [group("a", ["1"] * 4, [1.0] * 4)]) == [[0.0] * 4]
     nothing = group("b", ["1"] * 2, [math.nan] * 2)
-    first, second = Blended().shape_advantages(
-        GroupBatch([group("a", ["1"] * 2, [1.0] * 2), nothing], 0, PassRule(), lambda value: [value]),
-        [[0.0, 0.0], [math.nan, math.nan]],
+    first, second, third = shape(
+        Blended(), [group("a", ["1"] * 2, [1.0] * 2), nothing, RolloutGroup(nothing.prompt, [])]
     )
-    assert first == [0.0, 0.0] and all(map(math.isnan, second))
-    assert Blended().shape_advantages(
-        GroupBatch([RolloutGroup(nothing.prompt, [])], 0, PassRule(), lambda value: [value]), [[]]
-    ) == [[]]
+    assert first == [0.0, 0.0] and all(map(math.isnan, second)) and third == []
+    assert shape(Blended(), [RolloutGroup(nothing.prompt, [])]) == [[]]
 
 
 def test_without_a_global_part_it_is_the_estimators_rule() -> None:

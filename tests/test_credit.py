@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,22 +14,21 @@ from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradi
 
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import OBSERVED, Rollout, RolloutGroup
-from lit_grpo.update.assigning import give_credit
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
 class Alternating(Plugin):
     """The first turn has twice its rollout's advantage, the second ``other``, and so on."""
 
+    writes: ClassVar[frozenset[str]] = frozenset({"turn_advantage"})
     other: float = -0.5
 
-    def credit(self, batch: LearningBatch) -> list[list[float]]:
-        return [
-            [self.other if turn % 2 else 2 * rollout.advantage for turn in range(len(rollout.completion.turns))]
-            for rollout in batch.rollouts
-        ]
+    def on_batch(self, batch: Batch) -> None:
+        for rollout in batch.rollouts:
+            turns = range(len(rollout.completion.turns))
+            batch.set("turn_advantage", rollout, [self.other if turn % 2 else 2 * rollout.advantage for turn in turns])
 
     def of_token(self, rollout: Rollout, advantage: float, token: int) -> float:
         """Count the turns before a token, one token after another."""
@@ -67,7 +65,14 @@ def test_each_turn_is_learnt_from_with_its_own(name: str, shares_prefix: bool) -
 class Falling(Plugin):
     """Each token has ``1 / (1 + its place)`` of its rollout's advantage."""
 
-    def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None]:
+    writes = frozenset({"token_advantage"})
+
+    def on_batch(self, batch: Batch) -> None:
+        for rollout, advantages_N in zip(batch.rollouts, self.advantages(batch), strict=True):
+            if advantages_N is not None:
+                batch.set("token_advantage", rollout, advantages_N)
+
+    def advantages(self, batch: Batch) -> list[torch.Tensor | None]:
         return [torch.tensor([each.advantage / (1 + place) for place in _places(each)]) for each in batch.rollouts]
 
     def of_token(self, rollout: Rollout, advantage: float, token: int) -> float:
@@ -97,8 +102,8 @@ def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
     """A rollout without an advantage, and one whose tokens keep that of their rollout, take no part."""
 
     class Whitened(Falling):
-        def credit(self, batch: LearningBatch) -> Sequence[torch.Tensor | None]:
-            return batch.whitened([None, *super().credit(batch)[1:]])
+        def advantages(self, batch: Batch) -> list[torch.Tensor | None]:
+            return batch.whitened([None, *super().advantages(batch)[1:]])
 
     here, there = several_turns(), several_turns()
     for group in (*here, *there):
@@ -110,16 +115,15 @@ def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
     values = [each.advantage / (1 + place) for each in plain for place in _places(each)]
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
     seen: list[Any] = []
-    give_credit(Whitened(), replace(learning_batch(there), all_gather=lambda own: seen.append(own) or [own]))
-    give_credit(Whitened(), replace(learning_batch(here), all_gather=lambda own: [own, *seen]))
+    Whitened().on_batch(replace(learning_batch(there), all_gather=lambda own: seen.append(own) or [own]))
+    Whitened().on_batch(replace(learning_batch(here), all_gather=lambda own: [own, *seen]))
     assert len(seen) == 1
     for rollout in (each for group in here for each in group.rollouts):
         if any(rollout is one for one in without):
-            assert rollout.token_advantages is None
+            assert "token_advantage" not in rollout.columns
             continue
         expected = [(rollout.advantage / (1 + place) - mean) / (deviation + 1e-4) for place in _places(rollout)]
-        assert rollout.token_advantages is not None
-        assert rollout.token_advantages.tolist() == pytest.approx(expected, abs=1e-6)
+        assert rollout.columns["token_advantage"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:

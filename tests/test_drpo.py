@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import MAX_TOKENS, Unshaped, full_logprobs, make_rollout
+from hand_made import MAX_TOKENS, Unshaped, full_logprobs, learning_batch, make_rollout
 from test_learner import make_learner
 
 from lit_grpo.methods.drpo import DecoupledLength
-from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import Completion, PassRule, Rollout, RolloutGroup
 from lit_grpo.update.advantages import Advantages
 from lit_grpo.update.objective.objective import Objective
 
-RULE = PassRule("exact")
-NAN, INF = math.nan, math.inf
+INF = math.inf
 
 
 def member(sample: int, num_tokens: int, reward: float, logprob: float | None = None, prompt: str = "a") -> Rollout:
@@ -37,10 +37,12 @@ def group(*members: Rollout) -> RolloutGroup:
     return RolloutGroup(members[0].prompt, list(members))
 
 
-def shape(rule: Plugin, members: RolloutGroup, advantages: Sequence[float] | None = None) -> list[float]:
-    """What a rule makes of one group; of advantages 0 where none are given."""
-    given = [0.0] * len(members.rollouts) if advantages is None else advantages
-    return list(rule.shape_advantages(GroupBatch([members], 0, RULE, lambda value: [value]), [given])[0])
+def shape(rule: Plugin, members: RolloutGroup, advantages: Sequence[float]) -> list[float]:
+    """What a rule makes of one group with these advantages."""
+    for rollout, advantage in zip(members.rollouts, advantages, strict=True):
+        rollout.advantage = advantage
+    rule.on_batch(replace(learning_batch([members]), pass_rule=PassRule("exact")).of(rule))
+    return [rollout.advantage for rollout in members.rollouts]
 
 
 def objective(groups: Sequence[RolloutGroup], length_temperature: float, temperature: float) -> torch.Tensor:

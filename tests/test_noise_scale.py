@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import random_groups
+from hand_made import make_step, random_groups
 from test_data import drawn, numbered
 from test_learner import make_learner
 
@@ -20,13 +20,14 @@ from lit_grpo.compatibility import SHARDS, Requirement
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.noise_scale import Goodput, NoiseScale, NormTest, estimate
-from lit_grpo.plugins import AllGather, GroupBatch, Plugin, RunFacts, fresh
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import OptimizerStep, SquaredNorm
+from lit_grpo.update.plugin import SquaredNorm
+from lit_grpo.update.step import Step
 
 SETTINGS: dict[str, Any] = {
     "objective": Objective(),
@@ -77,6 +78,8 @@ def test_what_cannot_be_told_apart_is_left_out() -> None:
 class Hearing(Plugin):
     """Keeps what it hears."""
 
+    writes = frozenset({"scale"})
+
     def __init__(self, num_parts: int, scale: float = 1.0) -> None:
         self.parts, self.scale = num_parts, scale
         self.heard: list[list[SquaredNorm]] = []
@@ -85,10 +88,10 @@ class Hearing(Plugin):
     def num_parts(self) -> int:
         return self.parts
 
-    def step_scale(self, log_weights_C: torch.Tensor, all_gather: AllGather) -> float:
-        return self.scale
+    def on_gradient(self, step: Step) -> None:
+        step["scale"] = self.scale
 
-    def on_optimizer_step(self, step: OptimizerStep) -> None:
+    def on_optimizer_step(self, step: Step) -> None:
         self.heard.append([*step.norms])
 
 
@@ -138,13 +141,15 @@ def fed(rule: NoiseScale, signal: float, noise: float, prompts: int = 8, steps: 
     sizer.batch_size(prompts)
     for _ in range(steps):
         half, whole = (SquaredNorm(a * signal + c * noise, a, c) for a, c in ((0.25, 1 / 16), (1.0, 1 / 8)))
-        sizer.on_optimizer_step(OptimizerStep(1, 0.5, [half, whole]))
+        sizer.on_optimizer_step(make_step(norms=[half, whole]))
         sizer.on_update_end(GroupBatch([], 1, PassRule(), lambda own: [own] * ranks))
     return sizer
 
 
 def scale_of(rule: NoiseScale) -> float:
-    return rule.step_scale(torch.empty(0), lambda own: [own])
+    step = make_step()
+    rule.on_gradient(step.of(rule, "on_gradient"))
+    return step.values["scale"]
 
 
 def test_what_is_known_is_logged_and_a_mere_measure_changes_no_size() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_made import Unshaped
+from hand_made import Unshaped, learning_batch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
@@ -75,11 +75,17 @@ def learnt_from(seed: int, batches: int = 20) -> CrossRolloutBaseline:
 
 def shape(groups: Sequence[RolloutGroup]) -> np.ndarray:
     """What the rule makes of groups of one size."""
-    return np.array(
-        CrossRolloutBaseline(AT).shape_advantages(
-            GroupBatch(groups, 0, RULE, alone), [[0.0] * len(each.rollouts) for each in groups]
-        )
-    )
+    shaped(groups, [0.0] * len(groups[0].rollouts))
+    return np.array([[rollout.advantage for rollout in each.rollouts] for each in groups])
+
+
+def shaped(groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> None:
+    """Let the rule shape these advantages of each group."""
+    for each in groups:
+        for rollout, advantage in zip(each.rollouts, advantages, strict=True):
+            rollout.advantage = advantage
+    rule = CrossRolloutBaseline(AT)
+    rule.on_batch(learning_batch(groups).of(rule))
 
 
 @pytest.mark.parametrize("prompt", [0, 1])
@@ -147,7 +153,8 @@ def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
     assert torch.equal(*gradients) and gradients[0].norm() > 0
     single = group("a", [1.0])
     single.rollouts[0].extra[VALUE] = 0.5
-    assert CrossRolloutBaseline(AT).shape_advantages(GroupBatch([single], 0, RULE, alone), [[0.125]]) == [[0.125]]
+    shaped([single], [0.125])
+    assert single.rollouts[0].advantage == 0.125
 
 
 def test_rollouts_that_ended_before_are_predicted_by_what_such_ones_had_beside_them() -> None:

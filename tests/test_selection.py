@@ -6,14 +6,17 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hand_made import Unshaped, learning_batch, make_module
+from hand_made import Unshaped, learning_batch, make_module, make_step
+from test_learner import make_learner, ragged_groups
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.methods import make_plugins
@@ -24,8 +27,9 @@ from lit_grpo.methods.shared.selection import max_variance_subset
 from lit_grpo.plugins import Plugin, RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, leave_one_out_advantages
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import Batch
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -75,24 +79,35 @@ def advantages(
     progress: float = 0.0,
 ) -> list[list[float]]:
     """As a learner on each of so many ranks makes them, by group."""
-    parts = [groups[own::size] for own in range(size)]
-    of_ranks: list[torch.Tensor] = []
-    for part in parts:
-        batch = learning_batch(part, lambda *_: entropies, progress=progress)
-        chosen = selection.choose_rollouts(batch)
-        counted = chosen if isinstance(chosen, GroupRewards) else batch.rewards
-        chosen_R = ~chosen.rewards_R.isnan() if isinstance(chosen, GroupRewards) else chosen
-        of_ranks.append(estimator(counted.rewards_R, counted.groups_R).masked_fill(~chosen_R, math.nan))
-    if "all_ranks" in selection.requirement("").needs:
-        everyone_R = torch.cat(of_ranks)
-        batch = learning_batch(parts[0], progress=progress)
-        kept_R = selection.choose_from_batch(batch, everyone_R, len(groups))
-        of_ranks = [*everyone_R.masked_fill(~kept_R, math.nan).split([len(each) for each in of_ranks])]
-    found: dict[int, list[float]] = {}
-    for own, (part, advantages_R) in enumerate(zip(parts, of_ranks, strict=True)):
-        of_groups = advantages_R.split([len(group.rollouts) for group in part])
-        found |= {own + n * size: advantages_N.tolist() for n, advantages_N in enumerate(of_groups)}
-    return [found[n] for n in range(len(groups))]
+    given, batches = list[Any](), list[Batch]()
+
+    def give(value: Any) -> list[Any]:
+        given.append(value)
+        raise InterruptedError
+
+    for rank in range(size):
+        part = learning_batch(groups[rank::size], lambda *_: entropies, progress=progress)
+        for rollout in part.rollouts:
+            rollout.advantage = 0.0
+        batches.append(replace(part, rank=rank, estimate=partial(estimate, part, estimator)))
+        estimate(part, estimator)
+    if size > 1:  # what each rank has for the others, to begin with
+        for batch in batches:
+            with suppress(InterruptedError):
+                selection.on_batch(replace(batch, all_gather=give).of(selection))
+    for batch in batches:
+        batch = replace(batch, all_gather=lambda _: given) if given else batch
+        selection.on_batch(batch.of(selection))
+    return [[rollout.advantage for rollout in group.rollouts] for group in groups]
+
+
+def estimate(batch: Batch, estimator: Estimator, *_: Batch) -> None:
+    """Give rollouts their advantages; those whose advantage is NaN are left out."""
+    is_in_R = torch.tensor([not math.isnan(rollout.advantage) for rollout in batch.rollouts])
+    rewards = batch.rewards.only(is_in_R)
+    advantages_R = estimator(rewards.rewards_R, rewards.groups_R).masked_fill(rewards.rewards_R.isnan(), math.nan)
+    for rollout, advantage in zip(batch.rollouts, advantages_R.tolist(), strict=True):
+        rollout.advantage = advantage
 
 
 def known(values: list[float]) -> dict[int, float]:
@@ -172,7 +187,7 @@ def test_entropies_that_are_not_told_count_as_they_are_measured_where_a_rollout_
         asked.extend(untold)
         return measured
 
-    selection.choose_rollouts(learning_batch(groups, entropies))
+    selection.on_batch(learning_batch(groups, entropies).of(selection))
     keys = {rollout.completion.request.key for rollout in asked}
     assert keys == {("train/0", 0, (1,))}  # neither the one that has been trained on nor the one without a reward
     found = advantages(selection, groups, entropies={key: measured[key] for key in keys})
@@ -222,9 +237,6 @@ def test_the_only_loser_counts_in_the_baseline_of_all_others_whoever_is_kept(rul
         assert any(is_kept) and not all(is_kept)
 
 
-# ---- over a run ----------------------------------------------------------------------------------------
-
-
 # ---- tokens --------------------------------------------------------------------------------------------
 
 
@@ -234,11 +246,21 @@ def test_tokens_with_the_largest_absolute_advantage_times_entropy_are_kept() -> 
     for rollout, advantage in zip(group.rollouts, [1.5, -2.0, 0.0], strict=True):
         rollout.advantage = advantage
     keys = [rollout.completion.request.key for rollout in group.rollouts]
-    batch = learning_batch([group], lambda *_: dict(zip(keys, entropies, strict=False)))
-    kept = TokenShare(0.5).token_mask(batch, group.rollouts)
-    assert kept is not None
-    assert [kept[key].tolist() for key in keys] == [[True, False], [True, True], [False, False]]
-    assert TokenShare(1.0).token_mask(batch, group.rollouts) is None
+    step = make_step(group.rollouts, lambda *_: dict(zip(keys, entropies, strict=False)))
+    TokenShare(1.0).on_minibatch(step)
+    assert not any(rollout.columns for rollout in group.rollouts)
+    TokenShare(0.5).on_minibatch(step)
+    masks = [rollout.columns["mask"].tolist() for rollout in group.rollouts]
+    assert masks == [[True, False], [True, True], [False, False]]
+
+
+def test_where_all_tokens_are_kept_those_of_the_highest_entropy_are_trained_on_as_the_objective_says() -> None:
+    gradients = []
+    for plugins in ([TokenShare(1.0)], []):
+        learner, steps = make_learner(objective=Objective(top_entropy_quantile=0.5), plugins=plugins)
+        assert learner.learn(ragged_groups())["update/kept_share"] < 0.6
+        gradients.append(steps.gradients[0])
+    assert torch.equal(*gradients)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
@@ -297,9 +319,9 @@ def test_a_scheduler_says_before_each_run_which_rollouts_a_module_learns_from() 
     selections = []
     for plugins in (["d3s:keep=3,tokens=0.5"], [], ["pods:keep=2"]):
         RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
-        selections.append(module.settings.plugin("choose_rollouts"))
-    assert selections == [D3S(3, tokens=0.5), None, MaxVariance(2)]
+        selections.append([*module.settings.plugins])
+    assert selections == [[D3S(3, tokens=0.5)], [], [MaxVariance(2)]]
     RolloutScheduler().setup(trainer, module, "validate")  # pyright: ignore[reportArgumentType]
-    assert module.settings.plugin("choose_rollouts") == MaxVariance(2)
+    assert [*module.settings.plugins] == [MaxVariance(2)]
     with pytest.raises(ValueError, match=r"keep is 5, but model\.num_generations is 4"):
         module.set_plugins(MaxVariance(5))

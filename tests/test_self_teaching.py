@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import random_policy, save_tokenizer
 from conversations import chat_tokenizer, play, text_of
-from hand_made import full_logprobs, make_rollout
+from hand_made import Watching, full_logprobs, make_rollout
 from test_environments import Guess, counting, worker_of
 from test_learner import make_learner
 from test_sft import chat_folder as chat_folder  # a policy whose chat template ends messages with <eos>
@@ -158,8 +158,8 @@ def test_advantages_are_the_weighted_difference_of_log_probs(policy_folder: Path
         group_of(data, 0, ["3", "2", "02"], [0, 1, 1], policy=policy),
         group_of(data, 1, ["8", "77"], [0, 0], ["", "= 6"], policy),
     ]
-    plugin = started(SDPO(**SHORT, weight=0.25), policy, data)
-    learner, _ = make_learner(plugins=[plugin], policy=policy, double=False)
+    plugin, watching = started(SDPO(**SHORT, weight=0.25), policy, data), Watching()
+    learner, _ = make_learner(plugins=[plugin, watching], policy=policy, double=False)
     logs = learner.learn(groups)
     after = ["1+1=+2", "1+1=+02", "1+1=+2", "", "2*3=*= 6"]
     ratios = list[torch.Tensor]()
@@ -169,7 +169,7 @@ def test_advantages_are_the_weighted_difference_of_log_probs(policy_folder: Path
             asked = Prompt("other", tuple(ids_of(data, text)), text)
             ratios.append(full_logprobs(policy, replace(rollout, prompt=asked)) - rollout.completion.logprobs_T)
             expected_T += 0.25 * ratios[-1]
-        torch.testing.assert_close(rollout.token_advantages, expected_T, rtol=0, atol=2e-6)
+        torch.testing.assert_close(watching.of(rollout)["token_advantage"], expected_T, rtol=0, atol=2e-6)
     metrics = plugin.on_update_end(GroupBatch(groups, 1, RIGHT, lambda value: [value]))
     assert metrics["teacher/reverse_kl"] == pytest.approx(-float(torch.cat(ratios).mean()), abs=1e-5)
     assert metrics["teacher/taught_share"] == 0.8 and metrics["teacher/misfit_share"] == 0
@@ -349,12 +349,12 @@ def test_in_an_environment_the_hint_stands_before_what_reset_said() -> None:
 
 def test_a_batch_without_anything_to_show_has_the_rollouts_own_advantages(policy_folder: Path) -> None:
     data, policy = data_of(policy_folder, {"prompt": "p"}), random_policy()
-    plugin = started(SDPO(**SHORT, weight=0.75), policy, data)
+    plugin, watching = started(SDPO(**SHORT, weight=0.75), policy, data), Watching()
     group = group_of(data, 0, ["a", "bc"], [0, 0.5], policy=policy)
-    make_learner(plugins=[plugin], policy=policy, double=False)[0].learn([group])
+    make_learner(plugins=[plugin, watching], policy=policy, double=False)[0].learn([group])
     for rollout in group.rollouts:
-        assert rollout.token_advantages is not None and rollout.advantage != 0
+        assert rollout.advantage != 0
         own = 0.25 * torch.full((rollout.completion.num_trained,), rollout.advantage)
-        torch.testing.assert_close(rollout.token_advantages, own)
+        torch.testing.assert_close(watching.of(rollout)["token_advantage"], own)
     metrics = plugin.on_update_end(GroupBatch([group], 1, RIGHT, lambda value: [value]))
     assert metrics["teacher/tokens"] == metrics["teacher/taught_share"] == 0 and math.isnan(metrics["teacher/entropy"])

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import pytest
-import torch
 from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
 
-from lit_grpo.plugins import GroupBatch, Plugin
+from lit_grpo.plugins import Plugin
 from lit_grpo.types import PassRule, Rollout
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.plugin import Batch
 
 
 @dataclass
 class ByLength(Plugin):
     """Less for each token that was sampled, and more where something passed."""
 
+    writes: ClassVar[frozenset[str]] = frozenset({"advantage"})
     cost: float = 0.25
 
-    def shape_advantages(self, batch: GroupBatch, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-        return [
-            [self.of(each, value, batch.pass_rule) for each, value in zip(group.rollouts, values, strict=True)]
-            for group, values in zip(batch.groups, advantages, strict=True)
-        ]
+    def on_batch(self, batch: Batch) -> None:
+        for rollout in batch.rollouts:
+            batch.set("advantage", rollout, self.of(rollout, rollout.advantage, batch.pass_rule))
 
     def of(self, rollout: Rollout, advantage: float, pass_rule: PassRule) -> float:
         return advantage - self.cost * rollout.completion.num_sampled + float(pass_rule.passes(rollout.rewards))
@@ -56,17 +54,17 @@ def test_a_flat_group_is_learnt_from_where_a_rule_says_so() -> None:
 
 
 def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
-    seen: list[torch.Tensor] = []
+    seen: list[float] = []
 
     @dataclass
     class Noting(Plugin):
+        writes = frozenset({"trained"})
         needs = frozenset({"all_ranks"})
 
-        def choose_from_batch(self, batch: Any, advantages_R: torch.Tensor, num_groups: int) -> torch.Tensor:
-            seen.append(advantages_R)
-            return ~advantages_R.isnan()
+        def on_batch(self, batch: Batch) -> None:
+            seen.extend(rollout.advantage for rollout in batch.rollouts)
 
     groups = ragged_groups()
-    make_learner(plugins=[ByLength(), Noting()])[0].learn(groups)
+    make_learner(plugins=[Noting(), ByLength()])[0].learn(groups)
     given = [rollout.advantage for group in groups for rollout in group.rollouts]
-    assert seen[0].tolist() == pytest.approx(given)
+    assert seen == pytest.approx(given) and len(seen) == 8

@@ -124,14 +124,15 @@ def test_measuring_leaves_the_weights_and_takes_a_pass_for_each_old_version() ->
     learner.passes.measure = counted
     groups = batch([0, 3])
     groups[0].rollouts[0].learnt = True  # it has left in an earlier part of its group
-    _, columns = learner._prepare(groups, None, TokenMetrics(), is_whole=True)
-    assert passes == [(6, 0)] and columns == ("old_logprobs",)
-    for rollout in [rollout for group in groups for rollout in group.rollouts][1:]:
-        old_T = rollout.columns["old_logprobs"]
+    first, *others = learner._prepare(groups, None, TokenMetrics(), is_whole=True).rollouts
+    assert passes == [(6, 0)] and first.columns["old_logprob"].isnan().all()
+    for rollout in others:
+        old_T = rollout.columns["old_logprob"]
         assert torch.equal(old_T.isnan(), rollout.completion.versions_T == 3)
     for kept, own in zip(policies[3].parameters(), learner.policy.parameters(), strict=True):
         assert torch.equal(kept, own)
-    assert learner._prepare(batch([3]), None, TokenMetrics(), is_whole=True)[1] == ()
+    fresh_ones = learner._prepare(batch([3]), None, TokenMetrics(), is_whole=True).rollouts
+    assert not any(rollout.columns for rollout in fresh_ones)
 
 
 def test_versions_that_nobody_needs_are_let_go_and_one_that_is_missing_is_told() -> None:

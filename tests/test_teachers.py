@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, save_tokenizer
-from hand_made import VOCAB_SIZE, full_logprobs, make_rollout, meet, random_groups
+from hand_made import VOCAB_SIZE, Watching, full_logprobs, make_rollout, meet, random_groups
 from test_channels import Imitated, assert_mixed_is_the_sum
 from test_learner import make_learner, member, ragged_groups
 from torch import distributed
@@ -67,10 +67,12 @@ def rollouts_of(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-def learnt(groups: Sequence[RolloutGroup], plugin: Distill, teacher: Any, **changes: Any) -> tuple[torch.Tensor, Any]:
+def learnt(
+    groups: Sequence[RolloutGroup], plugin: Distill, teacher: Any, watching: Sequence[Watching] = (), **changes: Any
+) -> tuple[torch.Tensor, Any]:
     """The gradient of one update, and its logs."""
     plugin = fresh(plugin)
-    learner, steps = make_learner(plugins=[plugin], **changes)
+    learner, steps = make_learner(plugins=[plugin, *watching], **changes)
     if teacher == "live":
         teacher = learner.policy
     plugin.on_train_start(TrainingRun(learner.policy, None, 0, 1, Ranks(), teacher=teacher_of(teacher)))
@@ -212,10 +214,11 @@ def test_observed_and_masked_tokens_are_neither_scored_nor_learnt_from() -> None
     """What is learned from the others does not change with what a teacher would say of them."""
     for plugin in (Distill(), Distill(top_k=3)):
         groups = unrewarded(ragged_groups())
-        _, logs = learnt(groups, plugin, other_policy())
+        _, logs = learnt(groups, plugin, other_policy(), [watching := Watching()])
         assert math.isfinite(logs["grad_norm"])
         first = groups[0].rollouts[1]  # sampled, observed, sampled
-        assert first.token_advantages is None or len(first.token_advantages) == first.completion.num_trained == 5
+        taught = watching.of(first)["candidate_ids" if plugin.top_k else "token_advantage"]
+        assert len(taught) == first.completion.num_trained == 5
 
 
 def test_the_last_token_is_learnt_from_and_nothing_behind_it() -> None:
@@ -223,11 +226,10 @@ def test_the_last_token_is_learnt_from_and_nothing_behind_it() -> None:
     rollout = make_rollout([5, 6], [7, 1], NAN, [-1.0, -2.0])
     rollout.rewards = {"exact": None}
     teacher = other_policy()
-    learnt([RolloutGroup(rollout.prompt, [rollout])], Distill(weight=2.0), teacher)
+    learnt([RolloutGroup(rollout.prompt, [rollout])], Distill(weight=2.0), teacher, [watching := Watching()])
     logits = teacher(input_ids=torch.tensor([[5, 6, 7]])).logits[0].log_softmax(-1)
     expected = [2 * (float(logits[1, 7].detach()) + 1.0), 2 * (float(logits[2, 1].detach()) + 2.0)]
-    assert rollout.token_advantages is not None
-    assert rollout.token_advantages.tolist() == pytest.approx(expected, abs=1e-6)
+    assert watching.of(rollout)["token_advantage"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_it_adds_to_the_advantages_of_rewards() -> None:
@@ -241,14 +243,13 @@ def test_it_adds_to_the_advantages_of_rewards() -> None:
 
 def test_the_temperature_of_the_teacher_is_its_own() -> None:
     (rollout,) = rollouts_of(unrewarded(random_groups(random_policy(), [[0.0]])))
-    teacher, plugin = other_policy(), fresh(Distill())
-    learner, _ = make_learner(plugins=[plugin], temperature=0.7)
+    teacher, plugin, watching = other_policy(), fresh(Distill()), Watching()
+    learner, _ = make_learner(plugins=[plugin, watching], temperature=0.7)
     run = TrainingRun(learner.policy, None, 0, 1, Ranks(), teacher=teacher_of(teacher, temperature=2.0))
     plugin.on_train_start(run)
     learner.learn([RolloutGroup(rollout.prompt, [rollout])])
     expected = full_logprobs(teacher, rollout, 2.0) - rollout.completion.logprobs_T
-    assert rollout.token_advantages is not None
-    assert torch.allclose(rollout.token_advantages, expected, atol=1e-5)
+    assert torch.allclose(watching.of(rollout)["token_advantage"], expected, atol=1e-5)
 
 
 def on_a_rank(rank: int, folder: str, top_k: int) -> None:

@@ -26,7 +26,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, Completion, Key, Prompt, Request, RolloutGroup, SamplingParams, alone
 from lit_grpo.update.advantages.estimator import Advantages
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), ""), Prompt("c", tuple(range(2, 30)), "")]
 SAMPLING = SamplingParams(max_tokens=24, max_observed=12)
@@ -138,7 +138,7 @@ def test_only_sampled_tokens_are_credited() -> None:
     rollout, other = make_rollout([5], [9], 1.0), make_rollout([5], [8], 0.0, sample_id=1)
     rollout.completion = completion
     found = credited(EPTree(), RolloutGroup(PROMPTS[0], [rollout, other]), [0.0, 0.0])
-    assert [each.tolist() for each in found] == [[2.0, 2.0], [-2.0]]
+    assert found == [[2.0, 2.0], [-2.0]]
 
 
 # ---- TreePO -------------------------------------------------------------------------------------------
@@ -203,8 +203,11 @@ def test_segments_that_nothing_fills_are_whitened_dr_grpo() -> None:
 class ByHand(TreePO):
     """The run's own advantages, whitened over tokens."""
 
-    def credit(self, batch: LearningBatch) -> list[torch.Tensor | None]:
-        return batch.whitened([torch.full((each.completion.num_trained,), each.advantage) for each in batch.rollouts])
+    def on_batch(self, batch: Batch) -> None:
+        own = [torch.full((each.completion.num_trained,), each.advantage) for each in batch.rollouts]
+        for rollout, advantages_N in zip(batch.rollouts, batch.whitened(own), strict=True):
+            if advantages_N is not None:
+                batch.set("token_advantage", rollout, advantages_N)
 
 
 # ---- ARPO and AEPO ------------------------------------------------------------------------------------

@@ -52,20 +52,11 @@ def episodes(*rewards: Sequence[float], outcomes: Sequence[float] | None = None)
     )
 
 
-# ---- MT-GRPO ------------------------------------------------------------------------------------------
-
-
 def test_without_weight_or_rewards_by_turn_it_is_plain_grpo() -> None:
     members = episodes([1.0, 4.0], [3.0, 2.0])
     assert credited(MTGRPO(weight=0.0), members, [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
     silent = [episode(0, 1.0, [START, KEY], ()), episode(1, 0.0, [START, KEY], ())]
     assert credited(MTGRPO(), group(*silent), [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
-
-
-# ---- returns to go ------------------------------------------------------------------------------------
-
-
-# ---- both ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))

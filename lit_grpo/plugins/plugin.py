@@ -217,7 +217,8 @@ class Plugin(Listener):
     :meth:`on_minibatch`, :meth:`loss` for each micro-batch, :meth:`on_gradient`, and :meth:`on_optimizer_step`.
 
     Attributes:
-        writes: Columns of :data:`lit_grpo.plugins.columns.COLUMNS` that it may write in the update.
+        writes: Columns of :data:`lit_grpo.plugins.columns.COLUMNS` that it may write in the update; those of all its
+            bases if a class does not say.
         role: What it decides beside these and :data:`DECISIONS`, such as ``which completions are stopped early``, so
             that no other plug-in with the same role joins it; empty if any may.
         needs: What it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`. Columns and hooks of
@@ -243,6 +244,12 @@ class Plugin(Listener):
     asks_teacher: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
     datasets: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        """Let a class of several plug-ins write what each of them does."""
+        super().__init_subclass__()
+        if "writes" not in vars(cls):
+            cls.writes = frozenset[str]().union(*(getattr(base, "writes", ()) for base in cls.__bases__))
 
     def __post_init__(self) -> None:
         """Check the fields against their annotations; a plug-in that checks more calls it first."""

@@ -272,7 +272,8 @@ class Learner:
         self._call(step, "on_minibatch", lambda plugin: not plugin.writes.intersection(LATE))
         rows = [*rollouts, *step.values.get("examples", ())]
         if is_whole:
-            if objective.top_entropy_quantile < 1 and "mask" not in settings.written:
+            is_masked = any("mask" in row.columns for row in trained)
+            if objective.top_entropy_quantile < 1 and not ranks.max(float(is_masked)):
                 entropies = passes.measure(trained, "entropy")
                 for row, mask_N in zip(trained, step.highest(entropies, objective.top_entropy_quantile), strict=True):
                     row.columns["mask"] = mask_N

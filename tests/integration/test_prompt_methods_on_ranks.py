@@ -29,7 +29,7 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.plugins import Plugin
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
-from lit_grpo.update.plugin import OptimizerStep
+from lit_grpo.update.step import Step
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
@@ -49,7 +49,7 @@ class Hearing(Plugin):
     def num_parts(self) -> int:
         return 2
 
-    def on_optimizer_step(self, step: OptimizerStep) -> None:
+    def on_optimizer_step(self, step: Step) -> None:
         self.heard += [(norm.square, norm.signal, norm.noise) for norm in step.norms]
 
 

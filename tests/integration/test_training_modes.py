@@ -23,7 +23,7 @@ from lit_grpo.types import OBSERVED, PromptBatch
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.plugin import LearningBatch
+from lit_grpo.update.plugin import Batch
 
 NUM_PROMPTS, BATCH, GROUP, UPDATES = 5, 2, 4, 7
 MODES = [
@@ -167,15 +167,15 @@ def test_snapshots_in_a_run_of_april_are_exact_and_resume(policy_folder: Path, t
     """Old log-probs against whole policies of each version; the weights of no version are kept longer than needed."""
     objective = Objective(correction=Correction("token_truncate"))
     seen: dict[int, dict[Any, torch.Tensor]] = {}
-    logprobs = Snapshots.old_logprobs
+    measure = Snapshots.on_batch
 
-    def kept(self: Snapshots, batch: LearningBatch, several_steps: bool) -> Any:
-        found = logprobs(self, batch, several_steps)
-        seen[batch.version] = found or {}
-        return found
+    def kept(self: Snapshots, batch: Batch) -> None:
+        measure(self, batch)
+        given = [rollout for rollout in batch.rollouts if "old_logprob" in rollout.columns]
+        seen[batch.version] = {each.completion.request.key: each.columns["old_logprob"] for each in given}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Snapshots, "old_logprobs", kept)
+        patch.setattr(Snapshots, "on_batch", kept)
         trained, module, _ = train(policy_folder, APRIL, tmp_path / "whole", method="snapshots", objective=objective)
     num_old = 0
     for version, batch in trained.batches.items():

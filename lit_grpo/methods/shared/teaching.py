@@ -28,7 +28,6 @@ class TeacherPlugin(Plugin):
         """Begin without a teacher."""
         self.teacher: Teacher | None = None
         self._averaged: dict[str, torch.Tensor] = {}
-        self.taught: Mapping[Key, TeacherScores] = {}
         self._sums = (0.0, 0.0, 0)  # of log-ratios and of the teacher's entropies; tokens
 
     def on_train_start(self, run: TrainingRun) -> None:
