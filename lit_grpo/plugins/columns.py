@@ -162,7 +162,7 @@ COLUMNS: Mapping[str, Column] = {
     ),
     # before each optimizer step, when it is known which rows go through the policy
     "chunks": Column("completion", "on_minibatch", None, "which completions go through the policy in chunks"),
-    "term": Column("step", "on_minibatch", None, _TERM, whole_run=_STEP, by_rows=False),
+    "term": Column("step", "on_minibatch", None, _TERM, _AGREED, whole_run=_STEP, by_rows=False),
     # at each micro-batch
     "proximal_logprob": Column(
         "micro-batch token",
