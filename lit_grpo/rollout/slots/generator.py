@@ -287,13 +287,9 @@ class SlotGenerator(Versioned):
                 if self._incoming:
                     is_prefilling = True
                     self._prefill_prompts(events, ahead=is_roomy)
-                    rows, resumed = self._rows, [request for request in self._incoming if request.prefix.num_tokens]
-                    resumption = self._kept.resume(self.policy, resumed, rows, self._cache, self.budget.prefill_tokens)
-                    for requests in resumption if resumed else ():  # the cache gets all but their last tokens
-                        rows.admit(requests, self.version)
-                        entered = {request.key for request in requests}
-                        self._incoming = [request for request in self._incoming if request.key not in entered]
-                    rows.admit(self._incoming, self.version)
+                    if resumed := [request for request in self._incoming if request.prefix.num_tokens]:
+                        self._resume(resumed)
+                    self._rows.admit(self._incoming, self.version)
                     self._incoming, is_prefilling = [], False
                 self._finish(self._decode(events), events)
         except BaseException as error:
@@ -391,6 +387,15 @@ class SlotGenerator(Versioned):
                     entropies_B1 = torch.special.entr(logits_BV.softmax(-1)).sum(-1)[:, None]  # before truncation
                     features_BF = torch.cat([hidden_BD.float(), torch.zeros_like(entropies_B1), entropies_B1], -1)
                     events.observations.append(Observation(groups, 0, features_BF.cpu().numpy()))
+
+    def _resume(self, resumed: Sequence[Request]) -> None:
+        """Give rows to those of the incoming requests that have prefixes: the cache gets all but their last tokens."""
+        assert self.budget is not None
+        rows, most_tokens = self._rows, self.budget.prefill_tokens
+        for requests in self._kept.resume(self.policy, resumed, rows, self._cache, most_tokens):
+            rows.admit(requests, self.version)
+            entered = {request.key for request in requests}
+            self._incoming = [request for request in self._incoming if request.key not in entered]
 
     def _decode(self, events: StepEvents) -> np.ndarray:
         """Give each row a token: from its last one, or from its prompt if it has none yet; return the tokens."""
