@@ -119,7 +119,8 @@ class PolicySpec:
     @cached_property
     def _ends(self) -> set[Any]:
         """The tokens that end a completion, and padding."""
-        return {*eos_token_ids(self.module, self.tokenizer), self.tokenizer.pad_token_id}
+        padding: Any = self.tokenizer.pad_token_id
+        return {*eos_token_ids(self.module, self.tokenizer), padding}
 
     @property
     def embeddings(self) -> torch.nn.Module:
