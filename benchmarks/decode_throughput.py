@@ -197,7 +197,7 @@ def _bare(work: Work, repeats: int, warms_up: bool, sample: int) -> Row:
         def on_step(num_tokens: int, steps: list[tuple[int, int]] = steps) -> None:
             if rows := generator._rows.requests:
                 prompt_tokens = [len(request.prompt.token_ids) for request in rows]
-                steps.append((num_tokens, int((generator._rows.counts_B + prompt_tokens).mean())))
+                steps.append((num_tokens, int((generator._rows.counts[: len(rows)] + prompt_tokens).mean())))
 
         begin = time.perf_counter()
         roll_out(generator, work.prompts, work.group_size, work.sampling, on_step=on_step)

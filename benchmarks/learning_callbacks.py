@@ -21,6 +21,7 @@ from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
+from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import RolloutGroup
@@ -201,11 +202,6 @@ class StaleSlots(SlotGenerator):
         self.lag = lag
         self._sent: deque[tuple[int, Mapping[str, torch.Tensor]]] = deque(maxlen=lag + 1)
 
-    @property
-    def version(self) -> int:
-        """The last version that was sent; tokens carry the one that samples them."""
-        return self._sent[-1][0] if self._version >= 0 else -1
-
     def start(self, policy: PolicySpec) -> None:
         """Bind a copy."""
         self._trained = policy.module
@@ -224,4 +220,14 @@ class StaleSlots(SlotGenerator):
             for name, tensor in self.policy.named_parameters():
                 tensor.copy_(old[name])
         super().load_weights(self.policy.named_parameters(), sampled_by)
+        self.version = version
         return SyncReport({name: digest(tensor) for name, tensor in self._sent[-1][1].items()})
+
+    def step(self) -> StepEvents:
+        """Decode: tokens carry the version that samples them, though ``version`` is the last one that was sent."""
+        sent = self.version
+        self.version = min(sent, self._sent[0][0]) if self._sent else sent
+        try:
+            return super().step()
+        finally:
+            self.version = sent

@@ -10,6 +10,7 @@ import numpy as np
 from lit_grpo.methods.plans import find_plan
 from lit_grpo.plugins import Listener
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import FittedLengths, Job, NoLengths
@@ -38,8 +39,11 @@ class ForcedGenerator(SlotGenerator):
         super().__init__(num_slots, packed_weights=packed_weights)
         self.lengths = lengths
 
-    def _stopped(self, tokens_B: np.ndarray) -> np.ndarray:
-        return self._rows.counts_B >= np.array([self.lengths[request.key] for request in self._rows.requests])
+    def _finish(self, tokens_B: np.ndarray, events: StepEvents) -> None:
+        """Take the tokens of completions that are as long as they should be for end tokens, and no others."""
+        lengths_B = np.array([self.lengths[request.key] for request in self._rows.requests])
+        ends_B = self._rows.counts[: len(lengths_B)] >= lengths_B
+        super()._finish(np.where(ends_B, self._eos_ids[0], -1), events)
 
 
 class ForetoldLengths(NoLengths):
@@ -119,7 +123,7 @@ def kv_tokens(generator: SlotGenerator) -> tuple[int, int]:
     if not rows.requests:
         return generator.capacity().kv_tokens_in_use, 0
     prompts = {request.key[:2]: len(request.prompt.token_ids) for request in rows.requests}
-    return generator.capacity().kv_tokens_in_use, int(rows.counts_B.sum()) + sum(prompts.values())
+    return generator.capacity().kv_tokens_in_use, int(rows.counts[: len(rows.requests)].sum()) + sum(prompts.values())
 
 
 def replayed(trace: Trace, plan: str, num_slots: int, lengths: FittedLengths, kv_tokens: int | None = None) -> Schedule:

@@ -144,6 +144,8 @@ class GRPOModule(EvaluationModule):
 
     policy: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    spec: PolicySpec
+    """The policy for those who decode with it."""
     learner: Learner
 
     @takes_dicts
@@ -220,7 +222,6 @@ class GRPOModule(EvaluationModule):
         self.policy_version = 0
         self._batch_watch = BatchWatch(self.rewards, on_reward_error)
         self._doubted: set[str] = set()  # splits whose rows were looked at for answers that cannot be won
-        self._longest_row: int | None = None
         self.unusual_rate: UnusualRate | None = None
         self._course: Course | None = None
         self._told, self._told_before = RunSettings(), RunSettings()  # in this run, in the checkpoint's
@@ -421,6 +422,7 @@ class GRPOModule(EvaluationModule):
                 "themselves; set model.lora, or take the policy without quantization."
             )
         checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
+        self.spec = PolicySpec(self.policy, self.tokenizer, self.keep_special_tokens)
 
     def _make_learner(self) -> Learner:
         """Make what trains the policy, with a reference where a KL term asks for one."""
@@ -457,7 +459,8 @@ class GRPOModule(EvaluationModule):
         self._doubted |= prompts.keys()
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
         context = context_length(self.policy)
-        self._longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
+        longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
+        self.spec = replace(self.spec, longest_row=longest_row)
         if self.teacher is not None and "train" in prompts:
             longest = max(len(prompt.token_ids) for prompt in prompts["train"])
             self.teacher.check_context(longest + self.sampling.room)
@@ -578,11 +581,6 @@ class GRPOModule(EvaluationModule):
             ValueError: There is no room for it; what was there before is left as it was.
         """
         return export(self.policy, self.tokenizer, Path(folder), keep=self.ranks.rank == 0)
-
-    @property
-    def spec(self) -> PolicySpec:
-        """The policy for those who decode with it."""
-        return PolicySpec(self.policy, self.tokenizer, self.keep_special_tokens, longest_row=self._longest_row)
 
     # ---- validation -------------------------------------------------------------------------------
 

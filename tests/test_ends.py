@@ -39,7 +39,7 @@ def request(prefix: Trajectory = EMPTY, stop: tuple[str, ...] = (), max_tokens: 
 def taken(policy: PolicySpec, asked: Request, *chunks: SampledChunk) -> list[Completion]:
     """Send these chunks to the in-process generator's gate, one in each step; return what has finished."""
     generator, events = VLLMGenerator(2), StepEvents(num_active=1)
-    generator._policy, generator._streams, generator._version = policy, EngineRequests(policy), 0
+    generator._policy, generator._streams, generator.version = policy, EngineRequests(policy), 0
     stream = generator._streams.open(asked, 1.0, "")
     generator._streams.give_ticket(stream)
     ticket = stream.ticket

@@ -57,7 +57,7 @@ def test_a_rollout_does_not_go_on_with_a_policy_that_has_changed_since_it_was_se
 ) -> None:
     generator = VLLMServerGenerator(2)
     generator._policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
-    generator._version, generator._arrived = 3, {"weight": "a"}
+    generator.version, generator._arrived = 3, {"weight": "a"}
 
     def load(weights: Any, version: int) -> None:
         assert version == 3
@@ -308,7 +308,7 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
 ) -> None:
     generator = VLLMServerGenerator(2)
     policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
-    generator._policy, generator._streams, generator._version = policy, EngineRequests(policy), 0
+    generator._policy, generator._streams, generator.version = policy, EngineRequests(policy), 0
     generator._fleet = fleet_of(server_of("http://one", well=False), server_of("http://two", well=False))
     monkeypatch.setattr(generator, "_bring", lambda weights, version: setattr(generator._fleet._servers[0], "up", True))
     asked: list[int] = []

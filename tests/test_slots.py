@@ -85,9 +85,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
         return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float(), positions_B.float()
 
     inputs = TokenRows.inputs
-    monkeypatch.setattr(
-        TokenRows, "inputs", lambda rows, decoded: inputs(rows, decoded) | {"uniform": rows.counts_B.copy()}
-    )
+
+    def with_positions(rows: TokenRows, decoded: int) -> dict[str, Any]:
+        return inputs(rows, decoded) | {"uniform": rows.counts[: len(rows.requests)].copy()}
+
+    monkeypatch.setattr(TokenRows, "inputs", with_positions)
     monkeypatch.setattr(slots_module, "sample_tokens", sample)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -109,16 +110,17 @@ class PolicySpec:
         for token_id, token in self.tokenizer.added_tokens_decoder.items():
             if token.special:
                 hidden.add(token_id)
-        hidden.difference_update(self._ends)
+        hidden -= self._ends
         held: set[int] = set()
         for completion in completions:
             held |= hidden.intersection(completion.sampled_ids)
         return [str(self.tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(held)]
 
-    @property
-    def _ends(self) -> list[Any]:
+    @cached_property
+    def _ends(self) -> set[Any]:
         """The tokens that end a completion, and padding."""
-        return [*self.eos_ids, self.tokenizer.pad_token_id]
+        padding: Any = self.tokenizer.pad_token_id
+        return {*eos_token_ids(self.module, self.tokenizer), padding}
 
     @property
     def embeddings(self) -> torch.nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ _WORD = 8  # bytes
 _COLUMNS, _ROWS = 1024, 256  # words
 
 
+@dataclass(eq=False)
 class PolicyWeights:
     """The complete weights of a policy, one whole tensor at a time. Exports, syncs and their proofs all use it.
 
@@ -47,14 +48,14 @@ class PolicyWeights:
     Args:
         policy: The model, perhaps with adapters of peft.
         merged: Give the weights as above; otherwise give every parameter as it is in the model.
-        dtype: The dtype of the generator; floating point parameters are rounded to it. By default they are not.
+        dtype: The dtype of the generator; floating point parameters that are merged are rounded to it. By default they
+            are not.
     """
 
-    def __init__(self, policy: PreTrainedModel, merged: bool = True, dtype: torch.dtype | None = None) -> None:
-        self.policy = policy
-        self.merged = merged
-        self.dtype = dtype
-        self.digests: dict[str, str] = {}
+    policy: PreTrainedModel
+    merged: bool = True
+    dtype: torch.dtype | None = None
+    digests: dict[str, str] = field(default_factory=dict, init=False)
 
     def __iter__(self) -> Iterator[Named]:
         self.digests.clear()
@@ -72,7 +73,7 @@ class PolicyWeights:
         """The same tensors without content, on the device ``meta``."""
         if self.merged:
             return dict(self._as_saved(self._state(_like)))
-        return {name: self._rounded(_like(parameter)) for name, parameter in self.policy.named_parameters()}
+        return {name: _like(parameter) for name, parameter in self.policy.named_parameters()}
 
     def name_of(self, weight: torch.Tensor) -> str:
         """Return the name of one of the policy's own tensors, which the files hold unchanged."""
@@ -82,7 +83,7 @@ class PolicyWeights:
     def _tensors(self) -> Iterator[Named]:
         if not self.merged:
             for name, parameter in self.policy.named_parameters():
-                yield name, self._rounded(full_tensor(parameter).detach())
+                yield name, full_tensor(parameter).detach()
             return
         changes = {id(parameter): layers for parameter, layers in _changed_by_adapters(self.policy)}
 
@@ -103,13 +104,11 @@ class PolicyWeights:
         ignored = getattr(self.policy, "_keys_to_ignore_on_save", None) or ()
         for name, parameter in self.policy.named_parameters():
             if not is_adapter(name) and (kept := checkpoint_name(name)) not in ignored:
-                yield kept, self._rounded(made(parameter))
+                tensor = made(parameter)
+                yield kept, tensor.to(self.dtype) if self.dtype and tensor.is_floating_point() else tensor
         for name, buffer in persistent_buffers(self.policy):
             if not is_adapter(name) and (kept := checkpoint_name(name)) not in ignored:
                 yield kept, made(buffer)
-
-    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.dtype is None or not tensor.is_floating_point() else tensor.to(self.dtype)
 
     def _as_saved(self, state: Iterable[Named]) -> Iterator[Named]:
         """Turn the model's tensors back into those of the files, one layer after another."""

@@ -36,15 +36,6 @@ def uniform(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
-def to_host(
-    tokens_B: torch.Tensor, logprobs_B: torch.Tensor, entropies_B: torch.Tensor
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Copy what :func:`sample_tokens` returns in one piece, because every copy waits for the device."""
-    parts = (tokens_B.int().view(torch.float32), logprobs_B, entropies_B)
-    tokens, logprobs, entropies = torch.stack(parts).cpu().numpy()
-    return tokens.view(np.int32).astype(np.int64), logprobs, entropies
-
-
 def sample_tokens(
     logits_BV: torch.Tensor, sampling: SamplingParams, uniform_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,9 +121,3 @@ def truncate(logprobs_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
         floor_B1 = logprobs_BV.max(-1, keepdim=True).values + math.log(sampling.min_p)
         logprobs_BV = logprobs_BV.masked_fill(logprobs_BV < floor_B1, dropped).log_softmax(-1)
     return logprobs_BV
-
-
-def entropy(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the entropy of each row's distribution before truncation, in nats, shape B (float32)."""
-    logits_BV = logits_BV.float() / (temperature or 1.0)
-    return torch.special.entr(logits_BV.softmax(-1)).sum(-1)

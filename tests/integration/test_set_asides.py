@@ -19,6 +19,7 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
+from lit_grpo.rollout.slots.forward import FusedDecoder
 from lit_grpo.rollout.slots.generator import KEPT_SHARE, SlotGenerator
 from lit_grpo.rollout.slots.kv.cache import KVBudget
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
@@ -132,11 +133,11 @@ def test_a_probe_under_scarce_memory_changes_neither_samples_nor_gradient(
 
 
 @pytest.mark.parametrize(
-    ("place", "error"),
+    ("owner", "place", "error"),
     [
-        ("decode_step", torch.OutOfMemoryError("CUDA out of memory")),
-        ("sample_tokens", torch.OutOfMemoryError("CUDA out of memory")),
-        ("prefill", RuntimeError("can't allocate memory")),
+        (FusedDecoder, "__call__", torch.OutOfMemoryError("CUDA out of memory")),
+        (slots_module, "sample_tokens", torch.OutOfMemoryError("CUDA out of memory")),
+        (slots_module, "prefill", RuntimeError("can't allocate memory")),
     ],
 )
 def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
@@ -145,10 +146,11 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     expected: list[RolloutGroup],
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
+    owner: Any,
     place: str,
 ) -> None:
     generator, calls = make(policy, tokenizer, 6), 0
-    original = getattr(slots_module, place)
+    original = getattr(owner, place)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -157,7 +159,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
             raise error
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(slots_module, place, failing)
+    monkeypatch.setattr(owner, place, failing)
     groups, stats = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert samples(groups) == samples(expected)
     assert stats.num_preempted > 1
@@ -172,7 +174,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
 
 @pytest.mark.nightly
 def test_one_shortage_that_passes_costs_few_steps(policy: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    undisturbed, original, calls = make(policy, tokenizer, 12), slots_module.decode_step, 0
+    undisturbed, original, calls = make(policy, tokenizer, 12), FusedDecoder.__call__, 0
     steps = RolloutLoop(undisturbed).collect(PROMPTS, 60, SAMPLING, seed=0)[1].num_steps
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +185,7 @@ def test_one_shortage_that_passes_costs_few_steps(policy: Any, tokenizer: Any, m
         return original(*args, **kwargs)
 
     generator = make(policy, tokenizer, 12)
-    monkeypatch.setattr(slots_module, "decode_step", failing)
+    monkeypatch.setattr(FusedDecoder, "__call__", failing)
     _, stats = RolloutLoop(generator).collect(PROMPTS, 60, SAMPLING, seed=0)
     assert generator.budget is not None and generator.budget.tokens == generator.budget.granted_tokens
     assert stats.num_steps < 1.1 * steps
@@ -216,7 +218,7 @@ def test_memory_that_does_not_reach_for_one_completion_alone_is_an_error(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     generator = make(policy, tokenizer, 1)
-    monkeypatch.setattr(slots_module, "decode_step", failing)
+    monkeypatch.setattr(FusedDecoder, "__call__", failing)
     with pytest.raises(torch.OutOfMemoryError):
         RolloutLoop(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
 

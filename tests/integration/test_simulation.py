@@ -15,8 +15,7 @@ from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.slots import generator as slots_module
-from lit_grpo.rollout.slots.forward import decode_step
+from lit_grpo.rollout.slots.forward import FusedDecoder
 from lit_grpo.rollout.slots.kv.cache import KVBudget
 from lit_grpo.scheduling.layouts import Pieces
 from lit_grpo.tools.simulation.known import KnownLengths
@@ -81,17 +80,18 @@ def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(
     policy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[int] = []
+    decode = FusedDecoder.__call__
 
-    def counting(policy: Any, fused: Any, tokens_B: Any, *others: Any) -> Any:
+    def counting(decoder: FusedDecoder, tokens_B: Any, *others: Any) -> Any:
         computed.append(len(tokens_B))
-        return decode_step(policy, fused, tokens_B, *others)
+        return decode(decoder, tokens_B, *others)
 
-    monkeypatch.setattr(slots_module, "decode_step", counting)
     lengths = {("0", 0, (sample,)): length for sample, length in enumerate([4, 1, 2, 1, 3])}
     policy: Any = random_policy()
     generator = ForcedGenerator(lengths, 3)
     generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
     generator.load_weights(policy.named_parameters(), 0)
+    monkeypatch.setattr(FusedDecoder, "__call__", counting)  # after the trial at the start
     loop = RolloutLoop(generator, plan=MICRO_ROUNDS)
     _, stats = loop.collect([Prompt("0", (5,) * 3, "")], 5, SamplingParams(max_tokens=LIMIT), seed=0)
     assert stats.num_steps == 4 + 3  # the first step of a round is that of the prompt

@@ -23,7 +23,7 @@ from lit_grpo.policy.architecture.states import StateShape, state_shape
 from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import INSTEAD, KVLayer, KVShape, use_slot_attention
-from lit_grpo.rollout.slots.forward import FusedDecoder, decode_step, prefill
+from lit_grpo.rollout.slots.forward import FusedDecoder, decode_by_model, prefill
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.tables import RowAttention, RowTables
 
@@ -169,6 +169,9 @@ def _decode(
     cache.admit(["prompt"])
     for position in range(_NUM_PREFILLED, _NUM_TOKENS):
         cache.prepare(np.array([position - _NUM_PREFILLED]))
-        positions_B = torch.tensor([position], device=model.device)
-        hidden_BD = decode_step(model, fused, input_ids_BT[:, position], positions_B, position, cache)
+        tokens_B, positions_B = input_ids_BT[:, position], torch.tensor([position], device=model.device)
+        if fused is None:
+            hidden_BD = decode_by_model(model, tokens_B, positions_B, cache)
+        else:
+            hidden_BD = fused(tokens_B, positions_B, position, cache)
     return hidden_BD[0]

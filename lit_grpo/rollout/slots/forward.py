@@ -149,35 +149,26 @@ def prefill(
     return final_BD
 
 
-def decode_step(
-    policy: PreTrainedModel,
-    fused: FusedDecoder | None,
-    tokens_B: torch.Tensor,
-    positions_B: torch.Tensor,
-    longest: int,
-    cache: Attention,
+def decode_by_model(
+    policy: PreTrainedModel, tokens_B: torch.Tensor, positions_B: torch.Tensor, cache: Attention
 ) -> torch.Tensor:
-    """Run the policy over one token a row, the short way where there is one.
+    """Run the policy over one token a row, the long way; :class:`FusedDecoder` is the short one.
 
     Args:
         policy: Switched to slot attention.
-        fused: The short way, or ``None``.
         tokens_B: The last token of each row.
         positions_B: Where it stands in its sequence.
-        longest: The largest of these positions.
         cache: The keys and values of all tokens before.
 
     Returns:
         The last hidden states, shape (rows, hidden size).
     """
-    if fused is None:
-        states, positions_B1, forward = cache.states, positions_B[:, None], Forward(cache)
-        own = {} if states is None else states.arguments(len(tokens_B))
-        hidden_B1D = hidden_states(policy, tokens_B[:, None], position_ids=positions_B1, slot_cache=forward, **own)
-        if states is not None:
-            states.take()
-        return hidden_B1D[:, 0]
-    return fused(tokens_B, positions_B, longest, cache)
+    states, positions_B1, forward = cache.states, positions_B[:, None], Forward(cache)
+    own = {} if states is None else states.arguments(len(tokens_B))
+    hidden_B1D = hidden_states(policy, tokens_B[:, None], position_ids=positions_B1, slot_cache=forward, **own)
+    if states is not None:
+        states.take()
+    return hidden_B1D[:, 0]
 
 
 class LayerOperations:
@@ -251,11 +242,6 @@ def _epsilon(module: Any) -> float:
     return eps
 
 
-def _lowered(normed: torch.Tensor) -> torch.Tensor:
-    """Cast once, under autocast, what several linear layers would cast each."""
-    return normed.to(compute_dtype(normed.device, normed.dtype))
-
-
 class FusedDecoder:
     """Runs a decoder over the last token of each row; under autocast, as autocast would run the model.
 
@@ -303,8 +289,9 @@ class FusedDecoder:
         cos, sin = self.tables
         cos, sin = cos.index_select(0, positions_B)[:, None], sin.index_select(0, positions_B)[:, None]
         rows, size = len(hidden), self._head_size
+        lowered = compute_dtype(hidden.device, hidden.dtype)  # cast once what several linear layers would cast each
         for layer, own in enumerate(self._layers):
-            normed = _lowered(own.attention_norm(hidden))
+            normed = own.attention_norm(hidden).to(lowered)
             # Query and key heads, one after another, are normed and rotated together.
             heads = own.head_norm(torch.cat([own.query(normed), own.key(normed)], -1).view(rows, -1, size))
             heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin)
@@ -313,7 +300,7 @@ class FusedDecoder:
             query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
             inputs = AttentionInputs(query, key, value[:, :, None], own.scaling, own.sight)
             hidden.add_(own.output(cache.attend(layer, inputs).reshape(rows, -1)))
-            normed = _lowered(own.mlp_norm(hidden))
+            normed = own.mlp_norm(hidden).to(lowered)
             hidden.add_(own.down(own.activation(own.gate(normed)).mul_(own.up(normed))))
         return self.norm(hidden)
 

@@ -16,17 +16,23 @@ from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
-from lit_grpo.rollout.sampling import entropy, sample_tokens, to_host
+from lit_grpo.rollout.sampling import sample_tokens
 from lit_grpo.rollout.slots.attention import KVShape
 from lit_grpo.rollout.slots.binding import check_slot_support, row_attention, slot_context
 from lit_grpo.rollout.slots.copies import check_packing
-from lit_grpo.rollout.slots.forward import DecodingMode, decode_step, prefill
+from lit_grpo.rollout.slots.forward import DecodingMode, decode_by_model, prefill
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import KVBudget, SlotCache, check_request, kv_budget_bytes
 from lit_grpo.rollout.slots.kv.tables import RowTables
 from lit_grpo.rollout.slots.rows import TokenRows
-from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncError, check_complete
+from lit_grpo.rollout.weights.tensors import (
+    SyncReport,
+    Versioned,
+    WeightSyncError,
+    check_complete,
+    check_nothing_in_flight,
+)
 from lit_grpo.scheduling.layouts import prompt_room
 from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.types import EMPTY, Completion, GroupKey, Key, Prompt, Request, SamplingParams
@@ -114,7 +120,8 @@ class SlotGenerator(Versioned):
         """Check that every weight is the policy's own tensor, then take ``version``."""
         own = dict(self.policy.named_parameters())
         report = SyncReport()
-        self._expect_weights(self._num_in_flight)
+        check_nothing_in_flight(self._num_in_flight)
+        self.version = -1
         for name, tensor in weights:
             if name not in own or own[name].data_ptr() != tensor.data_ptr():
                 raise WeightSyncError(
@@ -122,7 +129,7 @@ class SlotGenerator(Versioned):
                 )
             report.digests[name] = digest(tensor)
         check_complete(own, report.digests)
-        self._version = version
+        self.version = version
         assert self._mode is not None
         self._mode.refresh()
         if self._graphs is not None:
@@ -147,18 +154,14 @@ class SlotGenerator(Versioned):
         self._clear()
         self._expected.clear()
         self._released.clear()
-        self._give_back()
+        if self._mode is not None:
+            self._mode.end()
 
     def _clear(self) -> None:
         """Hold no requests, tokens, keys or values."""
         self._incoming: list[Request] = []
         self._rows, self._cache = TokenRows(self.num_slots, 0), SlotCache(self._shape, 0, self.num_slots)
         self._kept = KeptCompletions()
-
-    def _give_back(self) -> None:
-        """Leave the policy as it was, once nothing is in flight."""
-        if self._mode is not None and not self._num_in_flight:
-            self._mode.end()
 
     # ---- requests ---------------------------------------------------------------------------------
 
@@ -172,28 +175,23 @@ class SlotGenerator(Versioned):
         free_slots = self.num_slots - num_in_flight
         if self.budget is None:
             return Capacity(self.num_slots, free_slots, kept_share=KEPT_SHARE)
-        shape = self._shape_now()
-        if not num_in_flight:
-            self.budget.measure(shape.bytes_per_token)
+        dtype = compute_dtype(self._device, self._dtype)  # keys come in it: in autocast's, whatever the weights are in
+        if dtype != self._shape.dtype:
+            self._shape = replace(self._shape, dtype=dtype)
+        if not num_in_flight and self._shape.bytes_per_token != self.budget.bytes_per_token:
+            self.budget.measure(self._shape.bytes_per_token)
         return Capacity(
             slots=self.num_slots,
             free_slots=free_slots,
             kv_tokens=self.budget.tokens,
             kv_tokens_in_use=self._kept.num_tokens + self._cache.allocated_tokens,
-            layout=shape.pieces,
+            layout=self._shape.pieces,
             kept_share=KEPT_SHARE,
         )
 
-    def _shape_now(self) -> KVShape:
-        """Return the shape of keys now: under autocast they come in its dtype, whatever the weights are in."""
-        dtype = compute_dtype(self._device, self._dtype)
-        if dtype != self._shape.dtype:
-            self._shape = replace(self._shape, dtype=dtype)
-        return self._shape
-
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests, all or none; those in flight at a time share one ``SamplingParams``."""
-        self._check_free(len(requests), self.capacity().free_slots)
+        self._check_ready(len(requests), self.capacity().free_slots)
         if not requests:
             return
         sampling = self._sampling if self._num_in_flight else requests[0].sampling
@@ -238,7 +236,8 @@ class SlotGenerator(Versioned):
         stopped += [request for request in self._incoming if request.key in wanted]
         self._incoming = [request for request in self._incoming if request.key not in wanted]
         self._forget_prompts()
-        self._give_back()
+        if not self._num_in_flight:
+            self._mode.end()
         return stopped
 
     def _leave(self, row: int, ended: bool = False) -> None:
@@ -279,7 +278,7 @@ class SlotGenerator(Versioned):
         """
         if not self._num_in_flight:
             return StepEvents()
-        self._check_weights()
+        self._check_ready()
         assert self.budget is not None and self._mode is not None
         events, is_prefilling = StepEvents(), False
         try:
@@ -288,8 +287,10 @@ class SlotGenerator(Versioned):
                 if self._incoming:
                     is_prefilling = True
                     self._prefill_prompts(events, ahead=is_roomy)
-                    self._admit()
-                    is_prefilling = False
+                    if resumed := [request for request in self._incoming if request.prefix.num_tokens]:
+                        self._resume(resumed)
+                    self._rows.admit(self._incoming, self.version)
+                    self._incoming, is_prefilling = [], False
                 self._finish(self._decode(events), events)
         except BaseException as error:
             kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
@@ -297,13 +298,14 @@ class SlotGenerator(Versioned):
             events.finished, events.preempted = [], [*stopped, *self._incoming]
             self._clear()
             self._expected.clear()
-            self._give_back()
             if not is_out_of_memory(error) or events.num_active or len(events.preempted) < 2:
                 raise
             events.message = self.budget.shrink(kv_tokens, len(events.preempted), is_prefilling)
             return events
+        finally:
+            if not self._num_in_flight:
+                self._mode.end()
         self.budget.note_success(self._kept.num_tokens + self._cache.allocated_tokens)
-        self._give_back()
         return events
 
     def _make_room(self) -> bool:
@@ -312,24 +314,24 @@ class SlotGenerator(Versioned):
         That is what nobody needs: idle prompts, and room ahead of need. Returns whether memory is no concern, even if
         all in flight grew to their limit.
         """
-        room, shape = self._sampling.room, self._shape_now()
+        room, shape = self._sampling.room, self._shape
         if not self._cache.num_rows and (self._cache.max_tokens, self._cache.shape) != (room, shape):
             self._rows = TokenRows(self.num_slots, room)
             self._cache = SlotCache(shape, room, self.num_slots, self._tables)
         cache, budget = self._cache, self.budget
         assert budget is not None
-        entering = cache.tokens_of([request.prefix.num_tokens for request in self._incoming])
+        prefixes = [request.prefix.num_tokens for request in self._incoming]
         if self._kept.num_tokens:
-            self._kept.fit(self._room_to_keep(entering))
+            self._kept.fit(self._room_to_keep(cache.tokens_of(prefixes)))
         in_use = self._kept.num_tokens + cache.allocated_tokens
         most_tokens = cache.max_tokens + 2 * shape.pieces.state  # of a row, if its prompt is its own
         if in_use + 2 * self._num_in_flight * most_tokens + AHEAD_TOKENS <= budget.tokens:
             cache.most_entries = self.num_slots
             return True
-        prompts = {request.group: request.prompt for request in self._incoming}
+        entering, prompts = cache.tokens_of(prefixes), {request.group: request.prompt for request in self._incoming}
         for group, prompt in prompts.items():
             entering += 0 if group in cache.prompts else shape.pieces.prompt(len(prompt.token_ids))
-        is_tight = in_use + cache.growth(self._rows.counts_B - 1) + entering > budget.tokens
+        is_tight = in_use + cache.growth(self._rows.counts[: len(self._rows.requests)] - 1) + entering > budget.tokens
         cache.most_entries = 0 if is_tight else self.num_slots
         if is_tight:
             self._kept.fit(0)
@@ -381,21 +383,19 @@ class SlotGenerator(Versioned):
                         cache.prompts[group].states = writer.states.copy(row)
                 events.prefilled_tokens += sum(lengths)
                 if 0 in self.feature_points:
-                    entropies_B1 = entropy(self._head(hidden_BD), self._sampling.temperature)[:, None]
+                    logits_BV = self._head(hidden_BD).float() / (self._sampling.temperature or 1.0)
+                    entropies_B1 = torch.special.entr(logits_BV.softmax(-1)).sum(-1)[:, None]  # before truncation
                     features_BF = torch.cat([hidden_BD.float(), torch.zeros_like(entropies_B1), entropies_B1], -1)
                     events.observations.append(Observation(groups, 0, features_BF.cpu().numpy()))
 
-    def _admit(self) -> None:
-        """Give rows to the incoming requests; of those with a prefix the cache gets all but its last token."""
-        rows, budget = self._rows, self.budget
-        assert budget is not None
-        if resumed := [request for request in self._incoming if request.prefix.num_tokens]:
-            for requests in self._kept.resume(self.policy, resumed, rows, self._cache, budget.prefill_tokens):
-                rows.admit(requests, self._version)
-                entered = {request.key for request in requests}
-                self._incoming = [request for request in self._incoming if request.key not in entered]
-        rows.admit(self._incoming, self._version)
-        self._incoming = []
+    def _resume(self, resumed: Sequence[Request]) -> None:
+        """Give rows to those of the incoming requests that have prefixes: the cache gets all but their last tokens."""
+        assert self.budget is not None
+        rows, most_tokens = self._rows, self.budget.prefill_tokens
+        for requests in self._kept.resume(self.policy, resumed, rows, self._cache, most_tokens):
+            rows.admit(requests, self.version)
+            entered = {request.key for request in requests}
+            self._incoming = [request for request in self._incoming if request.key not in entered]
 
     def _decode(self, events: StepEvents) -> np.ndarray:
         """Give each row a token: from its last one, or from its prompt if it has none yet; return the tokens."""
@@ -403,24 +403,28 @@ class SlotGenerator(Versioned):
         num_decoded = cache.num_rows  # those of the rows that have tokens
         fresh, arrays, hidden = [request.group for request in rows.requests[num_decoded:]], rows.inputs(num_decoded), []
         if num_decoded:
-            inputs = cache.prepare(rows.counts_B[:num_decoded] - 1, arrays)
+            inputs = cache.prepare(rows.counts[:num_decoded] - 1, arrays)
             longest = int(arrays["positions"].max())
             tokens_B, positions_B = inputs["tokens"], inputs["positions"]
-            if self._graphs is None:
-                hidden.append(decode_step(self.policy, self._fused, tokens_B, positions_B, longest, cache))
-            else:
+            if self._graphs is not None:
                 hidden.append(self._graphs(tokens_B, positions_B, longest))
+            elif self._fused is not None:
+                hidden.append(self._fused(tokens_B, positions_B, longest, cache))
+            else:
+                hidden.append(decode_by_model(self.policy, tokens_B, positions_B, cache))
         else:
             inputs = in_one_copy(arrays, self._device)
         if fresh:
             hidden.append(torch.stack([cache.prompts[group].hidden_D for group in fresh]))
             cache.admit(fresh)
         hidden_BD = torch.cat(hidden)
-        sampled = sample_tokens(self._head(hidden_BD), self._sampling, inputs["uniform"])
-        tokens_B, logprobs_B, entropies_B = to_host(*sampled)
+        tokens_B, *others = sample_tokens(self._head(hidden_BD), self._sampling, inputs["uniform"])
+        # They come to the host in one piece, because every copy waits for the device.
+        bits_B, logprobs_B, entropies_B = torch.stack([tokens_B.int().view(torch.float32), *others]).cpu().numpy()
+        tokens_B = bits_B.view(np.int32).astype(np.int64)
         if np.isnan(logprobs_B).any():
             raise FloatingPointError(
-                f"The policy's logits are NaN or infinite at version {self._version}, so no token can be sampled; "
+                f"The policy's logits are NaN or infinite at version {self.version}, so no token can be sampled; "
                 "look for NaN weights or a learning rate that is too high."
             )
         events.num_active = events.num_tokens = len(rows.requests)
@@ -430,8 +434,11 @@ class SlotGenerator(Versioned):
 
     def _finish(self, tokens_B: np.ndarray, events: StepEvents) -> None:
         """End the completions that their new token has ended, or that are at their limit, and free their rows."""
-        rows, stopped_B = self._rows, self._stopped(tokens_B)
-        ended = np.flatnonzero(stopped_B | (rows.sampled_B >= self._sampling.max_tokens)).tolist()
+        rows, sampling = self._rows, self._sampling
+        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1)
+        if sampling.stop:
+            stopped_B |= rows.with_stop_string(sampling.stop, self._tokenizer)
+        ended = np.flatnonzero(stopped_B | (rows.sampled[: len(tokens_B)] >= sampling.max_tokens)).tolist()
         for row in ended:
             reason = "stop" if stopped_B[row] else "length"
             completion = Completion.of(rows.requests[row].after(EMPTY), rows.trajectory(row), reason)
@@ -441,10 +448,3 @@ class SlotGenerator(Versioned):
             self._leave(row, ended=True)
         if ended:
             self._forget_prompts()
-
-    def _stopped(self, tokens_B: np.ndarray) -> np.ndarray:
-        """Return whether the token that each row has just got ends it, shape (rows,); benchmarks force lengths here."""
-        at_end_B = (tokens_B[:, None] == self._eos_ids).any(-1)
-        if self._sampling.stop:
-            at_end_B |= self._rows.with_stop_string(self._sampling.stop, self._tokenizer)
-        return at_end_B

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class TokenRows:
     """Tokens and log-probs of the rows in use, numbered from 0 without holes; all of it on the host.
 
-    ``requests`` has the request of each row, with the prefix that it came with.
+    ``requests`` has the request of each row, with the prefix that it came with; ``counts`` are the tokens of each row
+    and ``sampled`` those of them that were sampled, int64, with room for all rows that there may be.
 
     Args:
         num_rows: The most rows at a time.
@@ -35,21 +36,10 @@ class TokenRows:
         self._logprobs = np.zeros((num_rows, room), dtype=np.float32)
         self._uniform = np.zeros((num_rows, room))  # the random numbers of all tokens to come
         self._entropy_sums = np.zeros(num_rows)
-        self._counts = np.zeros(num_rows, dtype=np.int64)
-        self._observed = np.zeros(num_rows, dtype=np.int64)
+        self.counts = np.zeros(num_rows, dtype=np.int64)
+        self.sampled = np.zeros(num_rows, dtype=np.int64)
         self._prompt_lengths = np.zeros(num_rows, dtype=np.int64)
         self._versions = np.zeros(num_rows, dtype=np.int64)  # of the policy that samples what follows the prefix
-
-    @property
-    def counts_B(self) -> np.ndarray:
-        """Tokens of each row."""
-        return self._counts[: len(self.requests)]
-
-    @property
-    def sampled_B(self) -> np.ndarray:
-        """Sampled tokens of each row."""
-        rows = len(self.requests)
-        return self._counts[:rows] - self._observed[:rows]
 
     def admit(self, requests: Sequence[Request], version: int) -> None:
         """Open rows after the others, each with the prefix of its request; ``version`` samples what follows."""
@@ -59,12 +49,12 @@ class TokenRows:
         self._entropy_sums[first:last], self._versions[first:last] = 0, version
         for row, request in enumerate(requests, first):
             prefix, count = request.prefix, request.prefix.num_tokens
-            self._counts[row], self._observed[row] = count, 0
+            self.counts[row], self.sampled[row] = count, 0
             if count:
                 self._tokens[row, :count] = prefix.token_ids_T.numpy()
                 self._logprobs[row, :count] = prefix.logprobs_T.numpy()
+                self.sampled[row] = prefix.num_sampled
                 self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
-                self._observed[row] = prefix.num_observed
             self._prompt_lengths[row] = len(request.prompt.token_ids)
         self.requests += requests
 
@@ -75,25 +65,26 @@ class TokenRows:
         prompts included.
         """
         rows = len(self.requests)
-        uniform_B = self._uniform[self._index[:rows], self._counts[:rows]]
+        uniform_B = self._uniform[self._index[:rows], self.counts[:rows]]
         if not num_decoded:
             return {"uniform": uniform_B}
-        columns = self._counts[:num_decoded] - 1
+        columns = self.counts[:num_decoded] - 1
         tokens = self._tokens[self._index[:num_decoded], columns]
         return {"uniform": uniform_B, "tokens": tokens, "positions": self._prompt_lengths[:num_decoded] + columns}
 
     def append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray, entropies_B: np.ndarray) -> None:
         """Give each row a token."""
         rows = len(self.requests)
-        index = self._index[:rows], self._counts[:rows]
+        index = self._index[:rows], self.counts[:rows]
         self._tokens[index] = tokens_B
         self._logprobs[index] = logprobs_B
         self._entropy_sums[:rows] += entropies_B
-        self._counts[:rows] += 1
+        self.counts[:rows] += 1
+        self.sampled[:rows] += 1
 
     def token_ids(self, row: int) -> np.ndarray:
         """The tokens of a row so far, no copy."""
-        return self._tokens[row, : self._counts[row]]
+        return self._tokens[row, : self.counts[row]]
 
     def with_stop_string(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
         """Return whether the last token of each row has completed one of ``stop``, shape (rows,).
@@ -114,12 +105,12 @@ class TokenRows:
             hidden_BD: The hidden states that the rows' next tokens come from.
             entropies_B: The entropies of the next tokens.
         """
-        observations, sampled_B = [], self.sampled_B
+        observations, sampled_B = [], self.sampled[: len(self.requests)]
         for point in sorted(set(points).intersection(sampled_B.tolist()) - {0}):
             rows_N = np.flatnonzero(sampled_B == point)
             index_N = in_one_copy({"rows": rows_N}, hidden_BD.device)["rows"]
             states_ND = hidden_BD.index_select(0, index_N).float().cpu().numpy()
-            counts = self._counts[rows_N]
+            counts = self.counts[rows_N]
             logprobs = self._logprobs[rows_N, : counts.max()]  # 0 where observed
             means_N = np.where(np.arange(counts.max()) < counts[:, None], logprobs, 0).sum(1) / point
             keys = [self.requests[row].key for row in rows_N.tolist()]
@@ -129,7 +120,7 @@ class TokenRows:
 
     def trajectory(self, row: int) -> Trajectory:
         """Return what a row has come to, its prefix with it."""
-        count, prefix = int(self._counts[row]), self.requests[row].prefix
+        count, prefix = int(self.counts[row]), self.requests[row].prefix
         versions_T, trained_T = np.empty(count, dtype=np.int64), np.ones(count, dtype=bool)
         if prefix.num_tokens:
             versions_T[: prefix.num_tokens] = prefix.versions_T.numpy()
@@ -143,11 +134,11 @@ class TokenRows:
         """Free a row: the last one takes its place."""
         last = len(self.requests) - 1
         if row != last:
-            count = self._counts[last]
+            count = self.counts[last]
             for tokens in (self._tokens, self._logprobs):
                 tokens[row, :count] = tokens[last, :count]
             self._uniform[row, count:] = self._uniform[last, count:]
-            for state in (self._entropy_sums, self._counts, self._observed, self._prompt_lengths, self._versions):
+            for state in (self._entropy_sums, self.counts, self.sampled, self._prompt_lengths, self._versions):
                 state[row] = state[last]
             self.requests[row] = self.requests[last]
         del self.requests[last]

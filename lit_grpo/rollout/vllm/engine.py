@@ -181,7 +181,7 @@ class VLLMGenerator(EngineGenerator):
     def _end_engine(self) -> None:
         self._withdraw([stream for stream in self._streams if stream.ticket is not None])
         self._engine.engine_core.shutdown()
-        self._engine, self._adapter, self._made_for, self._version = None, None, "", -1
+        self._engine, self._adapter, self._made_for, self.version = None, None, "", -1
 
     def _check_whole(self) -> None:
         if self._is_half_stepped:
@@ -190,15 +190,15 @@ class VLLMGenerator(EngineGenerator):
                 "start again, as the next trainer.fit does, and the generator begins with a new engine."
             )
 
-    def _check_weights(self) -> None:
+    def _check_ready(self, num_requests: int = 0, free_slots: int = 0) -> None:
         self._check_whole()
-        super()._check_weights()
+        super()._check_ready(num_requests, free_slots)
 
     # ---- weights ----------------------------------------------------------------------------------
 
-    def _expect_weights(self, num_requests: int) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         self._check_whole()
-        super()._expect_weights(num_requests)
+        return super().load_weights(weights, version)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Reload all weights in place, one after another."""

@@ -183,19 +183,19 @@ class EngineGenerator(Versioned, ABC):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Bring all weights, or adapters, to every engine; nothing is being decoded meanwhile."""
-        self._expect_weights(len(self._streams))
+        check_nothing_in_flight(len(self._streams))
         return self._bring(weights, version)
 
     def _bring(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Bring weights to engines, none of which has been asked for anything."""
         assert self._policy is not None, "start comes first"
-        self._version = -1
+        self.version = -1
         weights = self._streams.watched(weights)
         if self.sends_alone:
             report = self._load_apart(weights, self._policy.module, version)
         else:
             report = self._load(complete(weights, self._policy.weights().names), version)
-        self._version, self._salt, self._arrived = version, token_hex(8), report.digests
+        self.version, self._salt, self._arrived = version, token_hex(8), report.digests
         return report
 
     def _load_apart(
@@ -239,7 +239,7 @@ class EngineGenerator(Versioned, ABC):
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Hand requests on, all or none."""
-        self._check_free(len(requests), self.capacity().free_slots)
+        self._check_ready(len(requests), self.capacity().free_slots)
         self._streams.look_at(self.feature_points)
         room = self._room()
         for request in requests:
@@ -268,7 +268,7 @@ class EngineGenerator(Versioned, ABC):
         """Take in what has been sampled since the last step."""
         events = StepEvents(num_active=len(self._streams))
         if events.num_active:
-            self._check_weights()
+            self._check_ready()
             self._receive(events)
             self._streams.observe(events)
         return events
@@ -279,7 +279,7 @@ class EngineGenerator(Versioned, ABC):
         Raises:
             NotAsAsked: They are not what the engine was asked for.
         """
-        reason = self._streams.take(stream, chunk, self._version, events)
+        reason = self._streams.take(stream, chunk, self.version, events)
         if reason is not None:
             if chunk.finish_reason is None:  # a stop string that the engine does not know of
                 self._withdraw([stream])

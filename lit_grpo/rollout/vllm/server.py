@@ -300,7 +300,7 @@ class VLLMServerGenerator(EngineGenerator):
             if is_scattered(self._policy.module):
                 raise WeightSyncError("other ranks have shards of it")
             before = self._arrived
-            self._bring(self.weights(), self._version)
+            self._bring(self.weights(), self.version)
             if any(self._arrived.get(name) != digest for name, digest in before.items()):
                 raise WeightSyncError("the policy has changed since it was sent")
         except WeightSyncError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lit_grpo.rollout.weights.tensors import Named
 
 
+@dataclass(eq=False)
 class AdapterWeights(PolicyWeights):
     """The policy's adapters by their names in peft's files, followed by its base weights if these are to travel.
 
@@ -33,9 +35,7 @@ class AdapterWeights(PolicyWeights):
         dtype: The type that the generator computes in; by default the policy's, even if its adapters have another.
     """
 
-    def __init__(self, policy: PreTrainedModel, with_base: bool, dtype: torch.dtype | None = None) -> None:
-        super().__init__(policy, dtype=dtype)
-        self.with_base = with_base
+    with_base: bool = field(kw_only=True)
 
     @property
     def names(self) -> list[str]:

@@ -17,31 +17,21 @@ class WeightSyncError(RuntimeError):
 
 
 class Versioned:
-    """Holds the weights of one policy version, or refuses to sample."""
+    """Holds the weights of one policy version, or refuses to sample.
 
-    _version = -1
+    ``version`` is the policy version that samples now; -1 where no complete set of weights has arrived.
+    """
 
-    @property
-    def version(self) -> int:
-        """The policy version that samples now; -1 where no complete set of weights has arrived."""
-        return self._version
+    version: int = -1
 
     def invalidate_weights(self) -> None:
         """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
-        self._version = -1
+        self.version = -1
 
-    def _expect_weights(self, num_requests: int) -> None:
-        """Refuse to sample until all weights are here; a WeightSyncError where requests are in flight."""
-        check_nothing_in_flight(num_requests)
-        self._version = -1
-
-    def _check_weights(self) -> None:
-        if self._version < 0:
+    def _check_ready(self, num_requests: int = 0, free_slots: int = 0) -> None:
+        """Check that there are weights to sample with, and slots for requests that are to be submitted."""
+        if self.version < 0:
             raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
-
-    def _check_free(self, num_requests: int, free_slots: int) -> None:
-        """Check that requests may be submitted now."""
-        self._check_weights()
         if num_requests > free_slots:
             raise ValueError(f"{num_requests} requests for {free_slots} free slots; submit at most that many.")
 

@@ -106,7 +106,7 @@ class SlotCache:
             self.prompts[prompt] = CachedPrompt(room, entry, num_tokens)
         self._read = None
         states = None if self.shape.states is None else RowStates(self.shape.states)
-        return ShelfWriter([ShelfStretch(shelf, slice(entries.start, entries.stop), room)], states=states)
+        return ShelfWriter(self.shape, [ShelfStretch(shelf, slice(entries.start, entries.stop), room)], states=states)
 
     def drop_prompt(self, prompt: Hashable) -> None:
         """Free a prompt that no row uses."""
@@ -175,7 +175,8 @@ class SlotCache:
         if self.states is not None:
             self.states.put(first, [beginning.states for beginning in beginnings])
             states = self.states.rows(slice(first, self.num_rows))
-        return ShelfWriter([before, *self._stretches(first, count, num_tokens)], shared.num_tokens + num_known, states)
+        stretches = [before, *self._stretches(first, count, num_tokens)]
+        return ShelfWriter(self.shape, stretches, shared.num_tokens + num_known, states)
 
     def copy_completion(self, row: int, num_tokens: int) -> CopiedRow:
         """Return what a row holds of its first tokens, and its states."""
@@ -367,7 +368,15 @@ class SlotCache:
         assert self._read is not None
         scores = torch.cat([shelf.scores(layer, query, key, value) for shelf in self._read], -1)
         scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
-        mask = self._mask(inputs.sight)
+        if (mask := self._masks.get(inputs.sight)) is None:  # addends of each row's scores, (rows, 1, 1, columns)
+            columns_B1 = self._columns_B[:, None]
+            valid_BL = torch.cat([self._completion_L <= columns_B1, self._prompt_valid_BL], -1)
+            if inputs.sight != ALL:
+                lengths_B1 = self._prompt_lengths_B[:, None]
+                absolute_BL = torch.cat([self._completion_L + lengths_B1, self._prompt_L.expand(rows, -1)], -1)
+                valid_BL &= inputs.sight.sees(lengths_B1 + columns_B1, absolute_BL)
+            mask_BL = torch.zeros(valid_BL.shape, dtype=torch.float32, device=valid_BL.device)
+            mask = self._masks[inputs.sight] = mask_BL.masked_fill_(~valid_BL, -torch.inf)[:, None, None]
         if inputs.cap is None and inputs.sinks is None:
             torch.add(mask, scores, alpha=inputs.scaling, out=scores)
             weights = scores.softmax(-1)
@@ -380,20 +389,6 @@ class SlotCache:
             start += shelf.width
         assert output is not None
         return output.to(query.dtype).view(rows, heads, 1, -1)
-
-    def _mask(self, sight: Sight) -> torch.Tensor:
-        """Return the addends of each token's attention scores in this step: shape (tokens, 1, 1, columns)."""
-        if sight not in self._masks:
-            columns_B1 = self._columns_B[:, None]
-            valid_BL = torch.cat([self._completion_L <= columns_B1, self._prompt_valid_BL], -1)
-            if sight != ALL:
-                lengths_B1 = self._prompt_lengths_B[:, None]
-                prompt_BL = self._prompt_L.expand(len(valid_BL), -1)
-                absolute_BL = torch.cat([self._completion_L + lengths_B1, prompt_BL], -1)
-                valid_BL &= sight.sees(lengths_B1 + columns_B1, absolute_BL)
-            mask_BL = torch.zeros(valid_BL.shape, dtype=torch.float32, device=valid_BL.device)
-            self._masks[sight] = mask_BL.masked_fill_(~valid_BL, -torch.inf)[:, None, None]
-        return self._masks[sight]
 
 
 def kv_budget_bytes(budget: MemoryAmount, policy: PreTrainedModel) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,11 +115,9 @@ class Shelf:
                 self.targets[heads] = lines * self.num_tokens + columns_B[writers, None]
                 if len(writers) < len(columns_B):
                     self.layout["writers", heads] = writers[:, None] * heads + head
-        if len(entries_B) != self._num_read or (entries_B != np.arange(self._num_read)).any():
-            self._order(entries_B)  # else row n reads entry n
-
-    def _order(self, entries_B: np.ndarray) -> None:
-        """Lay out how the queries of the rows come to stand beside what they read, and their results back."""
+        if len(entries_B) == self._num_read and (entries_B == np.arange(self._num_read)).all():
+            return  # row n reads entry n
+        # How the queries of the rows come to stand beside what they read, and their results back.
         members = np.flatnonzero(entries_B >= 0)
         its_entries = entries_B[members]
         counts = np.bincount(its_entries, minlength=self._num_read)
@@ -194,29 +193,32 @@ class ShelfStretch(NamedTuple):
     num_tokens: int
 
 
+@dataclass(eq=False)
 class ShelfWriter:
     """Takes the keys and values of prompts or of completions, some tokens after others, and attends to all so far.
 
     Where they lie on several shelves, what attention reads is put together for one layer at a time.
 
     Args:
+        shape: What the keys of a token look like.
         stretches: Where they are to stand, one after another; what is after a row's own tokens is not read. The first
             one may be the one entry of a prompt that all rows share.
         written: How many tokens are there already: new ones come after these.
         states: What the layers remember of the rows' tokens so far, where any do.
     """
 
-    def __init__(self, stretches: Sequence[ShelfStretch], written: int = 0, states: RowStates | None = None) -> None:
-        self.shape, self.states = stretches[0].shelf.shape, states
-        self._stretches = stretches
-        self._begin = self.written = written
+    shape: KVShape
+    stretches: Sequence[ShelfStretch]
+    written: int = 0
+    states: RowStates | None = None
+    _begin: int = field(default=0, init=False)  # the tokens before those that the current forward brings
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Write the new keys and values, which may be of the first rows alone, and attend over all so far."""
         if layer == 0:
             self._begin, self.written = self.written, self.written + inputs.key.shape[2]
         start, keys, values = 0, [], []
-        for shelf, entries, num_tokens in self._stretches:
+        for shelf, entries, num_tokens in self.stretches:
             entries = slice(entries.start, min(entries.stop, entries.start + len(inputs.key)))
             key, value = shelf.keys[layer][entries, :, :num_tokens], shelf.values[layer][entries, :, :num_tokens]
             first, last = max(self._begin, start), min(self.written, start + num_tokens)
