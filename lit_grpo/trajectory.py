@@ -184,10 +184,9 @@ class Trajectory:
     @property
     def versions_T(self) -> torch.Tensor:
         """The policy versions that sampled them, int64; a copy."""
-        versions: list[int] = []
-        for segment in self.segments:
-            versions.append(OBSERVED if segment.version is None else segment.version)
-        return self._spread(versions)
+        versions = [OBSERVED if version is None else version for _, version, _ in self.segments]
+        counts = [segment.num_tokens for segment in self.segments]
+        return _tensor(np.repeat(np.array(versions, np.int64), np.array(counts, np.int64)))
 
     @versions_T.setter
     def versions_T(self, versions_T: Values) -> None:
@@ -274,14 +273,9 @@ class Trajectory:
     @property
     def trained_T(self) -> torch.Tensor:
         """True if they are trained on, bool; a copy."""
-        return self._spread([segment.trained for segment in self.segments]).bool()
-
-    def _spread(self, values: Sequence[int]) -> torch.Tensor:
-        """Give each token the value of its segment, int64."""
-        counts: list[int] = []
-        for segment in self.segments:
-            counts.append(segment.num_tokens)
-        return _tensor(np.repeat(np.array(values, np.int64), counts))
+        trained = [segment.trained for segment in self.segments]
+        counts = [segment.num_tokens for segment in self.segments]
+        return _tensor(np.repeat(np.array(trained, bool), np.array(counts, np.int64)))
 
     def take(self, other: Trajectory) -> None:
         """Become what another is, and share its memory."""
