@@ -294,7 +294,9 @@ class RolloutSession:
         with run.phases.of("rollout"), context():
             stats = loop.run(self.buffer.ready)
             batch.groups = self.buffer.take()
-        batch.spans, batch.clock, batch.messages = stats.spans, stats.clock, stats.messages
+        batch.spans, batch.clock = stats.spans, stats.clock
+        for message in stats.messages:
+            run.ranks.warn(message)
         if self.lengths is not None:
             outcome = self.lengths.outcome()
             first = zip(outcome.keys, outcome.said[:, 0].tolist(), strict=True)
@@ -325,7 +327,9 @@ class RolloutSession:
         loop = RolloutLoop(run.generator, listeners=[run.phases, *listeners, *evaluating, *scoring])
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
-        batch.spans, batch.clock, batch.messages = stats.spans, stats.clock, stats.messages
+        batch.spans, batch.clock = stats.spans, stats.clock
+        for message in stats.messages:
+            run.ranks.warn(message)
         batch.metrics = stats.metrics()  # of this rank: ranks may validate unequally many batches
 
     def end_update(self, run: Run, batch: PromptBatch) -> dict[str, dict[str, float]]:
@@ -524,7 +528,9 @@ class RolloutSession:
         """Stop decoding; return what was done beside the update."""
         stats = pump.stop()
         assert stats is not None
-        batch.spans, batch.clock, batch.messages = stats.spans, stats.clock, stats.messages
+        batch.spans, batch.clock = stats.spans, stats.clock
+        for message in stats.messages:
+            run.ranks.warn(message)
         parts, gather = self._carry(batch, stats) if self.mode.carries else {}, run.ranks.gather
         batch.metrics = stats.metrics(gather) | pump.metrics(stats, gather) | self._metrics(run, parts)
         return batch.metrics
