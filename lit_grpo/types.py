@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -126,12 +126,12 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise ValueError("sampling stop holds an empty string, which would end every completion; remove it.")
 
-    @property
+    @cached_property
     def room(self) -> int:
         """The most tokens of one completion: those that are sampled, and those that are observed."""
         return self.max_tokens + self.max_observed
 
-    @property
+    @cached_property
     def truncates(self) -> bool:
         """True if tokens of the model's distribution can be left out of sampling."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0

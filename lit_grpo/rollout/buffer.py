@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lit_grpo.process.values import find_foreign
@@ -437,7 +437,7 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _request_state(request: Request) -> dict[str, Any]:
-    sampling = vars(request.sampling) | {"stop": list(request.sampling.stop)}
+    sampling = asdict(request.sampling) | {"stop": list(request.sampling.stop)}
     prefix = _trajectory_state(request.prefix)
     return {"path": list(request.path), "sampling": sampling, "seed": request.seed, "prefix": prefix}
 
