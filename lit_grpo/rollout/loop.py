@@ -143,7 +143,9 @@ class RolloutLoop:
                 stats.scheduling_s += admitted - began + time.perf_counter() - stepped
             self._end_run(closes)
         except BaseException:
-            self._abandon()
+            self.lengths.end(commit=False)
+            self._put_back()
+            self._hear("on_rollout_end", True)
             raise
         return stats
 
@@ -343,12 +345,6 @@ class RolloutLoop:
         return [replace(request, path=path) for request in stopped for path in forks[request.key]]
 
     # ---- the end ------------------------------------------------------------------------------------
-
-    def _abandon(self) -> None:
-        """Leave the generator as if nothing had been asked of it."""
-        self.lengths.end(commit=False)
-        self._put_back()
-        self._hear("on_rollout_end", True)
 
     def _end_run(self, closes: bool) -> None:
         """Wait for the rewards, tell the last lengths, and add up."""

@@ -144,10 +144,6 @@ class RequestLedger:
 
     # ---- what is unfinished -------------------------------------------------------------------------
 
-    def of(self, group: GroupKey) -> list[Entry]:
-        """Return the unfinished requests of a group, in the order in which they were asked."""
-        return list(self.groups.get(group, {}).values())
-
     def num_of(self, group: GroupKey) -> int:
         """Return how many requests of a group are unfinished."""
         return len(self.groups.get(group, ()))
