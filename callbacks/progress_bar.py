@@ -80,7 +80,8 @@ class RolloutCount:
 
     Args:
         ledger: The completions in work.
-        expected: The mean length of completions in the last rollout; NaN if there was none.
+        expected: The mean length of completions in the last rollout of the kind; NaN if there was none.
+        kind: Phase of the rollout: ``rollout`` or ``validation``.
         began: Time of the rollout's beginning, in seconds of a clock.
         tokens: Tokens that were sampled.
         done: Completions that have ended.
@@ -89,6 +90,7 @@ class RolloutCount:
 
     ledger: RequestLedger
     expected: float
+    kind: str = "rollout"
     began: float = field(default_factory=time.monotonic)
     tokens: int = 0
     done: int = 0
@@ -204,7 +206,8 @@ class GRPOProgressBar(ProgressBar, CoreListener):
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         if self.is_enabled and self._trainer is not None:
-            self._rollout = RolloutCount(ledger, self._mean_tokens.get(self._kind, math.nan))
+            kind = "rollout" if self.trainer.training else "validation"
+            self._rollout = RolloutCount(ledger, self._mean_tokens.get(kind, math.nan), kind)
             self._next_line = time.monotonic() + PLAIN_EVERY_S
 
     def on_step(self, events: StepEvents) -> None:
@@ -220,17 +223,13 @@ class GRPOProgressBar(ProgressBar, CoreListener):
 
     def on_rollout_end(self, failed: bool) -> None:
         if self._rollout is not None and self._rollout.done:
-            self._mean_tokens[self._kind] = self._rollout.done_tokens / self._rollout.done
+            self._mean_tokens[self._rollout.kind] = self._rollout.done_tokens / self._rollout.done
         self._rollout = None
-
-    @property
-    def _kind(self) -> str:
-        return "rollout" if self.trainer.training else "validation"
 
     def _tell_rollout(self, rollout: RolloutCount) -> None:
         self._next_line = time.monotonic() + PLAIN_EVERY_S
         if not self.screen.is_terminal:
-            name = f"{self._kind} after update {self.trainer.global_step}:"
+            name = f"{rollout.kind} after update {self.trainer.global_step}:"
             print(as_plain(rollout.fields(name)), flush=True)
 
     # ---- updates ----------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ class RolloutScheduler(pl.Callback):
             probe_tokens,
         )
         self._started = False
+        self._listeners: list[Listener] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that data, rewards and plug-ins go together."""
@@ -201,6 +202,7 @@ class RolloutScheduler(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""
         assert isinstance(pl_module, GRPOModule)
+        self._listeners = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
         pl_module.check_lengths(asked_prompts(trainer))
         if trainer.training:
             mode, buffer = self.session.mode, self.session.buffer
@@ -229,10 +231,10 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample the completions of the batch, and reward them."""
         assert isinstance(pl_module, GRPOModule)
-        self._tell_state(trainer, batch_idx / trainer.num_training_batches)
-        context = trainer.precision_plugin.forward_context
-        self.session.next_batch(pl_module, batch, self._heard_by(trainer), context)
-        self._warn(batch)
+        if self.session.rewards is not None:
+            epoch = trainer.current_epoch + batch_idx / trainer.num_training_batches
+            self.session.rewards.state = TrainerState(trainer.global_step, trainer.max_steps, epoch)
+        self.session.next_batch(pl_module, batch, self._listeners, trainer.precision_plugin.forward_context)
         if self.session.mode.overlap == "none":
             pl_module.log_anew("rollout", batch.metrics)
 
@@ -242,8 +244,6 @@ class RolloutScheduler(pl.Callback):
         """Learn from the lengths, and forget the batch, now that the update has been made; have the last validated."""
         assert isinstance(pl_module, GRPOModule)
         logs = self.session.end_update(pl_module, batch)
-        if self.session.mode.overlap != "none":
-            self._warn(batch)
         pl_module.log_dict(logs.pop("learned"))
         for source, values in logs.items():
             pl_module.log_anew(source, values)
@@ -262,17 +262,17 @@ class RolloutScheduler(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         if not pl_module.validates_completions:
             return
-        self._tell_state(trainer, 0.0)
+        if self.session.rewards is not None:
+            self.session.rewards.state = TrainerState(trainer.global_step, trainer.max_steps, trainer.current_epoch)
         self.session.evaluate(
             pl_module,
             batch,
             pl_module.eval_num_generations,
             pl_module.eval_sampling,
-            self._heard_by(trainer),
+            self._listeners,
             "validation" if trainer.validating else "rollout",
             trainer.precision_plugin.forward_context,
         )
-        self._warn(batch)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -297,17 +297,3 @@ class RolloutScheduler(pl.Callback):
             pl_module.generator.close()
             self.session.close()
             self._started = False
-
-    def _tell_state(self, trainer: pl.Trainer, progress: float) -> None:
-        """Let reward functions know where training stands."""
-        if self.session.rewards is not None:
-            epoch = trainer.current_epoch + progress
-            self.session.rewards.state = TrainerState(trainer.global_step, trainer.max_steps, epoch)
-
-    def _heard_by(self, trainer: pl.Trainer) -> list[Listener]:
-        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        return [callback for callback in callbacks if isinstance(callback, Listener)]
-
-    def _warn(self, batch: PromptBatch) -> None:
-        for message in batch.messages:
-            rank_zero_only(warn)(message)

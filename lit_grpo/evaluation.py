@@ -127,8 +127,7 @@ class EvaluationModule(pl.LightningModule):
     def follow(self, curves: RewardCurves, logs: Mapping[str, float]) -> None:
         """Add a row to the curves of reward functions, and warn of what they show since."""
         with self.observers.may_fail("The finding of flat rewards"):
-            curves.add(logs)
-            for finding in curves.news():
+            for finding in curves.add(logs):
                 self.ranks.warn(finding.sentence)
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:

@@ -32,23 +32,6 @@ OBSERVED = -1
 """Stands for the version of tokens that no policy has sampled."""
 
 
-def _segments(versions_T: Values, trained_T: Values | None = None) -> tuple[Segment, ...]:
-    """Cut where version or training changes."""
-    versions = _array(versions_T, "int64")
-    trained = versions != OBSERVED if trained_T is None else _array(trained_T, "bool") & (versions != OBSERVED)
-    if not len(versions):
-        return ()
-    if (versions == versions[0]).all() and (trained == trained[0]).all():
-        return _uniform(len(versions), int(versions[0]), bool(trained[0]))
-    changes = np.flatnonzero((np.diff(versions) != 0) | (np.diff(trained) != 0)) + 1
-    begins = [0, *changes.tolist()]
-    ends = [*begins[1:], len(versions)]
-    return tuple(
-        Segment(end - begin, None if versions[begin] == OBSERVED else int(versions[begin]), bool(trained[begin]))
-        for begin, end in zip(begins, ends, strict=True)
-    )
-
-
 @lru_cache(4096)
 def _uniform(num_tokens: int, version: int, trained: bool) -> tuple[Segment]:
     """Return one segment; equal ones share memory."""
@@ -122,7 +105,7 @@ class Trajectory:
         ids_T = _array(token_ids_T, "int32")
         self.num_tokens = len(ids_T)
         self._memory = bytearray(ids_T) + bytearray(_array(logprobs_T, "float32"))  # ids, then log-probs
-        self._set_segments(_segments(versions_T, trained_T))
+        self._cut(versions_T, trained_T)
         self.entropy = entropy
         self.contexts = tuple(map(tuple, contexts))
         self.engines: tuple[tuple[int, str], ...] = ()
@@ -132,16 +115,26 @@ class Trajectory:
         """Return so many tokens that mean nothing, where only lengths count; their version is 0."""
         trajectory = Trajectory()
         trajectory._memory, trajectory.num_tokens = bytearray(8 * num_tokens), num_tokens
-        trajectory._set_segments(_uniform(num_tokens, 0, True) if num_tokens else ())
+        trajectory.segments = _uniform(num_tokens, 0, True) if num_tokens else ()
+        trajectory.num_sampled = trajectory.num_trained = num_tokens
+        trajectory.oldest_version = 0 if num_tokens else None
         return trajectory
 
-    def _set_segments(self, segments: tuple[Segment, ...]) -> None:
-        """Keep its segments, and what is counted of them."""
-        self.segments = segments
+    def _cut(self, versions_T: Values, trained_T: Values | None = None) -> None:
+        """Keep the segments, one where neither version nor training changes, and what is counted of them."""
+        versions = _array(versions_T, "int64")
+        trained = versions != OBSERVED if trained_T is None else _array(trained_T, "bool") & (versions != OBSERVED)
+        changes = (np.flatnonzero((np.diff(versions) != 0) | (np.diff(trained) != 0)) + 1).tolist()
+        parts = [
+            _uniform(end - begin, int(versions[begin]), bool(trained[begin]))
+            for begin, end in itertools.pairwise([0, *changes, len(versions)])
+            if end
+        ]
+        self.segments = parts[0] if len(parts) == 1 else tuple(itertools.chain(*parts))
         self.num_sampled = self.num_trained = 0
         self.oldest_version: int | None = None
-        for num_tokens, version, trained in segments:
-            self.num_trained += num_tokens if trained else 0
+        for num_tokens, version, is_trained in self.segments:
+            self.num_trained += num_tokens if is_trained else 0
             if version is not None:
                 self.num_sampled += num_tokens
                 self.oldest_version = min(version, version if self.oldest_version is None else self.oldest_version)
@@ -184,14 +177,13 @@ class Trajectory:
     @property
     def versions_T(self) -> torch.Tensor:
         """The policy versions that sampled them, int64; a copy."""
-        versions: list[int] = []
-        for segment in self.segments:
-            versions.append(OBSERVED if segment.version is None else segment.version)
-        return self._spread(versions)
+        versions = [OBSERVED if version is None else version for _, version, _ in self.segments]
+        counts = [segment.num_tokens for segment in self.segments]
+        return _tensor(np.repeat(np.array(versions, np.int64), np.array(counts, np.int64)))
 
     @versions_T.setter
     def versions_T(self, versions_T: Values) -> None:
-        self._set_segments(_segments(versions_T))
+        self._cut(versions_T)
 
     @property
     def turns(self) -> list[list[int]]:
@@ -274,25 +266,21 @@ class Trajectory:
     @property
     def trained_T(self) -> torch.Tensor:
         """True if they are trained on, bool; a copy."""
-        return self._spread([segment.trained for segment in self.segments]).bool()
-
-    def _spread(self, values: Sequence[int]) -> torch.Tensor:
-        """Give each token the value of its segment, int64."""
-        counts: list[int] = []
-        for segment in self.segments:
-            counts.append(segment.num_tokens)
-        return _tensor(np.repeat(np.array(values, np.int64), counts))
+        trained = [segment.trained for segment in self.segments]
+        counts = [segment.num_tokens for segment in self.segments]
+        return _tensor(np.repeat(np.array(trained, bool), np.array(counts, np.int64)))
 
     def take(self, other: Trajectory) -> None:
         """Become what another is, and share its memory."""
         self._memory, self.num_tokens = other._memory, other.num_tokens
         self.entropy, self.contexts, self.engines = other.entropy, other.contexts, other.engines
-        self._set_segments(other.segments)
+        self.segments, self.oldest_version = other.segments, other.oldest_version
+        self.num_sampled, self.num_trained = other.num_sampled, other.num_trained
 
     def until(self, num_tokens: int) -> Trajectory:
         """Return its first tokens; ``entropy`` stays, as the best that is known of them."""
         part = Trajectory(self.token_ids_T[:num_tokens], self.logprobs_T[:num_tokens], entropy=self.entropy)
-        part._set_segments(_segments(self.versions_T[:num_tokens], self.trained_T[:num_tokens]))
+        part._cut(self.versions_T[:num_tokens], self.trained_T[:num_tokens])
         part.engines = self.engines
         return part
 
@@ -306,9 +294,7 @@ class Trajectory:
             entropy=self.entropy,
         )
         new = [OBSERVED if version is None else version] * len(token_ids)
-        whole._set_segments(
-            _segments([*self.versions_T.tolist(), *new], [*self.trained_T.tolist(), *([True] * len(token_ids))])
-        )
+        whole._cut([*self.versions_T.tolist(), *new], [*self.trained_T.tolist(), *([True] * len(token_ids))])
         whole.engines = self.engines
         return whole
 

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -126,12 +126,12 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise ValueError("sampling stop holds an empty string, which would end every completion; remove it.")
 
-    @property
+    @cached_property
     def room(self) -> int:
         """The most tokens of one completion: those that are sampled, and those that are observed."""
         return self.max_tokens + self.max_observed
 
-    @property
+    @cached_property
     def truncates(self) -> bool:
         """True if tokens of the model's distribution can be left out of sampling."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
@@ -551,9 +551,9 @@ class PromptBatch:
 
     ``groups`` is empty until :class:`lit_grpo.callbacks.RolloutScheduler` has filled it; then it has one group
     a prompt, in the order of ``prompts``, and none if the batch is ``without_rollouts`` and trained on examples alone.
-    ``metrics`` is what the rollout has to say of itself, ``messages`` what the user is told of it, ``spans`` which slot
-    decoded which completion when, by the steps of ``clock``, and ``predicted`` how many tokens were predicted of each
-    before its first one (by ``Request.key``), those left out of which nothing was known yet.
+    ``metrics`` is what the rollout has to say of itself, ``spans`` which slot decoded which completion when, by the
+    steps of ``clock``, and ``predicted`` how many tokens were predicted of each before its first one (by
+    ``Request.key``), those left out of which nothing was known yet.
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint. A batch is
     ``carried`` where a mode has filled it with what was open: of any number of groups then, and parts of them. Where
     its groups are trained on while others still decode, ``arriving`` gives them, and adds them to ``groups``.
@@ -565,7 +565,6 @@ class PromptBatch:
         self.prompts = prompts
         self.groups: list[RolloutGroup] = []
         self.metrics: dict[str, float] = {}
-        self.messages: list[str] = []
         self.spans: Sequence[tuple[Key, Span]] = []
         self.clock = Clock()
         self.predicted: Mapping[Key, float] = {}

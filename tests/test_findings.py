@@ -24,8 +24,8 @@ def followed(
     for number, values in enumerate(zip(*functions.values(), strict=True), start=1):
         row = dict(zip(functions, values, strict=True))
         reward = sum(weights[name] * value for name, value in row.items() if value == value)
-        curves.add({"reward": reward, **{f"rewards/{name}/mean": value for name, value in row.items()}})
-        said += [(number, finding) for finding in curves.news()]
+        told = curves.add({"reward": reward, **{f"rewards/{name}/mean": value for name, value in row.items()}})
+        said += [(number, finding) for finding in told]
     return curves, said
 
 
@@ -171,10 +171,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_unless_its_functions_are
         curves = first if number < 150 else second
         if number == 150:
             second.load_state_dict(first.state_dict())
-        for each in (whole, curves):
-            each.add(row)
-        told = whole.news()
-        assert curves.news() == told
+        told = whole.add(row)
+        assert curves.add(row) == told
         said += told
     assert second.state_dict() == whole.state_dict() and names(said) == ["reward hacking"]
     other = RewardCurves({"correct": 1.0, "format": 0.1}, CORRECT)

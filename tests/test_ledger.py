@@ -77,7 +77,8 @@ def test_a_request_is_admitted_exactly_where_every_step_to_come_fits() -> None:
         ledger = make(10, Told(lengths), None, *asked)
         assert ledger.admit(number) == asked[:-1]
         ledger.step = rng.randint(0, 30)
-        expected = most_held([entry.job for entry in ledger.of(("a", 0))], [ledger.step] * number + [0], lengths)
+        jobs = [entry.job for entry in ledger.groups["a", 0].values()]
+        expected = most_held(jobs, [ledger.step] * number + [0], lengths)
         ledger.kv_tokens = rng.choice([expected - 1, expected, expected + 50])
         fits = expected <= ledger.kv_tokens
         assert len(ledger.admit(1)) == fits
@@ -186,7 +187,7 @@ def test_a_rollout_leaves_all_that_is_unfinished_for_the_next_one() -> None:
     ledger.enter([each.request for each in entries], {key: each.request for key, each in ledger.awaiting_env.items()})
     assert [each.prefix.num_tokens for each in ledger.admit(1)] == [4] and list(ledger.awaiting_env) == [first.key]
     ledger.remove(second.key)
-    assert [(each.request.prefix.num_tokens, each.state) for each in before.of(("a", 0))] == [
+    assert [(each.request.prefix.num_tokens, each.state) for each in before.groups["a", 0].values()] == [
         (3, "awaiting_env"),
         (4, "queued"),
         (0, "queued"),

@@ -178,7 +178,7 @@ class PromptHistory:
 
     def lengths(self, prompt_ids: Sequence[str]) -> np.ndarray:
         """Return the :class:`LengthMoments` of prompts, shape (prompts, 3); zeros of those without a completion."""
-        return np.array([self[prompt_id].lengths for prompt_id in prompt_ids]).reshape(-1, 3)
+        return np.array([self.records.get(prompt_id, NEW).lengths for prompt_id in prompt_ids]).reshape(-1, 3)
 
     def note(self, visits: Sequence[Visit]) -> None:
         """Take visits of this rank's prompts."""
@@ -194,7 +194,7 @@ class PromptHistory:
         """Count what has been noted, on all ranks, in their order."""
         for visits in gather(list(self._noted.values())):
             for visit in visits:
-                record = self[visit.prompt_id].after(visit, self.num_recent)
+                record = self.records.get(visit.prompt_id, NEW).after(visit, self.num_recent)
                 if record is not NEW:
                     self.records[visit.prompt_id] = record
         self._noted = {}
@@ -203,7 +203,7 @@ class PromptHistory:
         """Count the lengths that have been noted, on all ranks, in their order."""
         for lengths in gather(self._lengths):
             for prompt_id, visit in lengths:
-                record = self[prompt_id]
+                record = self.records.get(prompt_id, NEW)
                 before, number = record.lengths, visit.number + EARLIER_VISITS * record.lengths.number
                 weight = visit.number / number
                 mean = before.mean + (visit.mean - before.mean) * weight

@@ -94,6 +94,7 @@ class RewardCurves:
 
     Attributes:
         latest: The latest row: the mean of each function by name; empty before the first.
+        num_rows: The rows that have been added.
     """
 
     def __init__(self, weights: Mapping[str, float], passes: PassRule, place: Place = TRAINING) -> None:
@@ -105,11 +106,7 @@ class RewardCurves:
         self._width = 1  # rows of a block
         self._next_look = 2 * place.num_first
         self._told: list[str] = []
-
-    @property
-    def num_rows(self) -> int:
-        """The rows that have been added."""
-        return len(self._first) + self._width * len(self._blocks) + len(self._open)
+        self.num_rows = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -124,9 +121,10 @@ class RewardCurves:
         self.latest, self._told = dict(state["latest"]), list(state["told"])
         self._first, self._blocks, self._open = (list(state[name]) for name in ("first", "blocks", "open"))
         self._width, self._next_look = state["width"], state["next_look"]
+        self.num_rows = len(self._first) + self._width * len(self._blocks) + len(self._open)
 
-    def add(self, logs: Mapping[str, float]) -> None:
-        """Add a row.
+    def add(self, logs: Mapping[str, float]) -> list[Finding]:
+        """Add a row; return the findings to tell after it: none twice, and none between two looks.
 
         Args:
             logs: Metrics with ``reward`` and ``rewards/NAME/mean`` of every function. A row without a finite reward is
@@ -134,11 +132,12 @@ class RewardCurves:
         """
         self.latest = {name: logs[f"rewards/{name}/mean"] for name in self.weights}
         if not math.isfinite(logs["reward"]):
-            return
+            return []
         row = [logs["reward"], *self.latest.values()]
+        self.num_rows += 1
         if len(self._first) < self._place.num_first:
             self._first.append(row)
-            return
+            return []
         self._open.append(row)
         if len(self._open) == self._width:
             self._blocks.append(_means(self._open))
@@ -146,9 +145,6 @@ class RewardCurves:
         if len(self._blocks) == MOST_BLOCKS:
             self._blocks = [_means(self._blocks[place : place + 2]) for place in range(0, MOST_BLOCKS, 2)]
             self._width *= 2
-
-    def news(self) -> list[Finding]:
-        """Return the findings to tell after this row: none twice, and none between two looks."""
         if self.num_rows < self._next_look:
             return []
         self._next_look = math.ceil(LOOKS * self.num_rows)

@@ -86,10 +86,11 @@ def rollout_metrics(
 
 def _token_metrics(completions: Sequence[Completion], version: int, ranks: Ranks) -> dict[str, float]:
     """Describe sampled tokens, and how stale they are; there may be millions, so ranks exchange sums."""
-    logprobs_T = [completion.logprobs_T[completion.versions_T != OBSERVED] for completion in completions]
-    own = torch.cat([torch.empty(0), *logprobs_T]).double()
+    versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *[completion.versions_T for completion in completions]])
+    logprobs_T = torch.cat([torch.empty(0), *[completion.logprobs_T for completion in completions]])
+    own = logprobs_T[versions_T != OBSERVED].double()
     total, count = ranks.sum(torch.stack([own.nansum(), own.isfinite().sum().double()])).tolist()
-    counts_S = _tokens_by_staleness(completions, version, ranks)
+    counts_S = _tokens_by_staleness(versions_T, version, ranks)
     num_tokens = int(counts_S.sum())
     logs = {"completions/mean_logprob": total / count if count else math.nan}
     if not num_tokens:
@@ -139,8 +140,8 @@ def staleness_shares(groups: Sequence[RolloutGroup], version: int, ranks: Ranks)
 
     With ``staleness/fresh`` they add up to 1.
     """
-    completions = [rollout.completion for group in groups for rollout in group.fresh]
-    counts_S = _tokens_by_staleness(completions, version, ranks)
+    versions = [rollout.completion.versions_T for group in groups for rollout in group.fresh]
+    counts_S = _tokens_by_staleness(torch.cat([torch.empty(0, dtype=torch.int64), *versions]), version, ranks)
     num_tokens = int(counts_S.sum())
     return {
         f"staleness/share_{name}": float(counts_S[first:end].sum()) / num_tokens if num_tokens else math.nan
@@ -152,9 +153,8 @@ STALENESS = {"1": (1, 2), "2_to_3": (2, 4), "4_to_7": (4, 8), "8_or_more": (8, N
 """The first staleness of each range, and the first of the next."""
 
 
-def _tokens_by_staleness(completions: Sequence[Completion], version: int, ranks: Ranks) -> np.ndarray:
+def _tokens_by_staleness(versions_T: torch.Tensor, version: int, ranks: Ranks) -> np.ndarray:
     """Count the sampled tokens on all ranks of staleness 0, 1, 2 and so on."""
-    versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *[completion.versions_T for completion in completions]])
     tokens_S = ranks.gather(torch.bincount(version - versions_T[versions_T != OBSERVED]))
     counts_S = np.zeros(max(map(len, tokens_S)), dtype=np.int64)
     for each_S in tokens_S:

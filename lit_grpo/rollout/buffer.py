@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lit_grpo.process.values import find_foreign
@@ -125,7 +125,7 @@ class RolloutBuffer:
         """Requests to decode, in the order of arrival, without those that wait for their environments."""
         requests: list[Request] = []
         for group in self._groups:
-            for entry in self.ledger.of(group):
+            for entry in self.ledger.groups.get(group, {}).values():
                 if entry.state != "awaiting_env":
                     requests.append(entry.request)
         return requests
@@ -135,7 +135,7 @@ class RolloutBuffer:
         """Requests that wait for their environments, in the order of arrival."""
         requests: list[Request] = []
         for group in self._groups:
-            for entry in self.ledger.of(group):
+            for entry in self.ledger.groups.get(group, {}).values():
                 if entry.state == "awaiting_env":
                     requests.append(entry.request)
         return requests
@@ -182,7 +182,7 @@ class RolloutBuffer:
                 group.due, group.completions, ended = None, {each.request.path: each for each in ended}, []
             stays: list[Trajectory] = [*ended]
             num_lost = 0
-            for entry in self.ledger.of(key):
+            for entry in self.ledger.groups.get(key, {}).values():
                 request = entry.request
                 if not request.prefix.num_tokens:
                     continue
@@ -231,7 +231,7 @@ class RolloutBuffer:
             having += group.completions.values()
             having += [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
             if self.rule.leftovers == "keep":
-                having += [entry.request.prefix for entry in self.ledger.of(key)]
+                having += [entry.request.prefix for entry in self.ledger.groups.get(key, {}).values()]
         segments = [segment for each in having for segment in each.segments if segment.trained]
         versions = {segment.version for segment in segments if segment.version is not None}
         return {each for each in versions if version - each <= self.rule.max_staleness}
@@ -336,7 +336,7 @@ class RolloutBuffer:
     def state_dict(self) -> dict[str, Any]:
         """All open groups, as plain values and tensors."""
         groups, ledger = self._before or (self._groups, self.ledger)
-        return {"groups": [_group_state(group, ledger.of(key)) for key, group in groups.items()]}
+        return {"groups": [_group_state(group, ledger.groups.get(key, {}).values()) for key, group in groups.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what had been kept."""
@@ -384,7 +384,7 @@ def _close(group: _Open) -> RolloutGroup:
     return RolloutGroup(group.prompt, rollouts)
 
 
-def _group_state(group: _Open, unfinished: Sequence[Entry]) -> dict[str, Any]:
+def _group_state(group: _Open, unfinished: Collection[Entry]) -> dict[str, Any]:
     """As plain values; what has not been scored yet is whole again when it is loaded.
 
     Columns that no checkpoint can hold, such as times, are left out: :meth:`RolloutBuffer.give_columns` brings them.
@@ -437,7 +437,7 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _request_state(request: Request) -> dict[str, Any]:
-    sampling = vars(request.sampling) | {"stop": list(request.sampling.stop)}
+    sampling = asdict(request.sampling) | {"stop": list(request.sampling.stop)}
     prefix = _trajectory_state(request.prefix)
     return {"path": list(request.path), "sampling": sampling, "seed": request.seed, "prefix": prefix}
 

@@ -19,7 +19,6 @@ from lit_grpo.types import AllGather, Clock, Key, Part, Span, alone, over_ranks
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Capacity, Decoder, Observation, StepEvents
-    from lit_grpo.scheduling.ledger import Entry
     from lit_grpo.scheduling.plans.plan import Plan
     from lit_grpo.types import (
         Completion,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
         RolloutGroup,
         SamplePath,
         SamplingParams,
-        Trajectory,
     )
 
 
@@ -109,7 +107,7 @@ class RolloutLoop:
         points = self.points if self.points and len(self.buffer.unfinished) > capacity.slots else ()
         queues = make_queues(self.plan, self.lengths, capacity.slots, points)
         self._ledger.begin(capacity.slots, self.lengths, capacity.layout, capacity.kv_tokens, queues, points, forks)
-        self.stats = RolloutStats(spans=self._ledger.spans)
+        self.stats = RolloutStats(spans=self._ledger.spans, lengths=self._ledger.lengths)
         self.stats.num_discarded = self._renewal.num_discarded
         self.stats.num_continued = self._renewal.num_continued
 
@@ -126,11 +124,11 @@ class RolloutLoop:
         self._begin()
         generator, ledger, stats = self.generator, self._ledger, self.stats
         try:
-            away = {request.key: request for request in self.buffer.away}
+            away = {request.key: request for request in self.buffer.away} if ledger.awaiting_env else {}
             asked = [*self.buffer.unfinished, *away.values()]
             self._hear("on_rollout_start", ledger)
             for group in self._renewal.unscored:
-                self._tell(group)
+                self._hear("on_group", group)
             self._enter(asked, away)
             generator.expect({request.group: request.prompt for request in asked}.values())
             stats.scheduling_s = time.perf_counter() - self._start
@@ -145,7 +143,9 @@ class RolloutLoop:
                 stats.scheduling_s += admitted - began + time.perf_counter() - stepped
             self._end_run(closes)
         except BaseException:
-            self._abandon()
+            self.lengths.end(commit=False)
+            self._put_back()
+            self._hear("on_rollout_end", True)
             raise
         return stats
 
@@ -162,10 +162,6 @@ class RolloutLoop:
             if ledger.decoding or ledger.num_queued or not ledger.awaiting_env:
                 return True
             time.sleep(AWAY_S)
-
-    def _tell(self, group: RolloutGroup) -> list[Answer | None]:
-        """Let listeners know of a group that is to be scored."""
-        return self._hear("on_group", group)
 
     def _hear(self, hook: str, *arguments: Any, listeners: Sequence[Listener] | None = None) -> list[Any]:
         """Return what a hook of listeners answers, by default of all that have it; the core's own are not checked."""
@@ -236,7 +232,16 @@ class RolloutLoop:
         self.stats.num_preempted += len(events.preempted)
         answers = self._hear("on_step", events)
         for completion in finished:
-            answers += self._end_turn(completion)
+            key, answer = completion.request.key, None
+            for listener in self._hearing["on_turn"]:
+                answer = ask(listener, "on_turn", completion)
+                if answer is not None:
+                    break
+            if answer is None or not (key in answer.hold or any(request.key == key for request, _ in answer.resume)):
+                answers += [answer, *self._end(completion)]
+            else:  # a listener lets it go on, or holds it
+                ledger.await_env(completion.request.after(completion))
+                answers.append(replace(answer, hold=[other for other in answer.hold if other != key]))
         self._follow(answers)
         if ledger.points and events.observations:
             self._park(events.observations)
@@ -250,35 +255,17 @@ class RolloutLoop:
         ledger.park([(request, reached[request.key]) for request in parked])
         self.stats.num_parked += len(parked)
 
-    def _end_turn(self, completion: Completion) -> list[Answer | None]:
-        """Take a request out of its slot: it is over, unless a listener lets it go on or holds it."""
-        key, answer = completion.request.key, None
-        for listener in self._hearing["on_turn"]:
-            answer = ask(listener, "on_turn", completion)
-            if answer is not None:
-                break
-        if answer is None or not (key in answer.hold or any(request.key == key for request, _ in answer.resume)):
-            return [answer, *self._end(completion)]
-        self._ledger.await_env(completion.request.after(completion))
-        return [replace(answer, hold=[other for other in answer.hold if other != key])]
-
     def _end(self, completion: Completion) -> list[Answer | None]:
         """Let listeners know that a completion has ended, and of its group, unless they ask for more of that."""
         entry = self._ledger.finish(completion)
         if self._ledger.points or entry.state == "awaiting_env":
             self._release([completion.request])
-        self._count(entry, completion)
         self.buffer.finish(completion)
         answers = self._hear("on_completion", completion)
         for answer in answers:
             for request in () if answer is None else answer.submit:
                 self.buffer.ask(request)
         return answers + self._close(completion.request.group)
-
-    def _count(self, entry: Entry, trajectory: Trajectory) -> None:
-        """Note how many tokens of a completion this rollout has sampled."""
-        if new := trajectory.num_sampled - entry.sampled_before:
-            self.stats.lengths.append(new)
 
     def _close(self, key: GroupKey) -> list[Answer | None]:
         """Let listeners know of a group where it is whole."""
@@ -287,7 +274,7 @@ class RolloutLoop:
             return []
         if self._keeps_prompts:
             self.generator.release([group.prompt])
-        return self._tell(group)
+        return self._hear("on_group", group)
 
     def _follow(self, answers: Iterable[Answer | None]) -> None:
         """Do what listeners have asked for, in this order, and then what they ask for on hearing of that.
@@ -316,10 +303,8 @@ class RolloutLoop:
             self._enter([*requests, *answer.open], {})
             for key in list(answer.drop):
                 request = self._stop([key])[0] if key in ledger.decoding else ledger.request(key)
-                entry = ledger.remove(key)
-                if entry.state != "decoding":
+                if ledger.remove(key, request.prefix.num_sampled).state != "decoding":
                     self._release([request])
-                self._count(entry, request.prefix)
                 self._hear("on_drop", request)
                 further += self._close(request.group)
             self._follow(further)
@@ -361,18 +346,12 @@ class RolloutLoop:
 
     # ---- the end ------------------------------------------------------------------------------------
 
-    def _abandon(self) -> None:
-        """Leave the generator as if nothing had been asked of it."""
-        self.lengths.end(commit=False)
-        self._put_back()
-        self._hear("on_rollout_end", True)
-
     def _end_run(self, closes: bool) -> None:
         """Wait for the rewards, tell the last lengths, and add up."""
         self._put_back()
         if closes:
             for group in self.buffer.close():
-                self._tell(group)
+                self._hear("on_group", group)
         decoded = time.perf_counter()
         self._hear("on_rollout_end", False)
         gathered = time.perf_counter()
@@ -386,8 +365,6 @@ class RolloutLoop:
     def _put_back(self) -> None:
         """Take out of the generator what is unfinished; the ledger has its prefixes."""
         entries = self._ledger.end(self.generator.abort(self._ledger.decoding))
-        for entry in entries:
-            self._count(entry, entry.request.prefix)
         prompts = {entry.job.group: entry.request.prompt for entry in entries}
         if self._keeps_prompts:
             prompts |= self.buffer.prompts

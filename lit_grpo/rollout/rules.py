@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal, final
 
 from lit_grpo.compatibility import Clash, Requirement, check_clashes
@@ -36,7 +37,7 @@ class ReleaseRule:
     num_updates: int = 1
     """Number of policy updates from one release to the next."""
 
-    @property
+    @cached_property
     def releases_parts(self) -> bool:
         """True if a group may leave in parts."""
         return self.num_completions is not None
@@ -188,7 +189,7 @@ class RolloutMode(Plugin):
         """Max number of batches of unfinished prompts at a time."""
         return self.max_staleness + 1 if self.batches_in_work is None else self.batches_in_work
 
-    @property
+    @cached_property
     def carries(self) -> bool:
         """True if prompts stay open from one update to the next."""
         return self.leftovers != "finish"

@@ -294,7 +294,9 @@ class RolloutSession:
         with run.phases.of("rollout"), context():
             stats = loop.run(self.buffer.ready)
             batch.groups = self.buffer.take()
-        self._describe(batch, stats)
+        batch.spans, batch.clock = stats.spans, stats.clock
+        for message in stats.messages:
+            run.ranks.warn(message)
         if self.lengths is not None:
             outcome = self.lengths.outcome()
             first = zip(outcome.keys, outcome.said[:, 0].tolist(), strict=True)
@@ -325,7 +327,9 @@ class RolloutSession:
         loop = RolloutLoop(run.generator, listeners=[run.phases, *listeners, *evaluating, *scoring])
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
-        self._describe(batch, stats)
+        batch.spans, batch.clock = stats.spans, stats.clock
+        for message in stats.messages:
+            run.ranks.warn(message)
         batch.metrics = stats.metrics()  # of this rank: ranks may validate unequally many batches
 
     def end_update(self, run: Run, batch: PromptBatch) -> dict[str, dict[str, float]]:
@@ -458,10 +462,6 @@ class RolloutSession:
             "rollout/discarded_tokens": Part(stats.num_discarded),
         }
 
-    def _describe(self, batch: PromptBatch, stats: RolloutStats) -> None:
-        """Let the batch say how its rollout went on this rank."""
-        batch.spans, batch.clock, batch.messages = stats.spans, stats.clock, stats.messages
-
     def _metrics(self, run: Run, parts: Mapping[str, Part] = MappingProxyType({})) -> dict[str, float]:
         """Return what plug-ins, rounds, sizes and rewards have to say of a batch, for all ranks.
 
@@ -528,7 +528,9 @@ class RolloutSession:
         """Stop decoding; return what was done beside the update."""
         stats = pump.stop()
         assert stats is not None
-        self._describe(batch, stats)
+        batch.spans, batch.clock = stats.spans, stats.clock
+        for message in stats.messages:
+            run.ranks.warn(message)
         parts, gather = self._carry(batch, stats) if self.mode.carries else {}, run.ranks.gather
         batch.metrics = stats.metrics(gather) | pump.metrics(stats, gather) | self._metrics(run, parts)
         return batch.metrics

@@ -90,6 +90,7 @@ class RequestLedger:
         forks: Whether further requests may begin within unfinished ones.
         step: Decode steps of this rollout so far.
         spans: Which slot decoded which completion of this rollout when.
+        lengths: Tokens that this rollout has sampled of each completion that has left it.
         expected: Tokens that were expected of each completion of this rollout before anything of it was decoded.
     """
 
@@ -122,6 +123,7 @@ class RequestLedger:
         self.points = tuple(points)
         self.step = 0
         self.spans = SpanLog()
+        self.lengths: array[int] = array("q")
         self.expected: dict[Key, float] = {}
         self._lengths, self._layout = lengths, layout
         self._queues = list(queues) or [Queue(lengths, num_slots)]
@@ -142,17 +144,13 @@ class RequestLedger:
 
     # ---- what is unfinished -------------------------------------------------------------------------
 
-    def of(self, group: GroupKey) -> list[Entry]:
-        """Return the unfinished requests of a group, in the order in which they were asked."""
-        return list(self.groups.get(group, {}).values())
-
     def num_of(self, group: GroupKey) -> int:
         """Return how many requests of a group are unfinished."""
         return len(self.groups.get(group, ()))
 
     def request(self, key: Key) -> Request:
         """Return an unfinished request with what it has come to; what decodes, as it was admitted."""
-        return self._entry(key).request
+        return self.groups[key[:2]][key[2]].request
 
     @property
     def requests(self) -> list[Request]:
@@ -231,7 +229,7 @@ class RequestLedger:
         waiting: list[Job] = []
         queued: list[Job] = []
         for request in away.values():
-            entry = self._entry(request.key)
+            entry = self.groups[request.group][request.path]
             entry.sampled_before = entry.request.prefix.num_sampled
             self.await_env(request)
             waiting.append(entry.job)
@@ -239,7 +237,7 @@ class RequestLedger:
         for request in requests:
             if request.key in away:
                 continue
-            entry = self._entry(request.key)
+            entry = self.groups[request.group][request.path]
             if entry.stage is not None:
                 raise ValueError(_twice(request.key))
             entry.sampled_before, entry.stage = entry.request.prefix.num_sampled, 0
@@ -271,9 +269,10 @@ class RequestLedger:
 
     def _admits(self, job: Job) -> bool:
         """Let a queued request decode where it fits, else say ``False``. Where nothing decodes, any request fits."""
-        entry = self._entry(job.key)
+        group = job.key[:2]
+        entry = self.groups[group][job.key[2]]
+        prefix = entry.request.prefix
         smallest = smallest_budget(self._layout, job.prompt_tokens, entry.request.sampling.room)
-        prefix, group = entry.request.prefix, job.key[:2]
         had, observed = prefix.num_tokens, prefix.num_observed if prefix.num_tokens else 0
         scarce = self.kv_tokens is not None and self.decoding and self._most_tokens + smallest > self.kv_tokens
         if scarce and self._forecast(entry, had, observed) > (self.kv_tokens or 0):
@@ -348,7 +347,7 @@ class RequestLedger:
 
     def await_env(self, request: Request) -> None:
         """Let a request wait for its environment: one that has sampled a turn, or that enters the rollout so."""
-        entry = self._entry(request.key)
+        entry = self.groups[request.group][request.path]
         if entry.state == "decoding":
             self._leave(request.key)
         entry.state, entry.since = "awaiting_env", time.monotonic()
@@ -369,8 +368,8 @@ class RequestLedger:
         else:
             self._queues[entry.stage].put_first(entry.job)
 
-    def remove(self, key: Key) -> Entry:
-        """Take a request out of the ledger, in whatever state it is; return its entry."""
+    def remove(self, key: Key, num_sampled: int = 0) -> Entry:
+        """Take a request that has come to so many tokens out of the ledger, in whatever state; return its entry."""
         entries = self.groups[key[:2]]
         entry = entries.pop(key[2])
         if not entries:
@@ -381,6 +380,8 @@ class RequestLedger:
             self.awaiting_env.pop(key, None)
         elif entry.stage is not None:
             self._queues[entry.stage].drop(entry.job)
+        if num_sampled > entry.sampled_before:
+            self.lengths.append(num_sampled - entry.sampled_before)
         return entry
 
     def finish(self, completion: Completion) -> Entry:
@@ -388,7 +389,7 @@ class RequestLedger:
 
         Lengths are told of it with others; as long as requests are queued, these ask how long they will take.
         """
-        entry = self.remove(completion.request.key)
+        entry = self.remove(completion.request.key, completion.num_sampled)
         self._ended.append((entry.job, completion.num_sampled))
         if len(self._ended) >= max(len(self.expected) // _PORTIONS, 1) and self.num_queued:
             self.tell_lengths()
@@ -404,11 +405,10 @@ class RequestLedger:
         for entry in entries:
             entry.stage = None
             entry.state = "awaiting_env" if entry.state == "awaiting_env" else "queued"
+            if new := entry.request.prefix.num_sampled - entry.sampled_before:
+                self.lengths.append(new)
         self.awaiting_env.clear()
         return entries
-
-    def _entry(self, key: Key) -> Entry:
-        return self.groups[key[:2]][key[2]]
 
     def _replace(self, entry: Entry, request: Request) -> None:
         """Give an entry another prefix; what a shorter one has lost is sampled again, and counts again."""

@@ -74,7 +74,7 @@ class LengthPredictor:
     ) -> None:
         _check(points, max_tokens, num_scalars, min_correlation)
         self.points, self.min_correlation = tuple(points), min_correlation
-        self.revision, self.informative = 0, False
+        self.revision = 0
         self._settings = {"points": list(points), "num_scalars": num_scalars}
         self._stages = tuple(sorted({0, *points}))
         self._projection = Projection(NUM_COLUMNS, num_scalars)
@@ -90,7 +90,8 @@ class LengthPredictor:
         self._sums = np.zeros(3)  # of all log lengths, forgetting: their number, sum and squares
         self._mean = math.nan
         self._num_groups, self._num_ignored = 0, 0  # of what has been committed
-        self._clear()
+        self._ignored = 0  # of the rollout under way
+        self.end(commit=False)
 
     def share(self, history: PromptHistory) -> None:
         """Go by what others know of prompts too; the lengths that are noted there count once its owner commits them."""
@@ -173,7 +174,17 @@ class LengthPredictor:
             self._num_ignored += self._ignored
             if (self._jobs["decoded"] > 0).any():
                 self._learn()
-        self._clear()
+        said, actual, groups = self._quality[0].T
+        by_chance = 2 / math.sqrt(max(len(np.unique(groups)), 1))
+        enough = len(said) >= ENOUGH
+        self.informative = enough and spearman(said, actual) >= max(self.min_correlation, by_chance)
+        self._rows: dict[Key, int] = {}
+        self._groups: dict[GroupKey, int] = {}
+        self._jobs, self._said = np.zeros(0, dtype=JOB), np.empty((0, len(self._stages)))
+        self._observed: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in self._stages]
+        self._ignored = 0
+        if not self._num_groups:
+            self._projection.scale = np.empty(0)
         self.revision += 1
 
     def outcome(self) -> PredictedRollout:
@@ -244,7 +255,6 @@ class LengthPredictor:
         self._sums, self._projection.scale = np.array(state["sums"]), np.array(state["scale"], dtype=np.float64)
         self._mean = self._sums[1] / self._sums[0] if self._sums[0] else math.nan
         self._num_groups, self._num_ignored = state["num_groups"], state["num_ignored"]
-        self.informative = self._is_informative()
         self.end(commit=False)
 
     def _scale(self, number: np.ndarray, variance: np.ndarray) -> np.ndarray:
@@ -291,12 +301,8 @@ class LengthPredictor:
 
     def _learn(self) -> None:
         """Judge what was said of the rollout, and learn everything."""
-        jobs, groups, num_groups = self._jobs, self._jobs["group"], len(self._groups)
-        for stage, said in enumerate(self._said.T):
-            judged = np.column_stack([said, jobs["total"], groups + self._num_groups])
-            rows = np.concatenate([self._quality[stage], judged[(jobs["total"] > 0) & ~np.isnan(said)]])
-            self._quality[stage] = rows[rows[:, 2] >= self._num_groups + num_groups - WINDOW]
-        self._num_groups += num_groups
+        jobs, groups, num_before = self._jobs, self._jobs["group"], self._num_groups
+        self._num_groups += len(self._groups)
         totals = np.where((jobs["total"] == 0) & np.isnan(jobs["mu"]), jobs["decoded"] + 1.0, self._expected(jobs))
         begun, logs = jobs["decoded"] > 0, np.log(totals)
         powers = np.column_stack([np.bincount(groups, begun * logs**power) for power in range(3)])
@@ -314,7 +320,10 @@ class LengthPredictor:
         visited["before"][twice] = ((jobs["before"] + number * mean) / (1 + number))[twice]
         visited["scale"][twice] = self._scale(number, variance)[twice]
         visited["number"][twice] = number[twice]
-        for stage, (start, chunks) in enumerate(zip(self._stages, self._observed, strict=True)):
+        for stage, (start, said, chunks) in enumerate(zip(self._stages, self._said.T, self._observed, strict=True)):
+            judged = np.column_stack([said, jobs["total"], groups + num_before])[(jobs["total"] > 0) & ~np.isnan(said)]
+            rows = np.concatenate([self._quality[stage], judged])
+            self._quality[stage] = rows[rows[:, 2] >= self._num_groups - WINDOW]
             if stage and not chunks:
                 continue
             parts = chunks or [(np.arange(len(jobs)), np.empty((len(jobs), 0)))]
@@ -324,7 +333,6 @@ class LengthPredictor:
             rows, x = rows[order], x[order].astype(np.float64)
             if len(rows):
                 self._fit(stage, x, np.log(totals[rows] - start), jobs[rows], visited[rows], twice[rows])
-        self.informative = self._is_informative()
 
     def _fit(
         self, stage: int, x: np.ndarray, logs: np.ndarray, jobs: np.ndarray, visited: np.ndarray, twice: np.ndarray
@@ -341,11 +349,6 @@ class LengthPredictor:
         if x.shape[1]:
             self._ridges[stage].learn(x, logs - (on_return if stage else self._mean), jobs["group"])
 
-    def _is_informative(self) -> bool:
-        said, actual, groups = self._quality[0].T
-        by_chance = 2 / math.sqrt(max(len(np.unique(groups)), 1))
-        return len(said) >= ENOUGH and spearman(said, actual) >= max(self.min_correlation, by_chance)
-
     def _rows_of(self, keys: Sequence[Key]) -> np.ndarray:
         try:
             return np.fromiter(map(self._rows.__getitem__, keys), dtype=np.int64, count=len(keys))
@@ -353,15 +356,6 @@ class LengthPredictor:
             raise ValueError(
                 f"The predictor does not know the job {error.args[0]!r}; give it to begin() first."
             ) from None
-
-    def _clear(self) -> None:
-        self._rows: dict[Key, int] = {}
-        self._groups: dict[GroupKey, int] = {}
-        self._jobs, self._said = np.zeros(0, dtype=JOB), np.empty((0, len(self._stages)))
-        self._observed: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in self._stages]
-        self._ignored = 0
-        if not self._num_groups:
-            self._projection.scale = np.empty(0)
 
 
 def mean_length(
@@ -527,8 +521,11 @@ def _signs(*shape: int) -> np.ndarray:
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Return the rank correlation of two arrays of shape (n,), equal values sharing a rank; 0 where one is constant."""
-    middle = (len(a) + 1) / 2
-    ranks_a, ranks_b = average_ranks(a) - middle, average_ranks(b) - middle
+    ranks: list[np.ndarray] = []
+    for values in (a, b):
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse] - (len(a) + 1) / 2)
+    ranks_a, ranks_b = ranks
     norm = float(np.sqrt(np.square(ranks_a).sum() * np.square(ranks_b).sum()))
     return float(ranks_a @ ranks_b) / norm if norm else 0.0
 
@@ -543,9 +540,3 @@ def within_correlation(predicted: np.ndarray, actual: np.ndarray, groups: np.nda
     centred = [logs - (np.bincount(groups, logs) / sizes)[groups] for logs in (np.log(predicted), np.log(actual))]
     a, b = (np.round(each[sizes[groups] > 1], 9) for each in centred)  # so that what is equal ties
     return spearman(a, b)
-
-
-def average_ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks from 1, shape (n,); equal values share the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

@@ -263,7 +263,7 @@ def make_queues(spec: str | Plan, lengths: Lengths, num_slots: int, points: Sequ
         num_slots: Slots there are.
         points: Numbers of tokens, ascending; none for the plan's queue alone.
     """
-    plan = find_plan(spec)
+    plan = find_plan(spec) if isinstance(spec, str) else spec
     if not points:
         return [plan.queue(lengths, num_slots)]
     return [Queue(NoLengths(), num_slots), *(plan.queue(Followed(lengths), num_slots) for _ in points)]
