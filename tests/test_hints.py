@@ -186,13 +186,13 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:
     data = PromptDataModule(tokenizer, train=rows, **{"batch_size": 5, "shuffle": False, **options})
     data.setup("fit")
-    data.plug_in(None, None if hint == "none" else fresh(plugin(hint)), on_demand=False)
+    data.plug_in(None, [] if hint == "none" else [fresh(plugin(hint))], on_demand=False)
     return data
 
 
 def hinter_of(data: PromptDataModule) -> Hint:
     rewrite: Any = data.train_dataloader().rewrite
-    hinter = rewrite.keywords["rule"]
+    hinter = rewrite.keywords["rules"][0]
     assert isinstance(hinter, Hint)
     return hinter
 
@@ -273,7 +273,7 @@ def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> 
 
     longer = fresh(LongAtFirst())
     loader: Any = data.train_dataloader()
-    loader.rewrite = partial(loader.rewrite, rule=longer)
+    loader.rewrite = partial(loader.rewrite, rules=[longer])
     assert {len(prompt.token_ids) for prompt in drawn(data, dict.fromkeys(["train/0"], FAILED))} == {13, 4}
 
 

@@ -257,7 +257,7 @@ def adaptive(coefficient: float = 0.1) -> EntropyTarget:
 
 
 def applied_by(plugin: EntropyTarget) -> float:
-    return step_of(plugin, "on_minibatch").entropy_coefficient
+    return step_of(plugin, "on_minibatch")["entropy_coefficient"]
 
 
 def test_the_entropy_coefficient_steps_towards_the_target_and_counts_only_below_it() -> None:
