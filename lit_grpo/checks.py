@@ -244,9 +244,9 @@ def make_part(field: str, make: Callable[[Any], Any], of: Any) -> Any:
     """Make an optimizer of weights, or a schedule of an optimizer, as the user asks.
 
     Args:
-        field: ``model.optimizer`` or ``model.lr_scheduler``.
-        make: What makes it.
-        of: Its argument.
+        field: Setting that errors name: ``model.optimizer`` or ``model.lr_scheduler``.
+        make: Function of one argument that makes the optimizer or the schedule.
+        of: Argument of ``make``: the weights to optimize, or the optimizer to schedule.
 
     Raises:
         ValueError: It cannot be made with its arguments, or of these weights.

@@ -658,8 +658,8 @@ class GRPOModule(EvaluationModule):
         """Log values, and NaN for what ``source`` logged before and not now: Lightning would repeat its last value.
 
         Args:
-            source: Who logs them.
-            values: By name.
+            source: Name of the caller, under which the names of its values are remembered.
+            values: Values to log, by their full names.
             shown: Names of the values that the progress line shows.
         """
         names = self._names_logged.setdefault(source, set())

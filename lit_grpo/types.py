@@ -141,7 +141,7 @@ def own_copy(value: Any, what: str) -> Any:
     """Return a deep copy of a value of the data, for somebody who may change it.
 
     Args:
-        value: Any.
+        value: Value to copy, such as a column of a row.
         what: Its name in messages, such as ``column 'board' of train/3``.
 
     Raises:

@@ -93,7 +93,7 @@ def greedy(
     """Divide a budget so that the sum of a concave ``value`` is largest; what is left buys no further completion.
 
     Args:
-        rates: Of prompts.
+        rates: The number of each prompt that ``value`` depends on, such as its pass rate.
         budget: What all completions may cost.
         least: The least of each, whatever it costs; a number for all, or one for each.
         most: The most of each.

@@ -53,7 +53,7 @@ def check_template(template: str, name: str, fields: Collection[str]) -> None:
     """Check that a template holds each of its fields, as in ``"{prompt} Hint: {hint}"``, and nothing else in braces.
 
     Args:
-        template: For :meth:`TextWriter.reworded`.
+        template: Text of the setting, with each field in braces where its text is filled in.
         name: Of the setting, for the message.
         fields: Those that it has to hold.
 

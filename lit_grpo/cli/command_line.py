@@ -96,7 +96,7 @@ class GRPOCLI(LightningCLI):
 
     Args:
         run_folder: The folder of this run; not claimed yet.
-        kwargs: Arguments of LightningCLI.
+        kwargs: Keyword arguments that are passed on to LightningCLI.
     """
 
     def __init__(self, run_folder: RunFolder, **kwargs: Any) -> None:

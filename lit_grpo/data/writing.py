@@ -29,7 +29,7 @@ class PromptWriter:
 
     Args:
         renderer: Renderer of the prompts.
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, which encodes the changed prompts.
         rows: The rows from which prompts are rendered, by the ids of the prompts.
 
     Attributes:

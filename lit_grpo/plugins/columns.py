@@ -35,7 +35,7 @@ class Numbers:
     """Numbers that a plug-in gives: their dtype and range.
 
     Args:
-        dtype: Of the tensor.
+        dtype: Name of the dtype that the tensor gets, such as ``float32``.
         limit: Bounds of each number.
         nan: Whether NaN is allowed.
     """
@@ -213,7 +213,7 @@ class Writer:
 
     Args:
         plugin: None for code that is no plug-in, which may write every column.
-        hook: Of :class:`~lit_grpo.plugins.Plugin`.
+        hook: Name of the hook of :class:`~lit_grpo.plugins.Plugin` that is running.
         rows: The ids of the rollouts that it is given; of none, it may write those of all.
         source: Its number among the plug-ins that write weights of the channel ``ce``.
     """

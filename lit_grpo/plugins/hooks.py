@@ -194,7 +194,7 @@ def check_overrides(name: str, plugin: Plugin) -> None:
 
     Args:
         name: What messages call it.
-        plugin: Any.
+        plugin: Plug-in to check, an object of any subclass.
 
     Raises:
         ValueError: It overrides no hook that acts in a run; a public method or attribute has nearly the name of a hook
@@ -357,7 +357,7 @@ class Instance(Form):
     """An object of a class; of :data:`Answer` and what it holds the parts too.
 
     Args:
-        path: Of the class.
+        path: Import path of the class, such as ``lit_grpo.plugins.Answer``.
         optional: Whether None may stand for it.
         many: Whether it is a sequence of them.
     """

@@ -312,7 +312,7 @@ class Plugin(Listener):
         """Return what the choice of prompts remembers at the beginning of a run: numbers by name, which are logged.
 
         Args:
-            prompts: All training prompts.
+            prompts: All prompts that training may draw, with their columns.
 
         Raises:
             ValueError: The prompts lack a column that it needs.
@@ -373,7 +373,7 @@ class Plugin(Listener):
         Args:
             records: What is known of each prompt; ``mean_tokens`` of a new one is that of all prompts, if any is known,
                 else 0.
-            num_generations: ``model.num_generations``.
+            num_generations: Completions per prompt that the run sets, ``model.num_generations``.
             num_prompts: Prompts of an update, on each rank, if a mode opens more or fewer of them; by default these.
         """
         return [num_generations] * len(records)
@@ -397,7 +397,7 @@ class Plugin(Listener):
         Args:
             tallies: Of the prompts, in the order of their ids.
             num_rounds: Rounds that there have been, 1 or more.
-            num_generations: ``model.num_generations``.
+            num_generations: Completions per prompt that the run sets, ``model.num_generations``.
         """
         return [0] * len(tallies)
 
@@ -502,7 +502,7 @@ class Plugin(Listener):
         All ranks call it together, unless the step's loss or gradient is not finite.
 
         Args:
-            step: With ``log_weights_C``.
+            step: The optimizer step, whose ``log_weights_C`` is known now.
         """
 
     def on_optimizer_step(self, step: Step) -> None:
@@ -530,7 +530,7 @@ class Plugin(Listener):
 
         Args:
             measure: Measures tokens under the policy; all ranks call it together.
-            ranks: Of the run.
+            ranks: Reductions over the ranks of the run, such as sums.
 
         Returns:
             Values by name, without ``val/``, the same on every rank.
@@ -639,7 +639,7 @@ class RunFacts:
 
     Args:
         num_prompts: Prompts of a batch on each rank; None where the user's own dataloader says.
-        num_generations: ``model.num_generations``.
+        num_generations: Completions per prompt, ``model.num_generations``.
         max_tokens: The most tokens of a completion.
         updates_per_batch: Optimizer steps on one batch.
         max_observed: The most tokens of a completion that are observed, in training or in validation: the smaller.

@@ -165,7 +165,7 @@ def draw_puzzle(
     """Draw a puzzle of ``split`` with one solution; the number of characters is geometric, cut at ``most``.
 
     Args:
-        rng: Source of randomness.
+        rng: Random numbers that the puzzle is drawn with.
         split: Split of the puzzle.
         fewest: Min number of characters.
         most: Max number of characters.
@@ -198,7 +198,7 @@ class KnightsRows(DrawnRows):
     ``tiny_knights`` has been warm-started on the train split.
 
     Args:
-        num_rows: Number of rows.
+        num_rows: Number of puzzles to draw.
         split: Split of the puzzles: ``train`` or ``validation``; no puzzle is in both.
         seed: Seed of the draw of puzzles from the split, and of their order.
         min_characters: Min number of characters of a puzzle, from 3 to 7.

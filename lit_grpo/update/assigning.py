@@ -57,7 +57,7 @@ def _estimate(
 
     Args:
         batch: The whole batch on this rank.
-        passes: As for :func:`fill_batch`.
+        passes: Settings of the run, with its estimator, plug-ins and ranks.
         history: Earlier visits of prompts.
         scores: Of all rollouts, if the estimator needs them.
         own: The part whose rollouts get them: all, or those of one plug-in.

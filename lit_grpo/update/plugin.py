@@ -39,7 +39,7 @@ class Measure(Protocol):
         """Return by completion what was measured of each token that is trained on.
 
         Args:
-            rollouts: Of this rank.
+            rollouts: Rollouts of this rank to measure.
             what: Entropies in nats, log-probs, log-probs with squared norms of their gradients with respect to the last
                 hidden states (shape T, 2), or what a function makes of the last hidden states that predict tokens
                 (:data:`lit_grpo.update.logprobs.measurements.OfHidden`).
@@ -118,7 +118,7 @@ class Batch(GroupBatch):
         rank: The number of this rank.
         estimate: Gives its rollouts the advantages of the run's estimator, those of the whole batch with the advantage
             NaN left out.
-        writer: Who writes columns.
+        writer: Plug-in and hook that write columns, named in errors.
     """
 
     rewards: GroupRewards
@@ -149,7 +149,7 @@ class Batch(GroupBatch):
                 ``ce_weight``, for each token the weight of its negative log-likelihood, observed tokens among them;
                 ``candidates``, two tensors with the ids and values of K further tokens at each place, perhaps with a
                 value of all other tokens after these.
-            rollout: Of this batch.
+            rollout: Rollout of this batch, whose column is written.
             value: A number, or a list, array or tensor of numbers. Advantages of a rollout that is not trained on are
                 not read: its own is NaN.
 
@@ -261,7 +261,7 @@ class Term:
         """Return a micro-batch's share of the step's loss, with the term's share of what was last watched.
 
         Args:
-            loss: The objective's.
+            loss: Loss of the micro-batch by the objective, a scalar with gradient.
             weight: What the tokens of the micro-batch count; 0 where it has none to learn from.
         """
         return loss
@@ -304,7 +304,7 @@ class SquaredNorm:
     gradient, ``signal = 1`` and ``noise = 1 / N``.
 
     Args:
-        square: The squared norm.
+        square: Squared norm of the summed gradients of these prompts.
         signal: Factor of ``|G|^2`` in its expectation.
         noise: Factor of ``tr S`` in its expectation.
     """

@@ -225,7 +225,7 @@ def read_body(data: bytes, route: Route, sampling: SamplingParams, ends: Sequenc
     """Read the body of a request, and check its fields.
 
     Args:
-        data: The body.
+        data: Body of the request, as bytes of JSON.
         route: The route that it came by.
         sampling: The sampling parameters of the trajectory.
         ends: The token ids at which the run ends a turn.

@@ -441,7 +441,7 @@ def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> di
     """Return vLLM's arguments for decoding with the policy's adapters.
 
     Args:
-        adapters: The policy's adapters.
+        adapters: LoRA adapters that the policy trains; None if it has none.
         given: The user's own arguments.
 
     Raises:
@@ -527,7 +527,7 @@ def check_fits(request: Request, context: int, kv_tokens: int | None, remedies: 
     """Check that a request has room in an idle engine.
 
     Args:
-        request: The request.
+        request: Request to be sent, with its prompt and sampling parameters.
         context: Max tokens of a request, by the model's context.
         kv_tokens: Size of the KV cache in tokens, if it is known.
         remedies: How the user raises the first, and how the second.

@@ -22,7 +22,7 @@ class Finding(NamedTuple):
         verdict: ``pass``; ``warn`` for something that may be intended; ``fail`` for something with which no run can
             learn; ``skip`` for something that could not be checked.
         name: Name of the check.
-        figure: Measured value.
+        figure: Measured value as text, with its unit.
         remedy: Remedy; empty with ``pass``.
     """
 

@@ -27,7 +27,7 @@ class Contents:
     Args:
         name: Name of the model.
         version: The update of its policy.
-        checkpoint: ``best`` or ``last``.
+        checkpoint: Checkpoint that was finished: ``best`` or ``last``.
         num_weights: Number of the policy's weights.
         has_adapter: Whether the folder ``adapter`` has the adapter alone.
         has_picture: Whether there is a picture of the curves.
@@ -240,7 +240,7 @@ def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
 
     Args:
         head: The heads of the columns.
-        rows: Markdown.
+        rows: Name and value of each row, in Markdown.
     """
     lines = [f"| {name} | {value} |" for name, value in rows]
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines]) if lines else ""

@@ -74,10 +74,10 @@ def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTraine
     """Return about how large a GGUF file will be.
 
     Args:
-        config: The policy's configuration.
+        config: Configuration of the policy, which names its family.
         shapes: The shapes of its weights.
-        tokenizer: Its tokenizer.
-        kind: One of :data:`KINDS`.
+        tokenizer: Tokenizer of the policy, whose vocabulary the file holds.
+        kind: Number format of the weights, a name of :data:`KINDS`.
 
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
@@ -94,8 +94,8 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
 
     Args:
         folder: Folder of the policy, with its tokenizer.
-        path: The file.
-        kind: One of :data:`KINDS`.
+        path: Path of the GGUF file to write.
+        kind: Number format of the weights, a name of :data:`KINDS`.
         name: Name of the model in the file.
         licence: Licence of the model, where it is known.
 

@@ -17,7 +17,7 @@ class Counterpart:
             counterpart and needs none, for the reason in ``note``; ``refused`` would change the training and is not
             supported.
         default: The field's default in the other trainer.
-        fields: Fields of lit_grpo.
+        fields: Names of the settings of lit_grpo that correspond to the field.
         note: Difference of the meaning, or the reason why there is no counterpart.
     """
 

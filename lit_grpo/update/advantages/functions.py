@@ -62,7 +62,7 @@ def least_variance_advantages(
     it is at most 1e-8 (mit-han-lab/vcpo at c7f030f, ``compute_grad_info`` and ``compute_opob_baseline``).
 
     Args:
-        rewards_R: Of whole groups.
+        rewards_R: Rewards of the rollouts of complete groups, shape R.
         groups_R: The number of the group that each belongs to.
         log_weights_R: ``log v``, up to a constant of each group; by default all alike.
         scale: ``group`` divides by the group's deviation, ``none`` by nothing.
@@ -187,7 +187,7 @@ def per_reward_advantages(rewards_RK: torch.Tensor, groups_R: torch.Tensor, weig
     Args:
         rewards_RK: Values of K reward functions; on several ranks all of the step's.
         groups_R: The number of the group that each rollout belongs to.
-        weights_K: Their weights.
+        weights_K: Weight of each reward function in the sum, shape K.
     """
     exact_RK = rewards_RK.double()
     normal = [group_advantages(values_R, groups_R) for values_R in exact_RK.T]

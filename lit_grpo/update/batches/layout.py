@@ -63,8 +63,8 @@ class PackedRow(Tokens):
     - ``labels``, on a device other than the host: see :func:`lit_grpo.update.prefix.layout.key_labels`.
 
     Args:
-        input_ids_BT: The row.
-        position_ids_BT: Its positions.
+        input_ids_BT: Token ids of the row, shape (1, T); several rows if no prefix is shared.
+        position_ids_BT: Position of each token in its own sequence, shape as ``input_ids_BT``.
         stretches: What is where, and which tokens see which.
         carried: What the row sees of other micro-batches, a span for each stretch that is.
         in_row: What others have seen of it, with its place.
@@ -176,7 +176,7 @@ class MicroBatches(Iterable[PackedRow]):
     they can go through again.
 
     Args:
-        rows: The micro-batches.
+        rows: Micro-batches in the order in which they go through the policy.
         shared_prefix: Whether they are packed, so that empty ones are, too.
     """
 
@@ -227,7 +227,7 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     Where nothing would be in the row it has one token. Advantages are 0.
 
     Args:
-        rollouts: Of the step.
+        rollouts: Rollouts of the optimizer step, which parts refer to by their places.
         parts: The rollouts of each prompt, or one chunk of one.
         least_shared: The fewest common tokens of responses that stand in the row once.
     """
@@ -287,8 +287,8 @@ def _place(
     """Place a part in a row: its prompt, where that is not carried, and the tree of its completions.
 
     Args:
-        part: Of the row.
-        rollouts: Of the step.
+        part: Completions of one prompt, or a chunk of one, to place in the row.
+        rollouts: Rollouts of the optimizer step, which the part refers to by their places.
         start: Where its first token stands.
         number: Of its first stretch.
         least_shared: The fewest common tokens of responses that stand in the row once.
@@ -382,7 +382,7 @@ def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> Packe
     """Lay rollouts out one a row, padded on the right; without rollouts, one row of one token.
 
     Args:
-        rollouts: Of the step.
+        rollouts: Rollouts of the optimizer step, which ``members`` selects from.
         members: Which of them, by their places.
     """
     own = [rollouts[member] for member in members]

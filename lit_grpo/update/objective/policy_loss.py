@@ -63,7 +63,7 @@ def policy_loss(
     number.
 
     Args:
-        tokens: Of a micro-batch.
+        tokens: Tokens of a micro-batch with their columns, such as log-probs and advantages.
         objective: The loss to minimise.
         totals: Denominators of the whole step, on all ranks.
         beta: Weight of the KL term in this step; ``kl.beta`` by default.

@@ -36,7 +36,7 @@ class Tokens:
     Args:
         columns: All values, by name.
         figures: Values of tokens whose means are logged, shape N, by name.
-        writer: Who writes columns.
+        writer: Plug-in and hook that write columns, named in errors.
     """
 
     columns: dict[str, torch.Tensor]

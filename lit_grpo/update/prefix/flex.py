@@ -57,7 +57,7 @@ def flex_prefix_attention(
         query: Shape (1, heads, T, head size).
         key: Shape (1, KV heads, T, head size).
         value: Of the key's shape.
-        mask: Of :func:`prefix_block_mask`.
+        mask: Which tokens each token sees, made by :func:`prefix_block_mask`.
         scaling: Scores are multiplied by it.
         cap: The limit of scores, by tanh; ``None`` is no limit.
         sinks_H: The score of a key without a value that each head has beside the others.

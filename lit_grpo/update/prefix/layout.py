@@ -86,7 +86,7 @@ def attention_pieces(stretches: Sequence[Stretch], window: int | None) -> list[P
     Each stretch attends to itself, and then all that come after it, which are neighbours in the row, to it.
 
     Args:
-        stretches: Of the row.
+        stretches: Stretches of the packed row, in order.
         window: How many tokens back a query sees, its own among them; ``None`` for all.
     """
     pieces: list[Piece] = []
