@@ -741,7 +741,7 @@ def at_once(base_url: str, api_key: str, prompt: str) -> Any:
 
 
 @pytest.mark.parametrize("agent", [at_once, Later])
-def test_what_turns_earned_by_themselves_is_learnt_from_by_turn(agent: Any) -> None:
+def test_what_turns_earned_by_themselves_is_trained_on_by_turn(agent: Any) -> None:
     worker = worker_of(agent)
     (group,) = play(worker, rows=[{"prompt": "Guess."}], num_generations=2)
     assert [rollout.turn_rewards for rollout in group.rollouts] == [(0.25, 1.0)] * 2

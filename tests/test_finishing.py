@@ -278,7 +278,7 @@ def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("passed", "learnt", "said"),
+    ("passed", "rises", "said"),
     [
         (
             [0.5, None, None, 0.8],
@@ -291,15 +291,15 @@ def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsy
         ([0.5, None, None, 0.53], False, "**The run may have learned nothing:** pass@1 on held-out prompts was 50.0%"),
     ],
 )
-def test_a_run_that_learnt_nothing_is_said_to(
-    passed: list[float | None], learnt: bool, said: str, run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_learned_nothing_is_said_to(
+    passed: list[float | None], rises: bool, said: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curve(run, reward=[0.2, 0.21, 0.2, 0.21], val__pass_at_1=passed)
     found = record.progress(read_folder(run), 3)
-    assert found is not None and found.has_improved == learnt and str(found).startswith(said)
+    assert found is not None and found.has_improved == rises and str(found).startswith(said)
     main([str(run), "--gguf", "none"])
     assert said in (run / "finished" / "README.md").read_text()
-    assert ("learned nothing" in capsys.readouterr().out) != learnt
+    assert ("learned nothing" in capsys.readouterr().out) != rises
 
 
 @pytest.mark.parametrize(
@@ -336,10 +336,10 @@ def test_the_card_says_rows_decoding_and_interval_of_its_figure(
 def test_without_held_out_prompts_the_rewards_of_batches_count(run: Path) -> None:
     up = [0.1 + 0.02 * step + 0.01 * (-1) ** step for step in range(40)]
     flat = [0.5 + 0.1 * (-1) ** step + 0.0001 * step for step in range(40)]
-    for rewards, learnt in ((up, True), (flat, False), (up[::-1], False)):
+    for rewards, rises in ((up, True), (flat, False), (up[::-1], False)):
         curve(run, reward=rewards)
         found = record.progress(read_folder(run), 39)
-        assert found is not None and found.metric == "mean reward of training batches" and found.has_improved == learnt
+        assert found is not None and found.metric == "mean reward of training batches" and found.has_improved == rises
     curve(run, reward=up[:3])
     assert record.progress(read_folder(run), 3) is None
     curve(run, ce__loss=[2.0, 1.0, 0.5], val__sft__loss=[2.1, None, 0.9])

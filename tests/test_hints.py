@@ -307,7 +307,7 @@ def test_reward_functions_get_the_whole_answer_of_which_a_part_was_given() -> No
 # ---- a run ---------------------------------------------------------------------------------------------
 
 
-def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> None:
+def test_who_is_asked_is_not_learned_from_visits_with_a_hint(tokenizer: str) -> None:
     history, data = PromptHistory(), data_of(tokenizer, "reference_hint")
     session = RolloutSession(make_plugins(["greso", "reference_hint"]))
     data.plug_in(session.prompt_rule, session.rewriting, on_demand=False)

@@ -257,7 +257,7 @@ def test_a_run_whose_rewards_give_nothing_to_the_first_batch_ends_at_once(policy
     assert sum("first batch has a value of" in str(each.message) for each in w) == 1
 
 
-def test_rewards_of_weight_zero_alone_are_refused_unless_something_else_is_learnt_from(
+def test_rewards_of_weight_zero_alone_are_refused_unless_something_else_is_learned_from(
     policy_folder: Path, policy: Any
 ) -> None:
     module = make_module(policy_folder, rewards=[RewardSpec("exact_match", weight=0.0)])

@@ -112,7 +112,7 @@ class Arrol(Plugin):
         said = dict(zip(seen, self.head.chances(np.array([features[key] for key in seen])), strict=True))
         stays = np.array([key in self._ended or key not in said for key in members])
         size = max(math.ceil(self.keep * (~stays).sum()), MIN_SURVIVORS - int(stays.sum()))
-        if size >= (~stays).sum() or not self.head.has_learnt:
+        if size >= (~stays).sum() or not self.head.has_learned:
             return []
         chances = np.array([said.get(key, self.head.early_chance) for key in members])
         kept = nearest_subset(chances, stays, size, self.positive_share)
@@ -225,7 +225,7 @@ class QualityHead:
         self._num_groups = 0
 
     @property
-    def has_learnt(self) -> bool:
+    def has_learned(self) -> bool:
         """True if there has been anything to learn from."""
         return len(self._model.moments) > 0
 
@@ -243,7 +243,7 @@ class QualityHead:
 
     def chances(self, features: np.ndarray) -> np.ndarray:
         """Return chances of success, shape (n,), for finite ``features``, shape (n, D); 0.5 before it has learned."""
-        if not (self.has_learnt and len(features)):
+        if not (self.has_learned and len(features)):
             return np.full(len(features), 0.5)
         return self._posterior[self._bins_of(self._projection(features))]
 
@@ -264,7 +264,7 @@ class QualityHead:
         if not len(features):
             return
         x = self._projection(features)
-        if self.has_learnt:
+        if self.has_learned:
             bins = self._bins_of(x)
             said = np.column_stack([self._posterior[bins], successes, groups + self._num_groups])
             self._judge(said[whole.astype(bool)])
