@@ -160,7 +160,7 @@ def own_copy(value: Any, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised.
+    """One prompt, tokenized.
 
     ``prompt_id`` is stable across runs and epochs (``"train/17"``: split and row number); ``visit``
     counts how often it has been drawn before, so that a second epoch samples again. ``columns`` are

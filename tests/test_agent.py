@@ -599,7 +599,7 @@ def dropped(worker: Trajectories, told: Sequence[Any], generator: Callable[..., 
     assert group.rollouts == [] and not worker.drivers
 
 
-def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_closed() -> None:
+def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_canceled_and_closed() -> None:
     happened: list[str] = []
     over = threading.Semaphore(0)
 
@@ -610,7 +610,7 @@ def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_cl
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                happened.append("cancelled")
+                happened.append("canceled")
                 over.release()
                 raise
 
@@ -621,7 +621,7 @@ def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_cl
     worker = worker_of(Working)
     dropped(worker, happened)
     assert over.acquire(timeout=120) and over.acquire(timeout=120)
-    assert sorted(happened) == ["asked", "cancelled", "closed"]
+    assert sorted(happened) == ["asked", "canceled", "closed"]
     assert worker.metrics()["environments/retries"] == worker.metrics()["environments/dropped"] == 0
     worker.close()
 

@@ -412,7 +412,7 @@ async def cancels() -> str:
     return "never"
 
 
-def cancelled() -> str:
+def canceled() -> str:
     """Raise what ends coroutines."""
     raise asyncio.CancelledError("by a tool")
 
@@ -431,7 +431,7 @@ async def async_apart() -> str:
     ("tool", "told"),
     [
         (cancels, "CancelledError"),
-        (cancelled, "CancelledError: by a tool"),
+        (canceled, "CancelledError: by a tool"),
         (apart, "Apart: own"),
         (async_apart, "Apart: own"),
     ],

@@ -124,7 +124,7 @@ def test_ranks_come_to_the_same_shares_and_log_the_same_whoever_asked_the_prompt
     assert set(alone.known) == {*"abcd"} and len({record.pass_rate for record in alone.known.values()}) == 2
 
 
-def test_dcpo_standardises_a_visit_with_a_hint_by_itself() -> None:
+def test_dcpo_standardizes_a_visit_with_a_hint_by_itself() -> None:
     history = PromptHistory()
     history.note([visit([0.0, 0.0, 1.0])])
     history.commit()

@@ -115,7 +115,7 @@ def test_the_gradient_of_sampled_tokens_is_that_of_trls_self_distillation(change
     ("beta", "changes"),
     [(0.0, {}), (1.0, {}), (0.3, {}), (0.3, {"max_tokens_per_micro_batch": 40}), (0.3, {"shares_prefix": False})],
 )
-def test_over_all_tokens_it_is_trls_generalised_jensen_shannon_divergence(beta: float, changes: dict[str, Any]) -> None:
+def test_over_all_tokens_it_is_trls_generalized_jensen_shannon_divergence(beta: float, changes: dict[str, Any]) -> None:
     """With as many tokens as the vocabulary has; the tail has 1e-7 of probability then, as TRL's."""
     trl = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
     policy, teacher = random_policy().double(), other_policy()

@@ -56,7 +56,7 @@ def groups_of_eleven(flat: bool = False) -> list[RolloutGroup]:
 
 
 def expected_advantages(groups: Sequence[RolloutGroup], size: int) -> list[tuple[Rollout, float]]:
-    """Those of so many rollouts whose variance is the largest of all subsets; normalised over whole groups."""
+    """Those of so many rollouts whose variance is the largest of all subsets; normalized over whole groups."""
     scored = []
     for group in groups:
         rewards = [rollout.reward for rollout in group.rollouts]

@@ -236,9 +236,9 @@ class QualityHead:
 
     @property
     def _posterior(self) -> np.ndarray:
-        centres = np.append((np.arange(NUM_BINS) + 0.5) / NUM_BINS, 0.5)
+        centers = np.append((np.arange(NUM_BINS) + 0.5) / NUM_BINS, 0.5)
         counts = self._bins[:, 0] + PRIOR_COUNT
-        shares = (self._bins[:, 1] + PRIOR_COUNT * centres) / counts
+        shares = (self._bins[:, 1] + PRIOR_COUNT * centers) / counts
         return np.append(rising(shares[:-1], counts[:-1]), shares[-1])
 
     def chances(self, features: np.ndarray) -> np.ndarray:
@@ -313,7 +313,7 @@ class QualityHead:
 
 
 def rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the nearest values that nowhere fall, in weighted squares, all of shape (n,), by pooling neighbours."""
+    """Return the nearest values that nowhere fall, in weighted squares, all of shape (n,), by pooling neighbors."""
     pools: list[tuple[float, float, int]] = []  # value, weight, and how many it stands for
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         count = 1

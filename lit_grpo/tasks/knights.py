@@ -108,22 +108,22 @@ class Puzzle:
     def split(self) -> Split:
         """The split of the puzzle: the same for all puzzles that differ only in names and order.
 
-        It is a hash of the characters' claims, the claims about them, and those of their neighbours.
+        It is a hash of the characters' claims, the claims about them, and those of their neighbors.
         """
-        colours = dict.fromkeys(CHARACTERS[: self.num_characters], 0)
+        colors = dict.fromkeys(CHARACTERS[: self.num_characters], 0)
         for _ in range(3):
-            colours = {letter: self._colour(letter, colours) for letter in colours}
-        return split_of(_hash(sorted(colours.values())))
+            colors = {letter: self._color(letter, colors) for letter in colors}
+        return split_of(_hash(sorted(colors.values())))
 
-    def _colour(self, letter: str, colours: dict[str, int]) -> int:
-        """Return a hash of the claims that name ``letter``, and of the colours of the characters in them."""
+    def _color(self, letter: str, colors: dict[str, int]) -> int:
+        """Return a hash of the claims that name ``letter``, and of the colors of the characters in them."""
         named: list[tuple[object, ...]] = []
         for claim in self.claims:
-            others = [colours[each] for each in (claim.first, claim.second) if each != letter]
+            others = [colors[each] for each in (claim.first, claim.second) if each != letter]
             if letter in (claim.speaker, claim.first, claim.second):
                 says, told = letter == claim.speaker, len(others) == 1
-                named.append((claim.kind, says, told, colours[claim.speaker], *sorted(others)))
-        return _hash((colours[letter], sorted(map(repr, named))))
+                named.append((claim.kind, says, told, colors[claim.speaker], *sorted(others)))
+        return _hash((colors[letter], sorted(map(repr, named))))
 
 
 def working(puzzle: Puzzle) -> str:

@@ -233,7 +233,7 @@ class Batch(GroupBatch):
 
 
 class Chunk(NamedTuple):
-    """Neighbouring tokens of a completion, from ``begin`` to before ``end``, that go through the policy by themselves.
+    """Neighboring tokens of a completion, from ``begin`` to before ``end``, that go through the policy by themselves.
 
     All that they add to the gradient, also through what later chunks have seen of them, is multiplied by ``weight``;
     with 0 they have no backward pass.

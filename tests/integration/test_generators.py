@@ -435,7 +435,7 @@ def test_new_weights_count_from_the_next_step_on_and_no_old_prompt_is_used(gener
     assert tokens(collect(generator, 4)) == before
 
 
-def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
+def test_what_traveled_is_told(generator: Any, policy: Any) -> None:
     weights = generator.weights()
     report = generator.load_weights(weights, 3)
     check_arrival(weights.digests, report.digests)

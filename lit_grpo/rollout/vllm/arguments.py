@@ -38,7 +38,7 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with its default binding the CPU build is far slower next to a trainer
 }
-_ODD = 0x9E3779B97F4A7C15  # makes seeds for neighbouring numbers of tokens differ in many bits
+_ODD = 0x9E3779B97F4A7C15  # makes seeds for neighboring numbers of tokens differ in many bits
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # likewise, in the tested build for CPUs
 _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"}

@@ -89,7 +89,7 @@ def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTraine
     )
 
 
-def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | None = None) -> Vocabulary:
+def write_gguf(folder: Path, path: Path, kind: str, name: str, license: str | None = None) -> Vocabulary:
     """Write a policy's folder as a GGUF file, and return the tokenizer in it; one tensor at a time is in memory.
 
     Args:
@@ -97,7 +97,7 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
         path: Path of the GGUF file to write.
         kind: Number format of the weights, a name of :data:`KINDS`.
         name: Name of the model in the file.
-        licence: Licence of the model, where it is known.
+        license: License of the model, where it is known.
 
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
@@ -112,8 +112,8 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
     writer = _Writer(path, find_family(config).architecture)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
-    if licence is not None:
-        writer.add_license(licence)
+    if license is not None:
+        writer.add_license(license)
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_sizes(writer, config, num_rows)

@@ -64,7 +64,7 @@ def policy_loss(
 
     Args:
         tokens: Tokens of a micro-batch with their columns, such as log-probs and advantages.
-        objective: The loss to minimise.
+        objective: The loss to minimize.
         totals: Denominators of the whole step, on all ranks.
         beta: Weight of the KL term in this step; ``kl.beta`` by default.
         entropy_coefficient: Weight of the entropy bonus in this step; ``entropy.coefficient`` by default.

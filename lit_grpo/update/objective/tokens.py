@@ -204,7 +204,7 @@ def near_completions(tokens: Tokens, limit: float) -> torch.Tensor:
 def entropy_threshold(entropy_N: torch.Tensor, share: float) -> float:
     """Return the entropy that the ``share`` of tokens with the highest reach; infinite without tokens.
 
-    Linear interpolation between neighbours, as ``torch.quantile``, which takes no more than 2**24 values. Tokens at
+    Linear interpolation between neighbors, as ``torch.quantile``, which takes no more than 2**24 values. Tokens at
     the threshold are kept ("Beyond the 80/20 Rule", arXiv 2506.01939; TRL's ``top_entropy_quantile``).
     """
     if not entropy_N.numel():

@@ -13,7 +13,7 @@ MASKED_ROWS = 512  # queries of one masked piece, so that a mask takes no more t
 
 
 class Stretch(NamedTuple):
-    """Tokens of a packed row that are neighbours, with positions that are: a prompt, or what responses have in common.
+    """Tokens of a packed row that are neighbors, with positions that are: a prompt, or what responses have in common.
 
     It has ``length`` tokens, stands at ``start``, and its first token has the position ``first``. The stretches of a
     row are numbered depth first: a prompt, then the tree of its responses, each after the one that it begins at. Those
@@ -83,7 +83,7 @@ def key_labels(stretches: Sequence[Stretch]) -> torch.Tensor:
 def attention_pieces(stretches: Sequence[Stretch], window: int | None) -> list[Piece]:
     """Cut the attention of a packed row into pieces in which no key is repeated and no query padded.
 
-    Each stretch attends to itself, and then all that come after it, which are neighbours in the row, to it.
+    Each stretch attends to itself, and then all that come after it, which are neighbors in the row, to it.
 
     Args:
         stretches: Stretches of the packed row, in order.
