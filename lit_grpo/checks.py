@@ -113,7 +113,7 @@ def check_checkpoint(
     Args:
         checkpoint: The checkpoint to load.
         weights: The policy's weights by name, into which the checkpoint is to be loaded.
-        path: Its path, for the message.
+        path: Path of the checkpoint, for the message.
 
     Raises:
         ValueError: It lacks one of the weights, or has one more or of another shape.

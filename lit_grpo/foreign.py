@@ -216,7 +216,7 @@ class Guard:
 
     Args:
         what: What the owner is, such as ``plug-in``.
-        owner: Whose hook it is.
+        owner: Object whose hook runs.
         hook: Name of the hook, for messages.
 
     Raises:

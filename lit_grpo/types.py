@@ -142,7 +142,7 @@ def own_copy(value: Any, what: str) -> Any:
 
     Args:
         value: Value to copy, such as a column of a row.
-        what: Its name in messages, such as ``column 'board' of train/3``.
+        what: Name of the value in messages, such as ``column 'board' of train/3``.
 
     Raises:
         ValueError: It cannot be copied.
@@ -485,7 +485,7 @@ class PassRule:
         """Return the rule of the chosen one, or of the first of all reward functions' names.
 
         Args:
-            names: Of all reward functions.
+            names: Names of all reward functions, in order.
             chosen: Name of the function that decides; by default the first.
             threshold: Min reward of a correct completion.
             by_dataset: Whether functions score some data sets alone, so that another one may be the first that applies.

@@ -54,8 +54,8 @@ def check_template(template: str, name: str, fields: Collection[str]) -> None:
 
     Args:
         template: Text of the setting, with each field in braces where its text is filled in.
-        name: Of the setting, for the message.
-        fields: Those that it has to hold.
+        name: Name of the setting, for the message.
+        fields: Names of the fields that the template has to hold.
 
     Raises:
         ValueError: It holds others, or does not hold all.

@@ -253,7 +253,7 @@ class QualityHead:
         """Take what became of a rollout.
 
         Args:
-            features: Of completions that were observed, finite, shape (n, D).
+            features: Features of completions that were observed, finite, shape (n, D).
             successes: 1 where they succeeded, else 0, shape (n,).
             groups: A number of the group that each is in, from 0, shape (n,).
             whole: Whether the group lost nobody, shape (n,); only then does a row say how good the head is.

@@ -154,7 +154,7 @@ class HeadStep:
         """Return by how much rows of the weight move up a gradient, shape (n, k, D).
 
         Args:
-            gradients_nkD: Of each row, of what is to grow.
+            gradients_nkD: Gradient of each row, of what is to grow, shape (n, k, D).
             ids_nk: Rows of the head's weight that move: k token ids for each of n tokens, shape (n, k).
         """
         if self.moments is None:

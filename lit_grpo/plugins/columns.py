@@ -52,7 +52,7 @@ class Numbers:
         Args:
             said: Beginning of the message: who gives what.
             value: A tensor, an array, a list, or a number.
-            shape: That it must have.
+            shape: Shape that the value must have.
             each: What has one number, for messages.
             keeps_gradient: Whether the tensor stays on its device and keeps its gradient: it is part of a loss.
 
@@ -103,7 +103,7 @@ class Column:
     Args:
         of: What has such a value: a completion, one of its tokens, one that is trained on, or a whole step.
         hook: The hook in which it is written.
-        numbers: Their dtype and range; None for an object, which its reader checks.
+        numbers: Dtype and range of the numbers; None for an object, which its reader checks.
         decides: What it decides, for messages as in ``which both decide ...``: at most one plug-in of a run may write
             it, or one for each data set. Empty if several may.
         needs: What writing it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`.

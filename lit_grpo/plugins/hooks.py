@@ -63,7 +63,7 @@ def ask(plugin: Listener, hook: str, *arguments: Any) -> Any:
     Args:
         plugin: Any, whether it overrides the hook or not.
         hook: A name of :data:`HOOKS`.
-        arguments: Of the hook, in their order.
+        arguments: Arguments of the hook, in their order.
 
     Returns:
         What the hook's docstring says: tensors of the dtype that :data:`HOOKS` declares, on the host and without a

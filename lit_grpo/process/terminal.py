@@ -54,7 +54,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     Args:
         number: Number of things that the noun counts.
         noun: The noun in the singular.
-        plural: Of several; the noun with an ``s`` by default.
+        plural: Noun in the plural; by default the singular with an ``s``.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 

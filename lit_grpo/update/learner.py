@@ -335,7 +335,7 @@ class Learner:
             step: What the gradient is of.
             metrics: Metrics of the batch, to which loss and gradient norm are added.
             loss_scale: Factor of the loss that micro-batches have added to the metrics.
-            norms: Of the gradient as it was added up, if a plug-in has them measured.
+            norms: Squared norms of the gradient as it was added up, if a plug-in has them measured.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
         ranks, grad_norm, loss = self.passes.ranks, metrics.read(full_tensor(norm), loss_scale), metrics.loss

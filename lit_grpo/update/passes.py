@@ -121,7 +121,7 @@ class PolicyPasses:
         Without anything to learn from there is no gradient.
 
         Args:
-            parts: Those that have come so far.
+            parts: Parts of the step that have come so far; the gradient of the last one is added.
             metrics: Metrics of the batch, to which the sums of the micro-batches are added.
             is_whole: Whether the one part is all of the step. Ranks then exchange the gradient with its last
                 micro-batch; else :meth:`exchange` has to follow after the last part.
@@ -249,7 +249,7 @@ class PolicyPasses:
 
         Args:
             step: The whole optimizer step on this rank, with all of its prompts.
-            prompts: Of the step on this rank, those without a gradient among them.
+            prompts: Prompts of the step on this rank, those without a gradient among them.
             num_parts: How many parts, about equally large; the last norm is that of the whole.
             metrics: Metrics of the batch, to which the sums of the micro-batches are added.
         """

@@ -54,7 +54,7 @@ class TeacherScores(NamedTuple):
     Attributes:
         logprobs_T: Log-prob of each of them, float32, shape (num_trained,).
         entropy_T: Entropy of the teacher's distribution there, in nats.
-        top_ids_TK: Its K likeliest tokens, int64, the likeliest first.
+        top_ids_TK: Ids of the K likeliest tokens at each place, int64, the likeliest first.
         top_logprobs_TL: Their log-probs, and that of all other tokens together, L = K + 1; without any where K is 0.
     """
 
@@ -109,7 +109,7 @@ class Batch(GroupBatch):
     """A batch on this rank that the policy learns from; :meth:`set` writes columns of its rollouts.
 
     Args:
-        rewards: Of its rollouts, in their order.
+        rewards: Rewards of the batch's rollouts, in their order.
         progress: The fraction of the run's optimizer steps that has been taken, from 0 to 1; 0 if the run has no known
             end (``RunFacts.total_updates``).
         measure: Measures tokens under the policy, as in ``measure(rollouts, "entropy")``.

@@ -73,7 +73,7 @@ class Field(NamedTuple):
     """A field of a request.
 
     Args:
-        form: Its type. Null is allowed everywhere, and stands for a field that is left out.
+        form: Type of the field. Null is allowed everywhere, and stands for a field that is left out.
         rule: What becomes of it.
         same: Values that are no cause to refuse or to tell, because they ask for what happens anyway.
         why: Why it is ignored or refused, after "because".

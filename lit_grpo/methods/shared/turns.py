@@ -39,7 +39,7 @@ def compared(value: float, others: Sequence[float], scale: bool) -> float:
 
     Args:
         value: Value of the turn, such as its return.
-        others: Of all; where there is no other one, the result is 0.
+        others: Values of all turns to compare with; if there is no other one, the result is 0.
         scale: Divide by their standard deviation (plus 1e-4).
     """
     if len(others) < 2:

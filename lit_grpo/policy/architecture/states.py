@@ -47,7 +47,7 @@ class StateShape:
     """Shapes of the states of one row.
 
     Args:
-        config: Of the decoder; says of which kind each layer is.
+        config: Configuration of the decoder, which says of which kind each layer is.
         argument: The name by which the decoder takes its cache.
         num_bytes: All states of a row.
         goes_on: Whether a forward of several tokens begins from the state. Those of some layers (Mamba's without its

@@ -175,7 +175,7 @@ def start_actors(
         plan: Arguments of the vLLM servers, and how many to start.
         token: Token that requests have to send.
         restarts: Max number of times that Ray restarts a dead actor, unless ``options`` has ``max_restarts``.
-        options: Of each actor, as Ray takes them.
+        options: Options of each actor, as Ray takes them.
         deadline: Until when Ray may take to start them (of ``time.monotonic``).
 
     Raises:

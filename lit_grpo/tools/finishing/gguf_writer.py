@@ -41,9 +41,9 @@ class Tensor:
     """A tensor of the file.
 
     Args:
-        name: Its name in GGUF.
+        name: Name of the tensor in GGUF.
         source: The name of the weight in the policy's folder.
-        shape: Its shape, rows first.
+        shape: Shape of the tensor, rows first.
         num_heads: The number of heads whose rows are put into llama.cpp's order; 0 for none.
         kind: The type of its numbers in the file.
     """

@@ -31,7 +31,7 @@ class Origin:
 
     Args:
         name: Its name for a reader: a hub id, the name of a policy of the package, or the last part of a path.
-        hub_id: Its id on the hub; None if it is not known.
+        hub_id: Id of the model on the hub; None if it is not known.
         license: The fields ``license``, ``license_name`` and ``license_link`` of a model card; empty if the license is
             not known.
         source: Where the license was found, as the end of a sentence.

@@ -295,7 +295,7 @@ class Advantages:
 
         Args:
             rewards: Of this rank's groups, or of those of all ranks where it ``needs`` them.
-            weights_K: Of the reward functions.
+            weights_K: Weight of each reward function, shape K.
             history: Earlier visits, for ``dcpo``.
         """
         return self._row.compute(rewards, EstimatorInputs(self.scaled_by, self.max_reward, weights_K, history))

@@ -27,7 +27,7 @@ class Member(NamedTuple):
     """A completion of a row, or the chunk of it that is there.
 
     Args:
-        row: Its place among the rollouts of the step.
+        row: Place of the completion among the rollouts of the step.
         begin: Place of its first token that is in the row.
         end: Place after its last.
         trained: Which of its tokens that are trained on are in the row; None if it is there for the channel ``ce``.
@@ -290,7 +290,7 @@ def _place(
         part: Completions of one prompt, or a chunk of one, to place in the row.
         rollouts: Rollouts of the optimizer step, which the part refers to by their places.
         start: Where its first token stands.
-        number: Of its first stretch.
+        number: Number of the part's first stretch in the row.
         least_shared: The fewest common tokens of responses that stand in the row once.
 
     Returns:
@@ -383,7 +383,7 @@ def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> Packe
 
     Args:
         rollouts: Rollouts of the optimizer step, which ``members`` selects from.
-        members: Which of them, by their places.
+        members: Places of the rollouts to lay out, in ``rollouts``.
     """
     own = [rollouts[member] for member in members]
     longest = max((len(r.prompt.token_ids) + r.completion.num_tokens - 1 for r in own), default=1)

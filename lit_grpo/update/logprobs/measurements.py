@@ -72,7 +72,7 @@ def measure(
         model: What to measure them under.
         temperature: Temperature that the logits are divided by, as in sampling.
         device: Where the model computes.
-        ranks: Those that share each micro-batch, and have equally many.
+        ranks: Ranks that share each micro-batch, and have equally many.
     """
     measured: list[torch.Tensor] = []
     own: list[PackedRow] = []

@@ -50,7 +50,7 @@ class HostWeights:
     They are copied to a device and never back, so they can be written where they are, in place, but not there.
 
     Args:
-        model: Its weights are moved.
+        model: Model whose weights are moved.
         pinned: Whether they are page-locked, which makes copies to a GPU faster. Needs CUDA.
     """
 

@@ -141,7 +141,7 @@ def piecewise_attention(
     Args:
         query: Shape (1, heads, T, head size).
         key: Shape (1, KV heads, T, head size).
-        value: Of the key's shape.
+        value: Values, of the shape of ``key``.
         pieces: Which queries see which keys; those of a query that ``merges`` come after one that does not.
         scaling: Scores are multiplied by it.
         cap: The limit of scores, ``cap tanh(score / cap)``, which torch's kernel does not know: it takes longer.
