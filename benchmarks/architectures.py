@@ -43,7 +43,7 @@ from tests.doubles.small_models import families, small_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LIMITS = {"sampled": 1e-5, "learnt": 1e-5, "gradient": 1e-5, "exported": 1e-6, "adapted": 1e-5}
+LIMITS = {"sampled": 1e-5, "trained": 1e-5, "gradient": 1e-5, "exported": 1e-6, "adapted": 1e-5}
 """The most that log-probs (nats) and gradients (a share of their norm) may be off."""
 PROMPTS = [Prompt("short", (7, 8, 9), ""), Prompt("long", tuple(4 + i * 7 % 80 for i in range(13)), "")]
 SAMPLING = SamplingParams(max_tokens=16)
@@ -130,7 +130,7 @@ def _judge(row: Row, model: PreTrainedModel, folder: Path, slack: float) -> None
     prefix = _or_refused(lambda: prefix_refusal(policy))
     row["prefix"] = "shared" if prefix is None else prefix
     groups = _sampled(row, policy, plain, tokenizer)
-    _learnt(row, policy, plain, groups, prefix is None)
+    _trained(row, policy, plain, groups, prefix is None)
     over = [f"{name} {row[name]:.2g}" for name, most in LIMITS.items() if not _is_within(row[name], slack * most)]
     assert not over, f"off by {', '.join(over)}"
 
@@ -246,7 +246,7 @@ class _Gradient:
         return 0.0
 
 
-def _learnt(
+def _trained(
     row: Row, policy: PreTrainedModel, plain: PreTrainedModel, groups: Sequence[RolloutGroup], shares: bool
 ) -> None:
     """Compare the learner's log-probs and gradient with those of plain forwards."""
@@ -270,7 +270,7 @@ def _learnt(
         logprobs_T = logprobs(plain, rollout.prompt, rollout.completion)
         gaps.append(float((logprobs_T.detach() - measured[rollout.completion.request.key]).abs().max()))
         (-rollout.advantage * logprobs_T.sum() / num_tokens).backward()
-    row["learnt"] = max(gaps)
+    row["trained"] = max(gaps)
     expected = {name: weight.grad for name, weight in plain.named_parameters()}
     difference = total = 0.0
     for name, weight in policy.named_parameters():

@@ -32,16 +32,16 @@ def main(options: Options) -> int:
     rows: list[Row] = []
     runs: dict[int, Logged] = {}
     for seed in seeds:
-        seconds, runs[seed] = learnt(["arithmetic"], ["--seed_everything", str(seed), *steps])
+        seconds, runs[seed] = train(["arithmetic"], ["--seed_everything", str(seed), *steps])
         rows.append({"seed": seed, "minutes": round(seconds / 60, 2), **curve(runs[seed]), **_lengths(runs[seed])})
         note(str(rows[-1]))
     repeat = ["--seed_everything", "0", *(QUICK if options.quick else []), "--trainer.max_steps", str(again)]
-    _, repeated = learnt(["arithmetic"], repeat)
+    _, repeated = train(["arithmetic"], repeat)
     settings: Row = {"threads": os.environ.get("OMP_NUM_THREADS", "all"), "repeated_updates": again}
     return finish("demo", options, settings, rows, _claims(rows, _differences(runs[0], repeated, again)))
 
 
-def learnt(configs: Sequence[str], arguments: Sequence[str]) -> tuple[float, Logged]:
+def train(configs: Sequence[str], arguments: Sequence[str]) -> tuple[float, Logged]:
     """Train in an empty folder as the command line does.
 
     Args:

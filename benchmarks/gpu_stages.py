@@ -137,10 +137,10 @@ def update_alive(scale: Scale) -> list[Row]:
         grads = [weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None]
         gradients.append(torch.cat(grads).cpu())
     off = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
-    return [row | {"gradient_off": off} for row in rows] + [_learnt(policy, [group], scale)]
+    return [row | {"gradient_off": off} for row in rows] + [_optimizer_step(policy, [group], scale)]
 
 
-def _learnt(policy: Any, groups: list[RolloutGroup], scale: Scale) -> Row:
+def _optimizer_step(policy: Any, groups: list[RolloutGroup], scale: Scale) -> Row:
     """One whole optimizer step by the learner, and what CUDA's own debug mode finds to wait for."""
     for rollout in groups[0].rollouts:
         rollout.rewards = {"exact": rollout.reward}

@@ -90,7 +90,7 @@ TASKS = (
 
 
 @dataclass(frozen=True)
-class Learnt:
+class Scored:
     """Results of one run, by saved policy: shapes (policies,); ``sampled_U`` is NaN between first and last."""
 
     greedy_U: np.ndarray
@@ -120,7 +120,7 @@ def main(options: Options) -> int:
             settings[f"TRL on {task.config}"] = _label(best)
             of_task = _train(task, best, size, folder)
             level = float(_mean(of_task[THEIRS], "greedy_U")[-1])
-            rows += [row for system, learnt in of_task.items() for row in _rows(task, system, learnt, level)]
+            rows += [row for system, scored in of_task.items() for row in _rows(task, system, scored, level)]
             claims += ([] if options.quick else _time_claims(task, of_task, level)) + _end_claims(task, of_task)
     if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
         draw(rows, PICTURE if options.output is None else options.output.with_suffix(".svg"))
@@ -146,7 +146,7 @@ def _best_settings(task: Task, tried: Sequence[Setting], size: Size, folder: Pat
     return min(runs, key=lambda run: seconds[_label(run)]), seconds
 
 
-def _train(task: Task, best: TRLRun, size: Size, folder: Path) -> dict[str, list[Learnt]]:
+def _train(task: Task, best: TRLRun, size: Size, folder: Path) -> dict[str, list[Scored]]:
     """Train all seeds of both sides, score what they have kept, and read it."""
     runs: list[Run] = []
     scorings: list[Run] = []
@@ -158,7 +158,7 @@ def _train(task: Task, best: TRLRun, size: Size, folder: Path) -> dict[str, list
         scorings.append(Scoring(_scores(task, seed), names, task.config, task.held_out))
     train_all(runs, folder)
     train_all(scorings, folder)
-    return {system: [_learnt(folder, task, system, seed) for seed in size.seeds] for system in (OURS, OWN, THEIRS)}
+    return {system: [_scored(folder, task, system, seed) for seed in size.seeds] for system in (OURS, OWN, THEIRS)}
 
 
 def _name(task: Task, system: str, seed: int) -> str:
@@ -189,7 +189,7 @@ def _clock(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / CLOCK).read_text().splitlines()]
 
 
-def _learnt(folder: Path, task: Task, system: str, seed: int) -> Learnt:
+def _scored(folder: Path, task: Task, system: str, seed: int) -> Scored:
     name = _name(task, system, seed)
     clock = {0: {"wall_s": 0.0, "cpu_s": 0.0, "tokens": 0.0}} | {
         int(line["update"]): line for line in _clock(folder / name)
@@ -202,10 +202,10 @@ def _learnt(folder: Path, task: Task, system: str, seed: int) -> Learnt:
         tokens_U = read_curves(folder / name).tokens_U[updates]
     greedy_U, sampled_U = ([scores[update].get(kind, math.nan) for update in updates] for kind in TEMPERATURES)
     cpu_s_U, wall_s_U = ([clock[update][kind] for update in updates] for kind in ("cpu_s", "wall_s"))
-    return Learnt(*map(np.array, (greedy_U, sampled_U, updates, tokens_U, cpu_s_U, wall_s_U)))
+    return Scored(*map(np.array, (greedy_U, sampled_U, updates, tokens_U, cpu_s_U, wall_s_U)))
 
 
-def _time_claims(task: Task, found: dict[str, list[Learnt]], level: float) -> list[Claim]:
+def _time_claims(task: Task, found: dict[str, list[Scored]], level: float) -> list[Claim]:
     """Of the time to where TRL's mean ends, and, on equal terms, where the better end is chance, to the lower end."""
     claims = []
     both = min(level, float(_mean(found[OURS], "greedy_U")[-1]))
@@ -220,7 +220,7 @@ def _time_claims(task: Task, found: dict[str, list[Learnt]], level: float) -> li
     return claims
 
 
-def _end_claims(task: Task, found: dict[str, list[Learnt]]) -> list[Claim]:
+def _end_claims(task: Task, found: dict[str, list[Scored]]) -> list[Claim]:
     claims = []
     for kind in TEMPERATURES:
         ends = [[float(getattr(each, f"{kind}_U")[-1]) for each in found[system]] for system in (OURS, THEIRS)]
@@ -236,7 +236,7 @@ def _difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, 
     return statistics.fmean(ours) - statistics.fmean(theirs), T_QUANTILE[len(ours)] * error
 
 
-def _rows(task: Task, system: str, seeds: Sequence[Learnt], level: float) -> list[Row]:
+def _rows(task: Task, system: str, seeds: Sequence[Scored], level: float) -> list[Row]:
     """Return a row for each kept policy, and one for where the mean first comes to ``level``."""
     rows: list[Row] = []
     for place, update in enumerate(seeds[0].updates_U.tolist()):
@@ -251,11 +251,11 @@ def _rows(task: Task, system: str, seeds: Sequence[Learnt], level: float) -> lis
     return [*rows, {"task": task.config, "system": system, "update": "where TRL's ends", "greedy": level, **there}]
 
 
-def _mean(seeds: Sequence[Learnt], name: str) -> np.ndarray:
+def _mean(seeds: Sequence[Scored], name: str) -> np.ndarray:
     return np.mean([getattr(each, name) for each in seeds], axis=0)
 
 
-def _first(seeds: Sequence[Learnt], name: str, level: float) -> float:
+def _first(seeds: Sequence[Scored], name: str, level: float) -> float:
     """Where the mean greedy curve first comes to ``level``, by the figure of this name; NaN if it never does."""
     values_U, at_U = _mean(seeds, "greedy_U"), _mean(seeds, name)
     for before, after in zip(range(len(values_U) - 1), range(1, len(values_U)), strict=True):

@@ -1,4 +1,4 @@
-"""Styles of the lines of pictures: colours, marks and dashes, distinguishable in grey and by the colour-blind."""
+"""Styles of the lines of pictures: colors, marks and dashes, distinguishable in gray and by the color-blind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
-"""Those of Okabe and Ito, which the colour-blind tell apart (https://jfly.uni-koeln.de/color/)."""
+"""Those of Okabe and Ito, which the color-blind tell apart (https://jfly.uni-koeln.de/color/)."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", ":", "-.", "-", "--", ":", "-.")
 

@@ -133,8 +133,8 @@ LOSS_GRPO: dict[str, Any] = {"model.objective.loss": "grpo"}
 
 def _vote(task: str, pattern: str) -> Method:
     """Majorities in place of a task's own reward, which is there for figures alone."""
-    unlearnt = [{"function": "exact_match", "name": "correct", "weight": 0, "args": {"pattern": pattern}}]
-    return Method(({"majority_vote": {"pattern": pattern}},), {"model.rewards": json.dumps(unlearnt)}, tasks=(task,))
+    unrewarded = [{"function": "exact_match", "name": "correct", "weight": 0, "args": {"pattern": pattern}}]
+    return Method(({"majority_vote": {"pattern": pattern}},), {"model.rewards": json.dumps(unrewarded)}, tasks=(task,))
 
 
 METHODS = {

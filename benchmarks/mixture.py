@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-from benchmarks.demo import learnt
+from benchmarks.demo import train
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 
 SEEDS = (0, 1, 2)
@@ -29,7 +29,7 @@ def main(options: Options) -> int:
             weights = json.dumps({name: float(name in trained_on) for name in DATASETS})
             size = str(batch // 2 * len(trained_on))
             arguments = ["--seed_everything", str(seed), "--data.mixture.weights", weights, "--data.batch_size", size]
-            seconds, logged = learnt(["mixture"], [*arguments, *steps])
+            seconds, logged = train(["mixture"], [*arguments, *steps])
             validated = [row for row in logged if row.get("val/datasets/exact/pass@1")]
             row: Row = {"seed": seed, "trained on": " and ".join(trained_on), "minutes": round(seconds / 60, 2)}
             for name in DATASETS:

@@ -57,7 +57,7 @@ class ShippedTask:
         return list(SOURCES[source["class_path"]](**arguments).rows())
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[Prompt]:
-        """Tokenise prompts as in training: texts as they are, conversations by the tokenizer's chat template."""
+        """Tokenize prompts as in training: texts as they are, conversations by the tokenizer's chat template."""
         prompts = []
         for number, row in enumerate(rows):
             prompt = row["prompt"]

@@ -47,7 +47,7 @@ class HardRows(RowSource):
 def arithmetic_prompts(
     tokenizer: PreTrainedTokenizerBase, num_prompts: int, rows: RowSource | None = None
 ) -> list[Prompt]:
-    """The demo's exercises, or other rows, tokenised as in training."""
+    """The demo's exercises, or other rows, tokenized as in training."""
     texts = [str(row["prompt"]) for row in (rows or arithmetic_rows(num_prompts)).rows()]
     return [Prompt(f"train/{number}", tuple(tokenizer.encode(text)), text) for number, text in enumerate(texts)]
 

@@ -113,7 +113,7 @@ def check_checkpoint(
     Args:
         checkpoint: The checkpoint to load.
         weights: The policy's weights by name, into which the checkpoint is to be loaded.
-        path: Its path, for the message.
+        path: Path of the checkpoint, for the message.
 
     Raises:
         ValueError: It lacks one of the weights, or has one more or of another shape.
@@ -244,9 +244,9 @@ def make_part(field: str, make: Callable[[Any], Any], of: Any) -> Any:
     """Make an optimizer of weights, or a schedule of an optimizer, as the user asks.
 
     Args:
-        field: ``model.optimizer`` or ``model.lr_scheduler``.
-        make: What makes it.
-        of: Its argument.
+        field: Setting that errors name: ``model.optimizer`` or ``model.lr_scheduler``.
+        make: Function of one argument that makes the optimizer or the schedule.
+        of: Argument of ``make``: the weights to optimize, or the optimizer to schedule.
 
     Raises:
         ValueError: It cannot be made with its arguments, or of these weights.

@@ -37,8 +37,8 @@ class State(NamedTuple):
     """Something that belongs to the whole process or to a thread.
 
     Args:
-        name: For messages.
-        read: Returns its value.
+        name: Name of the state in messages.
+        read: Function that returns the state's present value.
         write: Sets it to a value that was read.
         is_setting: Whether it may stay as code of others sets it in :data:`SETUP`.
     """
@@ -216,8 +216,8 @@ class Guard:
 
     Args:
         what: What the owner is, such as ``plug-in``.
-        owner: Whose hook it is.
-        hook: Its name.
+        owner: Object whose hook runs.
+        hook: Name of the hook, for messages.
 
     Raises:
         ForeignExit: The hook has raised what would end the process.

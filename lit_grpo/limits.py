@@ -167,8 +167,8 @@ def check_value(name: str, value: Any, annotation: Any, is_setting: bool = True)
 
     Args:
         name: What the value is, for the message.
-        value: The value.
-        annotation: The annotation.
+        value: Value to check, of any type.
+        annotation: Type of the setting, with its :class:`Limit` or literals if it has any.
         is_setting: Whether ``LARGEST`` bounds it; not if it is computed.
 
     Raises:

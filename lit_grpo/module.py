@@ -113,7 +113,7 @@ class GRPOModule(EvaluationModule):
         pass_reward: Name of the reward function that decides whether a completion is correct, for pass@k; it may be an
             environment's own reward. By default the first of ``rewards``.
         advantages: Computing advantages from rewards.
-        objective: The loss that an optimizer step minimises.
+        objective: The loss that an optimizer step minimizes.
         num_iterations: Number of passes over each rollout batch (mu in the GRPO paper; TRL's ``num_iterations``).
         num_minibatches: Number of optimizer steps per pass over a rollout batch; its prompts are divided among them.
         max_tokens_per_micro_batch: Max tokens per micro-batch: completions, and a prompt with some of its completions
@@ -656,8 +656,8 @@ class GRPOModule(EvaluationModule):
         """Log values, and NaN for what ``source`` logged before and not now: Lightning would repeat its last value.
 
         Args:
-            source: Who logs them.
-            values: By name.
+            source: Name of the caller, under which the names of its values are remembered.
+            values: Values to log, by their full names.
             shown: Names of the values that the progress line shows.
         """
         names = self._names_logged.setdefault(source, set())

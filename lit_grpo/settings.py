@@ -102,7 +102,7 @@ def find_row(setting: str, name: str, rows: Mapping[str, Row], kind: type[Row]) 
     Args:
         setting: Name of the setting, for messages.
         name: Name of a row, or the import path of the user's own row.
-        rows: The named rows.
+        rows: Rows that lit_grpo has, by name.
         kind: Class of the rows.
 
     Raises:

@@ -141,8 +141,8 @@ def own_copy(value: Any, what: str) -> Any:
     """Return a deep copy of a value of the data, for somebody who may change it.
 
     Args:
-        value: Any.
-        what: Its name in messages, such as ``column 'board' of train/3``.
+        value: Value to copy, such as a column of a row.
+        what: Name of the value in messages, such as ``column 'board' of train/3``.
 
     Raises:
         ValueError: It cannot be copied.
@@ -160,7 +160,7 @@ def own_copy(value: Any, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised.
+    """One prompt, tokenized.
 
     ``prompt_id`` is stable across runs and epochs (``"train/17"``: split and row number); ``visit``
     counts how often it has been drawn before, so that a second epoch samples again. ``columns`` are
@@ -485,7 +485,7 @@ class PassRule:
         """Return the rule of the chosen one, or of the first of all reward functions' names.
 
         Args:
-            names: Of all reward functions.
+            names: Names of all reward functions, in order.
             chosen: Name of the function that decides; by default the first.
             threshold: Min reward of a correct completion.
             by_dataset: Whether functions score some data sets alone, so that another one may be the first that applies.

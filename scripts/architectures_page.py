@@ -123,7 +123,7 @@ def _head(
         exact=len(exact),
         refused=len(counts["refused"]),
         other=told,
-        gap=max(row[each] for row in exact for each in ("sampled", "learnt") if row[each] != ""),
+        gap=max(row[each] for row in exact for each in ("sampled", "trained") if row[each] != ""),
         gradient=max(row["gradient"] for row in exact),
         lora=max(row["adapted"] for row in exact if isinstance(row["adapted"], float)),
         vllm=with_vllm["settings"]["vllm"],

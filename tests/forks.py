@@ -1,7 +1,7 @@
 """Python processes that begin as forks of one that has imported what takes seconds.
 
 They are processes like any others: children of who starts them, with a working directory, an environment, files and a
-group of their own, that can be waited for, signalled and killed. What they do not do again is import torch,
+group of their own, that can be waited for, signaled and killed. What they do not do again is import torch,
 transformers and Lightning, which takes most of the time of a short run; lit_grpo each imports itself.
 """
 

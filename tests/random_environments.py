@@ -244,12 +244,12 @@ class Play:
         self.session.prepare(RunFacts(BATCH_SIZE, NUM_GENERATIONS, SAMPLING.max_tokens, 1, SAMPLING.max_observed))
         self.loader.plug_in(None, None, on_demand=self.session.mode.carries)
         self.rewards = RewardRunner([*worker.rewards, RewardFunction.of(audit, "audit")])
-        self.policy_version, self.learnt, self.empty = 0, list[Any](), list[Any]()
+        self.policy_version, self.trained_on, self.empty = 0, list[Any](), list[Any]()
         self.history = PromptHistory()
         if self.path.exists():
             saved = read(self.path)
             self.history.load_state_dict(saved["history"])
-            self.policy_version, self.learnt, self.empty = saved["version"], saved["learnt"], saved["empty"]
+            self.policy_version, self.trained_on, self.empty = saved["version"], saved["trained_on"], saved["empty"]
             self.session.load_state_dict(saved["session"], self.ranks)
             self.loader.load_state_dict(saved["loader"])
         self.session.open(self.history, self.loader)
@@ -274,16 +274,16 @@ class Play:
                 self._learn(batch)
         finally:
             self.session.close()
-        return self.learnt
+        return self.trained_on
 
     def _learn(self, batch: PromptBatch) -> None:
         self.empty += [list(group.key) for group in batch.groups if not group.rollouts]
-        self.learnt.append([_told(rollout.completion, rollout.rewards) for rollout in batch.rollouts])
+        self.trained_on.append([_told(rollout.completion, rollout.rewards) for rollout in batch.rollouts])
         self.policy_version += 1
         self.session.end_update(self, batch)  # pyright: ignore[reportArgumentType]
         batch.trained = True
         loader, left = self.loader.state_dict(), self.session.buffer._groups
-        told = {"learnt": self.learnt, "empty": self.empty, "open": list(map(list, left))}
+        told = {"trained_on": self.trained_on, "empty": self.empty, "open": list(map(list, left))}
         states = {"session": self.session.state_dict(self.ranks), "loader": loader, "version": self.policy_version}
         saved = {**states, **told, "history": self.history.state_dict(), "consumed": loader["prompts_consumed"]}
         WholeFileIO().save_checkpoint(saved, self.path)

@@ -49,11 +49,11 @@ def trained(policy_folder: Path) -> Any:
 
 def test_only_adapters_are_trained(trained: Any) -> None:
     before = dict(random_policy().named_parameters())
-    learnt = [name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad]
-    assert len(learnt) == 2 * 7 * 2 and all(".lora_" in name for name in learnt)
+    names = [name for name, parameter in trained.policy.named_parameters() if parameter.requires_grad]
+    assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)
     assert any(bool(parameter.any()) for name, parameter in trained.policy.named_parameters() if "lora_B" in name)
     for name, parameter in trained.policy.named_parameters():
-        if name not in learnt:
+        if name not in names:
             assert torch.equal(parameter, before[name.replace(".base_layer.", ".")])
 
 

@@ -599,7 +599,7 @@ def dropped(worker: Trajectories, told: Sequence[Any], generator: Callable[..., 
     assert group.rollouts == [] and not worker.drivers
 
 
-def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_closed() -> None:
+def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_canceled_and_closed() -> None:
     happened: list[str] = []
     over = threading.Semaphore(0)
 
@@ -610,7 +610,7 @@ def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_cl
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                happened.append("cancelled")
+                happened.append("canceled")
                 over.release()
                 raise
 
@@ -621,7 +621,7 @@ def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_cl
     worker = worker_of(Working)
     dropped(worker, happened)
     assert over.acquire(timeout=120) and over.acquire(timeout=120)
-    assert sorted(happened) == ["asked", "cancelled", "closed"]
+    assert sorted(happened) == ["asked", "canceled", "closed"]
     assert worker.metrics()["environments/retries"] == worker.metrics()["environments/dropped"] == 0
     worker.close()
 
@@ -741,7 +741,7 @@ def at_once(base_url: str, api_key: str, prompt: str) -> Any:
 
 
 @pytest.mark.parametrize("agent", [at_once, Later])
-def test_what_turns_earned_by_themselves_is_learnt_from_by_turn(agent: Any) -> None:
+def test_what_turns_earned_by_themselves_is_trained_on_by_turn(agent: Any) -> None:
     worker = worker_of(agent)
     (group,) = play(worker, rows=[{"prompt": "Guess."}], num_generations=2)
     assert [rollout.turn_rewards for rollout in group.rollouts] == [(0.25, 1.0)] * 2

@@ -95,7 +95,7 @@ def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
     groups = ragged_groups()
     plain, steps_of_plain = make_learner()
     plain.learn(groups)
-    learnt = [r for g in groups for r in g.rollouts if r.kept and r.completion.num_trained]
+    used = [r for g in groups for r in g.rollouts if r.kept and r.completion.num_trained]
     learner, steps = make_learner(plugins=[Capo(fisher=math.inf, hessian=math.inf)])
     steps.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.0)
     learner.learn(groups)
@@ -107,8 +107,8 @@ def test_the_gradient_is_that_of_the_tokens_within_the_bounds() -> None:
         return seen
 
     optimizer = torch.optim.SGD(plain.policy.parameters(), lr=0.5)
-    Capo().on_minibatch(make_step(learnt, measured, optimizer=optimizer))
-    moved = {r.completion.request.key: seen[r.completion.request.key][:, 1] for r in learnt}
+    Capo().on_minibatch(make_step(used, measured, optimizer=optimizer))
+    moved = {r.completion.request.key: seen[r.completion.request.key][:, 1] for r in used}
     bound = float(torch.cat(list(moved.values())).median()) * (1 + 1e-9)
     masked, steps_of_masked = make_learner(plugins=[Capo(fisher=bound, hessian=1e9)])
     steps_of_masked.optimizer = torch.optim.SGD(masked.policy.parameters(), lr=0.5)

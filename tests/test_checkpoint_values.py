@@ -21,7 +21,7 @@ from lit_grpo.process.values import checksum, find_foreign
 Point = namedtuple("Point", "x")
 
 
-class Colour(StrEnum):
+class Color(StrEnum):
     RED = "red"
 
 
@@ -80,7 +80,7 @@ FOREIGN = [
     (lambda: 1, "is a function ("),
     (threading.Lock(), "is a _thread.lock ("),
     (Point(1), "is a test_checkpoint_values.Point (Point(x=1))"),
-    (Colour.RED, "is a test_checkpoint_values.Colour ("),
+    (Color.RED, "is a test_checkpoint_values.Color ("),
     (frozenset({1}), "is a frozenset (frozenset({1}))"),
     (np.array([Own()]), "is a NumPy array of dtype object ("),
 ]

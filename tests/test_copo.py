@@ -71,7 +71,7 @@ def test_without_a_global_part_it_is_the_estimators_rule() -> None:
     assert torch.equal(*gradients) and gradients[0].norm() > 0
 
 
-def test_flat_groups_are_learnt_from() -> None:
+def test_flat_groups_are_trained_on() -> None:
     groups = ragged_groups()
     for number, members in enumerate(groups):
         for rollout in members.rollouts:

@@ -48,7 +48,7 @@ def several_turns() -> list[RolloutGroup]:
 
 @pytest.mark.parametrize("shares_prefix", [True, False])
 @pytest.mark.parametrize("name", ["dapo", "grpo"])
-def test_each_turn_is_learnt_from_with_its_own(name: str, shares_prefix: bool) -> None:
+def test_each_turn_is_trained_on_with_its_own(name: str, shares_prefix: bool) -> None:
     groups, credit = several_turns(), Alternating()
     expected = reference_gradient(groups, name, credit.of_token)
     for max_tokens in (20, 10_000):
@@ -85,7 +85,7 @@ def _places(rollout: Rollout) -> list[int]:
 
 
 @pytest.mark.parametrize("shares_prefix", [True, False])
-def test_each_token_is_learnt_from_with_its_own(shares_prefix: bool) -> None:
+def test_each_token_is_trained_on_with_its_own(shares_prefix: bool) -> None:
     groups = several_turns()
     expected = reference_gradient(groups, "dapo", Falling().of_token)
     learner, steps = make_learner(
@@ -126,7 +126,7 @@ def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
         assert rollout.columns["token_advantage"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
+def test_turns_are_trained_on_where_their_rollout_has_no_advantage() -> None:
     """Rewards are all equal, so that no rollout has an advantage; the second turns have."""
     groups, credit = several_turns(), Alternating(0.75)
     for group in groups:

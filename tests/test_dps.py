@@ -126,6 +126,6 @@ def test_prompts_that_are_passed_in_part_are_asked_first_and_others_come_again()
 def test_what_was_expected_is_of_before_the_visit() -> None:
     rule = DynamicsPredictive()
     recent = (Outcome(0, 0.5), Outcome(1, 0.5), Outcome(2, 1.0))
-    learnt = rule.next_prompt_state({"learnt_version": 1.0}, [PROMPT], [Record(3, recent=recent)])
-    assert learnt["partly_expected"] == pytest.approx(predicted(recent[:2], 2, 0.5)[1]) and not learnt["partly_passed"]
-    assert rule.next_prompt_state(learnt, [], []) == learnt
+    state = rule.next_prompt_state({"learnt_version": 1.0}, [PROMPT], [Record(3, recent=recent)])
+    assert state["partly_expected"] == pytest.approx(predicted(recent[:2], 2, 0.5)[1]) and not state["partly_passed"]
+    assert rule.next_prompt_state(state, [], []) == state

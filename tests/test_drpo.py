@@ -112,7 +112,7 @@ def test_without_length_it_is_the_estimators_rule(scale: Any) -> None:
     assert torch.equal(*gradients) and gradients[0].norm() > 0
 
 
-def test_a_group_of_one_kind_is_not_learnt_from() -> None:
+def test_a_group_of_one_kind_is_not_trained_on() -> None:
     for reward in (0.0, 1.0):
         members = group(member(0, 3, reward), member(1, 9, reward))
         assert shape(DecoupledLength(), members, [0.3, -0.3]) == [0.0, 0.0]

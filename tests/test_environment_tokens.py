@@ -30,7 +30,7 @@ FEW = ("smollm2", 8)
 @pytest.mark.parametrize(
     ("family", "number"), table_rows([*((family, NUM_CONVERSATIONS) for family in FAMILIES), FEW], quick=[FEW])
 )
-def test_tokens_learnt_are_tokens_sampled_in_random_conversations(family: str, number: int) -> None:
+def test_tokens_trained_on_are_tokens_sampled_in_random_conversations(family: str, number: int) -> None:
     """Each is what a float64 forward of the whole gives; observed ones have no gradient and are in no number."""
     if template_of(family) is None:
         pytest.skip("TRL, whose wheel has the templates, is not installed")

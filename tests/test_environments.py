@@ -412,7 +412,7 @@ async def cancels() -> str:
     return "never"
 
 
-def cancelled() -> str:
+def canceled() -> str:
     """Raise what ends coroutines."""
     raise asyncio.CancelledError("by a tool")
 
@@ -431,7 +431,7 @@ async def async_apart() -> str:
     ("tool", "told"),
     [
         (cancels, "CancelledError"),
-        (cancelled, "CancelledError: by a tool"),
+        (canceled, "CancelledError: by a tool"),
         (apart, "Apart: own"),
         (async_apart, "Apart: own"),
     ],
@@ -649,7 +649,7 @@ class Cut(SystemExit):
 
 
 @pytest.mark.parametrize("cut", ["after", "within", "again"])
-def test_a_checkpoint_before_a_batch_is_learnt_from_has_environments_of_before_its_rollout(cut: str) -> None:
+def test_a_checkpoint_before_a_batch_is_trained_on_has_environments_of_before_its_rollout(cut: str) -> None:
     """As it has their completions: after the rollout, or where that is cut off, or once it was resumed from one."""
     says = lambda _, turn: call("guess", number=1) if turn < 9 else "I am done."  # noqa: E731
     worker = worker_of(Counts)

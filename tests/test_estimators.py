@@ -140,7 +140,7 @@ def test_where_the_median_distance_is_zero_mc_grpo_divides_by_the_mean_distance(
 
 @pytest.mark.parametrize("baseline", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_reinforce_plus_plus_is_normalised_over_the_whole_step(seed: int, baseline: bool) -> None:
+def test_reinforce_plus_plus_is_normalized_over_the_whole_step(seed: int, baseline: bool) -> None:
     rng = random.Random(seed)
     groups = [[rng.gauss(number, 2) for _ in range(rng.randint(1, 9))] for number in range(rng.randint(2, 6))]
     values = [value - baseline * statistics.fmean(group) for group in groups for value in group]
@@ -201,7 +201,7 @@ def gdpo_reference(rewards: list[list[list[float]]], weights: list[float]) -> li
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_gdpo_normalises_each_reward_function_by_itself(seed: int) -> None:
+def test_gdpo_normalizes_each_reward_function_by_itself(seed: int) -> None:
     rng = random.Random(seed)
 
     def draw(scale: float) -> float:

@@ -254,9 +254,9 @@ def tuned_by(adapter: Path, policy_folder: Path) -> Any:
 
 def test_an_adapter_is_trained_on_as_it_is(adapter: Path, policy_folder: Path, tmp_path: Path) -> None:
     module = run(str(adapter), tmp_path / "checkpoints")
-    learnt = {name: weight for name, weight in module.policy.named_parameters() if weight.requires_grad}
-    assert len(learnt) == 2 * 2 * 2 and {min(weight.shape) for weight in learnt.values()} == {3}
-    assert set(read_state(tmp_path / "checkpoints" / "3.ckpt")["state_dict"]) == {f"policy.{name}" for name in learnt}
+    weights = {name: weight for name, weight in module.policy.named_parameters() if weight.requires_grad}
+    assert len(weights) == 2 * 2 * 2 and {min(weight.shape) for weight in weights.values()} == {3}
+    assert set(read_state(tmp_path / "checkpoints" / "3.ckpt")["state_dict"]) == {f"policy.{name}" for name in weights}
     (rollout, *_), *_ = (group.rollouts for group in random_groups(random_policy(), REWARDS))
     first = full_logprobs(tuned_by(adapter, policy_folder).eval(), rollout)
     with module.learner.reference.lend() as reference:

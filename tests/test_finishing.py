@@ -1,4 +1,4 @@
-"""A finished run: its folder, its card, the licence of its base, and a hub that it is sent to."""
+"""A finished run: its folder, its card, the license of its base, and a hub that it is sent to."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ METRICS = ["reward", "val/pass@1", "frac_reward_zero_std", "advantages/max_abs",
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run of 40 updates without checkpoints, of a policy whose licence is not known."""
+    """The folder of a run of 40 updates without checkpoints, of a policy whose license is not known."""
     random_policy().save_pretrained(tmp_path / "base")  # pyright: ignore[reportCallIssue]
     save_tokenizer(tmp_path / "base")
     folder = make_run(tmp_path / "runs" / "made", names=METRICS)
@@ -113,7 +113,7 @@ def test_layers_that_draft_are_in_the_folder_and_not_in_gguf_files(
 
 
 def test_the_card_is_one_of_the_hubs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(run), "--gguf", "none", "--name", "My model", "--licence", "apache-2.0"])
+    main([str(run), "--gguf", "none", "--name", "My model", "--license", "apache-2.0"])
     text = (run / "finished" / "README.md").read_text()
     card = ModelCard(text)
     assert card.data.to_dict() == {
@@ -122,7 +122,7 @@ def test_the_card_is_one_of_the_hubs(run: Path, capsys: pytest.CaptureFixture[st
     }
     assert card_errors(text) == [] and card.text.startswith("\n# My model\n")
     assert "Pass@1 on held-out prompts was" in text and "![Curves of the run](curves.png)" in text
-    assert "The licence is apache-2.0 (as given with --licence)." in text
+    assert "The license is apache-2.0 (as given with --license)." in text
     assert "| Training prompts | rows.jsonl |" in text and "| Reward right | exact_match, weight 1 |" in text
     assert "gguf" not in text
 
@@ -161,7 +161,7 @@ def test_a_card_shows_texts_of_others_as_they_stand(
     text_of_card = ModelCard.load(run / "finished" / "README.md").text
     page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(text_of_card)
     shown = html.unescape(re.sub(r"<[^>]*>", "", page))
-    assert shown.count(one_line(text)) >= 3, shown  # the dtype, the reward's name and function, the licence
+    assert shown.count(one_line(text)) >= 3, shown  # the dtype, the reward's name and function, the license
     assert visible(text_of_card) == text_of_card
     assert re.findall(r"<(?:img src=x|a|em)\b", page.replace('<img src="curves.png"', "")) == []
 
@@ -278,7 +278,7 @@ def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("passed", "learnt", "said"),
+    ("passed", "rises", "said"),
     [
         (
             [0.5, None, None, 0.8],
@@ -291,15 +291,15 @@ def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsy
         ([0.5, None, None, 0.53], False, "**The run may have learned nothing:** pass@1 on held-out prompts was 50.0%"),
     ],
 )
-def test_a_run_that_learnt_nothing_is_said_to(
-    passed: list[float | None], learnt: bool, said: str, run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_learned_nothing_is_said_to(
+    passed: list[float | None], rises: bool, said: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curve(run, reward=[0.2, 0.21, 0.2, 0.21], val__pass_at_1=passed)
     found = record.progress(read_folder(run), 3)
-    assert found is not None and found.has_improved == learnt and str(found).startswith(said)
+    assert found is not None and found.has_improved == rises and str(found).startswith(said)
     main([str(run), "--gguf", "none"])
     assert said in (run / "finished" / "README.md").read_text()
-    assert ("learned nothing" in capsys.readouterr().out) != learnt
+    assert ("learned nothing" in capsys.readouterr().out) != rises
 
 
 @pytest.mark.parametrize(
@@ -336,10 +336,10 @@ def test_the_card_says_rows_decoding_and_interval_of_its_figure(
 def test_without_held_out_prompts_the_rewards_of_batches_count(run: Path) -> None:
     up = [0.1 + 0.02 * step + 0.01 * (-1) ** step for step in range(40)]
     flat = [0.5 + 0.1 * (-1) ** step + 0.0001 * step for step in range(40)]
-    for rewards, learnt in ((up, True), (flat, False), (up[::-1], False)):
+    for rewards, rises in ((up, True), (flat, False), (up[::-1], False)):
         curve(run, reward=rewards)
         found = record.progress(read_folder(run), 39)
-        assert found is not None and found.metric == "mean reward of training batches" and found.has_improved == learnt
+        assert found is not None and found.metric == "mean reward of training batches" and found.has_improved == rises
     curve(run, reward=up[:3])
     assert record.progress(read_folder(run), 3) is None
     curve(run, ce__loss=[2.0, 1.0, 0.5], val__sft__loss=[2.1, None, 0.9])
@@ -357,46 +357,46 @@ def test_noise_is_seldom_taken_for_learning(run: Path) -> None:
     assert taken <= 20  # 2.3% of them are above two standard errors
 
 
-# ---- licences -----------------------------------------------------------------------------------------
+# ---- licenses -----------------------------------------------------------------------------------------
 
 
-def test_a_licence_that_is_not_known_is_said_to_be_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_license_that_is_not_known_is_said_to_be_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run), "--gguf", "none"])
     text = (run / "finished" / "README.md").read_text()
     assert ModelCard(text).data.get("license") == "unknown" and card_errors(text) == []
-    assert "**The licence of the base model is not known**" in text
-    assert "The card says that the licence of the base is not known" in capsys.readouterr().out
+    assert "**The license of the base model is not known**" in text
+    assert "The card says that the license of the base is not known" in capsys.readouterr().out
 
 
-def test_the_licence_is_found_where_the_base_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_origin("tiny").licence == {"license": "mit"}
+def test_the_license_is_found_where_the_base_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_origin("tiny").license == {"license": "mit"}
     smollm2 = find_origin("smollm2")
-    assert (smollm2.hub_id, smollm2.licence) == ("HuggingFaceTB/SmolLM2-135M-Instruct", {"license": "apache-2.0"})
+    assert (smollm2.hub_id, smollm2.license) == ("HuggingFaceTB/SmolLM2-135M-Instruct", {"license": "apache-2.0"})
     base = tmp_path / "base"
     base.mkdir()
-    assert find_origin(str(base)).licence == {}
+    assert find_origin(str(base)).license == {}
     (base / "README.md").write_text("---\nlicense: other\nlicense_name: own\nbase_model: a/b\n---\n")
     found = find_origin(str(base))
-    assert (found.name, found.hub_id, found.licence) == ("base", "a/b", {"license": "other", "license_name": "own"})
+    assert (found.name, found.hub_id, found.license) == ("base", "a/b", {"license": "other", "license_name": "own"})
     (base / "README.md").write_text("---\nlicense: [: broken\n---\n")
-    assert find_origin(str(base)).licence == {}
+    assert find_origin(str(base)).license == {}
 
 
-def test_the_licence_of_a_policy_of_an_earlier_run_is_that_of_its_base(run: Path) -> None:
+def test_the_license_of_a_policy_of_an_earlier_run_is_that_of_its_base(run: Path) -> None:
     (run.parents[1] / "base" / "README.md").write_text("---\nlicense: mit\n---\n")
-    assert find_origin(str(run / "policy")).licence == {"license": "mit"}
+    assert find_origin(str(run / "policy")).license == {"license": "mit"}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": {"policy": str(run / "policy")}}))  # a circle
-    assert find_origin(str(run / "policy")).licence == {}
+    assert find_origin(str(run / "policy")).license == {}
 
 
-def test_a_gguf_file_tells_its_licence(run: Path) -> None:
+def test_a_gguf_file_tells_its_license(run: Path) -> None:
     from lit_grpo.tools.finishing.gguf_writer import write_gguf
 
     write_gguf(run / "policy", run / "a.gguf", "f32", "a", "mit")
-    assert find_origin(str(run / "a.gguf")).licence == {"license": "mit"}
+    assert find_origin(str(run / "a.gguf")).license == {"license": "mit"}
 
 
-def test_texts_of_the_licence_are_passed_on(run: Path) -> None:
+def test_texts_of_the_license_are_passed_on(run: Path) -> None:
     base = run.parents[1] / "base"
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
     (base / "LICENSE.txt").write_text("MIT")
@@ -421,10 +421,10 @@ def test_each_mistake_is_a_sentence_and_nothing_is_written(
         ([run, "--gguf", "none", "f32"], "--gguf has none and other kinds"),
         ([run, "--name", "../a"], "The model's name would be '../a'; give one of letters"),
         ([run, "--public"], "--public is about a repository that --push creates"),
-        ([run, "--push", "a/b"], "The licence of the base model base is not known, so"),
-        ([run, "--push", "a/b/c", "--licence", "mit"], "--push is 'a/b/c', which names no repository"),
-        ([run, "--push", "alone", "--licence", "mit"], "--push is 'alone', which names no owner; give OWNER/alone"),
-        ([run, "--push", "a/b", "--licence", "mit"], "--push needs your token, and there is none; log in with"),
+        ([run, "--push", "a/b"], "The license of the base model base is not known, so"),
+        ([run, "--push", "a/b/c", "--license", "mit"], "--push is 'a/b/c', which names no repository"),
+        ([run, "--push", "alone", "--license", "mit"], "--push is 'alone', which names no owner; give OWNER/alone"),
+        ([run, "--push", "a/b", "--license", "mit"], "--push needs your token, and there is none; log in with"),
         ([run, "--output", tmp_path / "base"], "exists already; remove it, or choose another --output"),
     ):
         assert said in refused(*arguments, capsys=capsys)
@@ -504,7 +504,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     close_session()
 
 
-PUSH = ("--push", f"{USER}/a-model", "--licence", "mit")
+PUSH = ("--push", f"{USER}/a-model", "--license", "mit")
 
 
 def test_the_finished_folder_and_nothing_else_is_sent(
@@ -519,7 +519,7 @@ def test_the_finished_folder_and_nothing_else_is_sent(
     shutil.rmtree(folder)
     main([str(run), *PUSH, "--public"])  # a repository that is there stays as it is
     assert hub.private == {name: True}
-    main([str(run), "--push", f"{USER}/other", "--licence", "mit", "--public", "--output", str(run / "again")])
+    main([str(run), "--push", f"{USER}/other", "--license", "mit", "--public", "--output", str(run / "again")])
     assert hub.private[f"{USER}/other"] is False
 
 

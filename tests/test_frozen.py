@@ -64,9 +64,9 @@ def with_adapters(policy: Any) -> GRPOModule:
 def test_a_checkpoint_has_what_is_trained_and_none_of_the_rest(trained: tuple[GRPOModule, Path]) -> None:
     module, folder = trained
     saved = read_state(folder / "3.ckpt")
-    learnt = {f"policy.{name}": weight for name, weight in module.policy.named_parameters() if weight.requires_grad}
-    assert saved["state_dict"].keys() == learnt.keys() and len(learnt) == 4
-    assert all(torch.equal(saved["state_dict"][name], weight) for name, weight in learnt.items())
+    weights = {f"policy.{name}": weight for name, weight in module.policy.named_parameters() if weight.requires_grad}
+    assert saved["state_dict"].keys() == weights.keys() and len(weights) == 4
+    assert all(torch.equal(saved["state_dict"][name], weight) for name, weight in weights.items())
     num_bytes = sum(weight.nbytes for weight in saved["state_dict"].values())
     assert num_bytes < 0.02 * sum(weight.nbytes for weight in module.policy.parameters())
     assert (folder / "3.ckpt").stat().st_size < 0.5 * sum(weight.nbytes for weight in module.policy.parameters())

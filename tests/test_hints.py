@@ -124,7 +124,7 @@ def test_ranks_come_to_the_same_shares_and_log_the_same_whoever_asked_the_prompt
     assert set(alone.known) == {*"abcd"} and len({record.pass_rate for record in alone.known.values()}) == 2
 
 
-def test_dcpo_standardises_a_visit_with_a_hint_by_itself() -> None:
+def test_dcpo_standardizes_a_visit_with_a_hint_by_itself() -> None:
     history = PromptHistory()
     history.note([visit([0.0, 0.0, 1.0])])
     history.commit()
@@ -307,7 +307,7 @@ def test_reward_functions_get_the_whole_answer_of_which_a_part_was_given() -> No
 # ---- a run ---------------------------------------------------------------------------------------------
 
 
-def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> None:
+def test_who_is_asked_is_not_learned_from_visits_with_a_hint(tokenizer: str) -> None:
     history, data = PromptHistory(), data_of(tokenizer, "reference_hint")
     session = RolloutSession(make_plugins(["greso", "reference_hint"]))
     data.plug_in(session.prompt_rule, session.rewriting, on_demand=False)

@@ -93,7 +93,7 @@ class Nothing(Plugin):
 
 
 @dataclass
-class Misspelt(Plugin):
+class Misspelled(Plugin):
     def on_minibatches(self, step: Any) -> None: ...
 
 
@@ -110,14 +110,17 @@ OVERRIDES: dict[str, tuple[Any, str]] = {
     "nothing": (Nothing, "overrides no hook of lit_grpo.plugins.Plugin, so it does nothing in a run"),
     "setup alone": (lambda: overriding(setup=lambda self: None), "overrides no hook"),
     "check alone": (lambda: overriding(check=lambda self, run: None), "overrides no hook"),
-    "misspelt alone": (Misspelt, "has on_minibatches, which is no hook, so nothing calls it; did you mean on_minib"),
-    "misspelt beside another": (lambda: named("first_rounds"), "did you mean first_round"),
+    "misspelled alone": (
+        Misspelled,
+        "has on_minibatches, which is no hook, so nothing calls it; did you mean on_minib",
+    ),
+    "misspelled beside another": (lambda: named("first_rounds"), "did you mean first_round"),
     "camel case": (lambda: named("onGradient"), "did you mean on_gradient"),
     "plural": (lambda: named("on_completions"), "did you mean on_completion"),
     "beginning": (lambda: named("prompt_cand"), "did you mean prompt_candidates"),
     "Lightning's": (lambda: named("on_train_batch_end"), "has on_train_batch_end, which is no hook.*there are on_"),
     "an attribute": (lambda: overriding(need=frozenset(), metrics=lambda self, gather: {}), "did you mean needs"),
-    "inherited": (type("Below", (Misspelt,), {}), "has on_minibatches"),
+    "inherited": (type("Below", (Misspelled,), {}), "has on_minibatches"),
     "method for property": (lambda: overriding(num_parts=lambda self: 4), "num_parts as a method.*put @property above"),
     "value for method": (lambda: overriding(batch_size=4), "batch_size as a value, and it is called as a method"),
     "too few parameters": (
@@ -174,8 +177,8 @@ def test_what_ships_overrides_what_there_is() -> None:
 
 
 def test_both_ways_in_check_what_a_class_overrides(policy_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"rollout.plugins test_hooks.Misspelt has on_minibatches"):
-        make_plugins(["test_hooks.Misspelt"])
+    with pytest.raises(ValueError, match=r"rollout.plugins test_hooks.Misspelled has on_minibatches"):
+        make_plugins(["test_hooks.Misspelled"])
     with pytest.raises(ValueError, match=r"rollout.plugins Nothing overrides no hook"):
         make_module(policy_folder, [Nothing()])
 

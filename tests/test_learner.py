@@ -138,26 +138,26 @@ def reference_gradient(
         rewards = [rollout.reward for rollout in group.rollouts]
         for rollout in group.rollouts:
             advantage = (rollout.reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-4)
-            learnt = [t for t in range(rollout.completion.num_tokens) if rollout.completion.trained_T[t]]
-            if rollout.kept and learnt:
-                scored.append((rollout, advantage, learnt))
-    num_tokens = sum(len(learnt) for _, _, learnt in scored)
-    for rollout, advantage, learnt in scored:
+            places = [t for t in range(rollout.completion.num_tokens) if rollout.completion.trained_T[t]]
+            if rollout.kept and places:
+                scored.append((rollout, advantage, places))
+    num_tokens = sum(len(places) for _, _, places in scored)
+    for rollout, advantage, places in scored:
         prompt, tokens_T = rollout.prompt.token_ids, rollout.completion.token_ids_T
         input_ids = torch.cat([torch.tensor(prompt), tokens_T])[None]
         logprobs_TV = policy(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        log_ratios = [logprobs_TV[t, tokens_T[t]] - float(rollout.completion.logprobs_T[t]) for t in learnt]
+        log_ratios = [logprobs_TV[t, tokens_T[t]] - float(rollout.completion.logprobs_T[t]) for t in places]
         ratios = [log_ratio.exp() for log_ratio in log_ratios]
         if name == "gspo":
-            ratios = [(torch.stack(log_ratios).sum() / len(learnt)).exp()]
+            ratios = [(torch.stack(log_ratios).sum() / len(places)).exp()]
         if name == "turn":
             versions = rollout.completion.versions_T.tolist()
-            turns = [versions[:t].count(OBSERVED) for t in learnt]  # the same for all tokens of a turn
+            turns = [versions[:t].count(OBSERVED) for t in places]  # the same for all tokens of a turn
             ratios = [
                 torch.stack([each for each, other in zip(log_ratios, turns, strict=True) if other == turn]).mean().exp()
                 for turn in turns
             ]
-        advantages = [of_token(rollout, advantage, token) for token in learnt][: len(ratios)]
+        advantages = [of_token(rollout, advantage, token) for token in places][: len(ratios)]
         pairs = zip(ratios, advantages, strict=True)
         losses = [-torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage) for r, advantage in pairs]
         divisor = num_tokens if name in ("dapo", "turn") else len(scored) * len(ratios)
@@ -185,7 +185,7 @@ def test_groups_of_five_three_and_no_members_train_to_the_gradient_of_the_formul
 
 
 @pytest.mark.parametrize("name", ["entropy", "kl_reward", "top_entropy", "correction"])
-def test_no_measure_meets_a_token_that_is_not_learnt_from(name: str) -> None:
+def test_no_measure_meets_a_token_that_is_not_trained_on(name: str) -> None:
     """The log-probs that stand beside observed and masked tokens are made absurd, and change nothing."""
     objective = {
         "entropy": Objective(entropy=EntropyBonus(0.1)),
@@ -248,11 +248,11 @@ def test_a_batch_of_a_group_of_one_and_one_of_none_is_finite(estimator: Any) -> 
     assert all(math.isfinite(value) for value in rollout_logs.values())
 
 
-def test_a_batch_without_any_rollout_is_learnt_from_without_a_word() -> None:
+def test_a_batch_without_any_rollout_is_trained_on_without_a_word() -> None:
     groups = [RolloutGroup(Prompt("a", (3,), ""), [])]
     learner, _ = make_learner()
-    learnt = learner.learn(groups)
-    assert all(math.isfinite(value) != name.startswith(OF_SOMETHING) for name, value in learnt.items())
+    logs = learner.learn(groups)
+    assert all(math.isfinite(value) != name.startswith(OF_SOMETHING) for name, value in logs.items())
     logs = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 0, Ranks())
     assert logs["frac_no_rollout"] == 1.0 and math.isnan(logs["completions/max_length"])
     assert math.isnan(logs["reward"]) and math.isnan(logs["rewards/exact/mean"])

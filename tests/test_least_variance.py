@@ -1,4 +1,4 @@
-"""The baseline of least variance: its formula, what it minimises, and its approximation of a gradient's norm."""
+"""The baseline of least variance: its formula, what it minimizes, and its approximation of a gradient's norm."""
 
 from __future__ import annotations
 

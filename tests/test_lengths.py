@@ -222,7 +222,7 @@ def test_a_rollout_whose_update_was_interrupted_counts_once_when_it_is_repeated(
 
 
 @pytest.mark.parametrize("visits", [0, 3])
-def test_nothing_is_learnt_from_a_rollout_that_was_aborted(visits: int) -> None:
+def test_nothing_is_learned_from_a_rollout_that_was_aborted(visits: int) -> None:
     predictor, other = LengthPredictor(), LengthPredictor()
     for visit in range(visits):
         for each in (predictor, other):
@@ -301,7 +301,7 @@ def test_the_outcome_has_what_was_foretold_at_each_point() -> None:
     assert outcome.groups.tolist() == np.repeat(np.arange(16), 8).tolist()
 
 
-def test_what_is_learnt_of_rollouts_is_bounded() -> None:
+def test_what_is_learned_of_rollouts_is_bounded() -> None:
     predictor = LengthPredictor(points=(0,))
     sizes = []
     for visit in range(30):

@@ -258,7 +258,7 @@ def mixed_groups() -> list[RolloutGroup]:
     return groups
 
 
-def learnt(groups: Sequence[RolloutGroup], *plugins: Plugin, **changes: Any) -> torch.Tensor:
+def update_of(groups: Sequence[RolloutGroup], *plugins: Plugin, **changes: Any) -> torch.Tensor:
     learner, steps = make_learner(
         objective=Objective("dapo", epsilon=LOW, epsilon_high=HIGH), plugins=plugins, **changes
     )
@@ -277,27 +277,27 @@ def test_each_method_credits_the_rows_of_its_data_set_alone(max_tokens: int) -> 
 
     expected = reference_gradient(mixed_groups(), "dapo", of_token)
     plugins = [restricted("a", alternating, ["sums"]), restricted("b", falling, ["puzzles"])]
-    found = learnt(mixed_groups(), *plugins, max_tokens_per_micro_batch=max_tokens)
+    found = update_of(mixed_groups(), *plugins, max_tokens_per_micro_batch=max_tokens)
     assert float((found - expected).norm() / expected.norm()) < 1e-6
 
     def of_sums(rollout: Any, advantage: float, token: int) -> float:
         return alternating.of_token(rollout, advantage, token) if rollout.prompt.dataset == "sums" else advantage
 
     expected = reference_gradient(mixed_groups(), "dapo", of_sums)
-    found = learnt(mixed_groups(), plugins[0], max_tokens_per_micro_batch=max_tokens)
+    found = update_of(mixed_groups(), plugins[0], max_tokens_per_micro_batch=max_tokens)
     assert float((found - expected).norm() / expected.norm()) < 1e-6
 
 
 def test_imitation_of_one_data_set_adds_nothing_to_the_gradient_of_the_other() -> None:
-    limited = learnt(mixed_groups(), restricted("imitated", Imitated(), ["sums"]))
+    limited = update_of(mixed_groups(), restricted("imitated", Imitated(), ["sums"]))
     alone = mixed_groups()
     for group in alone:
         if group.prompt.dataset == "puzzles":
             group.rollouts = []
     for rollout in (rollout for group in alone for rollout in group.rollouts):
         rollout.reward, rollout.rewards = float("nan"), {"exact": None}
-    imitation = learnt(alone, Imitated())
-    assert float((limited - learnt(mixed_groups()) - imitation).abs().max()) < 1e-10
+    imitation = update_of(alone, Imitated())
+    assert float((limited - update_of(mixed_groups()) - imitation).abs().max()) < 1e-10
     assert float(imitation.norm()) > 1e-3
 
 
@@ -386,18 +386,18 @@ def test_masks_and_weights_of_tokens_leave_other_data_sets_whole() -> None:
 
 def test_a_token_of_a_data_set_without_a_mask_or_a_weight_is_trained_on_as_it_is() -> None:
     """By the gradient: of rows of the one data set as with the plug-in, of the others as without."""
-    whole, sparse = learnt(mixed_groups()), learnt(mixed_groups(), Sparse())
-    parts = [learnt(mixed_groups(), restricted("sparse", Sparse(), [name])) for name in ("sums", "puzzles")]
+    whole, sparse = update_of(mixed_groups()), update_of(mixed_groups(), Sparse())
+    parts = [update_of(mixed_groups(), restricted("sparse", Sparse(), [name])) for name in ("sums", "puzzles")]
     assert float((sum(parts) - whole - sparse).abs().max()) < 1e-10
     assert float((parts[0] - whole).norm()) > 1e-3 and float((parts[1] - whole).norm()) > 1e-3
 
 
 def test_imitation_of_each_data_set_adds_a_mean_of_its_own() -> None:
     """Two plug-ins with the same fields are two sources of weights."""
-    whole = learnt(mixed_groups())
+    whole = update_of(mixed_groups())
     limited = [restricted("imitated", Imitated(), [name]) for name in ("sums", "puzzles")]
-    added = [learnt(mixed_groups(), plugin) - whole for plugin in limited]
-    assert float((learnt(mixed_groups(), *limited) - whole - sum(added)).abs().max()) < 1e-10
+    added = [update_of(mixed_groups(), plugin) - whole for plugin in limited]
+    assert float((update_of(mixed_groups(), *limited) - whole - sum(added)).abs().max()) < 1e-10
     assert all(float(each.norm()) > 1e-3 for each in added)
 
 

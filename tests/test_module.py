@@ -257,7 +257,7 @@ def test_a_run_whose_rewards_give_nothing_to_the_first_batch_ends_at_once(policy
     assert sum("first batch has a value of" in str(each.message) for each in w) == 1
 
 
-def test_rewards_of_weight_zero_alone_are_refused_unless_something_else_is_learnt_from(
+def test_rewards_of_weight_zero_alone_are_refused_unless_something_else_is_learned_from(
     policy_folder: Path, policy: Any
 ) -> None:
     module = make_module(policy_folder, rewards=[RewardSpec("exact_match", weight=0.0)])
@@ -374,7 +374,7 @@ def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_a
     first, second = ["train/0"] * 4 + ["train/1"] * 4, ["train/2"] * 4
     assert module.learner.seen == [first, second] * 3
     assert module.policy_version == len(recorder.gradients) == 6
-    # Each step is normalised by its own tokens, with the advantages of whole groups.
+    # Each step is normalized by its own tokens, with the advantages of whole groups.
     for step, part in enumerate([groups[:2], groups[2:]] * 3):
         assert relative_error(flat(recorder.gradients[step]), naive_step(policy, part)[1]) < 1e-5
 

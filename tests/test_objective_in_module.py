@@ -154,7 +154,7 @@ def test_masked_truncated_completions_count_in_the_mean_over_completions_and_tea
         assert relative_error(flat(recorder.gradients[0]), gradient_of(policy, rollouts, loss_of)) < 1e-5
 
 
-def test_only_tokens_of_high_entropy_are_learnt_from_and_rewarded_for_it(policy_folder: Path, policy: Any) -> None:
+def test_only_tokens_of_high_entropy_are_trained_on_and_rewarded_for_it(policy_folder: Path, policy: Any) -> None:
     groups = stale_groups(policy)
     rollouts, advantages = scored(groups)
     entropies: list[torch.Tensor] = []

@@ -110,13 +110,13 @@ def test_the_gradient_of_what_predicts_an_observed_token_is_exactly_0(objective:
     handle = decoder_of(learner.policy).register_forward_hook(keep, with_kwargs=True)
     learner.learn([group])
     handle.remove()
-    num_observed = num_learnt = 0
+    num_observed = num_trained = 0
     for ids_BT, states_BTH in seen:
         assert states_BTH.grad is not None
         has_gradient_BT = states_BTH.grad.norm(dim=-1) > 0
         before_observed_BT = ids_BT[:, 1:] == OBSERVED_ID
         assert not has_gradient_BT[:, :-1][before_observed_BT].any()
         num_observed += int(before_observed_BT.sum())
-        num_learnt += int(has_gradient_BT.sum())
+        num_trained += int(has_gradient_BT.sum())
     assert num_observed == sum(rollout.completion.num_observed for rollout in group.rollouts) == 20
-    assert num_learnt == sum(LENGTHS[0])
+    assert num_trained == sum(LENGTHS[0])

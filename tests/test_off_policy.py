@@ -67,7 +67,7 @@ def formula(
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
 
-def learnt(objective: Objective, groups: Sequence[RolloutGroup], **options: Any) -> tuple[Any, Any, dict[str, float]]:
+def updated(objective: Objective, groups: Sequence[RolloutGroup], **options: Any) -> tuple[Any, Any, dict[str, float]]:
     """The learner after one batch of a policy that has had four updates, its steps, and what it logs."""
     learner, steps = make_learner(objective=objective, max_tokens_per_micro_batch=16, **options)
     steps.policy_version = 4
@@ -167,7 +167,7 @@ def test_completions_are_near_by_the_sum_of_k3_and_good_ones_always() -> None:
 def test_a_step_of_f_tis_is_that_of_its_formula() -> None:
     gamma, groups = 0.2, stale_batch()
     objective = Objective("grpo", correction=Correction("token_truncate", high=2.0), off_policy_kl=gamma)
-    _, steps, logs = learnt(objective, groups)
+    _, steps, logs = updated(objective, groups)
     filtered: list[int] = []
 
     def losses(now_T: torch.Tensor, sampled_T: torch.Tensor, _: Any, advantage: float) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_a_step_of_vcpo_has_its_gradient_and_size() -> None:
     groups = stale_batch()
     for rollout in groups[0].rollouts[:2]:
         rollout.completion.logprobs_T -= 0.6 if rollout.reward else -0.5  # far from the policy on both sides
-    _, steps, logs = learnt(VCPO, groups, lr=0.3, plugins=[EffectiveSamples()])
+    _, steps, logs = updated(VCPO, groups, lr=0.3, plugins=[EffectiveSamples()])
     weights: list[float] = []
 
     def losses(now_T: torch.Tensor, sampled_T: torch.Tensor, _: Any, advantage: float) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_a_step_of_vcpo_has_its_gradient_and_size() -> None:
 
 def test_each_step_on_a_batch_is_sized_by_its_own_completions_and_the_policy_before_it() -> None:
     groups = stale_batch()
-    _, steps, logs = learnt(VCPO, groups, lr=0.5, num_minibatches=2, plugins=[EffectiveSamples()])
+    _, steps, logs = updated(VCPO, groups, lr=0.5, num_minibatches=2, plugins=[EffectiveSamples()])
     expected = []
     policy = random_policy().double()
     for number, group in enumerate(groups):
@@ -307,7 +307,7 @@ def clipped(now_T: torch.Tensor, old_T: torch.Tensor, advantage: float) -> torch
 def test_a_step_with_an_interpolated_policy_is_that_of_its_formula(mode: Any) -> None:
     groups = stale_batch()
     objective = Objective("grpo", correction=Correction(mode, high=1.2))
-    _, steps, _ = learnt(objective, groups, plugins=[InterpolatedPolicy()])
+    _, steps, _ = updated(objective, groups, plugins=[InterpolatedPolicy()])
 
     def losses(
         now_T: torch.Tensor, sampled_T: torch.Tensor, versions_T: torch.Tensor, advantage: float
@@ -322,7 +322,7 @@ def test_a_step_with_an_interpolated_policy_is_that_of_its_formula(mode: Any) ->
 
 def test_a_recomputed_policy_without_a_correction_weighs_nothing() -> None:
     groups = stale_batch()
-    _, steps, logs = learnt(Objective("grpo", proximal="recomputed"), groups)
+    _, steps, logs = updated(Objective("grpo", proximal="recomputed"), groups)
     plain = formula(random_policy().double(), groups, lambda now_T, _, __, advantage: -advantage * now_T)
     assert relative_error(steps.gradients[0], plain) < 1e-5
     assert logs["ratio/mean"] == pytest.approx(1.0)
@@ -339,8 +339,8 @@ def test_an_update_does_not_see_what_a_failed_one_has_written() -> None:
 
     groups, objective = stale_batch(), Objective("grpo", correction=Correction("token_truncate"))
     with pytest.raises(ValueError, match=r"Wrong\.on_batch gives sample .* the old_logprob with 1 at place 0"):
-        learnt(objective, groups, plugins=[Wrong()])
-    (_, again, _), (_, once, _) = learnt(objective, groups), learnt(objective, stale_batch())
+        updated(objective, groups, plugins=[Wrong()])
+    (_, again, _), (_, once, _) = updated(objective, groups), updated(objective, stale_batch())
     assert torch.equal(again.gradients[0], once.gradients[0])
 
 

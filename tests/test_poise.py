@@ -63,7 +63,7 @@ def draw(rng: np.random.Generator, prompts: np.ndarray, members: int = 2) -> tup
     return [group(str(n), REWARDS[its].tolist()) for n, its in enumerate(answers)], answers
 
 
-def learnt_from(seed: int, batches: int = 20) -> CrossRolloutBaseline:
+def trained_on(seed: int, batches: int = 20) -> CrossRolloutBaseline:
     """A worker that has trained on batches of both prompts."""
     rng, worker = np.random.default_rng(seed), fresh(CrossRolloutBaseline(AT))
     for _ in range(batches):
@@ -94,7 +94,7 @@ def test_the_gradient_is_unbiased_and_with_a_baseline_from_the_rollout_itself_it
     chances = CHANCES[prompt]
     scores = np.eye(4) - chances  # of answers: the gradient of each one's log-probability
     exact = (chances * REWARDS) @ scores
-    worker = learnt_from(seed=0)
+    worker = trained_on(seed=0)
     groups, answers = draw(np.random.default_rng(1), np.full(10_000, prompt))
     show(worker, groups, features(answers.reshape(-1)))
     worker.add_members(GroupBatch(groups, 1, RULE, alone))
@@ -130,7 +130,7 @@ def test_it_predicts_what_another_rollout_earns_and_not_the_luck_of_the_one_that
     assert np.abs(predicted - expected).max() < 0.05
 
 
-def test_a_group_in_which_all_earn_the_same_is_learnt_from() -> None:
+def test_a_group_in_which_all_earn_the_same_is_trained_on() -> None:
     groups = ragged_groups()
     for members in groups:
         for rollout in members.rollouts:
@@ -141,7 +141,7 @@ def test_a_group_in_which_all_earn_the_same_is_learnt_from() -> None:
     assert {rollout.advantage for members in groups for rollout in members.rollouts} == {0.75}
 
 
-def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
+def test_before_it_has_learned_it_is_the_estimators_rule() -> None:
     """Bit for bit; and a rollout without another one has what the estimator gives it."""
     gradients = []
     for rule in (CrossRolloutBaseline(AT), Unshaped()):
@@ -169,7 +169,7 @@ def test_rollouts_that_ended_before_are_predicted_by_what_such_ones_had_beside_t
     assert [each.extra[VALUE] for each in groups[0].rollouts] == pytest.approx([0.5] * 4)
 
 
-def test_two_ranks_learn_what_one_would_have_learnt() -> None:
+def test_two_ranks_learn_what_one_would_have_learned() -> None:
     rng = np.random.default_rng(0)
     groups, answers = draw(rng, rng.integers(0, 2, 16))
     one, ranks = fresh(CrossRolloutBaseline(AT)), [fresh(CrossRolloutBaseline(AT)), fresh(CrossRolloutBaseline(AT))]

@@ -150,7 +150,7 @@ def test_what_pruning_does_to_the_mean_reward_is_measured_where_it_is_not_done()
     ] == pytest.approx(0.5 - 0.75)
 
 
-def test_nothing_is_learnt_from_what_is_replayed() -> None:
+def test_nothing_is_trained_on_what_is_replayed() -> None:
     states = []
     for replays in (False, True):
         pruner, good = make_pruner(proven=True), {WHOLE: [1, 1, 1, 1, 1, 1, 0, 0]}

@@ -475,8 +475,8 @@ def test_the_gradients_of_seco_and_spaco(chunking: Plugin, trained: Sequence[int
             logprobs_TV = policy(input_ids=input_ids_BT).logits[0, 2:-1].log_softmax(-1)
         logprobs = logprobs_TV.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
         made = make_rollout([3, 4, 5], tokens, 1.0 - number, logprobs, sample_id=number)
-        its, learnt = made.completion, torch.tensor(trained if number == 0 else [1, 1]).bool()
-        completion = Completion(its.request, its.token_ids_T, its.logprobs_T, its.versions_T, "stop", trained_T=learnt)
+        its, own_T = made.completion, torch.tensor(trained if number == 0 else [1, 1]).bool()
+        completion = Completion(its.request, its.token_ids_T, its.logprobs_T, its.versions_T, "stop", trained_T=own_T)
         members.append(Rollout(made.prompt, completion, {"exact": made.reward}, made.reward))
     learner, steps = make_learner(
         policy=policy, objective=Objective("dapo"), advantages=Advantages(scale="none"), plugins=[chunking]

@@ -132,7 +132,7 @@ def test_nothing_is_replayed_that_is_too_old_or_too_long_or_of_another_prompt() 
     assert not joined(memory, short, 7)
 
 
-def test_groups_that_would_show_no_difference_or_are_not_learnt_from_get_none() -> None:
+def test_groups_that_would_show_no_difference_or_are_not_trained_on_get_none() -> None:
     memory = remembering("rlep", group(FIRST, [1, 1, 0]))
     passed, nothing = group(FIRST, [1, 1, 1], 1, 1), group(FIRST, [math.nan] * 3, 1, 2)
     left_out, differs = group(FIRST, [0, 0, 0], 1, 3), group(FIRST, [0, 1, 1], 1, 4)
@@ -196,7 +196,7 @@ def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
 # ---- what is learned from it --------------------------------------------------------------------------
 
 
-def learnt_groups(logprobs: str = "recomputed") -> tuple[Replay, list[RolloutGroup]]:
+def trained_groups(logprobs: str = "recomputed") -> tuple[Replay, list[RolloutGroup]]:
     """A memory of two prompts, and groups of their next visits: one of failures alone."""
     first = [member(FIRST, 0, [0] * 6, [True] * 6, 1.0), member(FIRST, 1, [0, 0, 1, 1], [True] * 4, 1.0)]
     second = [member(SECOND, 0, [1, 1, OBSERVED, 1, 1], [True] * 5, 1.0)]
@@ -243,8 +243,8 @@ def formula(groups: Sequence[RolloutGroup], corrected: bool, recomputed: bool = 
 
 @pytest.mark.parametrize("logprobs", ["recomputed", "sampled"])
 @pytest.mark.parametrize("corrected", [False, True])
-def test_replayed_members_are_learnt_from_as_members_given_by_hand(corrected: bool, logprobs: str) -> None:
-    memory, groups = learnt_groups(logprobs)
+def test_replayed_members_are_trained_on_as_members_given_by_hand(corrected: bool, logprobs: str) -> None:
+    memory, groups = trained_groups(logprobs)
     memory.add_members(GroupBatch(groups, 4, EXACT, alone))
     recomputed = logprobs == "recomputed"
     stored = [rollout.completion.logprobs_T.clone() for each in groups for rollout in each.rollouts]
@@ -277,7 +277,7 @@ def test_replayed_members_are_learnt_from_as_members_given_by_hand(corrected: bo
 
 
 def test_a_group_of_failures_gets_its_difference_from_them() -> None:
-    memory, groups = learnt_groups()
+    memory, groups = trained_groups()
     learner, steps = make_learner()
     learner.learn(groups[:1])
     assert not steps.gradients[0].any()

@@ -260,7 +260,7 @@ WRITES_ALL = [family for family in FAMILIES if family != "llama3_1"]  # which re
 
 
 @pytest.mark.parametrize("family", table_rows(WRITES_ALL, quick=[]))
-def test_random_conversations_are_learnt_from_as_they_were_sampled(family: str) -> None:
+def test_random_conversations_are_trained_on_as_they_were_sampled(family: str) -> None:
     if template_of(family) is None:
         pytest.skip("TRL, whose wheel has the templates, is not installed")
     assert wrong(check(play(family, GENERATORS["slots"], 6, history="rerendered")), "slots") == []

@@ -291,21 +291,21 @@ def test_sync_call_that_is_overdue_is_abandoned_and_the_others_are_scored(make_r
     over.set()
 
 
-def test_async_call_that_is_overdue_is_cancelled_and_the_others_are_scored(make_runner: MakeRunner) -> None:
-    cancelled = threading.Event()
+def test_async_call_that_is_overdue_is_canceled_and_the_others_are_scored(make_runner: MakeRunner) -> None:
+    canceled = threading.Event()
 
     async def score(completion: str) -> float:
         try:
             await asyncio.sleep(600 if completion == "stuck" else 0)
         except asyncio.CancelledError:
-            cancelled.set()
+            canceled.set()
             raise
         return 1.0
 
     runner, group = make_runner(score, on_error="none", timeout_s=1.0), make_group("a", "stuck", "b")
     runner.score(group)
     assert values_of(group, "score") == [1.0, None, 1.0]
-    assert cancelled.wait(300)
+    assert canceled.wait(300)
 
 
 def test_async_function_that_blocks_its_loop_is_found_out(make_runner: MakeRunner) -> None:

@@ -114,9 +114,9 @@ def test_missing_file_is_named_with_the_directory_it_was_looked_for_in(
 
 
 def test_broken_file_gives_the_first_line_of_its_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "broken.py", "raise RuntimeError('no licence.\\nmore\\nlines')")
+    path = write(tmp_path / "broken.py", "raise RuntimeError('no license.\\nmore\\nlines')")
     assert error_of(f"{path}:score") == (
-        f"reward function '{path}:score': its module cannot be imported (RuntimeError: no licence); "
+        f"reward function '{path}:score': its module cannot be imported (RuntimeError: no license); "
         "mend it, or correct "
         "the path."
     )

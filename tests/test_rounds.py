@@ -264,7 +264,7 @@ def run_of() -> Any:
     return SimpleNamespace(ranks=Ranks(), pass_rule=PassRule("mark"), policy_version=1)
 
 
-def test_who_is_asked_is_learnt_from_every_batch() -> None:
+def test_who_is_asked_is_learned_from_every_batch() -> None:
     session, chooser, history = RolloutSession(), PromptChooser(Greso(), 0, prompts("p0")), PromptHistory()
     session.open(history, loader(chooser=chooser))
     history.records = {"p0": Record(2)}

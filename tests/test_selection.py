@@ -139,7 +139,7 @@ def test_the_extremes_of_a_batch_may_all_be_of_one_group(ranks: int) -> None:
     assert len(kept) == 2 * 3
     best = float(np.array(list(itertools.combinations(flat, 6))).var(axis=1).max())
     assert statistics.pvariance(kept) == pytest.approx(best)
-    assert all(a == b for a, b in zip(picked, flat, strict=True) if a == a)  # not normalised again
+    assert all(a == b for a, b in zip(picked, flat, strict=True) if a == a)  # not normalized again
     assert not known(found[1])
 
 

@@ -30,7 +30,7 @@ class ByLength(Plugin):
 
 
 @pytest.mark.parametrize("name", ["dapo", "grpo"])
-def test_each_rollout_is_learnt_from_with_what_it_is_given(name: str) -> None:
+def test_each_rollout_is_trained_on_with_what_it_is_given(name: str) -> None:
     shaping, groups = ByLength(), ragged_groups()
     expected = reference_gradient(
         groups, name, lambda rollout, advantage, token: shaping.of(rollout, advantage, PassRule("exact"))
@@ -43,7 +43,7 @@ def test_each_rollout_is_learnt_from_with_what_it_is_given(name: str) -> None:
             assert rollout.advantage != 0
 
 
-def test_a_flat_group_is_learnt_from_where_a_rule_says_so() -> None:
+def test_a_flat_group_is_trained_on_where_a_rule_says_so() -> None:
     groups = ragged_groups()
     for group in groups:
         for rollout in group.rollouts:

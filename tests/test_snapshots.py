@@ -189,7 +189,7 @@ def trajectory(*versions: int) -> Trajectory:
 
 
 @pytest.mark.parametrize(("leftovers", "expected"), [("keep", {2, 4, 5}), ("discard", {4})])
-def test_a_buffer_tells_the_versions_that_may_yet_be_learnt_from(leftovers: Any, expected: set[int]) -> None:
+def test_a_buffer_tells_the_versions_that_may_yet_be_trained_on(leftovers: Any, expected: set[int]) -> None:
     """A prefix goes on or not, what has ended waits, and what is too old is sampled anew."""
     prompt, sampling = Prompt("train/0", (3,), ""), SamplingParams()
     buffer = RolloutBuffer(ReleaseRule(num_groups=1, leftovers=leftovers, max_staleness=3))

@@ -139,7 +139,7 @@ def test_a_completion_of_one_turn_has_the_ratio_of_gspo() -> None:
     assert by_turn == pytest.approx([0.5, 1.0, 1.0])
 
 
-def test_turns_are_counted_by_their_tokens_that_are_learnt_from() -> None:
+def test_turns_are_counted_by_their_tokens_that_are_trained_on() -> None:
     """Sampled, observed, sampled by two versions, observed, sampled and not trained on."""
     versions = [3, 3, OBSERVED, 4, 5, 5, OBSERVED, OBSERVED, 6]
     trained = [True, True, False, True, True, False, False, False, False]

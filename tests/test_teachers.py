@@ -67,7 +67,7 @@ def rollouts_of(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-def learnt(
+def update_of(
     groups: Sequence[RolloutGroup], plugin: Distill, teacher: Any, watching: Sequence[Watching] = (), **changes: Any
 ) -> tuple[torch.Tensor, Any]:
     """The gradient of one update, and its logs."""
@@ -106,7 +106,7 @@ def test_the_gradient_of_sampled_tokens_is_that_of_trls_self_distillation(change
         for each in rollouts_of(groups)
     ]
     expected = gradient_of(torch.cat(losses).mean(), policy)
-    found, _ = learnt(groups, Distill(), teacher, **changes)
+    found, _ = update_of(groups, Distill(), teacher, **changes)
     assert float((found - expected).norm() / expected.norm()) < 1e-6
     assert float(expected.norm()) > 1e-3
 
@@ -115,7 +115,7 @@ def test_the_gradient_of_sampled_tokens_is_that_of_trls_self_distillation(change
     ("beta", "changes"),
     [(0.0, {}), (1.0, {}), (0.3, {}), (0.3, {"max_tokens_per_micro_batch": 40}), (0.3, {"shares_prefix": False})],
 )
-def test_over_all_tokens_it_is_trls_generalised_jensen_shannon_divergence(beta: float, changes: dict[str, Any]) -> None:
+def test_over_all_tokens_it_is_trls_generalized_jensen_shannon_divergence(beta: float, changes: dict[str, Any]) -> None:
     """With as many tokens as the vocabulary has; the tail has 1e-7 of probability then, as TRL's."""
     trl = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
     policy, teacher = random_policy().double(), other_policy()
@@ -123,7 +123,7 @@ def test_over_all_tokens_it_is_trls_generalised_jensen_shannon_divergence(beta: 
     rows = [(logits_of(policy, each), logits_of(teacher, each).detach()) for each in rollouts_of(groups)]
     own, its = (torch.cat(logits)[None] for logits in zip(*rows, strict=True))
     loss = trl.GKDTrainer.generalized_jsd_loss(own, its, torch.zeros(own.shape[:2], dtype=torch.int64), beta=beta)
-    found, logs = learnt(groups, Distill(top_k=VOCAB_SIZE, beta=beta), teacher, **changes)
+    found, logs = update_of(groups, Distill(top_k=VOCAB_SIZE, beta=beta), teacher, **changes)
     expected = gradient_of(loss, policy)
     assert logs["token_loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
     assert float((found - expected).norm() / expected.norm()) < 1e-6
@@ -180,7 +180,7 @@ def test_the_gradient_of_a_few_likeliest_tokens_is_that_of_finite_differences() 
     entropies = torch.cat([-(tail.exp() * tail).sum(-1) for tail in tails]).detach().sort().values
     limit = float(entropies[len(entropies) // 2 :][:2].mean())
     plugin = Distill(weight=0.7, top_k=5, beta=0.4, entropy_above=limit)
-    found, _ = learnt(groups, plugin, teacher)
+    found, _ = update_of(groups, plugin, teacher)
     directions = [
         torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for p in random_policy().parameters()
     ]
@@ -206,27 +206,27 @@ def test_the_gradient_of_a_few_likeliest_tokens_is_that_of_finite_differences() 
 @pytest.mark.parametrize("plugin", [Distill(), Distill(top_k=4), Distill(top_k=4, beta=0.5, entropy_above=0.0)])
 def test_a_teacher_that_is_the_policy_teaches_nothing(plugin: Distill) -> None:
     groups = unrewarded(random_groups(random_policy().double(), [[0.0] * 4] * 2, noise=0.0))
-    found, _ = learnt(groups, plugin, "live")
-    assert float(found.norm()) < 1e-6 < 1e-3 < float(learnt(groups, plugin, other_policy())[0].norm())
+    found, _ = update_of(groups, plugin, "live")
+    assert float(found.norm()) < 1e-6 < 1e-3 < float(update_of(groups, plugin, other_policy())[0].norm())
 
 
-def test_observed_and_masked_tokens_are_neither_scored_nor_learnt_from() -> None:
+def test_observed_and_masked_tokens_are_neither_scored_nor_trained_on() -> None:
     """What is learned from the others does not change with what a teacher would say of them."""
     for plugin in (Distill(), Distill(top_k=3)):
         groups = unrewarded(ragged_groups())
-        _, logs = learnt(groups, plugin, other_policy(), [watching := Watching()])
+        _, logs = update_of(groups, plugin, other_policy(), [watching := Watching()])
         assert math.isfinite(logs["grad_norm"])
         first = groups[0].rollouts[1]  # sampled, observed, sampled
         taught = watching.of(first)["candidate_ids" if plugin.top_k else "token_advantage"]
         assert len(taught) == first.completion.num_trained == 5
 
 
-def test_the_last_token_is_learnt_from_and_nothing_behind_it() -> None:
+def test_the_last_token_is_trained_on_and_nothing_behind_it() -> None:
     """By hand: the prompt [5, 6], the completion [7, 1]; its places are those of 6 and 7."""
     rollout = make_rollout([5, 6], [7, 1], NAN, [-1.0, -2.0])
     rollout.rewards = {"exact": None}
     teacher = other_policy()
-    learnt([RolloutGroup(rollout.prompt, [rollout])], Distill(weight=2.0), teacher, [watching := Watching()])
+    update_of([RolloutGroup(rollout.prompt, [rollout])], Distill(weight=2.0), teacher, [watching := Watching()])
     logits = teacher(input_ids=torch.tensor([[5, 6, 7]])).logits[0].log_softmax(-1)
     expected = [2 * (float(logits[1, 7].detach()) + 1.0), 2 * (float(logits[2, 1].detach()) + 2.0)]
     assert watching.of(rollout)["token_advantage"].tolist() == pytest.approx(expected, abs=1e-6)
@@ -235,9 +235,9 @@ def test_the_last_token_is_learnt_from_and_nothing_behind_it() -> None:
 def test_it_adds_to_the_advantages_of_rewards() -> None:
     policy, teacher = random_policy().double(), other_policy()
     groups = random_groups(policy, REWARDS, noise=0.0)
-    alone, _ = learnt(random_groups(policy, REWARDS, noise=0.0), Distill(weight=1e-12), teacher)
-    both, _ = learnt(groups, Distill(weight=0.5), teacher)
-    taught, _ = learnt(unrewarded(random_groups(policy, REWARDS, noise=0.0)), Distill(weight=0.5), teacher)
+    alone, _ = update_of(random_groups(policy, REWARDS, noise=0.0), Distill(weight=1e-12), teacher)
+    both, _ = update_of(groups, Distill(weight=0.5), teacher)
+    taught, _ = update_of(unrewarded(random_groups(policy, REWARDS, noise=0.0)), Distill(weight=0.5), teacher)
     assert float((both - alone - taught).norm()) < 1e-6 * float(both.norm())
 
 
@@ -254,7 +254,7 @@ def test_the_temperature_of_the_teacher_is_its_own() -> None:
 
 def on_a_rank(rank: int, folder: str, top_k: int) -> None:
     meet(rank, folder)
-    own, logs = learnt(unrewarded(ragged_groups())[rank::2], Distill(top_k=top_k), other_policy())
+    own, logs = update_of(unrewarded(ragged_groups())[rank::2], Distill(top_k=top_k), other_policy())
     distributed.all_reduce(own)
     if rank == 0:
         torch.save((own, logs.get("token_loss", 0.0)), f"{folder}/sum.pt")
@@ -271,7 +271,7 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path, top_k: int) -> None:
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [0, 0]
     both, loss = torch.load(tmp_path / "sum.pt")
-    alone, logs = learnt(unrewarded(ragged_groups()), Distill(top_k=top_k), other_policy())
+    alone, logs = update_of(unrewarded(ragged_groups()), Distill(top_k=top_k), other_policy())
     assert float((both - alone).abs().max()) < 1e-10
     assert loss == pytest.approx(logs.get("token_loss", 0.0), abs=1e-6)
 
@@ -283,8 +283,8 @@ def test_completions_that_begin_alike_may_have_other_candidates() -> None:
     token_ids_T = tree[1].completion.token_ids_T
     token_ids_T[:40] = tree[0].completion.token_ids_T[:40]
     tree[1].completion.token_ids_T = token_ids_T
-    together, _ = learnt([RolloutGroup(prompt, tree)], Distill(top_k=3), other_policy())
-    apart, _ = learnt([RolloutGroup(prompt, tree)], Distill(top_k=3), other_policy(), shares_prefix=False)
+    together, _ = update_of([RolloutGroup(prompt, tree)], Distill(top_k=3), other_policy())
+    apart, _ = update_of([RolloutGroup(prompt, tree)], Distill(top_k=3), other_policy(), shares_prefix=False)
     assert float((together - apart).norm() / apart.norm()) < 1e-6
 
 
@@ -399,7 +399,7 @@ def test_more_likely_tokens_than_the_teacher_knows_are_refused_before_the_run() 
     small: Any = other_policy()
     small.resize_token_embeddings(VOCAB_SIZE - 1)
     with pytest.raises(ValueError, match=rf"top_k is {VOCAB_SIZE}, and the teacher knows {VOCAB_SIZE - 1} tokens; low"):
-        learnt(random_groups(random_policy(), [[0.0]]), Distill(top_k=VOCAB_SIZE), small)
+        update_of(random_groups(random_policy(), [[0.0]]), Distill(top_k=VOCAB_SIZE), small)
 
 
 @pytest.mark.parametrize("plugin", [Distill(), Distill(top_k=2)])

@@ -56,7 +56,7 @@ def groups_of_eleven(flat: bool = False) -> list[RolloutGroup]:
 
 
 def expected_advantages(groups: Sequence[RolloutGroup], size: int) -> list[tuple[Rollout, float]]:
-    """Those of so many rollouts whose variance is the largest of all subsets; normalised over whole groups."""
+    """Those of so many rollouts whose variance is the largest of all subsets; normalized over whole groups."""
     scored = []
     for group in groups:
         rewards = [rollout.reward for rollout in group.rollouts]
@@ -153,7 +153,7 @@ def test_tokens_without_an_advantage_are_part_of_the_share_and_not_measured(monk
     ]
 
 
-def test_an_entropy_bonus_is_of_the_tokens_that_are_learnt_from() -> None:
+def test_an_entropy_bonus_is_of_the_tokens_that_are_trained_on() -> None:
     """The mean over these alone, and the step's entropy that a target is compared with likewise."""
     groups = groups_of_eleven()
     chosen = expected_advantages(groups, 6)

@@ -155,7 +155,7 @@ def test_it_learns_which_turns_pass() -> None:
     assert math.isnan(logs["trace/contrast"])
 
 
-def test_a_checkpoint_keeps_what_was_learnt() -> None:
+def test_a_checkpoint_keeps_what_was_learned() -> None:
     worker, other = fresh(ContrastiveTree()), fresh(ContrastiveTree())
     learn(worker, 3)
     other.load_state_dict(worker.state_dict())

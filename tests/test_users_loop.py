@@ -115,14 +115,14 @@ async def _loop() -> asyncio.AbstractEventLoop:
 
 
 def test_what_a_closed_runner_awaits_is_cancelled() -> None:
-    began, cancelled = threading.Event(), threading.Event()
+    began, canceled = threading.Event(), threading.Event()
 
     async def waits(completion: str) -> float:
         began.set()
         try:
             await asyncio.sleep(600)
         except asyncio.CancelledError:
-            cancelled.set()
+            canceled.set()
             raise
         return 1.0
 
@@ -130,7 +130,7 @@ def test_what_a_closed_runner_awaits_is_cancelled() -> None:
     runner.submit(make_group("a"))
     assert began.wait(300)
     runner.close()
-    assert cancelled.wait(300)
+    assert canceled.wait(300)
 
 
 def test_a_loop_whose_descriptors_are_closed_fails_what_runs_on_it_and_another_takes_its_place() -> None:

@@ -57,8 +57,8 @@ def proportional(weights: np.ndarray, costs: np.ndarray, budget: float, least: i
     others share the rest.
 
     Args:
-        weights: Of prompts, shape (prompts,).
-        costs: Of a completion of each, likewise.
+        weights: Weight of each prompt, shape (prompts,).
+        costs: Cost of a completion of each prompt, shape (prompts,).
         budget: What all completions may cost.
         least: The least of each, whatever it costs.
         most: The most of each.
@@ -93,12 +93,12 @@ def greedy(
     """Divide a budget so that the sum of a concave ``value`` is largest; what is left buys no further completion.
 
     Args:
-        rates: Of prompts.
+        rates: The number of each prompt that ``value`` depends on, such as its pass rate.
         budget: What all completions may cost.
         least: The least of each, whatever it costs; a number for all, or one for each.
         most: The most of each.
-        value: Of so many completions at a rate.
-        costs: Of a completion of each prompt; by default 1.
+        value: Function of a number of completions and a rate: what they are worth together.
+        costs: Cost of a completion of each prompt; by default 1.
     """
     counts = [least] * len(rates) if isinstance(least, int) else list(least)
     costs = [1.0] * len(rates) if costs is None else costs

@@ -26,7 +26,7 @@ class Foresight:
 
         Args:
             num_rewarded: Completions with a reward.
-            num_passed: Those of them that passed.
+            num_passed: Number of rewarded completions that passed.
             num_left: Completions whose rewards are to come; of more than ``MOST_LEFT`` nothing is foreseen.
             num_rounds: Rounds that it has had, this one among them.
             num_first: Completions of the first of them.

@@ -24,7 +24,7 @@ class PromptChooser:
     Args:
         rule: Plug-in that gives chances (:meth:`lit_grpo.plugins.Plugin.prompt_chance`).
         seed: Seed of the draws.
-        prompts: All training prompts.
+        prompts: All prompts that training may draw; the rule derives its first state from them.
 
     Raises:
         ValueError: The rule needs a column that the prompts lack.

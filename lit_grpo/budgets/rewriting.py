@@ -53,9 +53,9 @@ def check_template(template: str, name: str, fields: Collection[str]) -> None:
     """Check that a template holds each of its fields, as in ``"{prompt} Hint: {hint}"``, and nothing else in braces.
 
     Args:
-        template: For :meth:`TextWriter.reworded`.
-        name: Of the setting, for the message.
-        fields: Those that it has to hold.
+        template: Text of the setting, with each field in braces where its text is filled in.
+        name: Name of the setting, for the message.
+        fields: Names of the fields that the template has to hold.
 
     Raises:
         ValueError: It holds others, or does not hold all.

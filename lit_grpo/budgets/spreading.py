@@ -16,7 +16,7 @@ def spread(work: Sequence[float], num_ranks: int) -> list[list[int]]:
 
     Args:
         work: What each prompt is expected to take, in any unit; a multiple of ``num_ranks`` many, perhaps none.
-        num_ranks: Who they are dealt to.
+        num_ranks: Number of ranks to deal to.
 
     Returns:
         The places of each rank's prompts in ``work``, ascending.

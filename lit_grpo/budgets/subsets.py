@@ -18,9 +18,9 @@ def nearest_subset(chances: np.ndarray, stays: np.ndarray, size: int, share: flo
 
     Args:
         chances: Of success, shape (n,), of which few differ: time and memory grow with the kinds of them.
-        stays: Who stays anyway, shape (n,), bool.
+        stays: Whether each member stays anyway, shape (n,), bool.
         size: How many of the others go on.
-        share: See above.
+        share: Mean chance that all members together should have, from 0 to 1.
 
     Returns:
         Who stays then, shape (n,), bool.

@@ -105,7 +105,7 @@ def check_form(checkpoint: Any, path: Path | str | None = None, resumes: bool = 
 
     Args:
         checkpoint: What has been read, before anything is loaded from it.
-        path: Its path, for the message.
+        path: Path of the checkpoint, for the message.
         resumes: Whether a run is to be resumed from it; for its policy fewer fields are needed.
 
     Raises:

@@ -24,7 +24,7 @@ def recorded_settings(
     """Return all settings of a run that its checkpoints save.
 
     Args:
-        trainer: Lightning's Trainer.
+        trainer: Lightning's Trainer, whose callbacks name the plug-ins of the run.
         policy: Name of the policy; a loaded model is not recorded.
         settings: Settings of the update.
         teacher: Settings of the teacher, or None.

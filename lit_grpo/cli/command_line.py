@@ -96,7 +96,7 @@ class GRPOCLI(LightningCLI):
 
     Args:
         run_folder: The folder of this run; not claimed yet.
-        kwargs: Arguments of LightningCLI.
+        kwargs: Keyword arguments that are passed on to LightningCLI.
     """
 
     def __init__(self, run_folder: RunFolder, **kwargs: Any) -> None:
@@ -276,7 +276,7 @@ def cli_arguments(args: list[str] | None) -> dict[str, Any]:
         "auto_configure_optimizers": False,
         "load_from_checkpoint_support": False,
         "parser_class": InputParser,
-        # Without abbreviations: a misspelt field must not be taken for the field that begins with it.
+        # Without abbreviations: a misspelled field must not be taken for the field that begins with it.
         "parser_kwargs": {"prog": "python -m lit_grpo", "epilog": EPILOG, "allow_abbrev": False},
     }
 
@@ -366,7 +366,7 @@ def quieten() -> None:
     """Silence messages that tell the user nothing; each entry names the cause."""
     # TensorBoard writes in a thread. Its error is raised again by the next write, and reported there.
     threading.excepthook = _quiet_of_writers
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no worker is forked after tokenising
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no worker is forked after tokenizing
     # Lightning uses deprecated names of jsonargparse.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     silence()

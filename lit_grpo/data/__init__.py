@@ -1,4 +1,4 @@
-"""Prompts: rows of any source, rendered, tokenised and put into batches."""
+"""Prompts: rows of any source, rendered, tokenized and put into batches."""
 
 from lit_grpo.data.mixture import Mixture, MixtureWeights
 from lit_grpo.data.module import PromptDataModule

@@ -34,7 +34,7 @@ class PlacedTokens(NamedTuple):
     """The tokens of a text, and where each stands.
 
     Args:
-        ids: The token ids.
+        ids: Token ids of the text, in order.
         places: For each token, the numbers of characters before its begin and before its end; None if the tokenizer
             does not tell them, as slow ones do not.
     """
@@ -50,7 +50,7 @@ class ControlTokens:
     names, and ``TAGS``. Added tokens that are ordinary text, such as runs of line breaks, are none.
 
     Args:
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, whose added tokens and chat template are searched.
 
     Attributes:
         ids: The id of each control token, by its text.
@@ -103,7 +103,7 @@ class ControlTokens:
         """Return the ids of a text, which may be covered, or of a rendered conversation.
 
         Args:
-            text: The text.
+            text: Text to encode, which may spell control tokens.
             add_special_tokens: Whether the tokens are added that the tokenizer puts before each text, such as one that
                 begins it. Those that it puts after each text never are, because prompts are continued.
         """

@@ -63,7 +63,7 @@ class Part(NamedTuple):
     """A text after the prompt.
 
     Args:
-        text: The text.
+        text: Characters of this part alone, such as one turn.
         is_learned: Whether the policy imitates it.
         ends: Whether it ends with the token that ends a turn.
     """
@@ -93,7 +93,7 @@ class AnsweredData(Protocol):
         """Return the prompts of a split with their answers.
 
         Args:
-            split: ``train`` or ``validation``.
+            split: Rows to take: ``train`` or ``validation``.
             column: Column of the answers, by the name that reward functions know; empty if the prompts' column has
                 whole conversations.
             turns: The turns of the assistant that are imitated.
@@ -108,7 +108,7 @@ class AnsweredData(Protocol):
         """Return the examples of a data set of its own, rendered with the settings of the run's data.
 
         Args:
-            data: The data set.
+            data: Data set to read: a path or hub id, the arguments of ``HubRows``, or rows.
             prompt_column: Column of the prompts; empty for that of the run's data.
             column: Column of the answers; empty if the prompts' column has whole conversations.
             turns: The turns of the assistant that are imitated.
@@ -129,7 +129,7 @@ def render_example(
 
     Args:
         renderer: Renderer of the prompts.
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, which encodes the row and its answer.
         row: The row that has the prompt.
         answer: A text, or a list of chat messages that begins and ends with one of the assistant; None if the prompt's
             column holds the whole conversation.
@@ -176,7 +176,7 @@ class _NotBegun(UnusableRow):
 
     Args:
         begun: The conversation up to the answer, with the generation prompt.
-        message: The answer.
+        message: The assistant's message, as the row has it.
 
     Attributes:
         is_thinking: Whether the generation prompt begins a thought.
@@ -258,7 +258,7 @@ def _written(
     Args:
         asked: The messages before the first turn that is imitated.
         answers: The messages from this turn on; the last one is imitated too.
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, with the chat template that writes the messages.
         options: Variables of its chat template.
     """
     try:

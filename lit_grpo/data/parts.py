@@ -26,7 +26,7 @@ class PartTokens:
     """The tokens of a text that is made of parts.
 
     Args:
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, which encodes the whole text at once.
         parts: The parts in their order, which may be covered (:class:`lit_grpo.data.control.ControlTokens`).
         add_special_tokens: Whether tokens that the tokenizer puts before each text are added.
 

@@ -51,7 +51,7 @@ class Conversing(Protocol):
         """Receive the tokenizer and the variables of its chat template, before any prompt is rendered.
 
         Args:
-            tokenizer: The policy's tokenizer.
+            tokenizer: Tokenizer of the policy, with which all prompts are rendered.
             options: Variables of the chat template.
             plain_rows: Whether control tokens that rows spell are encoded as plain characters.
 

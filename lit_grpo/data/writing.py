@@ -29,7 +29,7 @@ class PromptWriter:
 
     Args:
         renderer: Renderer of the prompts.
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, which encodes the changed prompts.
         rows: The rows from which prompts are rendered, by the ids of the prompts.
 
     Attributes:
@@ -44,7 +44,7 @@ class PromptWriter:
         """Return a prompt with a text before its question; in a conversation, before its last user message.
 
         Args:
-            prompt: As its row says.
+            prompt: Prompt as its row says, without a text.
             text: For example ``"Count from the end. "``.
 
         Raises:
@@ -69,7 +69,7 @@ class PromptWriter:
         Reward functions get that beginning (``Prompt.given``) as part of the completion.
 
         Args:
-            prompt: As its row says.
+            prompt: Prompt as its row says, without a text.
             text: The text of the answer.
             share: Fraction of the text's tokens to append, rounded down, but one token at least; no character is cut.
 

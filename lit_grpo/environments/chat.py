@@ -74,7 +74,7 @@ class Chat:
     a control token (:mod:`lit_grpo.data.control`).
 
     Args:
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, whose chat template renders the messages.
         options: Variables of its chat template.
         form: Format of tool calls, a name of :data:`lit_grpo.environments.calls.FORMATS` or
             :data:`lit_grpo.environments.calls.RESPONSE_TEMPLATES`. By default the tokenizer's ``response_template``,

@@ -133,7 +133,7 @@ def of_run(trainer: Any, module: Any) -> dict[str, object]:
     """Return what every rank of a run must be given alike, by name; only this rank's values.
 
     Args:
-        trainer: Lightning's Trainer.
+        trainer: Lightning's Trainer, whose settings, strategy and callbacks are compared.
         module: The module to train or evaluate; what it does not have is left out.
     """
     told: dict[str, object] = {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
@@ -164,7 +164,7 @@ def of_policy(
 
     Args:
         policy: The policy right after loading.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizer of the policy, whose vocabulary and chat template are compared.
         has_weights: Whether every rank has the weights; otherwise their names and shapes are compared.
         adds_adapters: Whether its adapters are new. They are left out then: the first rank's are sent to the others.
     """

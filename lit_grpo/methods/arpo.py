@@ -76,7 +76,7 @@ class ARPO(Branching):
 
         Args:
             draw: A random number from 0 to 1.
-            rise: H_t - H_0.
+            rise: Rise of the entropy, ``H_t - H_0``, in nats.
             num_before: Turns right before it that have branched.
         """
         return _clipped(draw - self.alpha * rise) <= self.threshold

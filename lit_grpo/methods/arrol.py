@@ -112,7 +112,7 @@ class Arrol(Plugin):
         said = dict(zip(seen, self.head.chances(np.array([features[key] for key in seen])), strict=True))
         stays = np.array([key in self._ended or key not in said for key in members])
         size = max(math.ceil(self.keep * (~stays).sum()), MIN_SURVIVORS - int(stays.sum()))
-        if size >= (~stays).sum() or not self.head.has_learnt:
+        if size >= (~stays).sum() or not self.head.has_learned:
             return []
         chances = np.array([said.get(key, self.head.early_chance) for key in members])
         kept = nearest_subset(chances, stays, size, self.positive_share)
@@ -225,7 +225,7 @@ class QualityHead:
         self._num_groups = 0
 
     @property
-    def has_learnt(self) -> bool:
+    def has_learned(self) -> bool:
         """True if there has been anything to learn from."""
         return len(self._model.moments) > 0
 
@@ -236,14 +236,14 @@ class QualityHead:
 
     @property
     def _posterior(self) -> np.ndarray:
-        centres = np.append((np.arange(NUM_BINS) + 0.5) / NUM_BINS, 0.5)
+        centers = np.append((np.arange(NUM_BINS) + 0.5) / NUM_BINS, 0.5)
         counts = self._bins[:, 0] + PRIOR_COUNT
-        shares = (self._bins[:, 1] + PRIOR_COUNT * centres) / counts
+        shares = (self._bins[:, 1] + PRIOR_COUNT * centers) / counts
         return np.append(rising(shares[:-1], counts[:-1]), shares[-1])
 
     def chances(self, features: np.ndarray) -> np.ndarray:
         """Return chances of success, shape (n,), for finite ``features``, shape (n, D); 0.5 before it has learned."""
-        if not (self.has_learnt and len(features)):
+        if not (self.has_learned and len(features)):
             return np.full(len(features), 0.5)
         return self._posterior[self._bins_of(self._projection(features))]
 
@@ -253,7 +253,7 @@ class QualityHead:
         """Take what became of a rollout.
 
         Args:
-            features: Of completions that were observed, finite, shape (n, D).
+            features: Features of completions that were observed, finite, shape (n, D).
             successes: 1 where they succeeded, else 0, shape (n,).
             groups: A number of the group that each is in, from 0, shape (n,).
             whole: Whether the group lost nobody, shape (n,); only then does a row say how good the head is.
@@ -264,7 +264,7 @@ class QualityHead:
         if not len(features):
             return
         x = self._projection(features)
-        if self.has_learnt:
+        if self.has_learned:
             bins = self._bins_of(x)
             said = np.column_stack([self._posterior[bins], successes, groups + self._num_groups])
             self._judge(said[whole.astype(bool)])
@@ -313,7 +313,7 @@ class QualityHead:
 
 
 def rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the nearest values that nowhere fall, in weighted squares, all of shape (n,), by pooling neighbours."""
+    """Return the nearest values that nowhere fall, in weighted squares, all of shape (n,), by pooling neighbors."""
     pools: list[tuple[float, float, int]] = []  # value, weight, and how many it stands for
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         count = 1

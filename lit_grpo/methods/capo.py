@@ -154,8 +154,8 @@ class HeadStep:
         """Return by how much rows of the weight move up a gradient, shape (n, k, D).
 
         Args:
-            gradients_nkD: Of each row, of what is to grow.
-            ids_nk: Which rows.
+            gradients_nkD: Gradient of each row, of what is to grow, shape (n, k, D).
+            ids_nk: Rows of the head's weight that move: k token ids for each of n tokens, shape (n, k).
         """
         if self.moments is None:
             return self.lr * gradients_nkD
@@ -179,10 +179,10 @@ def curvature_models(
     Args:
         weight_VD: The head's, without a bias.
         hidden_ND: What it is applied to.
-        target_ids_N: Tokens.
-        advantages_N: Of each.
+        target_ids_N: Ids of the tokens that were sampled, shape N.
+        advantages_N: Advantage of each token, shape N.
         step: What the optimizer would do.
-        top: See :class:`Capo`.
+        top: Number of likeliest tokens whose rows of the head are simulated, :attr:`Capo.top`.
     """
     top = min(top, len(weight_VD))
     size = max(1, VALUES_PER_BLOCK // max(len(weight_VD), top * weight_VD.shape[1]))

@@ -1,7 +1,7 @@
 """D3S (arXiv 2509.22115): learn from part of a batch's completions and of their tokens, few at first, many at last.
 
 Completions: of the whole batch, on all ranks, those whose advantages have the largest variance, so that groups which
-teach more keep more; advantages are not normalised again. Tokens: of those completions the ones with the largest
+teach more keep more; advantages are not normalized again. Tokens: of those completions the ones with the largest
 ``|A_i| x H_it``, with H the entropy over the whole vocabulary under the policy that is about to be updated. Both
 numbers move in a line over the run. The paper's first and last values are not known to us, so they are settings.
 

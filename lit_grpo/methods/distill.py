@@ -63,7 +63,7 @@ class Distill(TeacherPlugin):
     """
     beta: Annotated[float, Limit(ge=0, le=1)] = 1.0
     """Divergence with ``top_k``: 1 is the reverse KL, KL(policy || teacher), 0 the forward KL, KL(teacher || policy),
-    and between them is the generalised Jensen-Shannon divergence.
+    and between them is the generalized Jensen-Shannon divergence.
     """
     entropy_above: Annotated[float | None, Limit(ge=0)] = None
     """Entropy of the teacher, in nats, above which the forward KL is added, with ``top_k``; null adds none."""

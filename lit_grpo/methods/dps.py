@@ -103,8 +103,8 @@ def predicted(outcomes: Sequence[Outcome], version: int, decay: float) -> np.nda
     """Return how likely each state of a prompt is at an update, by what visits before it have shown.
 
     Args:
-        outcomes: Of the visits, the oldest first.
-        version: Of the policy before that update.
+        outcomes: Outcomes of the prompt's visits, the oldest first.
+        version: Version of the policy before the update that is predicted.
         decay: What counts of transitions keep at each update.
 
     Returns:

@@ -116,7 +116,7 @@ def step_signals(sequences: Sequence[np.ndarray], rewards: Sequence[float]) -> l
 
     Args:
         sequences: The tokens of each leaf, shape (T,).
-        rewards: One a leaf.
+        rewards: Reward of each leaf, in the order of ``sequences``; NaN if it has none.
     """
     signals = [np.zeros(len(sequence)) for sequence in sequences]
     rewarded = [number for number, reward in enumerate(rewards) if not math.isnan(reward)]

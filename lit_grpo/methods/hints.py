@@ -103,7 +103,7 @@ class Hint(Plugin):
 
         Args:
             prompt: As it would be asked without; its columns have the names that reward functions know.
-            share: See :meth:`share`.
+            share: Fraction of the hint to show, from 0 to 1, as :meth:`share` returns it.
 
         Raises:
             ValueError: The prompt lacks what the text is taken from; the sentence goes on after the row's number.

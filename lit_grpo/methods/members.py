@@ -62,7 +62,7 @@ def mean_entropies(rollouts: Sequence[Rollout], measured: Mapping[Key, torch.Ten
     it is that of the policy. A rollout without a token to learn from comes after all others.
 
     Args:
-        rollouts: Whose entropies.
+        rollouts: Rollouts to measure, R of them, in the order of the result.
         measured: The entropy of each token that is trained on, by completion, where the generator tells none.
     """
     entropies = []

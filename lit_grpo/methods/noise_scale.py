@@ -116,10 +116,10 @@ class NoiseScale(Plugin):
         """Return how many prompts the next batch is to have, on all ranks together.
 
         Args:
-            signal: ``|G|^2``, above 0.
+            signal: Estimate of the squared norm of the true gradient, ``|G|^2``, above 0.
             noise: ``tr S``, above 0.
             now: Prompts of this batch, on all ranks together.
-            began: Of the first batch.
+            began: Prompts of the first batch of the run, on all ranks together.
         """
         return now
 

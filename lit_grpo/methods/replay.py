@@ -76,7 +76,7 @@ class Replay(Plugin):
 
         Args:
             known: In the order in which they have been trained on, at least so many.
-            number: How many.
+            number: Number of rollouts to choose.
             request: Of a member of the group that they are to join, for draws that can be repeated.
         """
         if self.choice == "random":

@@ -80,7 +80,7 @@ class RouterTerm(Term):
     """The loss of one step: linear in the probabilities, since what an expert's counts is known.
 
     Args:
-        routers: Of the policy.
+        routers: Routers of the policy's experts, whose probabilities the term is computed from.
         slopes_E: ``coefficient E f_e / tokens``, float64.
         value: The loss, not yet times the coefficient.
     """

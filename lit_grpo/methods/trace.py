@@ -11,7 +11,7 @@ n is 1 at first for a turn, since its own path is there, and the number of first
 as n grows, so this division is the best one. A continuation of the prompt is a fresh path. Advantages are the run's.
 
 p is predicted by one ridge regression on signed hashes (Weinberger et al. 2009) of an anchor's tokens and of its last
-``window`` tokens with their neighbours, and on how many turns and tokens it has. It learns from all anchors of each
+``window`` tokens with their neighbors, and on how many turns and tokens it has. It learns from all anchors of each
 batch; before the first, p is a half.
 
 It deviates from the paper, of which the abstract and summaries could be read: the predictor is ours, and how many paths
@@ -60,7 +60,7 @@ class ContrastiveTree(Branching):
     width: Count = 16
     """Number of completions of a group."""
     window: Count = 32
-    """Number of last tokens of an anchor that are features together with their neighbours."""
+    """Number of last tokens of an anchor that are features together with their neighbors."""
 
     def check(self, run: RunFacts) -> None:
         """Check that there is room for continuations."""
@@ -88,7 +88,7 @@ class ContrastiveTree(Branching):
         self._expanded.add(group)
         first.sort(key=lambda path: path.request.path)  # however they were decoded
         choices = [(path, anchor) for path in first for anchor in anchors(path)[1:]]
-        random.Random(f"{completion.request.seed}/{group}").shuffle(choices)  # so that equal chances favour no path
+        random.Random(f"{completion.request.seed}/{group}").shuffle(choices)  # so that equal chances favor no path
         looked_at = [anchor for _, anchor in choices] + [*anchors(first[0]), EMPTY][:1]
         chances = self.chances(np.array([features(prompt, each, self.window) for each in looked_at]))
         more = divided(chances.tolist(), [1] * len(choices) + [len(first)], max(self.width - len(first), 0))

@@ -82,7 +82,7 @@ class UncertainMore(Plugin):
 
         Args:
             number: Completions of the prompt so far.
-            deviation: Of their rewards.
+            deviation: Standard deviation of the prompt's rewards so far.
             num_of_batch: Completions of the batch.
         """
         if number < 2:

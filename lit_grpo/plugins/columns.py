@@ -35,7 +35,7 @@ class Numbers:
     """Numbers that a plug-in gives: their dtype and range.
 
     Args:
-        dtype: Of the tensor.
+        dtype: Name of the dtype that the tensor gets, such as ``float32``.
         limit: Bounds of each number.
         nan: Whether NaN is allowed.
     """
@@ -52,7 +52,7 @@ class Numbers:
         Args:
             said: Beginning of the message: who gives what.
             value: A tensor, an array, a list, or a number.
-            shape: That it must have.
+            shape: Shape that the value must have.
             each: What has one number, for messages.
             keeps_gradient: Whether the tensor stays on its device and keeps its gradient: it is part of a loss.
 
@@ -103,7 +103,7 @@ class Column:
     Args:
         of: What has such a value: a completion, one of its tokens, one that is trained on, or a whole step.
         hook: The hook in which it is written.
-        numbers: Their dtype and range; None for an object, which its reader checks.
+        numbers: Dtype and range of the numbers; None for an object, which its reader checks.
         decides: What it decides, for messages as in ``which both decide ...``: at most one plug-in of a run may write
             it, or one for each data set. Empty if several may.
         needs: What writing it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`.
@@ -213,7 +213,7 @@ class Writer:
 
     Args:
         plugin: None for code that is no plug-in, which may write every column.
-        hook: Of :class:`~lit_grpo.plugins.Plugin`.
+        hook: Name of the hook of :class:`~lit_grpo.plugins.Plugin` that is running.
         rows: The ids of the rollouts that it is given; of none, it may write those of all.
         source: Its number among the plug-ins that write weights of the channel ``ce``.
     """

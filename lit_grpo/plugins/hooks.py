@@ -63,7 +63,7 @@ def ask(plugin: Listener, hook: str, *arguments: Any) -> Any:
     Args:
         plugin: Any, whether it overrides the hook or not.
         hook: A name of :data:`HOOKS`.
-        arguments: Of the hook, in their order.
+        arguments: Arguments of the hook, in their order.
 
     Returns:
         What the hook's docstring says: tensors of the dtype that :data:`HOOKS` declares, on the host and without a
@@ -184,7 +184,7 @@ def restricted(name: str, plugin: Copied, datasets: Iterable[str]) -> Copied:
 INERT = frozenset({"requirement", "check", "setup", "state_dict", "load_state_dict", "close"})
 """Hooks by which alone a plug-in does nothing in a run."""
 NEAR, BEGINNING = 0.88, 8
-"""A name is taken for a misspelt hook from this similarity on (``difflib``, without case and underscores), or if a
+"""A name is taken for a misspelled hook from this similarity on (``difflib``, without case and underscores), or if a
 hook's name begins with it and it has so many letters.
 """
 
@@ -194,7 +194,7 @@ def check_overrides(name: str, plugin: Plugin) -> None:
 
     Args:
         name: What messages call it.
-        plugin: Any.
+        plugin: Plug-in to check, an object of any subclass.
 
     Raises:
         ValueError: It overrides no hook that acts in a run; a public method or attribute has nearly the name of a hook
@@ -208,7 +208,7 @@ def check_overrides(name: str, plugin: Plugin) -> None:
         for own in vars(owner):
             if own[0] == "_" or own in known or own in settings:
                 continue
-            may_be = HOOKS if callable(vars(owner)[own]) else known  # a method is no misspelt attribute
+            may_be = HOOKS if callable(vars(owner)[own]) else known  # a method is no misspelled attribute
             open_to = [each for each in plain if plain[each] in may_be and plain[each] not in overridden]
             near = difflib.get_close_matches(_plain(own), open_to, 1, NEAR)
             near = near or [each for each in open_to if len(_plain(own)) >= BEGINNING and each.startswith(_plain(own))]
@@ -357,7 +357,7 @@ class Instance(Form):
     """An object of a class; of :data:`Answer` and what it holds the parts too.
 
     Args:
-        path: Of the class.
+        path: Import path of the class, such as ``lit_grpo.plugins.Answer``.
         optional: Whether None may stand for it.
         many: Whether it is a sequence of them.
     """

@@ -312,7 +312,7 @@ class Plugin(Listener):
         """Return what the choice of prompts remembers at the beginning of a run: numbers by name, which are logged.
 
         Args:
-            prompts: All training prompts.
+            prompts: All prompts that training may draw, with their columns.
 
         Raises:
             ValueError: The prompts lack a column that it needs.
@@ -338,8 +338,8 @@ class Plugin(Listener):
 
         Args:
             state: What it remembered before.
-            prompts: Those of all ranks that were asked.
-            records: Of each prompt, this visit included.
+            prompts: Prompts of all ranks that were asked.
+            records: Record of each prompt in ``prompts``, this visit included.
         """
         return state
 
@@ -350,7 +350,7 @@ class Plugin(Listener):
         then leaves the visit out. It keeps its ``prompt_id`` and ``visit``, and all ranks must rewrite alike.
 
         Args:
-            prompt: As its row says.
+            prompt: Prompt as its row says.
             writer: Puts text into prompts.
         """
         return prompt
@@ -373,7 +373,7 @@ class Plugin(Listener):
         Args:
             records: What is known of each prompt; ``mean_tokens`` of a new one is that of all prompts, if any is known,
                 else 0.
-            num_generations: ``model.num_generations``.
+            num_generations: Completions per prompt that the run sets, ``model.num_generations``.
             num_prompts: Prompts of an update, on each rank, if a mode opens more or fewer of them; by default these.
         """
         return [num_generations] * len(records)
@@ -383,7 +383,7 @@ class Plugin(Listener):
 
         Args:
             num_rewarded: Completions with a reward.
-            num_passed: Those of them that passed.
+            num_passed: Number of rewarded completions that passed.
             num_rounds: Rounds that it has had, 1 or more.
             num_first: Completions of the first of them.
         """
@@ -395,9 +395,9 @@ class Plugin(Listener):
         It takes the place of :meth:`next_round` for a plug-in that compares prompts.
 
         Args:
-            tallies: Of the prompts, in the order of their ids.
+            tallies: Tally of each prompt, in the order of their ids.
             num_rounds: Rounds that there have been, 1 or more.
-            num_generations: ``model.num_generations``.
+            num_generations: Completions per prompt that the run sets, ``model.num_generations``.
         """
         return [0] * len(tallies)
 
@@ -445,7 +445,7 @@ class Plugin(Listener):
         Called when a run begins or is resumed, and after each update.
 
         Args:
-            num_prompts: Of the batch before; at first ``data.batch_size``.
+            num_prompts: Prompts of the batch before; at first ``data.batch_size``.
         """
         return num_prompts
 
@@ -502,7 +502,7 @@ class Plugin(Listener):
         All ranks call it together, unless the step's loss or gradient is not finite.
 
         Args:
-            step: With ``log_weights_C``.
+            step: The optimizer step, whose ``log_weights_C`` is known now.
         """
 
     def on_optimizer_step(self, step: Step) -> None:
@@ -530,7 +530,7 @@ class Plugin(Listener):
 
         Args:
             measure: Measures tokens under the policy; all ranks call it together.
-            ranks: Of the run.
+            ranks: Reductions over the ranks of the run, such as sums.
 
         Returns:
             Values by name, without ``val/``, the same on every rank.
@@ -639,7 +639,7 @@ class RunFacts:
 
     Args:
         num_prompts: Prompts of a batch on each rank; None where the user's own dataloader says.
-        num_generations: ``model.num_generations``.
+        num_generations: Completions per prompt, ``model.num_generations``.
         max_tokens: The most tokens of a completion.
         updates_per_batch: Optimizer steps on one batch.
         max_observed: The most tokens of a completion that are observed, in training or in validation: the smaller.
@@ -649,7 +649,7 @@ class RunFacts:
         kl_beta: Weight of the KL term, ``model.objective.kl.beta``.
         adapters: The setting that has adapters trained, such as ``model.lora``; empty if all weights are trained.
         generator: The name of its class.
-        abilities: Of the generator; None where it is not known.
+        abilities: Abilities of the generator; None if they are not known.
         total_updates: Optimizer steps of the whole run; infinite if nothing limits them, None if not yet known.
         data: The data of the run, whose prompts have been read; None where that is not known.
         policy: The policy to train; None before it is loaded.

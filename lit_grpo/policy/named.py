@@ -15,13 +15,13 @@ class NamedPolicy:
     Args:
         folder: The folder, as ``save_pretrained`` writes it.
         remedy: Remedy if the folder is missing or damaged, as part of a sentence.
-        licence: Licence of the weights, by its SPDX identifier in lower case.
+        license: License of the weights, by its SPDX identifier in lower case.
         hub_id: The model's id on the Hugging Face hub; None for one that is not there.
     """
 
     folder: Path
     remedy: str
-    licence: str = "mit"
+    license: str = "mit"
     hub_id: str | None = None
 
 

@@ -95,7 +95,7 @@ def compare_with_files(place: str, config: PreTrainedConfig) -> None:
 
     Args:
         place: A folder; of a hub id nothing is compared, for its files may not be here yet.
-        config: The configuration.
+        config: Configuration of the model that is compared with the files.
 
     Raises:
         ValueError: They contradict each other.

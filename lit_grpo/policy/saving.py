@@ -193,7 +193,7 @@ def save_settings(policy: Any, folder: Path, counts_drafts: bool = True) -> None
     many models have.
 
     Args:
-        policy: The model.
+        policy: Model whose configurations are saved.
         folder: The folder to write to.
         counts_drafts: Whether the configuration counts layers of multi-token prediction as the model's does, or none.
     """
@@ -328,8 +328,8 @@ def _compared(
     Args:
         weights: The policy's weights, which have been written.
         copies: The digests of what was carried beside them, by name.
-        policy: The policy.
-        expected: Its log-probs.
+        policy: Model that was exported, still in memory.
+        expected: Log-probs of the model in memory, to compare those of the written one with.
         aside: The folder that was written.
         folder: The folder that it becomes.
 

@@ -166,7 +166,7 @@ def save_for_engines(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     the tokenizer's settings name.
 
     Args:
-        tokenizer: The tokenizer.
+        tokenizer: Tokenizer to save, such as the policy's.
         folder: A folder that has nothing else.
     """
     tokenizer.save_pretrained(folder)

@@ -112,7 +112,7 @@ class EventLoop:
                 if self._loop is loop:
                     self._loop = None
             for future in list(begun):
-                with suppress(InvalidStateError):  # it was cancelled
+                with suppress(InvalidStateError):  # it was canceled
                     future.set_exception(BrokenLoop(_CLOSED.format(error.strerror)))
 
 
@@ -278,7 +278,7 @@ class Calls:
             del self._ends[mark]
 
     def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Call ``close`` once all that was started has been cancelled."""
+        """Call ``close`` once all that was started has been canceled."""
         self._keeper.at_end(close)
 
     async def call(
@@ -294,7 +294,7 @@ class Calls:
 
         Calls that are ``apart`` do not wait for the threads of others.
 
-        Without ``timeout_s`` it has the time that it takes, until its task is cancelled; it is then left alone as one
+        Without ``timeout_s`` it has the time that it takes, until its task is canceled; it is then left alone as one
         that has taken too long.
 
         Raises:

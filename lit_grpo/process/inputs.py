@@ -49,7 +49,7 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
     """Read a whole file.
 
     Args:
-        path: The file.
+        path: Path of the file to read.
         most: The number of bytes that it may have.
 
     Raises:
@@ -82,7 +82,7 @@ def read_lines(path: Path, begin: int = 0) -> Iterator[bytes]:
     """Yield the lines of a file with their ends; the last one may lack its end. No more than a line is in memory.
 
     Args:
-        path: The file.
+        path: Path of the file to read line by line.
         begin: The byte to begin at.
 
     Raises:
@@ -140,7 +140,7 @@ def compose_config(path: Path, most_values: int) -> yaml.Node | None:
     """Return the nodes of a YAML file whose values can be read, dates as text, and None of an empty one.
 
     Args:
-        path: The file.
+        path: Path of the YAML file to read.
         most_values: The number of values up to which it is read, with all aliases written out.
 
     Raises:

@@ -11,7 +11,7 @@ def require(package: str, sentence: str) -> None:
     """Check that a package is installed.
 
     Args:
-        package: As it is imported.
+        package: Name of the package, as it is imported.
         sentence: Error message with the setting that needs the package and the extra to install: ``model.lora needs
             peft; install the extra lit_grpo[lora].``
 

@@ -52,9 +52,9 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     """Write a number with its noun: ``1 update``, ``2 updates``, ``2,048 batches``.
 
     Args:
-        number: The number.
+        number: Number of things that the noun counts.
         noun: The noun in the singular.
-        plural: Of several; the noun with an ``s`` by default.
+        plural: Noun in the plural; by default the singular with an ``s``.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 

@@ -34,7 +34,7 @@ def read_secret(variable: str, field: str) -> str:
     """Read an API key from the environment; from then on ``masked`` hides it.
 
     Args:
-        variable: The environment variable.
+        variable: Name of the environment variable that holds the key.
         field: The setting that names the variable, for messages.
 
     Returns:

@@ -31,7 +31,7 @@ class Foreign(NamedTuple):
 
     Args:
         place: Position of the value in the tree, as in ``['seen'][0]``.
-        value: The value itself.
+        value: Object that the checkpoint cannot hold.
         why: The reason, such as ``is a datetime``.
     """
 

@@ -181,8 +181,8 @@ class StatefulReward:
         """Prepare for the first rollout.
 
         Args:
-            device: The policy's device.
-            folder: The run's folder.
+            device: Device that the policy is trained on, for a reward model.
+            folder: Folder of the run, where files may be written.
         """
 
     def take_counts(self) -> dict[str, float]:

@@ -36,7 +36,7 @@ def split_path(path: str, what: str = "reward function") -> tuple[str, str]:
     """Split ``module:name``, ``module.name``, ``file.py:name`` or a short name into the module or file, and the name.
 
     Args:
-        path: Of a function or class.
+        path: Path of a function or class, such as ``file.py:name``.
         what: Kind of the object in messages; only reward functions have short names.
 
     Raises:

@@ -82,7 +82,7 @@ def demonstration(exercise: Remainder, rng: random.Random, hasty: float, impatie
 
     Args:
         exercise: The exercise to answer.
-        rng: Source of randomness.
+        rng: Random numbers that decide how the answer is written.
         hasty: The share of people who answer at once.
         impatient: The share of people who give up half-way.
     """
@@ -100,9 +100,9 @@ def draw_exercise(
     """Draw an exercise of ``split``; the number of steps is geometric, cut at ``max_steps``.
 
     Args:
-        rng: Source of randomness.
+        rng: Random numbers that the exercise is drawn with.
         split: Split of the exercise.
-        max_divisor: Largest allowed divisor.
+        max_divisor: Largest divisor of an exercise.
         max_steps: Max number of subtractions.
         more: The chance that there is one more subtraction.
     """
@@ -122,7 +122,7 @@ class ArithmeticRows(DrawnRows):
     split with the default limits.
 
     Args:
-        num_rows: Number of rows.
+        num_rows: Number of exercises to draw.
         split: Split of the exercises: ``train`` or ``validation``; no exercise is in both.
         seed: Seed of the draw of exercises from the split, and of their order.
         max_divisor: Largest divisor, from 11 to 49.

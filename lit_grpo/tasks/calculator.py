@@ -97,7 +97,7 @@ class CalculatorRows(DrawnRows):
     has been warm-started on the train split.
 
     Args:
-        num_rows: Number of rows.
+        num_rows: Number of expressions to draw.
         split: Split of the expressions: ``train`` or ``validation``.
         seed: Seed of the draw of expressions from the split, and of their order.
     """
@@ -118,7 +118,7 @@ class EstimateRows(CalculatorRows):
     :class:`CalculatorRows` it is the second data set of ``configs/mixture.yaml``.
 
     Args:
-        num_rows: Number of rows.
+        num_rows: Number of expressions to draw.
         split: Split of the expressions: ``train`` or ``validation``.
         seed: Seed of the draw of expressions from the split, and of their order.
     """

@@ -78,7 +78,7 @@ class CatchRows(DrawnRows):
     games of the splits differ by their seeds alone.
 
     Args:
-        num_rows: Number of rows.
+        num_rows: Number of games to draw.
         split: Split of the games: ``train`` or ``validation``.
         seed: Seed of the draw of games from the split.
     """

@@ -39,7 +39,7 @@ class DrawnRows(RowSource):
     new, there are taken to be no more.
 
     Args:
-        num_rows: Number of rows.
+        num_rows: Number of rows to draw.
         split: Split of the rows: ``train`` or ``validation``; no prompt is in both.
         seed: Seed of the draw of rows from the split, and of their order.
 

@@ -108,22 +108,22 @@ class Puzzle:
     def split(self) -> Split:
         """The split of the puzzle: the same for all puzzles that differ only in names and order.
 
-        It is a hash of the characters' claims, the claims about them, and those of their neighbours.
+        It is a hash of the characters' claims, the claims about them, and those of their neighbors.
         """
-        colours = dict.fromkeys(CHARACTERS[: self.num_characters], 0)
+        colors = dict.fromkeys(CHARACTERS[: self.num_characters], 0)
         for _ in range(3):
-            colours = {letter: self._colour(letter, colours) for letter in colours}
-        return split_of(_hash(sorted(colours.values())))
+            colors = {letter: self._color(letter, colors) for letter in colors}
+        return split_of(_hash(sorted(colors.values())))
 
-    def _colour(self, letter: str, colours: dict[str, int]) -> int:
-        """Return a hash of the claims that name ``letter``, and of the colours of the characters in them."""
+    def _color(self, letter: str, colors: dict[str, int]) -> int:
+        """Return a hash of the claims that name ``letter``, and of the colors of the characters in them."""
         named: list[tuple[object, ...]] = []
         for claim in self.claims:
-            others = [colours[each] for each in (claim.first, claim.second) if each != letter]
+            others = [colors[each] for each in (claim.first, claim.second) if each != letter]
             if letter in (claim.speaker, claim.first, claim.second):
                 says, told = letter == claim.speaker, len(others) == 1
-                named.append((claim.kind, says, told, colours[claim.speaker], *sorted(others)))
-        return _hash((colours[letter], sorted(map(repr, named))))
+                named.append((claim.kind, says, told, colors[claim.speaker], *sorted(others)))
+        return _hash((colors[letter], sorted(map(repr, named))))
 
 
 def working(puzzle: Puzzle) -> str:
@@ -165,7 +165,7 @@ def draw_puzzle(
     """Draw a puzzle of ``split`` with one solution; the number of characters is geometric, cut at ``most``.
 
     Args:
-        rng: Source of randomness.
+        rng: Random numbers that the puzzle is drawn with.
         split: Split of the puzzle.
         fewest: Min number of characters.
         most: Max number of characters.
@@ -198,7 +198,7 @@ class KnightsRows(DrawnRows):
     ``tiny_knights`` has been warm-started on the train split.
 
     Args:
-        num_rows: Number of rows.
+        num_rows: Number of puzzles to draw.
         split: Split of the puzzles: ``train`` or ``validation``; no puzzle is in both.
         seed: Seed of the draw of puzzles from the split, and of their order.
         min_characters: Min number of characters of a puzzle, from 3 to 7.

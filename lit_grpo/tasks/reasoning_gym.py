@@ -109,7 +109,7 @@ def make_dataset(
             attribute with fewer levels is at its last one.
         settings: Fields of the task's config, which go before those of the level.
         seed: Question i of one seed is question i - 1 of the next one.
-        size: Number of questions.
+        size: Number of questions in the data set.
 
     Raises:
         ValueError: There is no such task, level or field, or the task refuses its values.
@@ -156,7 +156,7 @@ class ReasoningGymRows(DrawnRows):
         tasks: Name of a task, several names, or names with weights: ``{chain_sum: 3, gcd: 1}`` draws three
             questions of chain_sum for each of gcd, as long as there are new ones.
             ``lit_grpo.tasks.reasoning_gym.known_tasks()`` lists the names.
-        num_rows: Number of rows.
+        num_rows: Number of questions to draw.
         split: Split of the questions: ``train`` or ``validation``; the hash of a question decides its split.
         seed: Seed of the draw of questions from the split, and of their order.
         levels: Level of the tasks' curricula, from 0, or several, which are drawn equally often. By default each task

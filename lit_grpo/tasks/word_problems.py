@@ -52,7 +52,7 @@ class WordProblemRows(DrawnRows):
     """Rows with a ``prompt``, a conversation, and its ``answer``; half of them add, half subtract.
 
     Args:
-        num_rows: Number of rows.
+        num_rows: Number of word problems to draw.
         split: Split of the rows: ``train`` or ``validation``; no pair of numbers is in both.
         seed: Seed of the draw of rows from the split, and of their order.
         tool: Let the examples call the calculator, as in ``configs/word_problems_tool.yaml``.

@@ -69,7 +69,7 @@ class Sizes:
         """Measure small models, one with a layer of each kind and others with one more, with random weights.
 
         Args:
-            config: The policy's config.
+            config: Configuration of the policy, with the sizes of its layers.
             mixed: Whether the policy computes in bfloat16 with weights in float32.
             weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
         """
@@ -170,7 +170,7 @@ class Demand:
         prompt_tokens: Tokens of the longest prompt.
         max_tokens: The most tokens of a completion.
         micro_batch_tokens: Tokens of a micro-batch.
-        device: ``cpu`` or ``cuda``.
+        device: Kind of the device, ``cpu`` or ``cuda``.
         mixed: Whether the policy computes in bfloat16 with weights in float32.
         weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
         optimizer: A name of ``MOMENTS``.
@@ -361,7 +361,7 @@ def expected_bytes(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
 
     Args:
         settings: All settings of ``fit``.
-        device: ``cpu`` or ``cuda``.
+        device: Kind of the device, ``cpu`` or ``cuda``.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

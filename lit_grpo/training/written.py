@@ -36,7 +36,7 @@ def write_config(folder: Path, settings: Mapping[str, Mapping[str, Any] | None],
     Args:
         folder: Folder of the run.
         settings: The fields of each group, as ``fit`` has them; None for a callback that the run is without.
-        seed: The run's ``seed_everything``.
+        seed: Seed of the run, ``seed_everything``.
 
     Returns:
         The fields that a file cannot hold, each with the reason, such as ``model.rewards (score is defined in a

@@ -23,7 +23,7 @@ def fill_batch(batch: Batch, passes: PolicyPasses, history: PromptHistory, is_wh
     ``Rollout.advantage`` is NaN if the rollout is not trained on.
 
     Args:
-        batch: Its ``rewards`` are what is compared.
+        batch: Batch to fill, whose ``rewards`` are compared.
         passes: Sends tokens through the policy, with the estimator and plug-ins of its settings. All ranks of the run
             call this together, unless settings and plug-ins need no ``all_ranks``.
         history: Earlier visits of prompts.
@@ -57,9 +57,9 @@ def _estimate(
 
     Args:
         batch: The whole batch on this rank.
-        passes: As for :func:`fill_batch`.
+        passes: Settings of the run, with its estimator, plug-ins and ranks.
         history: Earlier visits of prompts.
-        scores: Of all rollouts, if the estimator needs them.
+        scores: Scores of the tokens of all rollouts, if the estimator needs them.
         own: The part whose rollouts get them: all, or those of one plug-in.
 
     Raises:

@@ -49,7 +49,7 @@ class Learner:
     """Turns groups of rollouts into one optimizer step after another.
 
     Args:
-        policy: Trained in place.
+        policy: Model to train, whose weights are updated in place.
         optimization: Takes gradients and steps.
         settings: What to learn, and how.
         reference: What a KL term holds on to, where there is one.
@@ -333,9 +333,9 @@ class Learner:
 
         Args:
             step: What the gradient is of.
-            metrics: Of the batch.
+            metrics: Metrics of the batch, to which loss and gradient norm are added.
             loss_scale: Factor of the loss that micro-batches have added to the metrics.
-            norms: Of the gradient as it was added up, if a plug-in has them measured.
+            norms: Squared norms of the gradient as it was added up, if a plug-in has them measured.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
         ranks, grad_norm, loss = self.passes.ranks, metrics.read(full_tensor(norm), loss_scale), metrics.loss

@@ -142,8 +142,8 @@ def check_arriving(
     """Check that the gradient of one batch can be added up group by group.
 
     Args:
-        settings: What is learned.
-        num_ranks: Of the run.
+        settings: Settings of the update, with its estimator and objective.
+        num_ranks: Number of ranks of the run.
         has_shards: Whether each rank has a part of the weights.
         plugins: What the plug-ins of the run need.
 

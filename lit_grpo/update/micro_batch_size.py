@@ -29,7 +29,7 @@ class MicroBatchSize:
     """A number of tokens that starts from an estimate and is halved whenever memory runs out.
 
     Args:
-        tokens: The first estimate.
+        tokens: Estimated number of tokens that fit into a micro-batch.
     """
 
     def __init__(self, tokens: int) -> None:

@@ -39,8 +39,8 @@ class PolicyPasses:
     """Sends rollouts through the policy in micro-batches, and owns how many tokens these may have.
 
     Args:
-        policy: Trained.
-        optimization: Takes gradients.
+        policy: Model that is trained, and that computes log-probs.
+        optimization: Receives the gradient of each micro-batch.
         settings: What is learned, and how it is cut.
 
     Attributes:
@@ -121,8 +121,8 @@ class PolicyPasses:
         Without anything to learn from there is no gradient.
 
         Args:
-            parts: Those that have come so far.
-            metrics: Of the batch.
+            parts: Parts of the step that have come so far; the gradient of the last one is added.
+            metrics: Metrics of the batch, to which the sums of the micro-batches are added.
             is_whole: Whether the one part is all of the step. Ranks then exchange the gradient with its last
                 micro-batch; else :meth:`exchange` has to follow after the last part.
 
@@ -155,7 +155,7 @@ class PolicyPasses:
 
         Args:
             part: Any part of the step.
-            metrics: Of the batch.
+            metrics: Metrics of the batch on this rank.
         """
         has_gradient = any(parameter.grad is not None for parameter in self.policy.parameters())
         if self.ranks.size > 1 and self.ranks.max(float(has_gradient)):
@@ -248,10 +248,10 @@ class PolicyPasses:
         It is the gradient that :meth:`gradient` adds up, but for rounding. The budget may not be open.
 
         Args:
-            step: The whole.
-            prompts: Of the step on this rank, those without a gradient among them.
+            step: The whole optimizer step on this rank, with all of its prompts.
+            prompts: Prompts of the step on this rank, those without a gradient among them.
             num_parts: How many parts, about equally large; the last norm is that of the whole.
-            metrics: Of the batch.
+            metrics: Metrics of the batch, to which the sums of the micro-batches are added.
         """
         ranks, parts, norms = self.ranks, list[Step](), list[SquaredNorm]()
         num_prompts = int(ranks.sum(len(prompts)))

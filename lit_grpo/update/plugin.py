@@ -39,7 +39,7 @@ class Measure(Protocol):
         """Return by completion what was measured of each token that is trained on.
 
         Args:
-            rollouts: Of this rank.
+            rollouts: Rollouts of this rank to measure.
             what: Entropies in nats, log-probs, log-probs with squared norms of their gradients with respect to the last
                 hidden states (shape T, 2), or what a function makes of the last hidden states that predict tokens
                 (:data:`lit_grpo.update.logprobs.measurements.OfHidden`).
@@ -54,7 +54,7 @@ class TeacherScores(NamedTuple):
     Attributes:
         logprobs_T: Log-prob of each of them, float32, shape (num_trained,).
         entropy_T: Entropy of the teacher's distribution there, in nats.
-        top_ids_TK: Its K likeliest tokens, int64, the likeliest first.
+        top_ids_TK: Ids of the K likeliest tokens at each place, int64, the likeliest first.
         top_logprobs_TL: Their log-probs, and that of all other tokens together, L = K + 1; without any where K is 0.
     """
 
@@ -109,7 +109,7 @@ class Batch(GroupBatch):
     """A batch on this rank that the policy learns from; :meth:`set` writes columns of its rollouts.
 
     Args:
-        rewards: Of its rollouts, in their order.
+        rewards: Rewards of the batch's rollouts, in their order.
         progress: The fraction of the run's optimizer steps that has been taken, from 0 to 1; 0 if the run has no known
             end (``RunFacts.total_updates``).
         measure: Measures tokens under the policy, as in ``measure(rollouts, "entropy")``.
@@ -118,7 +118,7 @@ class Batch(GroupBatch):
         rank: The number of this rank.
         estimate: Gives its rollouts the advantages of the run's estimator, those of the whole batch with the advantage
             NaN left out.
-        writer: Who writes columns.
+        writer: Plug-in and hook that write columns, named in errors.
     """
 
     rewards: GroupRewards
@@ -149,7 +149,7 @@ class Batch(GroupBatch):
                 ``ce_weight``, for each token the weight of its negative log-likelihood, observed tokens among them;
                 ``candidates``, two tensors with the ids and values of K further tokens at each place, perhaps with a
                 value of all other tokens after these.
-            rollout: Of this batch.
+            rollout: Rollout of this batch, whose column is written.
             value: A number, or a list, array or tensor of numbers. Advantages of a rollout that is not trained on are
                 not read: its own is NaN.
 
@@ -233,7 +233,7 @@ class Batch(GroupBatch):
 
 
 class Chunk(NamedTuple):
-    """Neighbouring tokens of a completion, from ``begin`` to before ``end``, that go through the policy by themselves.
+    """Neighboring tokens of a completion, from ``begin`` to before ``end``, that go through the policy by themselves.
 
     All that they add to the gradient, also through what later chunks have seen of them, is multiplied by ``weight``;
     with 0 they have no backward pass.
@@ -261,7 +261,7 @@ class Term:
         """Return a micro-batch's share of the step's loss, with the term's share of what was last watched.
 
         Args:
-            loss: The objective's.
+            loss: Loss of the micro-batch by the objective, a scalar with gradient.
             weight: What the tokens of the micro-batch count; 0 where it has none to learn from.
         """
         return loss
@@ -304,7 +304,7 @@ class SquaredNorm:
     gradient, ``signal = 1`` and ``noise = 1 / N``.
 
     Args:
-        square: The squared norm.
+        square: Squared norm of the summed gradients of these prompts.
         signal: Factor of ``|G|^2`` in its expectation.
         noise: Factor of ``tr S`` in its expectation.
     """

@@ -40,7 +40,7 @@ class Step:
         progress: The fraction of the run's optimizer steps that has been taken, from 0 to 1; 0 if it is not known.
         ranks: Reductions over the ranks of the run.
         policy: The policy being trained.
-        optimizer: Takes the step.
+        optimizer: Optimizer of the run, which takes the step.
         measure: Measures tokens under the policy, as in ``measure(rollouts, "entropy")``.
         visit: Calls a function for each micro-batch of the step, with what sends it through the policy's layers without
             gradient, and with what its tokens count. All ranks call it together or not at all.
@@ -54,7 +54,7 @@ class Step:
             if loss or gradient are not finite, so that the step changed no weight. Known in ``on_optimizer_step``.
         norms: Squared norms of the gradient as it was added up, after each of ``Plugin.num_parts`` parts of the step's
             prompts, the last of the whole gradient; empty if no plug-in overrides that. Known as the entropy is.
-        writer: Who writes columns.
+        writer: Plug-in and hook that write columns, named in errors.
     """
 
     rollouts: Sequence[Rollout]
@@ -102,7 +102,7 @@ class Step:
                 what each token counts that would be trained on, 0 or more, where one with weight 0 is not trained on,
                 and those after the last with a weight do not go through the policy, while the denominator stays that
                 of all tokens; ``chunks``, in their order and without a gap, each a micro-batch of its own.
-            rollout: Of the step.
+            rollout: Rollout of the step, whose column is written.
             value: A list, array or tensor with a number for each token that is trained on; or
                 :class:`~lit_grpo.update.plugin.Chunk` s.
 
@@ -246,7 +246,7 @@ def _thinned(rollout: Rollout, kept_N: torch.Tensor, whole_length: int) -> Rollo
     """Return a rollout that ends with the last token that it has a part in the loss with.
 
     Args:
-        rollout: A whole one.
+        rollout: Rollout with all of its tokens.
         kept_N: Which of the tokens that are trained on stay so, bool, shape (completion.num_trained,).
         whole_length: Number of tokens that its loss is divided by.
     """

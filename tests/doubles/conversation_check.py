@@ -36,7 +36,7 @@ EXACT = 1e-5
 EXACT_VLLM = 2e-5
 """The same for those that vLLM's CPU build tells in float32; they were off by 9.9e-6 at most."""
 Figures = dict[str, Any]
-COUNTS = ("wrong_sampled", "wrong_learnt", "wrong_observed", "wrong_members", "over_limits", "gradient_of_observed")
+COUNTS = ("wrong_sampled", "wrong_trained", "wrong_observed", "wrong_members", "over_limits", "gradient_of_observed")
 """Figures that have to be 0."""
 SHARES = ("tokens", "kl", "entropy", "mean_length")
 """Logged metrics, none of which may count an environment token; their relative errors are reported."""
@@ -109,16 +109,16 @@ def _compare_ids(row: Figures, played: Played, rollouts: list[Rollout]) -> None:
         observed not in played.said for rollout in rollouts for observed in _observed(rollout.completion)
     )
     rows = [each for rollout in rollouts for each in rollout.rows]
-    learnt: dict[int, list[int]] = {}
+    trained: dict[int, list[int]] = {}
     for micro_batch in make_micro_batches(rows, 8192):
         token_ids = micro_batch.columns["target_id"].split(micro_batch.lengths_C.tolist())
-        learnt |= {place: ids_T.tolist() for place, ids_T in zip(micro_batch.rows, token_ids, strict=True)}
+        trained |= {place: ids_T.tolist() for place, ids_T in zip(micro_batch.rows, token_ids, strict=True)}
     by_key: dict[Key, list[list[int]]] = {key: [] for key in sampled}
     for place, each in enumerate(rows):
         prompt_id, visit, path = each.completion.request.key
-        by_key[prompt_id, visit, path[:1]].append(learnt[place])
+        by_key[prompt_id, visit, path[:1]].append(trained[place])
     row["rows"] = len(rows)
-    row["wrong_learnt"] = sum(_joined(by_key[key]) != _joined(each)[:most] for key, each in sampled.items())
+    row["wrong_trained"] = sum(_joined(by_key[key]) != _joined(each)[:most] for key, each in sampled.items())
 
 
 def _joined(turns: Sequence[Sequence[int]]) -> list[int]:
@@ -155,10 +155,10 @@ def _exact(policy: Any, rollouts: list[Rollout]) -> dict[Key, Exact]:
 
 def _exact_row(models: Sequence[Any], rollout: Rollout) -> Exact:
     prompt, completion = torch.tensor(rollout.prompt.token_ids), rollout.completion
-    input_ids_1T, learnt_T = torch.cat([prompt, completion.token_ids_T])[None], completion.trained_T
-    token_ids_T1 = completion.token_ids_T[learnt_T][:, None]
+    input_ids_1T, trained_T = torch.cat([prompt, completion.token_ids_T])[None], completion.trained_T
+    token_ids_T1 = completion.token_ids_T[trained_T][:, None]
     mine_TV, its_TV = (
-        model(input_ids=input_ids_1T, use_cache=False).logits[0, len(prompt) - 1 : -1][learnt_T].log_softmax(-1)
+        model(input_ids=input_ids_1T, use_cache=False).logits[0, len(prompt) - 1 : -1][trained_T].log_softmax(-1)
         for model in models
     )
     return Exact(
@@ -227,19 +227,19 @@ def _gradients(rollouts: list[Rollout], seen: list[tuple[torch.Tensor, torch.Ten
     Each last hidden state is used for the token after it alone.
     """
     read = {(*each.prompt.token_ids, *each.completion.token_ids_T[:-1].tolist()): each for each in rollouts}
-    largest, num_observed, num_learnt = 0.0, 0, 0
+    largest, num_observed, num_trained = 0.0, 0, 0
     for input_ids_BT, states_BTH in seen:
         assert states_BTH.grad is not None
         for ids_T, norms_T in zip(input_ids_BT.tolist(), states_BTH.grad.norm(dim=-1), strict=True):
             row = max((row for row in read if tuple(ids_T[: len(row)]) == row), key=len)
-            begin, learnt_T = len(read[row].prompt.token_ids), read[row].completion.trained_T
+            begin, trained_T = len(read[row].prompt.token_ids), read[row].completion.trained_T
             before_T = norms_T[begin - 1 : len(row)]
-            others_T = torch.cat([norms_T[: begin - 1], before_T[~learnt_T], norms_T[len(row) :]])
+            others_T = torch.cat([norms_T[: begin - 1], before_T[~trained_T], norms_T[len(row) :]])
             largest = max(largest, float(others_T.max()))
-            num_observed += int((~learnt_T).sum())
-            num_learnt += int((before_T[learnt_T] > 0).sum())
+            num_observed += int((~trained_T).sum())
+            num_trained += int((before_T[trained_T] > 0).sum())
     assert num_observed == sum(rollout.completion.num_observed for rollout in rollouts), "every row was seen once"
-    return {"gradient_of_observed": largest, "with_gradient": num_learnt}
+    return {"gradient_of_observed": largest, "with_gradient": num_trained}
 
 
 def wrong(row: Figures, generator: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 TOKEN, USER = "hf_of_a_test", "somebody"
-LICENCES = ("apache-2.0", "mit", "llama3.2", "other", "unknown")
+LICENSES = ("apache-2.0", "mit", "llama3.2", "other", "unknown")
 _ID = r"[\w.-]+/[\w.-]+"
 
 
@@ -145,8 +145,8 @@ def card_errors(text: str) -> list[str]:
     if not isinstance(told, dict):
         return ["empty or missing yaml metadata in repo card"]
     errors = []
-    if told.get("license") not in (None, *LICENCES):
-        errors.append(f'"license" must be one of [{", ".join(LICENCES)}]')
+    if told.get("license") not in (None, *LICENSES):
+        errors.append(f'"license" must be one of [{", ".join(LICENSES)}]')
     if told.get("license") == "other" and not told.get("license_name"):
         errors.append('"license_name" is required when "license" is "other"')
     for name, ids in (("base_model", told.get("base_model")), ("datasets", told.get("datasets"))):

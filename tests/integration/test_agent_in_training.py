@@ -206,7 +206,7 @@ AGENT = ["--rollout.plugins", json.dumps([{"agent": {"run": f"{__file__}:calcula
 
 
 @pytest.mark.nightly
-def test_an_agent_that_does_as_an_environment_is_learnt_from_as_one(tmp_path: Path) -> None:
+def test_an_agent_that_does_as_an_environment_is_trained_on_as_one(tmp_path: Path) -> None:
     """Where it calls the tool itself, each trajectory has the same tokens; they may come in another order."""
     runs = [fit(tmp_path, name, "--trainer.max_steps", "2", *more) for name, more in (("plain", []), ("agent", AGENT))]
     names = ("reward", "environments/turns", "environments/tool_calls", "completions/mean_length", "grad_norm")

@@ -41,7 +41,7 @@ def test_a_family_with_states_is_exact_and_shares_its_prompts(family: str, tmp_p
 
 
 @pytest.mark.parametrize("family", table_rows(UPDATED, ("bloom",)))
-def test_a_family_that_they_do_not_is_learnt_from_exactly(family: str, tmp_path: Path) -> None:
+def test_a_family_that_they_do_not_is_trained_on_exactly(family: str, tmp_path: Path) -> None:
     row = judge(family, tmp_path, SLACK)
     assert row["outcome"] == "exact" and "let vLLM decode it" in str(row["slots"]), row
 

@@ -19,7 +19,7 @@ QUICK = ("vLLM in process", "smollm2", FEW)
 @pytest.mark.parametrize(
     ("generator", "family", "num_conversations"), table_rows([QUICK, *TABLE, *REWRITTEN], quick=[QUICK])
 )
-def test_what_vllm_samples_in_conversations_is_what_is_learnt_from(
+def test_what_vllm_samples_in_conversations_is_what_is_trained_on(
     generator: str, family: str, num_conversations: int, forked_servers: None
 ) -> None:
     """That of the slots is in ``test_environment_tokens.py``."""

@@ -105,5 +105,5 @@ def test_a_run_has_everything_from_a_file_outside_the_package(
     assert all(float(row["completions/max_length"]) <= float(row["mine/longest"]) <= 16 for row in rows)  # the metric
     for row in rows:  # the task, of which the shortest two of four are trained on
         assert 0 < float(row["reward"]) < 1
-        learnt, sampled = float(row["update/tokens"]), 3 * 4 * float(row["completions/mean_length"])
-        assert 0 < learnt < sampled / 2
+        trained, sampled = float(row["update/tokens"]), 3 * 4 * float(row["completions/mean_length"])
+        assert 0 < trained < sampled / 2

@@ -48,7 +48,7 @@ class Shards(pl.Callback):
     """Sees that a rank holds a part of the weights and of the moments, once an update has been made.
 
     Args:
-        always: Also before and after the rollout, that is after the weights have travelled.
+        always: Also before and after the rollout, that is after the weights have traveled.
     """
 
     def __init__(self, always: bool = False) -> None:

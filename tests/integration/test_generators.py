@@ -435,7 +435,7 @@ def test_new_weights_count_from_the_next_step_on_and_no_old_prompt_is_used(gener
     assert tokens(collect(generator, 4)) == before
 
 
-def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
+def test_what_traveled_is_told(generator: Any, policy: Any) -> None:
     weights = generator.weights()
     report = generator.load_weights(weights, 3)
     check_arrival(weights.digests, report.digests)
@@ -494,7 +494,7 @@ def test_one_of_two_servers_with_other_weights_is_named(generator: Any, policy: 
 
 def test_completions_go_on_across_updates_with_the_tokens_that_they_have(generator: Any, policy: Any) -> None:
     buffer = RolloutBuffer(ReleaseRule(num_completions=4, leftovers="keep", max_staleness=9))
-    loop, policies, learnt = RolloutLoop(generator, buffer), list[Any](), list[Rollout]()
+    loop, policies, trained_on = RolloutLoop(generator, buffer), list[Any](), list[Rollout]()
     buffer.open(group_requests(PROMPTS, 4, SAMPLING, seed=3))
     changed = [parameter for parameter in policy.parameters() if parameter.requires_grad][-1]
     before = changed.detach().clone()
@@ -503,18 +503,18 @@ def test_completions_go_on_across_updates_with_the_tokens_that_they_have(generat
         policies.append(copy.deepcopy(policy).double().eval())
         loop.run(buffer.ready)
         buffer.close()
-        learnt += [rollout for group in buffer.take() for rollout in group.fresh]
+        trained_on += [rollout for group in buffer.take() for rollout in group.fresh]
         buffer.end_update()
         with torch.no_grad():
             changed.mul_(0.9)
     with torch.no_grad():
         changed.copy_(before)
-    keys = [rollout.completion.request.key for rollout in learnt]
+    keys = [rollout.completion.request.key for rollout in trained_on]
     assert len(keys) == len(set(keys)) == 12
     if not isinstance(generator, VLLMServerGenerator):  # which may have more ended by the time that they are asked
         assert len(policies) == 3
-        assert max(len(rollout.completion.versions_T.unique()) for rollout in learnt) > 1
-    for rollout in learnt:
+        assert max(len(rollout.completion.versions_T.unique()) for rollout in trained_on) > 1
+    for rollout in trained_on:
         by_version = [full_logprobs(each, rollout) for each in policies]
         exact_T = torch.stack(by_version).gather(0, rollout.completion.versions_T[None])[0]
         assert torch.allclose(exact_T, rollout.completion.logprobs_T, atol=1e-4)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 ASKING, SILENT, LATER, NEVER = 2, 3, 6, 8
 """Rows whose agents are at work when the run is killed: two since the first update, with a turn and without one, and
 one since the second. From the last of these rows on they are at work at the end, too."""
-LEARNT = {1: {0, 1}, 2: {4, 5}, 3: {2, 3}, 4: {6, 7}}
+TRAINED_ON = {1: {0, 1}, 2: {4, 5}, 3: {2, 3}, 4: {6, 7}}
 """The rows of each update; the run is killed in the third."""
 NUM_GENERATIONS = 2
 
@@ -88,7 +88,9 @@ class Notes(pl.Callback):
             for rollout in group.rollouts:
                 completion = rollout.completion
                 row, turns = completion.request.prompt.columns["number"], len(completion.turns)
-                note("learnt.jsonl", step=trainer.global_step, row=row, path=completion.request.path[0], turns=turns)
+                note(
+                    "trained_on.jsonl", step=trainer.global_step, row=row, path=completion.request.path[0], turns=turns
+                )
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -106,7 +108,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
         "data.shuffle": False,
         "data.batch_size": 2,
         "checkpoint.every_n_updates": 1,
-        "trainer.max_steps": len(LEARNT),
+        "trainer.max_steps": len(TRAINED_ON),
         "trainer.accelerator": "cpu",
         "trainer.callbacks": [{"class_path": f"{Path(__file__).stem}.Notes"}],
     }
@@ -123,7 +125,9 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.nightly
-def test_agents_at_work_when_a_run_is_killed_begin_again_and_nothing_is_lost_or_learnt_twice(tmp_path: Path) -> None:
+def test_agents_at_work_when_a_run_is_killed_begin_again_and_nothing_is_lost_or_trained_on_twice(
+    tmp_path: Path,
+) -> None:
     chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")  # pyright: ignore
     chat_tokenizer().save_pretrained(tmp_path / "policy")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"number": row}) + "\n" for row in range(20)))
@@ -136,16 +140,19 @@ def test_agents_at_work_when_a_run_is_killed_begin_again_and_nothing_is_lost_or_
     run.kill()
     run.wait()
     (tmp_path / "resumed.jsonl").write_text("{}\n")
-    assert {each["step"] for each in noted(tmp_path, "learnt.jsonl")} == {1, 2}
+    assert {each["step"] for each in noted(tmp_path, "trained_on.jsonl")} == {1, 2}
     resumed = start(tmp_path, "--ckpt_path", str(checkpoints / "last.ckpt"))
     said, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, said
 
-    learnt = noted(tmp_path, "learnt.jsonl")
-    assert sorted((each["step"], each["row"], each["path"]) for each in learnt) == [
-        (step, row, path) for step, rows in LEARNT.items() for row in sorted(rows) for path in range(NUM_GENERATIONS)
+    trained_on = noted(tmp_path, "trained_on.jsonl")
+    assert sorted((each["step"], each["row"], each["path"]) for each in trained_on) == [
+        (step, row, path)
+        for step, rows in TRAINED_ON.items()
+        for row in sorted(rows)
+        for path in range(NUM_GENERATIONS)
     ]
-    assert {each["turns"] for each in learnt} == {2}
+    assert {each["turns"] for each in trained_on} == {2}
     begun = Counter(each["number"] for each in noted(tmp_path, "begun.jsonl"))
     twice = {ASKING, SILENT, LATER, LATER + 1}
     assert begun == {row: (1 + (row in twice)) * NUM_GENERATIONS for row in begun} and begun.keys() >= {*range(NEVER)}

@@ -45,8 +45,8 @@ def test_members_are_dropped_once_the_head_is_proven_and_resuming_is_exact(polic
         assert all(size == GROUP for group, size in sizes.items() if number < first or is_left_whole(group))
         log = trained.logs[number]
         assert log["rollout/pruned_completions"] == BATCH * GROUP - len(batch)
-        learnt = sum(rollout.completion.num_tokens for rollout in batch)
-        assert log["rollout/tokens"] == learnt + log["rollout/discarded_tokens"]
+        num_trained = sum(rollout.completion.num_tokens for rollout in batch)
+        assert log["rollout/tokens"] == num_trained + log["rollout/discarded_tokens"]
         assert log["rollout/probe_tokens"] == AT or number < first
     assert sum(log["rollout/pruned_completions"] for log in trained.logs[first:]) > 0
     for version in (1, 3):

@@ -54,9 +54,9 @@ def cut_again_and_again(case: Case, folder: Path) -> list[Any] | str:
     return played(Play(case, folder))
 
 
-def by_group(learnt: Sequence[Sequence[Any]]) -> dict[tuple[str, int], dict[tuple[int, ...], Any]]:
+def by_group(trained_on: Sequence[Sequence[Any]]) -> dict[tuple[str, int], dict[tuple[int, ...], Any]]:
     groups: dict[tuple[str, int], dict[tuple[int, ...], Any]] = defaultdict(dict)
-    for prompt_id, visit, path, *told in (each for update in learnt for each in update):
+    for prompt_id, visit, path, *told in (each for update in trained_on for each in update):
         assert tuple(path) not in groups[prompt_id, visit], "a completion was trained on twice"
         groups[prompt_id, visit][tuple(path)] = told
     return groups
@@ -69,14 +69,16 @@ def check(case: Case, alone: list[Any] | str, cut: list[Any] | str, folders: Seq
     assert not isinstance(alone, str) and not isinstance(cut, str), case
     assert len(alone) == len(cut) == NUM_UPDATES
     groups = [by_group(alone), by_group(cut)]
-    for learnt, folder in zip(groups, folders, strict=True):
+    for trained_on, folder in zip(groups, folders, strict=True):
         check_whole(folder / "last.ckpt")
         saved = read(folder / "last.ckpt")
         drawn = [(each.prompt_id, each.visit) for each in Play(case, folder / "new").loader.draw(saved["consumed"])]
         left = {tuple(key) for key in saved["open"]}
-        assert len(set(drawn)) == len(drawn) and learnt.keys() | left | set(map(tuple, saved["empty"])) == set(drawn)
-        assert not learnt.keys() & left
-        assert all(dict(told[-1])["audit"] == 1.0 for group in learnt.values() for told in group.values()), case
+        assert len(set(drawn)) == len(drawn) and trained_on.keys() | left | set(map(tuple, saved["empty"])) == set(
+            drawn
+        )
+        assert not trained_on.keys() & left
+        assert all(dict(told[-1])["audit"] == 1.0 for group in trained_on.values() for told in group.values()), case
     for key in groups[0].keys() & groups[1].keys():
         assert groups[0][key] == groups[1][key], f"{case}: {key} was trained on differently"
     if case.ends_alike:
@@ -105,4 +107,4 @@ def test_processes_with_random_environments_are_killed_and_go_on(seeds: Sequence
     for seed, *killed, code in told:
         case, folders = Case.of(seed), [tmp_path / f"{seed}", tmp_path / "killed" / str(seed)]
         assert code == 0 and set(killed) <= {-9, 0}, done.stderr
-        check(case, played(Play(case, folders[0])), read(folders[1] / "last.ckpt")["learnt"], folders)
+        check(case, played(Play(case, folders[0])), read(folders[1] / "last.ckpt")["trained_on"], folders)

@@ -41,7 +41,7 @@ def rarely(completion: str) -> float:
     return float(sum(map(ord, completion)) % 4 == 0)
 
 
-class Learnt(pl.Callback):
+class Batches(pl.Callback):
     """Keeps the groups of each batch once they have been trained on, and what was logged."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Learnt(pl.Callback):
 
 def train(
     policy_folder: Path, folder: Path, options: dict[str, Any], checkpoint: str | None = None, **settings: Any
-) -> tuple[Learnt, GRPOModule, RolloutScheduler]:
+) -> tuple[Batches, GRPOModule, RolloutScheduler]:
     own: dict[str, Any] = {"plugins": ["rlep"], "rewards": [RewardSpec(f"{__file__}:rarely")]} | options | settings
     steps = BATCHES * options.get("num_minibatches", 1)
     sizes: dict[str, Any] = {
@@ -69,23 +69,23 @@ def train(
         "max_steps": steps,
         "num_generations": GROUP,
     }
-    learnt = Learnt()
-    module, _, scheduler = train_on_sums(policy_folder, folder, learnt, checkpoint=checkpoint, **own, **sizes)
-    return learnt, module, scheduler
+    recorded = Batches()
+    module, _, scheduler = train_on_sums(policy_folder, folder, recorded, checkpoint=checkpoint, **own, **sizes)
+    return recorded, module, scheduler
 
 
-def check_replays(learnt: Learnt, share: float = 0.5, selects: bool = False) -> None:
+def check_replays(recorded: Batches, share: float = 0.5, selects: bool = False) -> None:
     """What is replayed is a success of an earlier visit that had been trained on, with all that it had then.
 
     Where its log-probs are recomputed, it has those of the policy that learns from it.
     """
     known: dict[tuple[str, bytes], list[tuple[list[float], list[int]]]] = {}
     num_replayed = 0
-    for version, groups in learnt.batches:
-        ages, num_learnt = [], 0
+    for version, groups in recorded.batches:
+        ages, num_trained = [], 0
         for group in groups:
             replayed = [rollout for rollout in group.rollouts if rollout.replayed]
-            num_learnt += sum(rollout.kept for rollout in group.rollouts)
+            num_trained += sum(rollout.kept for rollout in group.rollouts)
             assert len(replayed) <= share * len(group.rollouts)
             keys = [rollout.completion.request.key for rollout in group.rollouts]
             assert len({*keys}) == len(keys) and not any(path[0] < 0 for *_, path in keys[: len(group.fresh)])
@@ -100,8 +100,8 @@ def check_replays(learnt: Learnt, share: float = 0.5, selects: bool = False) -> 
                 assert (completion.logprobs_T.tolist(), completion.versions_T.tolist()) in found
                 assert completion.newest_version is not None and completion.newest_version < version
                 ages.append(version - (completion.oldest_version or 0))
-        log = learnt.logs[[v for v, _ in learnt.batches].index(version)]
-        assert log["replay/members"] == pytest.approx(len(ages) / num_learnt if num_learnt else 0.0)
+        log = recorded.logs[[v for v, _ in recorded.batches].index(version)]
+        assert log["replay/members"] == pytest.approx(len(ages) / num_trained if num_trained else 0.0)
         assert (log["replay/age"] == pytest.approx(sum(ages) / len(ages))) if ages else math.isnan(log["replay/age"])
         num_replayed += len(ages)
         for rollout in (rollout for group in groups for rollout in group.fresh):
@@ -131,18 +131,18 @@ def describe(groups: Sequence[RolloutGroup]) -> list[Any]:
 
 @pytest.mark.parametrize("name", table_rows(RUNS, ("repo, two steps a batch, corrected",)))
 def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
-    learnt, module, scheduler = train(policy_folder, tmp_path / "whole", RUNS[name])
+    recorded, module, scheduler = train(policy_folder, tmp_path / "whole", RUNS[name])
     selects = "pods:keep=4" in RUNS[name].get("plugins", [])
-    check_replays(learnt, 0.6 if selects else 0.5, selects)
+    check_replays(recorded, 0.6 if selects else 0.5, selects)
     history = module.learner.history.records
-    groups = [group for _, some in learnt.batches for group in some]
+    groups = [group for _, some in recorded.batches for group in some]
     assert sum(record.num_visits for record in history.values()) == len(groups)
-    versions = [version for version, _ in learnt.batches]
+    versions = [version for version, _ in recorded.batches]
     for place in (4, 5):
         checkpoint = str(tmp_path / "whole" / f"{versions[place]}.ckpt")
         again, resumed, other = train(policy_folder, tmp_path / f"from-{place}", RUNS[name], checkpoint)
         assert [version for version, _ in again.batches] == versions[place:]
-        for (_, expected), (_, actual) in zip(learnt.batches[place:], again.batches, strict=True):
+        for (_, expected), (_, actual) in zip(recorded.batches[place:], again.batches, strict=True):
             assert describe(actual) == describe(expected)
         for one, two in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
             assert torch.equal(one, two)
@@ -155,6 +155,6 @@ def test_successes_come_again_where_others_decode_beside_the_update(
     policy_folder: Path, tmp_path: Path, mode: str
 ) -> None:
     options: dict[str, Any] = {"plugins": ["rlep", mode]}
-    learnt, _, _ = train(policy_folder, tmp_path, options, generator=SlotsBeside(lag=0, num_slots=6))
-    assert len(learnt.batches) == BATCHES
-    check_replays(learnt)
+    recorded, _, _ = train(policy_folder, tmp_path, options, generator=SlotsBeside(lag=0, num_slots=6))
+    assert len(recorded.batches) == BATCHES
+    check_replays(recorded)

@@ -61,7 +61,7 @@ def num_panels(run: Path) -> int:
     return sum(len(section["panels"]) for section in report_content(read_folder(run))["sections"])
 
 
-# What draws nothing has no path with a length, or a canvas of one colour.
+# What draws nothing has no path with a length, or a canvas of one color.
 DRAWN = """() => [...document.querySelectorAll('figure')].filter(figure => {
   const canvas = figure.querySelector('canvas');
   if (canvas) {
@@ -229,7 +229,7 @@ def test_runs_have_a_line_each_in_common_charts_and_their_own_pages(several: Vis
     strokes = page.evaluate(
         "[...document.querySelectorAll('figure .legend button')].map(b => b.textContent + b.firstChild.style.cssText)"
     )
-    assert len(set(strokes)) == 3 and len(strokes) > 100  # a run has the same colour in all charts
+    assert len(set(strokes)) == 3 and len(strokes) > 100  # a run has the same color in all charts
     assert page.locator("#settings-that-differ table").text_content().count("<img src=x>") == 1
     assert page.locator("#final-figures tbody tr").count() == 3
     assert page.locator("#what-to-try-next ol").count() == 2  # nothing is wrong with the short one

@@ -177,7 +177,7 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
 
 
 def test_advantages_of_several_rewards_are_those_of_trl(policy_folder: Path, policy: Any, tmp_path: Path) -> None:
-    """GDPO: TRL normalises each reward function's values, some of them missing, before it adds them up."""
+    """GDPO: TRL normalizes each reward function's values, some of them missing, before it adds them up."""
     groups = random_groups(policy, REWARDS, temperature=TEMPERATURE)
     wide = torch.randn(16, generator=torch.Generator().manual_seed(3)).tolist()
     for index, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):

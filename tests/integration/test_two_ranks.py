@@ -375,11 +375,11 @@ class Scheduling(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("lengths/")}
-        learnt = [(r.completion.request.key, r.completion.versions_T.tolist()) for r in batch.rollouts]
+        trained = [(r.completion.request.key, r.completion.versions_T.tolist()) for r in batch.rollouts]
         again = [rollout.completion for group in batch.groups for rollout in group.rollouts if rollout.replayed]
         replayed = [(each.request.key, each.token_ids_T.tolist(), each.logprobs_T.tolist()) for each in again]
         sampled = [(r.completion.request.key, r.completion.token_ids_T.tolist()) for r in batch.rollouts]
-        self.seen.append((logged, dict(batch.predicted), list(batch.spans), replayed, sampled, learnt))
+        self.seen.append((logged, dict(batch.predicted), list(batch.spans), replayed, sampled, trained))
         if self.checkpoint is not None:
             trainer.save_checkpoint(self.checkpoint / f"after-{pl_module.policy_version}.ckpt")
 
@@ -428,7 +428,7 @@ def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> 
     callbacks = (RolloutScheduler(plugins=plugins), WeightSync(), recorder, scheduling)
     options = {"max_steps": 4, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
     make_trainer(*callbacks, **options).fit(module, datamodule=data)
-    return outcome(module, recorder) | {"learnt": [batch for *_, batch in scheduling.seen]}
+    return outcome(module, recorder) | {"trained": [batch for *_, batch in scheduling.seen]}
 
 
 def seldom(completion: str, prompt: str) -> float:
@@ -454,9 +454,14 @@ def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_
         own = {"max_steps": 8, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
         trainer = make_trainer(scheduler, WeightSync(), scheduling, **own)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
-        learnt = [sorted(key for key, _ in batch) for *_, batch in scheduling.seen]
+        trained = [sorted(key for key, _ in batch) for *_, batch in scheduling.seen]
         records = module.learner.history.state_dict()
-        return {"learnt": learnt, "records": records, "weights": weights_of(module), "stream": data.state_dict()}
+        return {
+            "trained": trained,
+            "records": records,
+            "weights": weights_of(module),
+            "stream": data.state_dict(),
+        }
 
     return {"whole": train(Scheduling(output)), "resumed": train(Scheduling(), output / "after-3.ckpt")}
 
@@ -649,7 +654,7 @@ def test_pass_at_k_is_taken_over_the_prompts_of_both_ranks(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["resumed"])
-def test_each_rank_goes_on_with_what_it_had_learnt_of_lengths(name: str, ranks: list[Outcomes]) -> None:
+def test_each_rank_goes_on_with_what_it_had_learned_of_lengths(name: str, ranks: list[Outcomes]) -> None:
     wholes, resumed = ([outcomes[name][part] for outcomes in ranks] for part in ("whole", "resumed"))
     assert wholes[0] != wholes[1]
     for whole, again in zip(wholes, resumed, strict=True):
@@ -660,10 +665,10 @@ def test_ranks_have_prompts_of_their_own_in_work_and_go_on_with_them(ranks: list
     wholes, resumed = ([outcomes["in a mode"][name] for outcomes in ranks] for name in ("whole", "resumed"))
     for whole, again in zip(wholes, resumed, strict=True):
         assert len(whole) == 6 and again == whole[3:]
-    learnt = [[each for *_, batch in whole for each in batch] for whole in wholes]
-    keys = [key for each in learnt for key, _ in each]
+    trained = [[each for *_, batch in whole for each in batch] for whole in wholes]
+    keys = [key for each in trained for key, _ in each]
     assert len(keys) == len({*keys}) == 2 * 6 * 24
-    assert all(any(len({*versions}) > 1 for _, versions in each) for each in learnt)  # some went on
+    assert all(any(len({*versions}) > 1 for _, versions in each) for each in trained)  # some went on
 
 
 @pytest.mark.parametrize("name", ["budget"])
@@ -671,8 +676,8 @@ def test_two_ranks_ask_the_prompts_and_rounds_of_one_process(
     name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
     expected, (first, second) = single(name)["whole"], (outcomes[name]["whole"] for outcomes in ranks)
-    both = [sorted(own + others) for own, others in zip(first["learnt"], second["learnt"], strict=True)]
-    assert both == expected["learnt"]
+    both = [sorted(own + others) for own, others in zip(first["trained"], second["trained"], strict=True)]
+    assert both == expected["trained"]
     assert {len(batch) for batch in both} > {16}  # some groups had further rounds
     assert len({key[:2] for batch in both for key in batch}) == 8 * 4
     assert first["records"] == second["records"] and first["records"].keys() == expected["records"].keys()
@@ -684,11 +689,11 @@ def test_two_ranks_ask_the_prompts_and_rounds_of_one_process(
 def test_ranks_go_on_with_their_budget_as_if_nothing_had_been(name: str, ranks: list[Outcomes]) -> None:
     for outcomes in ranks:
         whole, resumed = outcomes[name]["whole"], outcomes[name]["resumed"]
-        assert resumed["learnt"] == whole["learnt"][3:] and resumed["records"] == whole["records"]
+        assert resumed["trained"] == whole["trained"][3:] and resumed["records"] == whole["records"]
         assert torch.equal(resumed["weights"], whole["weights"]) and resumed["stream"] == whole["stream"]
     first, second = (outcomes[name]["whole"] for outcomes in ranks)
     assert first["stream"] == second["stream"] and torch.equal(first["weights"], second["weights"])
-    keys = [key for outcome in (first, second) for batch in outcome["learnt"] for key in batch]
+    keys = [key for outcome in (first, second) for batch in outcome["trained"] for key in batch]
     assert len(keys) == len({*keys})
 
 
@@ -710,10 +715,10 @@ def test_ranks_that_decode_beside_their_updates_stay_one_policy_and_lose_nothing
 ) -> None:
     both = [outcomes[name] for outcomes in ranks]
     assert torch.equal(both[0]["weights"], both[1]["weights"]) and both[0]["version"] == both[1]["version"] == 4
-    learnt = [each for one in both for batch in one["learnt"] for each in batch]
-    assert len(learnt) == len({key for key, _ in learnt}) and len({key[:2] for key, _ in learnt}) == 4 * 4
+    trained = [each for one in both for batch in one["trained"] for each in batch]
+    assert len(trained) == len({key for key, _ in trained}) and len({key[:2] for key, _ in trained}) == 4 * 4
     ages = {
-        version - age for one in both for version, batch in enumerate(one["learnt"]) for _, own in batch for age in own
+        version - age for one in both for version, batch in enumerate(one["trained"]) for _, own in batch for age in own
     }
     assert ages == ({0, 1} if "asynchronous" in name else {0})
     if name == "periodic":

@@ -217,7 +217,7 @@ class Intruder(pl.Callback):
             self.weights = {name: tensor.clone() for name, tensor in pl_module.policy.state_dict().items()}
 
 
-def test_a_batch_that_was_sampled_with_other_weights_is_not_learnt_from(folder: Path, generator: VLLMGenerator) -> None:
+def test_a_batch_that_was_sampled_with_other_weights_is_not_trained_on(folder: Path, generator: VLLMGenerator) -> None:
     intruder = Intruder()
     module = make_task(folder, generator)
     trainer = make_trainer(intruder, RolloutScheduler(), WeightSync(), max_steps=4, max_epochs=-1)

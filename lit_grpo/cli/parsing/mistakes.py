@@ -29,7 +29,7 @@ def parse_or_exit(parse: Callable[[Sequence[str]], None], arguments: Sequence[st
 
     Args:
         parse: Prints a sentence and exits at the first mistake.
-        arguments: Of the command line, after the command's name.
+        arguments: Arguments of the command line, after the command's name.
     """
     told: list[str] = []
     given: list[str] | None = list(with_paths(arguments))

@@ -57,7 +57,7 @@ class _Accepted(NamedTuple):
     """A request that continues the conversation.
 
     Args:
-        body: Its fields.
+        body: Body of the request, with its checked fields.
         observed: The tokens that it adds.
         messages: The whole conversation; None where it was sent as token ids.
         new: The messages that it adds.
@@ -133,7 +133,7 @@ class Dialogue:
 
         Args:
             route: The route of the request.
-            data: Its body.
+            data: Body of the request, as bytes of JSON.
 
         Raises:
             Refused: It does not go on from what was said before, or there is no room for it.

@@ -73,7 +73,7 @@ class Field(NamedTuple):
     """A field of a request.
 
     Args:
-        form: Its type. Null is allowed everywhere, and stands for a field that is left out.
+        form: Type of the field. Null is allowed everywhere, and stands for a field that is left out.
         rule: What becomes of it.
         same: Values that are no cause to refuse or to tell, because they ask for what happens anyway.
         why: Why it is ignored or refused, after "because".
@@ -225,7 +225,7 @@ def read_body(data: bytes, route: Route, sampling: SamplingParams, ends: Sequenc
     """Read the body of a request, and check its fields.
 
     Args:
-        data: The body.
+        data: Body of the request, as bytes of JSON.
         route: The route that it came by.
         sampling: The sampling parameters of the trajectory.
         ends: The token ids at which the run ends a turn.

@@ -324,7 +324,7 @@ class AgentDriver(TrajectoryDriver):
         return ended
 
     def stop(self) -> None:
-        """End the trajectory: its agent is cancelled if it is async, and its requests are refused."""
+        """End the trajectory: its agent is canceled if it is async, and its requests are refused."""
         self._is_over = True
         if self._played is not None:
             self._played.cancel()

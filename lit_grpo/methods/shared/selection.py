@@ -128,7 +128,7 @@ def max_variance_subset(values_N: torch.Tensor, size: int) -> torch.Tensor:
 
     Args:
         values_N: The numbers, no NaN.
-        size: How many.
+        size: Number of values to choose.
 
     Returns:
         Their places, ascending.

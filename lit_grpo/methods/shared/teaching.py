@@ -80,7 +80,7 @@ def sampled(completion: Completion) -> torch.Tensor:
 
 
 def divergence(own_NL: torch.Tensor, its_NL: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the generalised Jensen-Shannon divergence, shape N, in nats.
+    """Return the generalized Jensen-Shannon divergence, shape N, in nats.
 
     Its derivative with respect to a probability of the policy is a slope of that token. All slopes are taken less that
     of the policy's likeliest token, which changes no gradient, since probabilities add up to 1: where the policy is

@@ -38,8 +38,8 @@ def compared(value: float, others: Sequence[float], scale: bool) -> float:
     """Return by how much a turn's value is above the mean of all that it is compared with, itself among them.
 
     Args:
-        value: Of the turn.
-        others: Of all; where there is no other one, the result is 0.
+        value: Value of the turn, such as its return.
+        others: Values of all turns to compare with; if there is no other one, the result is 0.
         scale: Divide by their standard deviation (plus 1e-4).
     """
     if len(others) < 2:

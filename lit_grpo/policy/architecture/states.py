@@ -47,7 +47,7 @@ class StateShape:
     """Shapes of the states of one row.
 
     Args:
-        config: Of the decoder; says of which kind each layer is.
+        config: Configuration of the decoder, which says of which kind each layer is.
         argument: The name by which the decoder takes its cache.
         num_bytes: All states of a row.
         goes_on: Whether a forward of several tokens begins from the state. Those of some layers (Mamba's without its
@@ -64,7 +64,7 @@ class RowStates:
     """The states of rows, by name: tensors whose first axis is the row. Without any, a forward begins from zeros.
 
     Args:
-        shape: What states are.
+        shape: Kinds and sizes of the states that the decoder keeps per row.
         tensors: Those that there are; what a forward makes of them is written into these tensors.
     """
 
@@ -173,7 +173,7 @@ class StateLayer:
 
     Args:
         module: It; its outputs are tensors of its first argument's first two axes (rows, T).
-        names: Of its states.
+        names: Names of the states that the layer reads and writes.
         argument: The name by which it takes the cache.
         above: The modules that call it, from the outermost.
     """

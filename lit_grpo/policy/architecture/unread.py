@@ -42,9 +42,9 @@ class Stored(NamedTuple):
     """A tensor in a file.
 
     Args:
-        path: The file.
+        path: Path of the safetensors file that holds the tensor.
         dtype: The name of its dtype in safetensors.
-        shape: Its shape.
+        shape: Shape of the tensor, as the file's header gives it.
     """
 
     path: str
@@ -145,7 +145,7 @@ def drafting(config: PreTrainedConfig, names: Iterable[str], stacks: Collection[
     """Return the names of tensors of multi-token prediction.
 
     Args:
-        config: The policy's configuration.
+        config: Configuration of the policy, which counts its layers.
         names: Names of tensors in its files.
         stacks: What stands before ``layers`` in the names of the model's own layers; None for anything.
     """

@@ -34,10 +34,10 @@ class Tensor:
     """A tensor by the header.
 
     Args:
-        shape: Its shape, rows first.
+        shape: Shape of the tensor, rows first.
         kind: The type of its numbers, such as ``Q4_1``.
-        begin: Its first byte, from the beginning of the data.
-        num_bytes: Its size in bytes.
+        begin: First byte of the tensor, from the beginning of the data.
+        num_bytes: Size of the tensor in bytes.
     """
 
     shape: tuple[int, ...]

@@ -35,7 +35,7 @@ class Host:
 
     Args:
         files: Configuration and tokenizer, by their paths in a folder.
-        plan: The server.
+        plan: Arguments with which the vLLM server is started.
         token: Token that requests have to send.
         caller: Ray's name of the machine of the run.
     """
@@ -172,10 +172,10 @@ def start_actors(
 
     Args:
         model: The folder with configuration and tokenizer, whose files are sent to the actors.
-        plan: The servers.
+        plan: Arguments of the vLLM servers, and how many to start.
         token: Token that requests have to send.
         restarts: Max number of times that Ray restarts a dead actor, unless ``options`` has ``max_restarts``.
-        options: Of each actor, as Ray takes them.
+        options: Options of each actor, as Ray takes them.
         deadline: Until when Ray may take to start them (of ``time.monotonic``).
 
     Raises:

@@ -38,7 +38,7 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with its default binding the CPU build is far slower next to a trainer
 }
-_ODD = 0x9E3779B97F4A7C15  # makes seeds for neighbouring numbers of tokens differ in many bits
+_ODD = 0x9E3779B97F4A7C15  # makes seeds for neighboring numbers of tokens differ in many bits
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # likewise, in the tested build for CPUs
 _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"}
@@ -441,7 +441,7 @@ def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> di
     """Return vLLM's arguments for decoding with the policy's adapters.
 
     Args:
-        adapters: The policy's adapters.
+        adapters: LoRA adapters that the policy trains; None if it has none.
         given: The user's own arguments.
 
     Raises:
@@ -527,7 +527,7 @@ def check_fits(request: Request, context: int, kv_tokens: int | None, remedies: 
     """Check that a request has room in an idle engine.
 
     Args:
-        request: The request.
+        request: Request to be sent, with its prompt and sampling parameters.
         context: Max tokens of a request, by the model's context.
         kv_tokens: Size of the KV cache in tokens, if it is known.
         remedies: How the user raises the first, and how the second.

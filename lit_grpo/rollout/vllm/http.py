@@ -162,7 +162,7 @@ class Watch:
 
         Args:
             work: Coroutine that waits for the server.
-            what: Its name.
+            what: Name of the request in messages, such as its path.
             asks: Paths that are asked meanwhile; without the engine's, the engine works on weights.
             limit_s: Max seconds of silence, if not ``timeout_s`` (five times that for work on weights).
 
@@ -542,7 +542,7 @@ class ServerClient:
 
         Args:
             prompt: Token ids of the prompt.
-            fields: vLLM's sampling parameters.
+            fields: Sampling parameters in vLLM's names, such as ``max_tokens``.
             salt: The engine may share the KV cache of requests with the same salt.
 
         Raises:

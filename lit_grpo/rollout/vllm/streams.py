@@ -72,13 +72,13 @@ class TextFeatures:
     def __init__(self, policy: PolicySpec) -> None:
         self._embeddings: Any = policy.embeddings
         self._name = policy.embeddings_name
-        self._travelled: torch.Tensor | None = None
+        self._traveled: torch.Tensor | None = None
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass on the weights that travel to an engine, and keep the embeddings of a policy in shards."""
         for name, tensor in weights:
             if name == self._name:
-                self._travelled = tensor.cpu() if is_scattered(self._embeddings) else None
+                self._traveled = tensor.cpu() if is_scattered(self._embeddings) else None
             yield name, tensor
 
     def of_prompts(self, prompts: Sequence[Prompt]) -> list[Observation]:
@@ -102,7 +102,7 @@ class TextFeatures:
 
     @torch.no_grad()
     def _rows(self, ids_BT: torch.Tensor, logprobs_BT: np.ndarray) -> np.ndarray:
-        weight = self._embeddings.weight if self._travelled is None else self._travelled
+        weight = self._embeddings.weight if self._traveled is None else self._traveled
         embedded_BTD = weight[ids_BT.to(weight.device)].float()
         pooled = torch.cat([embedded_BTD.mean(1), embedded_BTD[:, -_LAST_TOKENS:].mean(1)], 1).cpu().numpy()
         scalars = np.stack([logprobs_BT.mean(1), logprobs_BT.std(1)], 1)

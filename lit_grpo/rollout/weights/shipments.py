@@ -36,7 +36,7 @@ class Shipment:
 
     @property
     def changed_share(self) -> float:
-        """The share of the elements so far that travelled."""
+        """The share of the elements so far that traveled."""
         return self._num_changed / max(self._num_elements, 1) if self.changes else 1.0
 
     def __iter__(self) -> Iterator[Named]:

@@ -41,7 +41,7 @@ class SyncReport:
     """Report of the weights that a generator holds after a sync.
 
     ``digests`` has the digest of each tensor as the receiving side holds it, by the policy's name for the tensor;
-    ``num_bytes`` is what travelled, and ``changed_share`` the share of all elements that were sent.
+    ``num_bytes`` is what traveled, and ``changed_share`` the share of all elements that were sent.
     """
 
     digests: dict[str, str] = field(default_factory=dict)

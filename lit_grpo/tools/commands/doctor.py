@@ -40,7 +40,7 @@ class DoctorCLI(LikeFitCLI):
     Args:
         folders: Removes the temporary folder at the end.
         report: Report that collects the findings.
-        kwargs: Arguments of LightningCLI.
+        kwargs: Keyword arguments that are passed on to LightningCLI.
     """
 
     def __init__(self, folders: ExitStack, report: Report, **kwargs: Any) -> None:

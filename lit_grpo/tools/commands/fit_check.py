@@ -32,7 +32,7 @@ class FitCheckCLI(LikeFitCLI):
 
     Args:
         limit: The device's memory in bytes; None takes what is free on this machine's device.
-        kwargs: Arguments of LightningCLI.
+        kwargs: Keyword arguments that are passed on to LightningCLI.
     """
 
     def __init__(self, limit: int | None, **kwargs: Any) -> None:

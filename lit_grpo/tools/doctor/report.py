@@ -22,7 +22,7 @@ class Finding(NamedTuple):
         verdict: ``pass``; ``warn`` for something that may be intended; ``fail`` for something with which no run can
             learn; ``skip`` for something that could not be checked.
         name: Name of the check.
-        figure: Measured value.
+        figure: Measured value as text, with its unit.
         remedy: Remedy; empty with ``pass``.
     """
 
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 WIDTH = 80
-_COLOURS = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+_COLORS = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
 class Report:
@@ -51,7 +51,7 @@ class Report:
         line.add_column(width=4)
         line.add_column(width=18)
         line.add_column(ratio=1, overflow="fold")
-        line.add_row(Text(finding.verdict, _COLOURS[finding.verdict]), visible(finding.name), Text(visible(text)))
+        line.add_row(Text(finding.verdict, _COLORS[finding.verdict]), visible(finding.name), Text(visible(text)))
         self._console.print(line)
 
     def quote(self, text: str) -> None:
@@ -80,5 +80,5 @@ class Report:
 
     def close(self) -> None:
         """Print the number of findings of each verdict."""
-        counts = [f"{len(self.names(verdict))} {verdict}" for verdict in _COLOURS if self.names(verdict)]
+        counts = [f"{len(self.names(verdict))} {verdict}" for verdict in _COLORS if self.names(verdict)]
         self._console.print(Text(", ".join(counts)))

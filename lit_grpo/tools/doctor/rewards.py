@@ -52,7 +52,7 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
         if not any(given):
             yield from _of_begun_answers(patient, function)
     _show_one(patient)
-    yield from _what_is_learnt(module.pass_rule.reward, differing)
+    yield from _what_is_learned(module.pass_rule.reward, differing)
     if totals and not can_vary:
         yield Finding(
             "fail",
@@ -92,7 +92,7 @@ def _decides(patient: Patient, function: RewardFunction) -> bool:
     return function.name == patient.module.pass_rule.reward
 
 
-def _what_is_learnt(decides: str, differing: list[str]) -> Iterator[Finding]:
+def _what_is_learned(decides: str, differing: list[str]) -> Iterator[Finding]:
     """Warn if other functions tell samples apart, and the one that decides who passes does not."""
     if differing and decides not in differing:
         yield Finding(

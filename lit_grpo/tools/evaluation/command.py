@@ -142,7 +142,7 @@ class EvaluateCLI(LikeFitCLI):
         options: The arguments of ``evaluate`` alone.
         scratch: Folder for what parts of a run write.
         run_folder: The folder of a run, which stays unclaimed.
-        kwargs: Arguments of LightningCLI.
+        kwargs: Keyword arguments that are passed on to LightningCLI.
     """
 
     def __init__(self, options: Options, scratch: Path, run_folder: RunFolder, **kwargs: Any) -> None:

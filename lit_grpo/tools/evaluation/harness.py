@@ -97,7 +97,7 @@ def make_task(
 
     Args:
         name: Name of the run.
-        prompts: The rows.
+        prompts: Held-out rows, rendered as prompts.
         rewards: Reward functions of the run.
         rule: Rule by which a completion is correct; its reward function must be ``exact_match``.
         sampling: Sampling parameters; the task takes ``max_tokens`` and ``stop``.

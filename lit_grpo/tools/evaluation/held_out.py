@@ -82,7 +82,7 @@ class RepeatedLoader:
 
     Args:
         loader: Loader of the held-out prompts.
-        num_passes: Number of passes.
+        num_passes: Number of times that all batches are repeated.
     """
 
     def __init__(self, loader: EvalLoader, num_passes: int) -> None:

@@ -23,10 +23,10 @@ def wilson(num_correct: float, num_rows: int) -> tuple[float, float]:
         num_rows: Number of all rows, at least 1.
     """
     share, z2 = num_correct / num_rows, Z_95**2
-    centre = share + z2 / (2 * num_rows)
+    center = share + z2 / (2 * num_rows)
     half = Z_95 * math.sqrt(share * (1 - share) / num_rows + z2 / (4 * num_rows**2))
     scale = 1 + z2 / num_rows
-    return max(0.0, min(share, (centre - half) / scale)), min(1.0, max(share, (centre + half) / scale))
+    return max(0.0, min(share, (center - half) / scale)), min(1.0, max(share, (center + half) / scale))
 
 
 def resampled(columns_RC: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:

@@ -11,7 +11,7 @@ from lit_grpo.process.terminal import picture_text
 if TYPE_CHECKING:
     from lit_grpo.tools.evaluation.figures import Figure
 
-COLOURS = ("#576174", "#1a65ba", "#e74357", "#0b9884", "#ad1e91", "#6a7b06")
+COLORS = ("#576174", "#1a65ba", "#e74357", "#0b9884", "#ad1e91", "#6a7b06")
 CORRECT = ("accuracy", "pass@", "majority@")
 
 
@@ -42,9 +42,9 @@ def draw(figures: Mapping[str, Mapping[str, Mapping[str, Figure]]]) -> str:
                 [100 * (one.high - one.value) for one in values],
             ]
             heights = [number + shift for number in range(len(rows))]
-            colour = COLOURS[place % len(COLOURS)]
+            color = COLORS[place % len(COLORS)]
             axes.errorbar(
-                shown, heights, xerr=errors, fmt="o", ms=5, capsize=3, color=colour, label=picture_text(policy)
+                shown, heights, xerr=errors, fmt="o", ms=5, capsize=3, color=color, label=picture_text(policy)
             )
         axes.set_yticks(range(len(rows)), [picture_text(f"{how} {name}") for how, name in rows])
         axes.invert_yaxis()

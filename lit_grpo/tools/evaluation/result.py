@@ -35,7 +35,7 @@ class Conditions:
         passes: The passes over the rows.
         temperature_from: The field that the temperature of the samples is from.
         ks: Values of k for pass@k.
-        seed: Seed of sampling.
+        seed: Seed with which completions were sampled.
         pass_rule: When a completion is correct, as ``correct >= 1``.
         majority: How answers are told apart, or why there is no majority.
         has_answers: Whether there is a majority.

@@ -27,7 +27,7 @@ class Contents:
     Args:
         name: Name of the model.
         version: The update of its policy.
-        checkpoint: ``best`` or ``last``.
+        checkpoint: Checkpoint that was finished: ``best`` or ``last``.
         num_weights: Number of the policy's weights.
         has_adapter: Whether the folder ``adapter`` has the adapter alone.
         has_picture: Whether there is a picture of the curves.
@@ -62,11 +62,11 @@ def write_card(run: RunRecords, origin: Origin, contents: Contents) -> str:
     data = run.config.get("data") or {}
     told = data.get("train")
     told = (told.get("init_args") or {}).get("path") if isinstance(told, dict) else told
-    licence = origin.metadata
+    license = origin.metadata
     metadata = ModelCardData(
-        license=licence["license"],
-        license_name=licence.get("license_name"),
-        license_link=licence.get("license_link"),
+        license=license["license"],
+        license_name=license.get("license_name"),
+        license_link=license.get("license_link"),
         base_model=origin.hub_id,
         base_model_relation=None if origin.hub_id is None else "finetune",
         datasets=[told] if isinstance(told, str) and HUB_ID.fullmatch(told) else None,
@@ -202,14 +202,14 @@ def carried_sentence(num_carried: int, has_gguf: bool) -> str:
 
 def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
     lines = []
-    if origin.licence:
-        told = origin.licence.get("license_name") or origin.licence["license"]
+    if origin.license:
+        told = origin.license.get("license_name") or origin.license["license"]
         lines.append(
-            f"The licence is {markdown(told)} ({origin.source}). Licences of data and other parts are not checked."
+            f"The license is {markdown(told)} ({origin.source}). Licenses of data and other parts are not checked."
         )
     else:
         lines.append(
-            "**The licence of the base model is not known**, so it is not known whether this model may be used or "
+            "**The license of the base model is not known**, so it is not known whether this model may be used or "
             "passed on. Ask those who made the base."
         )
     if _method(run) == "grpo":
@@ -240,7 +240,7 @@ def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
 
     Args:
         head: The heads of the columns.
-        rows: Markdown.
+        rows: Name and value of each row, in Markdown.
     """
     lines = [f"| {name} | {value} |" for name, value in rows]
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines]) if lines else ""

@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--name", help="Name of the model. Default: the run's name.")
     parser.add_argument(
-        "--licence",
-        metavar="LICENCE",
-        help="Licence of the model, such as apache-2.0. Default: that of the base, where it is known.",
+        "--license",
+        metavar="LICENSE",
+        help="License of the model, such as apache-2.0. Default: that of the base, where it is known.",
     )
     parser.add_argument("--push", metavar="OWNER/NAME", help="Send the folder to this repository of the hub.")
     parser.add_argument("--public", action="store_true", help="Let everybody see a repository that --push creates.")
@@ -110,11 +110,11 @@ def _finish(options: argparse.Namespace) -> None:
     if options.public and options.push is None:
         raise ValueError("--public is about a repository that --push creates; give --push OWNER/NAME too.")
     origin = find_origin(str((run.config.get("model") or {}).get("policy") or "policy"))
-    origin = origin if options.licence is None else origin.under(options.licence)
-    if options.push is not None and not origin.licence:
+    origin = origin if options.license is None else origin.under(options.license)
+    if options.push is not None and not origin.license:
         raise ValueError(
-            f"The licence of the base model {origin.name} is not known, so it may not be allowed to pass it on; "
-            "find it out and give it, as in --licence apache-2.0, or leave --push out."
+            f"The license of the base model {origin.name} is not known, so it may not be allowed to pass it on; "
+            "find it out and give it, as in --license apache-2.0, or leave --push out."
         )
     hub = None if options.push is None else Hub(options.push, options.public)
     said = _write(options, run, origin, kinds, output)
@@ -164,7 +164,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
 
             assert reference is not None
             path = folder / f"{name.replace(' ', '-')}-{kind}.gguf"
-            written = write_gguf(folder, path, kind, name, origin.licence.get("license"))
+            written = write_gguf(folder, path, kind, name, origin.license.get("license"))
             files[kind] = path.name, path.stat().st_size, reference.cost(path, kind)
             said.append(f"  {path.name}: {cost_sentence(files[kind][2])}.")
         said += [] if written is None else [f"  {sentence}" for sentence in written.left_out]
@@ -189,8 +189,8 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
     found = record.progress(run, version)
     if found is not None and not found.has_improved:
         said.append(f"  {str(found).replace('**', '')}")
-    if not origin.licence:
-        said.append("  The card says that the licence of the base is not known; --licence names it.")
+    if not origin.license:
+        said.append("  The card says that the license of the base is not known; --license names it.")
     return said
 
 

@@ -30,7 +30,7 @@ class Cost:
 
     Args:
         mean: The mean absolute difference, in nats per token.
-        most: The largest one.
+        most: The largest absolute difference of a log-prob, in nats.
         num_tokens: The number of tokens; 0 if there was no memory to open the file.
         num_texts: The number of texts that the policy's tokenizer and transformers' reader of the file were given.
         num_apart: The number of these texts that the reader splits into other tokens.
@@ -67,7 +67,7 @@ class Reference:
         """Open a GGUF file and compare it.
 
         Args:
-            path: The file.
+            path: Path of the GGUF file to compare.
             kind: The kind of file.
 
         Raises:

@@ -19,7 +19,7 @@ class Family:
 
     Args:
         architecture: The name of the architecture in GGUF.
-        pairs: Whether llama.cpp rotates neighbouring numbers of queries and keys, and transformers those that are half
+        pairs: Whether llama.cpp rotates neighboring numbers of queries and keys, and transformers those that are half
             a head apart. The rows of both are then put into the other order.
         plain: Fields of the configuration that must be false or missing: llama.cpp, or the reader of transformers,
             does not know what they add.

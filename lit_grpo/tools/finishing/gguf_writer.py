@@ -41,9 +41,9 @@ class Tensor:
     """A tensor of the file.
 
     Args:
-        name: Its name in GGUF.
+        name: Name of the tensor in GGUF.
         source: The name of the weight in the policy's folder.
-        shape: Its shape, rows first.
+        shape: Shape of the tensor, rows first.
         num_heads: The number of heads whose rows are put into llama.cpp's order; 0 for none.
         kind: The type of its numbers in the file.
     """
@@ -74,10 +74,10 @@ def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTraine
     """Return about how large a GGUF file will be.
 
     Args:
-        config: The policy's configuration.
+        config: Configuration of the policy, which names its family.
         shapes: The shapes of its weights.
-        tokenizer: Its tokenizer.
-        kind: One of :data:`KINDS`.
+        tokenizer: Tokenizer of the policy, whose vocabulary the file holds.
+        kind: Number format of the weights, a name of :data:`KINDS`.
 
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
@@ -89,15 +89,15 @@ def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTraine
     )
 
 
-def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | None = None) -> Vocabulary:
+def write_gguf(folder: Path, path: Path, kind: str, name: str, license: str | None = None) -> Vocabulary:
     """Write a policy's folder as a GGUF file, and return the tokenizer in it; one tensor at a time is in memory.
 
     Args:
         folder: Folder of the policy, with its tokenizer.
-        path: The file.
-        kind: One of :data:`KINDS`.
+        path: Path of the GGUF file to write.
+        kind: Number format of the weights, a name of :data:`KINDS`.
         name: Name of the model in the file.
-        licence: Licence of the model, where it is known.
+        license: License of the model, where it is known.
 
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
@@ -112,8 +112,8 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, licence: str | No
     writer = _Writer(path, find_family(config).architecture)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
-    if licence is not None:
-        writer.add_license(licence)
+    if license is not None:
+        writer.add_license(license)
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_sizes(writer, config, num_rows)

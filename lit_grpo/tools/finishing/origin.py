@@ -1,4 +1,4 @@
-"""The model that a run began with: its name, its id on the hub, and its licence."""
+"""The model that a run began with: its name, its id on the hub, and its license."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_CARD_BYTES = 2**20
 UNREADABLE_CARD = (ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError)
 """The errors that huggingface_hub raises about the metadata of a card."""
 UNKNOWN = "unknown"
-"""The hub's word for a licence that is not known."""
+"""The hub's word for a license that is not known."""
 _TEXTS = ("LICENSE", "LICENCE", "NOTICE", "ORIGIN")
 
 
@@ -31,35 +31,35 @@ class Origin:
 
     Args:
         name: Its name for a reader: a hub id, the name of a policy of the package, or the last part of a path.
-        hub_id: Its id on the hub; None if it is not known.
-        licence: The fields ``license``, ``license_name`` and ``license_link`` of a model card; empty if the licence is
+        hub_id: Id of the model on the hub; None if it is not known.
+        license: The fields ``license``, ``license_name`` and ``license_link`` of a model card; empty if the license is
             not known.
-        source: Where the licence was found, as the end of a sentence.
-        folder: The folder that may hold its licence as a text.
+        source: Where the license was found, as the end of a sentence.
+        folder: The folder that may hold its license as a text.
     """
 
     name: str
     hub_id: str | None = None
-    licence: dict[str, str] = field(default_factory=dict)
+    license: dict[str, str] = field(default_factory=dict)
     source: str = ""
     folder: Path | None = None
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The licence's fields of a model card."""
-        return self.licence or {"license": UNKNOWN}
+        """The license's fields of a model card."""
+        return self.license or {"license": UNKNOWN}
 
     def texts(self) -> list[Path]:
-        """Return the texts that a licence may ask to be passed on: LICENSE, NOTICE, and where the weights are from."""
+        """Return the texts that a license may ask to be passed on: LICENSE, NOTICE, and where the weights are from."""
         paths = [] if self.folder is None else sorted(self.folder.glob("*"))
         return [path for path in paths if path.is_file() and path.stem.upper() in _TEXTS]
 
-    def under(self, licence: str) -> Origin:
-        """Return the same model with a licence that the user has named."""
-        told = licence.strip()
+    def under(self, license: str) -> Origin:
+        """Return the same model with a license that the user has named."""
+        told = license.strip()
         plain = re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", told)
         named = {"license": told} if plain else {"license": "other", "license_name": re.sub(r"[^\w.+-]+", "-", told)}
-        return replace(self, licence=named, source="as given with --licence")
+        return replace(self, license=named, source="as given with --license")
 
 
 def find_origin(policy: str, depth: int = 8) -> Origin:
@@ -72,8 +72,8 @@ def find_origin(policy: str, depth: int = 8) -> Origin:
     policy = own_folder(policy)
     if policy in NAMED:
         named = NAMED[policy]
-        where = f"the licence of lit_grpo's policy {policy}"
-        return Origin(policy, named.hub_id, {"license": named.licence}, where, named.folder)
+        where = f"the license of lit_grpo's policy {policy}"
+        return Origin(policy, named.hub_id, {"license": named.license}, where, named.folder)
     path = Path(policy)
     if not path.exists() and HUB_ID.fullmatch(policy):
         return Origin(policy, policy, *_of_hub(policy))
@@ -84,7 +84,7 @@ def find_origin(policy: str, depth: int = 8) -> Origin:
     if file is not None:
         return Origin(path.name, None, *_of_gguf(file))
     card = _metadata(path / "README.md")
-    found = _licence(card)
+    found = _license(card)
     base = card.get("base_model")
     base = base if isinstance(base, str) and HUB_ID.fullmatch(base) else None
     if found:
@@ -116,8 +116,8 @@ def _metadata(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _licence(card: dict[str, Any]) -> dict[str, str]:
-    """Return the fields of a card that name a licence; empty if it names none."""
+def _license(card: dict[str, Any]) -> dict[str, str]:
+    """Return the fields of a card that name a license; empty if it names none."""
     found = {
         name: card[name] for name in ("license", "license_name", "license_link") if isinstance(card.get(name), str)
     }
@@ -133,7 +133,7 @@ def _of_gguf(file: Any) -> tuple[dict[str, str], str]:
 
 
 def _of_hub(name: str) -> tuple[dict[str, str], str]:
-    """Return the licence of a model by its card in the cache, or on the hub if the hub answers."""
+    """Return the license of a model by its card in the cache, or on the hub if the hub answers."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -144,4 +144,4 @@ def _of_hub(name: str) -> tuple[dict[str, str], str]:
                 cached = hf_hub_download(name, "README.md")
     except (OSError, ValueError, HfHubHTTPError):  # no network, no such file, or an answer that is none
         return {}, ""
-    return _licence(_metadata(Path(cached))), "the base model's card on the hub"
+    return _license(_metadata(Path(cached))), "the base model's card on the hub"

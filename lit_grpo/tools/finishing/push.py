@@ -20,7 +20,7 @@ class Hub:
     The hub is that of huggingface_hub (``HF_ENDPOINT``), and so are the places where the token is looked for.
 
     Args:
-        repository: ``OWNER/NAME``.
+        repository: Name of the repository, ``OWNER/NAME``.
         public: Whether everybody may see the repository if it is created; one that exists stays as it is.
 
     Raises:

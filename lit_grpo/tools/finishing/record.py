@@ -49,7 +49,7 @@ class Progress:
     """A metric of the run from its beginning to the finished policy.
 
     Args:
-        metric: What was measured.
+        metric: Name of the metric, as the card shows it.
         before: The value at the beginning.
         after: The value of the finished policy.
         before_at: The update of the first value.

@@ -36,7 +36,7 @@ class Source:
 
     Args:
         policy: The model, perhaps with adapters.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizer of the model, with its chat template.
         version: The update that made it.
         adapter: Folder of an adapter that has been merged into the model already.
     """
@@ -51,8 +51,8 @@ class Source:
         """Load the policy of a checkpoint; the policy that the run exported, if it has kept no last checkpoint.
 
         Args:
-            run: The run's folder.
-            checkpoint: ``last`` or ``best``.
+            run: Folder of the run, which holds ``checkpoints`` and perhaps ``policy``.
+            checkpoint: Checkpoint to load: ``last`` or ``best``.
             last_update: The last update of the run.
 
         Raises:

@@ -83,7 +83,7 @@ def describe(tokenizer: PreTrainedTokenizerBase, num_rows: int, end_ids: Sequenc
     """Describe a tokenizer as GGUF does, and prove that llama.cpp splits texts by the description as it does.
 
     Args:
-        tokenizer: The tokenizer.
+        tokenizer: Tokenizer of the policy, to be written as GGUF.
         num_rows: Number of rows of the embedding; rows without a token get the token ``[PADn]``.
         end_ids: The ids that end a sequence, those of the generation config too.
 
@@ -205,7 +205,7 @@ def comparable(policy: Tokenizer, texts: Sequence[str]) -> list[tuple[str, list[
 
     Args:
         policy: The policy's tokenizer (:func:`plain`).
-        texts: Texts.
+        texts: Texts to normalize and split into tokens.
     """
     normalizer, model = policy.normalizer, cast(Any, policy.model)
     formed = [text if normalizer is None else str(normalizer.normalize_str(text)) for text in texts]
@@ -256,8 +256,8 @@ def _rows(
     """Return the token and the type of each row of the embedding.
 
     Args:
-        tokenizer: The tokenizer.
-        num_rows: Number of rows.
+        tokenizer: Tokenizer of the policy, which gives ids to tokens.
+        num_rows: Number of rows of the policy's embedding.
         words: How tokens that GGUF spells in another way are written, with their types.
 
     Raises:

@@ -9,7 +9,7 @@ class Metric(NamedTuple):
     """Our counterpart of a metric.
 
     Args:
-        ours: Its name here; empty if there is none.
+        ours: Name of the metric in lit_grpo; empty if there is none.
         differs: What differs from TRL's; empty if nothing does.
     """
 

@@ -53,7 +53,7 @@ def about_argument(name: str, known: Collection[str]) -> str:
     """Return what to write in place of an argument that does not exist: the end of a sentence.
 
     Args:
-        name: The argument.
+        name: Name of the argument that the user gave.
         known: The arguments that there are.
     """
     if name == "reward_weights":

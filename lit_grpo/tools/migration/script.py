@@ -63,7 +63,7 @@ class Script:
     """The settings of a script.
 
     Args:
-        trainer: Which of TRL's trainers it uses.
+        trainer: Name of TRL's trainer that the script uses.
         fields: Fields of ``trl grpo --config`` or ``trl sft --config`` with their values.
         turns: Fields of the plug-in ``environments``: the environments and tools.
         unread: Sentences on what is known only when the script runs, by the name of the argument.

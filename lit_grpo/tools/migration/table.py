@@ -17,7 +17,7 @@ class Counterpart:
             counterpart and needs none, for the reason in ``note``; ``refused`` would change the training and is not
             supported.
         default: The field's default in the other trainer.
-        fields: Fields of lit_grpo.
+        fields: Names of the settings of lit_grpo that correspond to the field.
         note: Difference of the meaning, or the reason why there is no counterpart.
     """
 
@@ -50,7 +50,7 @@ BATCH = (
 )
 BATCH_FIELDS = ("data.batch_size", "model.num_minibatches", "model.max_tokens_per_micro_batch")
 LOSS = (
-    "bnpo is dapo here; with importance_sampling_level sequence a token-normalised loss becomes gspo, in which "
+    "bnpo is dapo here; with importance_sampling_level sequence a token-normalized loss becomes gspo, in which "
     "sequences count alike"
 )
 TRUNCATED = "log-probs of truncated sampling are not those that the update computes; set it in model.eval_sampling"
@@ -78,7 +78,7 @@ TRL: dict[str, Counterpart] = {
     "use_rslora": _same("model.lora.rslora", False),
     "load_in_4bit": _changed("model.lora.base: nf4", False, "model.lora.base"),
     **_none("adapters have no dropout: log-probs would not be those sampled with", lora_dropout=0.05),
-    **_none("NF4's own constants are not quantised again, which takes 0.4 bits a weight", use_bnb_nested_quant=False),
+    **_none("NF4's own constants are not quantized again, which takes 0.4 bits a weight", use_bnb_nested_quant=False),
     **_none("implied by the model and by model.lora.base", lora_task_type="CAUSAL_LM", bnb_4bit_quant_storage=None),
     **_refused(
         "only LoRA on linear layers is trained, over full or NF4 weights",

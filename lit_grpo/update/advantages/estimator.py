@@ -222,9 +222,9 @@ class Advantages:
     estimator: str = "grpo"
     """Estimator of the advantages: ``grpo`` (minus the group's mean), ``rloo`` (minus the mean of the others),
     ``mc_grpo`` (minus the median), ``ngrpo`` (with a virtual completion that has the best reward), ``gdpo`` (each
-    reward function normalised by itself), ``dcpo`` (smoothed over all samplings of a prompt), ``least_variance`` (minus
+    reward function normalized by itself), ``dcpo`` (smoothed over all samplings of a prompt), ``least_variance`` (minus
     the group's mean weighted by squared importance weights and gradients), ``reinforce_plus_plus`` (minus the batch's
-    mean) or ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalised over the batch). An estimator of
+    mean) or ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalized over the batch). An estimator of
     your own is the import path of a :class:`lit_grpo.update.advantages.estimator.EstimatorRow`, as in ``my_file.ROW``.
     """
     scale: ScaleBy | None = None
@@ -295,7 +295,7 @@ class Advantages:
 
         Args:
             rewards: Of this rank's groups, or of those of all ranks where it ``needs`` them.
-            weights_K: Of the reward functions.
+            weights_K: Weight of each reward function, shape K.
             history: Earlier visits, for ``dcpo``.
         """
         return self._row.compute(rewards, EstimatorInputs(self.scaled_by, self.max_reward, weights_K, history))

@@ -44,8 +44,8 @@ def leave_one_out_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, sc
     """
     exact_R = rewards_R.double()
     count_R = _counts(exact_R, groups_R)
-    centred_R = less_group_mean(exact_R, groups_R) * count_R / (count_R - 1).clamp(min=1)
-    return _scaled(centred_R, exact_R, groups_R, scale).to(rewards_R.dtype)
+    centered_R = less_group_mean(exact_R, groups_R) * count_R / (count_R - 1).clamp(min=1)
+    return _scaled(centered_R, exact_R, groups_R, scale).to(rewards_R.dtype)
 
 
 def least_variance_advantages(
@@ -62,33 +62,33 @@ def least_variance_advantages(
     it is at most 1e-8 (mit-han-lab/vcpo at c7f030f, ``compute_grad_info`` and ``compute_opob_baseline``).
 
     Args:
-        rewards_R: Of whole groups.
+        rewards_R: Rewards of the rollouts of complete groups, shape R.
         groups_R: The number of the group that each belongs to.
         log_weights_R: ``log v``, up to a constant of each group; by default all alike.
         scale: ``group`` divides by the group's deviation, ``none`` by nothing.
     """
     exact_R = rewards_R.double()
-    from_mean_R = centred_R = less_group_mean(exact_R, groups_R)  # exactly 0 in a group whose rewards are all equal
+    from_mean_R = centered_R = less_group_mean(exact_R, groups_R)  # exactly 0 in a group whose rewards are all equal
     if log_weights_R is not None:
         known_R = log_weights_R.double().masked_fill(exact_R.isnan(), -torch.inf)
         highest_P = known_R.new_full((_num_groups(groups_R),), -torch.inf).scatter_reduce(0, groups_R, known_R, "amax")
         weights_R = (known_R - highest_P.nan_to_num(neginf=0.0)[groups_R]).exp()
         total_R = _sums(weights_R, groups_R)
-        centred_R = centred_R - (_sums(weights_R * centred_R, groups_R) / total_R).nan_to_num(0.0)
+        centered_R = centered_R - (_sums(weights_R * centered_R, groups_R) / total_R).nan_to_num(0.0)
     if scale == "group":
         deviation_R = _means(from_mean_R.square(), groups_R).sqrt()
-        centred_R = centred_R / deviation_R.where(deviation_R > 1e-8, 1.0)
-    return centred_R.to(rewards_R.dtype)
+        centered_R = centered_R / deviation_R.where(deviation_R > 1e-8, 1.0)
+    return centered_R.to(rewards_R.dtype)
 
 
 def globally_normalized_advantages(
     rewards_R: torch.Tensor, groups_R: torch.Tensor, baseline: bool, num_tokens_R: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Normalise over all completions of the step: ``A = (x - mean(x)) / (std(x) + 1e-4)`` (REINFORCE++).
+    """Normalize over all completions of the step: ``A = (x - mean(x)) / (std(x) + 1e-4)`` (REINFORCE++).
 
     ``x`` is the reward, or with ``baseline`` the reward minus its group's mean ("REINFORCE++ w/ baseline"; arXiv
     2501.03262, version 9). Unlike :func:`group_advantages` with ``scale="batch"`` it divides by the deviation of what
-    was centred. Without ``baseline`` a group whose rewards are all equal has an advantage other than 0.
+    was centered. Without ``baseline`` a group whose rewards are all equal has an advantage other than 0.
 
     Mean and deviation are over completions, each alike, as in TRL's ``normalize_advantages``. With ``num_tokens_R``
     they are over tokens, so that long completions count more, as in the authors' code (OpenRLHF at 3c3be62). The
@@ -113,8 +113,8 @@ def globally_normalized_advantages(
         deviation = (weights_R * values_R.nan_to_num(0.0).square()).sum().sqrt()
         return (values_R / deviation.clamp(min=EPSILON)).to(rewards_R.dtype)
     # Less its groups' means, the mean of the step is 0, and what is 0 stays exactly 0.
-    centred_R = less_group_mean(exact_R, groups_R if baseline else step_R)
-    return _scaled(centred_R, centred_R, step_R, "group").to(rewards_R.dtype)
+    centered_R = less_group_mean(exact_R, groups_R if baseline else step_R)
+    return _scaled(centered_R, centered_R, step_R, "group").to(rewards_R.dtype)
 
 
 def median_advantages(
@@ -133,19 +133,19 @@ def median_advantages(
     rewards are all equal has advantage 0.
     """
     exact_R = rewards_R.double()
-    centred_R = exact_R - _medians(exact_R, groups_R)
-    distance_R = centred_R.abs()
+    centered_R = exact_R - _medians(exact_R, groups_R)
+    distance_R = centered_R.abs()
     if scale != "none":
         deviation_R = _medians(distance_R, groups_R)
         deviation_R = torch.where(deviation_R > 0, deviation_R, _means(distance_R, groups_R))
-        centred_R = centred_R / (deviation_R + 1e-3)
+        centered_R = centered_R / (deviation_R + 1e-3)
     if scale == "mad_nonzero":
-        nonzero_R = _sums((centred_R.abs() > 1e-6).to(exact_R.dtype), groups_R)
-        centred_R = centred_R * _counts(exact_R, groups_R) / nonzero_R.clamp(min=1)
+        nonzero_R = _sums((centered_R.abs() > 1e-6).to(exact_R.dtype), groups_R)
+        centered_R = centered_R * _counts(exact_R, groups_R) / nonzero_R.clamp(min=1)
     is_median_R = (distance_R == 0) & (_counts(exact_R, groups_R) % 2 == 1)
     places_R = torch.arange(len(groups_R), device=groups_R.device).where(is_median_R, len(groups_R))
     first_P = places_R.new_full((_num_groups(groups_R),), len(groups_R)).scatter_reduce(0, groups_R, places_R, "amin")
-    return centred_R.masked_fill(is_median_R & (places_R == first_P[groups_R]), torch.nan).to(rewards_R.dtype)
+    return centered_R.masked_fill(is_median_R & (places_R == first_P[groups_R]), torch.nan).to(rewards_R.dtype)
 
 
 def virtual_maximum_advantages(
@@ -170,14 +170,14 @@ def virtual_maximum_advantages(
     virtual = torch.arange(_num_groups(groups_R), device=groups_R.device)
     with_best = torch.cat([exact_R, torch.full_like(virtual, max_reward, dtype=exact_R.dtype)])
     groups = torch.cat([groups_R, virtual])
-    centred = less_group_mean(with_best, groups)
+    centered = less_group_mean(with_best, groups)
     if scale == "group":
-        centred = centred / (_deviations(with_best, groups) + 1e-6)
-    return centred[: len(exact_R)].to(rewards_R.dtype)
+        centered = centered / (_deviations(with_best, groups) + 1e-6)
+    return centered[: len(exact_R)].to(rewards_R.dtype)
 
 
 def per_reward_advantages(rewards_RK: torch.Tensor, groups_R: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
-    """Normalise each reward function's values in the group by themselves, add them up, and normalise over the batch.
+    """Normalize each reward function's values in the group by themselves, add them up, and normalize over the batch.
 
     ``A_k = (r_k - mean_G) / (std_G + 1e-4)``, ``S = sum_k w_k A_k``, ``A = (S - mean) / (std + 1e-4)`` over all
     completions of the step (GDPO, arXiv 2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``):
@@ -187,7 +187,7 @@ def per_reward_advantages(rewards_RK: torch.Tensor, groups_R: torch.Tensor, weig
     Args:
         rewards_RK: Values of K reward functions; on several ranks all of the step's.
         groups_R: The number of the group that each rollout belongs to.
-        weights_K: Their weights.
+        weights_K: Weight of each reward function in the sum, shape K.
     """
     exact_RK = rewards_RK.double()
     normal = [group_advantages(values_R, groups_R) for values_R in exact_RK.T]
@@ -209,10 +209,10 @@ def less_group_mean(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Ten
     return values_R - _means(values_R, groups_R)
 
 
-def _scaled(centred_R: torch.Tensor, exact_R: torch.Tensor, groups_R: torch.Tensor, scale: Scale) -> torch.Tensor:
+def _scaled(centered_R: torch.Tensor, exact_R: torch.Tensor, groups_R: torch.Tensor, scale: Scale) -> torch.Tensor:
     if scale == "none":
-        return centred_R
-    return centred_R / (_deviations(exact_R, groups_R if scale == "group" else torch.zeros_like(groups_R)) + EPSILON)
+        return centered_R
+    return centered_R / (_deviations(exact_R, groups_R if scale == "group" else torch.zeros_like(groups_R)) + EPSILON)
 
 
 # Statistics of each group's values that are not NaN, given to each of its members.

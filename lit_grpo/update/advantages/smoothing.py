@@ -1,4 +1,4 @@
-"""Advantages that remember earlier visits of a prompt (DCPO's smoothed standardisation)."""
+"""Advantages that remember earlier visits of a prompt (DCPO's smoothed standardization)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def smoothed_advantages(
 ) -> torch.Tensor:
     """Return smoothed advantages with a visit more of each prompt; of several ranks, give all groups to each.
 
-    On the i-th visit, with ``A_new`` standardised by this visit's mean and deviation and ``A_tot`` by those of all
+    On the i-th visit, with ``A_new`` standardized by this visit's mean and deviation and ``A_tot`` by those of all
     visits, the smaller in magnitude of ``((i - 1) A_new + A_tot) / i`` and ``(A_new + (i - 1) A_tot) / i`` (DCPO,
     arXiv 2509.02333, section 3.2; the code in lime-RL/DCPO at 01787b0). A deviation of 0 gives 0. A visit without
     rewards (all NaN) does not count; one with a single reward has deviation 0.
@@ -29,7 +29,7 @@ def smoothed_advantages(
         prompt_ids: The prompt of each group.
         history: Earlier visits, to which these are not added.
         altered: Of each group whether its prompt was asked with something else than its row says; such a visit is
-            standardised by itself. Empty for none.
+            standardized by itself. Empty for none.
     """
     seen: dict[str, Record] = {}  # a prompt may be visited twice in a batch
     advantages_R = rewards_R.to(torch.float64, copy=True)
@@ -50,14 +50,14 @@ def _of_group(rewards_G: torch.Tensor, before: Record) -> tuple[torch.Tensor, Re
     mean, deviation = moments(present)
     total = before.with_rewards(mean, deviation)
     count = total.num_visits
-    new_G = _standardised(rewards_G, mean, deviation)
-    total_G = _standardised(rewards_G, total.mean, total.deviation)
+    new_G = _standardized(rewards_G, mean, deviation)
+    total_G = _standardized(rewards_G, total.mean, total.deviation)
     near_new_G = ((count - 1) * new_G + total_G) / count
     near_total_G = (new_G + (count - 1) * total_G) / count
     return torch.where(near_new_G.abs() < near_total_G.abs(), near_new_G, near_total_G), total
 
 
-def _standardised(rewards_G: torch.Tensor, mean: float, deviation: float) -> torch.Tensor:
+def _standardized(rewards_G: torch.Tensor, mean: float, deviation: float) -> torch.Tensor:
     if is_flat(mean, deviation):
         return torch.where(rewards_G.isnan(), rewards_G, 0.0)
     return (rewards_G - mean) / deviation

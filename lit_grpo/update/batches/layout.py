@@ -27,7 +27,7 @@ class Member(NamedTuple):
     """A completion of a row, or the chunk of it that is there.
 
     Args:
-        row: Its place among the rollouts of the step.
+        row: Place of the completion among the rollouts of the step.
         begin: Place of its first token that is in the row.
         end: Place after its last.
         trained: Which of its tokens that are trained on are in the row; None if it is there for the channel ``ce``.
@@ -63,8 +63,8 @@ class PackedRow(Tokens):
     - ``labels``, on a device other than the host: see :func:`lit_grpo.update.prefix.layout.key_labels`.
 
     Args:
-        input_ids_BT: The row.
-        position_ids_BT: Its positions.
+        input_ids_BT: Token ids of the row, shape (1, T); several rows if no prefix is shared.
+        position_ids_BT: Position of each token in its own sequence, shape as ``input_ids_BT``.
         stretches: What is where, and which tokens see which.
         carried: What the row sees of other micro-batches, a span for each stretch that is.
         in_row: What others have seen of it, with its place.
@@ -176,7 +176,7 @@ class MicroBatches(Iterable[PackedRow]):
     they can go through again.
 
     Args:
-        rows: The micro-batches.
+        rows: Micro-batches in the order in which they go through the policy.
         shared_prefix: Whether they are packed, so that empty ones are, too.
     """
 
@@ -227,7 +227,7 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     Where nothing would be in the row it has one token. Advantages are 0.
 
     Args:
-        rollouts: Of the step.
+        rollouts: Rollouts of the optimizer step, which parts refer to by their places.
         parts: The rollouts of each prompt, or one chunk of one.
         least_shared: The fewest common tokens of responses that stand in the row once.
     """
@@ -287,10 +287,10 @@ def _place(
     """Place a part in a row: its prompt, where that is not carried, and the tree of its completions.
 
     Args:
-        part: Of the row.
-        rollouts: Of the step.
+        part: Completions of one prompt, or a chunk of one, to place in the row.
+        rollouts: Rollouts of the optimizer step, which the part refers to by their places.
         start: Where its first token stands.
-        number: Of its first stretch.
+        number: Number of the part's first stretch in the row.
         least_shared: The fewest common tokens of responses that stand in the row once.
 
     Returns:
@@ -382,8 +382,8 @@ def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> Packe
     """Lay rollouts out one a row, padded on the right; without rollouts, one row of one token.
 
     Args:
-        rollouts: Of the step.
-        members: Which of them, by their places.
+        rollouts: Rollouts of the optimizer step, which ``members`` selects from.
+        members: Places of the rollouts to lay out, in ``rollouts``.
     """
     own = [rollouts[member] for member in members]
     longest = max((len(r.prompt.token_ids) + r.completion.num_tokens - 1 for r in own), default=1)

@@ -123,7 +123,7 @@ def token_logprobs(
         target_ids_N: Token ids. Or a token and K candidates for each place, shape (N, 1 + K): then log-probs have the
             shape (N, K + 2), and the last is the log of the probability of all tokens that are no candidates.
         head: Maps hidden states (n, D) to float32 logits (n, V).
-        vocab_size: V.
+        vocab_size: Number of logits per token, V, which decides the size of a chunk.
         temperature: Divides the logits, as it did when the tokens were sampled.
         entropy_gradient: Whether the entropy carries a gradient.
     """

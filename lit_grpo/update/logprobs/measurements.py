@@ -70,9 +70,9 @@ def measure(
             a function of the last hidden states.
         micro_batches: The rollouts, laid out.
         model: What to measure them under.
-        temperature: Divides the logits.
+        temperature: Temperature that the logits are divided by, as in sampling.
         device: Where the model computes.
-        ranks: Those that share each micro-batch, and have equally many.
+        ranks: Ranks that share each micro-batch, and have equally many.
     """
     measured: list[torch.Tensor] = []
     own: list[PackedRow] = []

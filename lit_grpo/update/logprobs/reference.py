@@ -50,7 +50,7 @@ class HostWeights:
     They are copied to a device and never back, so they can be written where they are, in place, but not there.
 
     Args:
-        model: Its weights are moved.
+        model: Model whose weights are moved.
         pinned: Whether they are page-locked, which makes copies to a GPU faster. Needs CUDA.
     """
 
@@ -77,8 +77,8 @@ class Reference:
 
     Args:
         model: The copy; it is switched to evaluation and needs no gradient.
-        device: Where it computes.
-        settings: Where it lives.
+        device: Device on which the reference computes log-probs.
+        settings: Whether the weights are kept in host memory (``offload``).
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, settings: ReferenceSettings) -> None:
@@ -172,9 +172,9 @@ def make_reference(
     Args:
         policy: The model, perhaps sharded.
         source: What it was loaded from.
-        dtype: Of its weights.
+        dtype: Name of the dtype of the weights that are loaded, such as ``bfloat16``.
         device: Where the reference computes.
-        settings: Where it lives.
+        settings: Whether the reference's weights are kept in host memory (``offload``).
         began: What is trained: all weights, adapters that the run has put on the ``bare`` policy, or the ``adapter``
             that the policy came with.
     """

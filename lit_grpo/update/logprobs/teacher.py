@@ -402,7 +402,7 @@ def check_num_tokens(teacher: str, num_tokens: int, tokenizer: PreTrainedTokeniz
     Args:
         teacher: Name of the teacher.
         num_tokens: Number of tokens that the teacher knows.
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, all of whose tokens the teacher has to know.
         num_rows: Number of rows of the policy's embedding; those after the tokenizer's tokens are padding.
 
     Raises:
@@ -427,7 +427,7 @@ def check_teacher(settings: TeacherSettings, tokenizer: PreTrainedTokenizerBase,
 
     Args:
         settings: What the user has set.
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, which is compared with the teacher's.
         vocab_size: Number of rows of the policy's embedding.
 
     Raises:
@@ -456,8 +456,8 @@ def make_teacher(
         settings: What the user has set.
         policy: The policy, of which nothing has been trained yet; perhaps sharded.
         source: What it was loaded from.
-        dtype: Of its weights.
-        tokenizer: Its tokenizer.
+        dtype: Name of the policy's dtype, such as ``bfloat16``.
+        tokenizer: Tokenizer of the policy, which is compared with the teacher's.
         device: Where the teacher computes.
         began: What is trained, as for :func:`lit_grpo.update.logprobs.reference.make_reference`.
 

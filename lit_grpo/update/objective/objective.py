@@ -66,7 +66,7 @@ class EntropyBonus:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss that an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names."""
+    """The loss that an optimizer step minimizes. Fields left out are those of the recipe that ``loss`` names."""
 
     loss: str = "dapo"
     """Loss function: ``dapo`` (every token of the step has the same weight; clips at 0.2 on both sides; for DAPO's

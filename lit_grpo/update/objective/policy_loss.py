@@ -63,8 +63,8 @@ def policy_loss(
     number.
 
     Args:
-        tokens: Of a micro-batch.
-        objective: The loss to minimise.
+        tokens: Tokens of a micro-batch with their columns, such as log-probs and advantages.
+        objective: The loss to minimize.
         totals: Denominators of the whole step, on all ranks.
         beta: Weight of the KL term in this step; ``kl.beta`` by default.
         entropy_coefficient: Weight of the entropy bonus in this step; ``entropy.coefficient`` by default.

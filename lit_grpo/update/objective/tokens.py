@@ -36,7 +36,7 @@ class Tokens:
     Args:
         columns: All values, by name.
         figures: Values of tokens whose means are logged, shape N, by name.
-        writer: Who writes columns.
+        writer: Plug-in and hook that write columns, named in errors.
     """
 
     columns: dict[str, torch.Tensor]
@@ -204,7 +204,7 @@ def near_completions(tokens: Tokens, limit: float) -> torch.Tensor:
 def entropy_threshold(entropy_N: torch.Tensor, share: float) -> float:
     """Return the entropy that the ``share`` of tokens with the highest reach; infinite without tokens.
 
-    Linear interpolation between neighbours, as ``torch.quantile``, which takes no more than 2**24 values. Tokens at
+    Linear interpolation between neighbors, as ``torch.quantile``, which takes no more than 2**24 values. Tokens at
     the threshold are kept ("Beyond the 80/20 Rule", arXiv 2506.01939; TRL's ``top_entropy_quantile``).
     """
     if not entropy_N.numel():

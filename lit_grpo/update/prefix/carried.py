@@ -20,7 +20,7 @@ class CarriedSpan:
     are, and gradients are those of one micro-batch with all that sees the span.
 
     Args:
-        token_ids: The span's.
+        token_ids: Token ids of the prompt or chunk.
         before: What it follows; a prompt follows nothing.
         weight: What the others have left is multiplied by it.
     """

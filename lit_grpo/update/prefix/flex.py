@@ -21,7 +21,7 @@ def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: i
     Args:
         labels_3K: What :func:`lit_grpo.update.prefix.layout.key_labels` tells of the row, on its device.
         window: How many tokens back a token sees, itself among them; ``None`` for all.
-        num_tokens: Of the row; carried prompts follow it.
+        num_tokens: Number of tokens of the row; carried prompts follow it.
     """
     num_keys = max(labels_3K.shape[1], _TWO_BLOCKS)
     if missing := num_keys - labels_3K.shape[1]:
@@ -56,8 +56,8 @@ def flex_prefix_attention(
     Args:
         query: Shape (1, heads, T, head size).
         key: Shape (1, KV heads, T, head size).
-        value: Of the key's shape.
-        mask: Of :func:`prefix_block_mask`.
+        value: Values, of the shape of ``key``.
+        mask: Which tokens each token sees, made by :func:`prefix_block_mask`.
         scaling: Scores are multiplied by it.
         cap: The limit of scores, by tanh; ``None`` is no limit.
         sinks_H: The score of a key without a value that each head has beside the others.

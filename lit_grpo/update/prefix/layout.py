@@ -13,7 +13,7 @@ MASKED_ROWS = 512  # queries of one masked piece, so that a mask takes no more t
 
 
 class Stretch(NamedTuple):
-    """Tokens of a packed row that are neighbours, with positions that are: a prompt, or what responses have in common.
+    """Tokens of a packed row that are neighbors, with positions that are: a prompt, or what responses have in common.
 
     It has ``length`` tokens, stands at ``start``, and its first token has the position ``first``. The stretches of a
     row are numbered depth first: a prompt, then the tree of its responses, each after the one that it begins at. Those
@@ -83,10 +83,10 @@ def key_labels(stretches: Sequence[Stretch]) -> torch.Tensor:
 def attention_pieces(stretches: Sequence[Stretch], window: int | None) -> list[Piece]:
     """Cut the attention of a packed row into pieces in which no key is repeated and no query padded.
 
-    Each stretch attends to itself, and then all that come after it, which are neighbours in the row, to it.
+    Each stretch attends to itself, and then all that come after it, which are neighbors in the row, to it.
 
     Args:
-        stretches: Of the row.
+        stretches: Stretches of the packed row, in order.
         window: How many tokens back a query sees, its own among them; ``None`` for all.
     """
     pieces: list[Piece] = []
@@ -141,7 +141,7 @@ def piecewise_attention(
     Args:
         query: Shape (1, heads, T, head size).
         key: Shape (1, KV heads, T, head size).
-        value: Of the key's shape.
+        value: Values, of the shape of ``key``.
         pieces: Which queries see which keys; those of a query that ``merges`` come after one that does not.
         scaling: Scores are multiplied by it.
         cap: The limit of scores, ``cap tanh(score / cap)``, which torch's kernel does not know: it takes longer.

@@ -65,7 +65,7 @@ def lay_out_batches(
     """Put the stretches of a row that can go through a layer together into batches with little padding.
 
     Args:
-        stretches: Of the row.
+        stretches: Stretches of the packed row, in order.
         needed_elsewhere: Where stretches begin whose states other rows need.
         whole: Have each stretch follow all the tokens before it, for layers that cannot begin from a state.
         device: Where the row is.
@@ -135,7 +135,7 @@ class RecurrentLayer:
     """Takes the place of the forward of a layer with states: a packed row goes through it as batches.
 
     Args:
-        layer: It.
+        layer: Layer whose forward is replaced.
         shape: What its model's states are.
     """
 

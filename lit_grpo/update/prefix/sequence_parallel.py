@@ -19,14 +19,14 @@ T = TypeVar("T")
 class SequenceParallel:
     """Ranks that share the tokens of a row (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-    Through the policy's layers a rank takes neighbouring tokens of the row, all equally many; in attention it has all
+    Through the policy's layers a rank takes neighboring tokens of the row, all equally many; in attention it has all
     tokens, of its part of the heads. The last hidden states come together again, and of the predicted tokens each rank
     takes a part through the head. Rows of all of these ranks go through one after another: each is of one rank, the
     owner, whose loss it counts in, and the others give their part of its gradient. A rank that shares with no other
     (size 1) calls :meth:`in_turn` alone.
 
     Args:
-        size: How many ranks share a row; neighbours, so that the run's ranks are a multiple of it.
+        size: How many ranks share a row; neighbors, so that the run's ranks are a multiple of it.
     """
 
     def __init__(self, size: int = 1) -> None:

@@ -37,7 +37,7 @@ class SharedPrefix:
         stretches: Where prompts and responses stand in the row, and which of them see which.
         carried: The spans that carried stretches end with.
         in_row: What other rows have seen of this one, with its place.
-        ranks: Those that share the row.
+        ranks: Ranks that share the row.
         labels_3K: What :func:`key_labels` tells of the stretches, on the row's device; by default it is copied there.
     """
 

@@ -27,9 +27,9 @@ def completions(
     """Return the completions that a page shows of one run.
 
     Args:
-        samples: Rows of samples.jsonl.
+        samples: Rows of ``samples.jsonl``: completions of training, oldest first.
         evaluated: Rows of evaluation/completions.jsonl, at most one for each prompt and policy.
-        validated: Rows of val_samples.jsonl.
+        validated: Rows of ``val_samples.jsonl``: completions of held-out prompts.
         num_runs: Number of runs that share the page, and so the limit of its text.
     """
     room = {name: share * MAX_TEXT / num_runs for name, share in SHARES.items()}
@@ -50,7 +50,7 @@ def over_time(samples: Iterable[Mapping[str, Any]], least: int = 2) -> list[dict
     one with the lowest if that differs.
 
     Args:
-        samples: The samples.
+        samples: Completions with their ``prompt_id``, ``step`` and ``reward``.
         least: The number of updates that a prompt needs.
     """
     found: dict[str, dict[int, list[Mapping[str, Any]]]] = {}

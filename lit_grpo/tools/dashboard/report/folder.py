@@ -58,7 +58,7 @@ class RunRecords:
         config_text: The text of the configuration file.
         versions: The versions of packages at the last start of the run, a line each.
         samples: Rows of the file samples.jsonl.
-        first_samples: Those of the first update that was sampled from.
+        first_samples: Samples of the first update that was sampled from.
         validated: Rows of the file val_samples.jsonl.
         evaluated: Rows of evaluation/completions.jsonl, one for each prompt and policy: the greedy one if there is one.
         lengths: Rows with ``step``, ``tokens`` and ``predicted``, from trace.jsonl or else from the timelines.

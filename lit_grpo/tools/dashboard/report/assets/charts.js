@@ -8,7 +8,7 @@ function linesOf(run, panel) {
   return panel.metrics.map((name) => ({ name, run, values: run.metrics[name], limit: panel.limits.includes(name), ...style(Math.max(drawn.indexOf(name), 0)) }));
 }
 
-/** The lines of a metric of several runs: a run each, which has its colour in all charts. */
+/** The lines of a metric of several runs: a run each, which has its color in all charts. */
 function linesOfRuns(metric) {
   return content.runs.map((run, index) => ({ name: run.name, run, values: run.metrics[metric], limit: false, ...style(index) })).filter((line) => line.values);
 }

@@ -77,7 +77,7 @@ function setTheme(name, keep = false) {
   const button = document.getElementById("theme");
   if (button) {
     button.textContent = name === "dark" ? "☀ Light" : "☾ Dark";
-    button.setAttribute("aria-label", name === "dark" ? "Light colours" : "Dark colours");
+    button.setAttribute("aria-label", name === "dark" ? "Light colors" : "Dark colors");
   }
   try {
     if (keep) localStorage.setItem("lit_grpo-theme", name);

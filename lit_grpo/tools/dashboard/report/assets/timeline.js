@@ -336,7 +336,7 @@ function keys() {
   const swatch = (style) => make("span", { style: `width: 14px; height: 10px; border-radius: 2px; flex: none; ${style}` });
   const hatched = "background: repeating-linear-gradient(135deg, var(--band) 0 3px, var(--band-edge) 3px 4px)";
   return make("div", { class: "keys" },
-    make("span", {}, swatch("background: var(--series-1)"), "a completion; its colour is its prompt"),
+    make("span", {}, swatch("background: var(--series-1)"), "a completion; its color is its prompt"),
     make("span", {}, swatch("border: 1px solid var(--edge)"), "an idle slot"),
     make("span", {}, swatch("height: 4px; background: var(--soft)"), "a step that prefilled prompts too"),
     make("span", {}, swatch(hatched), "nothing decodes: reward wait, update, weight sync"),
