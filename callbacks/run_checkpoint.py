@@ -471,7 +471,7 @@ def _guarded_hooks(trainer: pl.Trainer, leaves_out: bool = False) -> Iterator[No
     """Name a user's callback that fails in what it adds to a checkpoint.
 
     Args:
-        trainer: Lightning's Trainer.
+        trainer: Lightning's Trainer that the run is fitted with.
         leaves_out: Whether the checkpoint is made without it then, because it is the last one of a run that ends.
 
     Raises:

@@ -67,7 +67,7 @@ class Record:
     A visit whose prompt was altered shows nothing of the prompt itself, and changes nothing.
 
     Args:
-        num_visits: Number of visits.
+        num_visits: Number of visits of the prompt so far.
         mean: Mean of all rewards; each visit has the same weight.
         deviation: Standard deviation of all rewards, within visits and between them.
         num_completions: Completions that were rewarded, the earlier visits' counting half at each new one.
@@ -155,7 +155,7 @@ class PromptHistory:
     A visit counts for good once it is committed; until then it can be noted again.
 
     Attributes:
-        records: By prompt.
+        records: Record of each prompt, by its id.
         num_recent: Of how many of a prompt's last visits outcomes are remembered one by one; None for all.
     """
 

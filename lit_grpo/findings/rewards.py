@@ -274,7 +274,7 @@ class NoSignalCount:
     """Counts the batches of a run without a learning signal.
 
     Attributes:
-        num_batches: Number of batches.
+        num_batches: Number of batches that have been looked at.
         num_empty: Number of batches without a learning signal.
         is_worth_a_word: Whether :data:`PATIENCE` of them have come in a row.
     """

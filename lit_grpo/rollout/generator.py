@@ -130,7 +130,7 @@ class Generator(Decoder, Protocol):
         """Take over the policy's weights as ``version``; return what was bound.
 
         Args:
-            weights: Tensors by name.
+            weights: Tensors of the policy to sample with, by name.
             version: Version of the policy.
 
         Raises:

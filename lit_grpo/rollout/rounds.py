@@ -100,7 +100,7 @@ class RoundScheduler(CoreListener):
     own rewards alone, and each flat group takes the next prompt.
 
     Args:
-        runner: Scores.
+        runner: Runner of the reward functions, which scores the groups.
         allocation: The plug-in that says how many more a prompt gets.
         pass_rule: When a completion counts as passed.
         replacements: Prompts that may be asked in place of flat groups, in their order.

@@ -253,7 +253,7 @@ class RolloutSession:
         Where the mode overlaps both, decoding goes on after the call.
 
         Args:
-            run: Whose policy samples.
+            run: The run whose policy samples.
             batch: Of prompts; where groups stay open between batches, the session takes the prompts that it wants.
             listeners: Hear of the rollout.
             context: In which the policy computes.
@@ -466,7 +466,7 @@ class RolloutSession:
         """Return what plug-ins, rounds, sizes and rewards have to say of a batch, for all ranks.
 
         Args:
-            run: The run.
+            run: The run whose rollouts the session samples.
             parts: What else this rank has of figures of all ranks.
         """
         gather, parts = run.ranks.gather, dict(parts)

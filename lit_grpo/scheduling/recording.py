@@ -23,8 +23,8 @@ def timeline_row(step: int, batch: PromptBatch, seconds: Mapping[str, float]) ->
     seconds.
 
     Args:
-        step: The update.
-        batch: With its rollouts.
+        step: Number of the update that the batch was trained on in.
+        batch: Batch of prompts with its rollouts.
         seconds: What its phases took, by name.
     """
     shown = _shown(batch.spans, batch.clock.slots)

@@ -166,7 +166,7 @@ def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Te
     Args:
         inputs: Queries, scaling and what they see; shape (rows, heads, T, key size).
         key: Of all tokens, those of the queries last: shape (rows, KV heads, tokens, key size).
-        value: Likewise.
+        value: Values, of the shape of the keys.
 
     Returns:
         The mixed values, shape (rows, heads, T, value size).

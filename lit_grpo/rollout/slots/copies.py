@@ -24,7 +24,7 @@ class WeightCopies:
     """Copies that take the place of layers' weights within a block.
 
     Args:
-        layers: Linear layers.
+        layers: Linear layers of the policy, whose weights are copied.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
@@ -60,7 +60,7 @@ class LoweredWeights(WeightCopies):
     they are, so that recordings can read them.
 
     Args:
-        model: The policy.
+        model: The policy that decodes.
         dtype: What autocast computes in.
     """
 
@@ -85,7 +85,7 @@ class PackedWeights(WeightCopies):
     in their last digits. Sharded weights have none.
 
     Args:
-        model: The policy.
+        model: The policy that decodes.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -175,7 +175,7 @@ class LayerOperations:
     """The operations of one layer.
 
     Args:
-        layer: Of the decoder.
+        layer: Layer of the decoder to compute.
         scaling: What it multiplies its attention scores by.
         sight: Which tokens it sees.
 
@@ -249,7 +249,7 @@ class FusedDecoder:
     states; ``tables`` are cosine and sine of all positions tabulated so far, shape (positions, head size).
 
     Args:
-        model: The policy.
+        model: The policy that decodes.
         calls: What its layers hand to their attention in a forward.
 
     Raises:

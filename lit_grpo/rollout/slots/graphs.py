@@ -70,7 +70,7 @@ class GraphedDecoder:
     column in the tables.
 
     Args:
-        decoder: Computes a step.
+        decoder: Decoder that computes a step of all slots.
         tables: Say what lies where, and attend.
         weights: Called for the weights that a step reads.
         make_recorder: Makes what records a step, once for all recordings that are there at a time; by default as CUDA

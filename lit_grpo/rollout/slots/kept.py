@@ -74,7 +74,7 @@ class KeptCompletions:
             policy: Switched to slot attention.
             requests: What goes on; their prompts are in the cache.
             rows: The tokens of those that there are.
-            cache: Takes the rows.
+            cache: Cache of the slots, which takes the rows over.
             most_tokens: The most tokens that go through the model at once.
         """
         has_states = cache.states is not None
@@ -103,7 +103,7 @@ class KeptCompletions:
         """Find the longest beginning of a request's prefix, without its last token, that is there; its own first.
 
         Args:
-            request: What goes on.
+            request: Request that goes on from what was kept.
             rows: The tokens of those that there are.
             whole: Take all of what a row or a kept completion has, or nothing, because a state is that of all of it.
 

@@ -152,7 +152,7 @@ class Plan:
         Args:
             lengths: What is thought of the lengths; where they are not informative, all plans hand out in the order of
                 arrival.
-            num_slots: Slots there are.
+            num_slots: Number of slots of the generator.
         """
         return Queue(lengths, num_slots)
 
@@ -260,7 +260,7 @@ def make_queues(spec: str | Plan, lengths: Lengths, num_slots: int, points: Sequ
     Args:
         spec: See :func:`find_plan`.
         lengths: What is thought of the lengths; the plan follows it.
-        num_slots: Slots there are.
+        num_slots: Number of slots of the generator.
         points: Numbers of tokens, ascending; none for the plan's queue alone.
     """
     plan = find_plan(spec) if isinstance(spec, str) else spec

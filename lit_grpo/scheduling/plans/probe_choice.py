@@ -130,7 +130,7 @@ def count_steps(
         said: Tokens that are predicted after the first point, or without points before decoding, shape (jobs,); jobs of
             which nothing is, NaN, come last, as they have arrived.
         points: Numbers of tokens, ascending, as for :func:`lit_grpo.scheduling.plans.plan.make_queues`.
-        num_slots: Slots that decode.
+        num_slots: Number of slots that decode at a time.
         kept_tokens: Tokens of parked jobs that are kept; a job that finds no more room loses its own.
     """
     stops = [point + 1 for point in points]  # a job is looked at when it has a token more

@@ -459,7 +459,7 @@ def check_request(request: Request, sampling: SamplingParams, context: int, budg
     """Check one request.
 
     Args:
-        request: The request.
+        request: Request that is to be admitted.
         sampling: That of the requests in flight.
         context: The most tokens that the model takes, prompt and completion together.
         budget: The KV tokens that were granted.
