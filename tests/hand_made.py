@@ -337,7 +337,8 @@ def make_step(rollouts: Sequence[Rollout] = (), measure: Any = lambda rollouts, 
     totals, optimizer = StepTotals(0, 0, MAX_TOKENS), torch.optim.SGD([torch.zeros(1)])
     defaults: dict[str, Any] = {"version": 0, "progress": 0.0, "policy": None, "optimizer": optimizer, "beta": 0.0}
     defaults |= {"ranks": Ranks(), "measure": measure, "visit": lambda visitor: None, "own": totals, "totals": totals}
-    return Step(rollouts, **(defaults | {"values": {"entropy_coefficient": 0.0}} | changes))
+    defaults["values"] = {"entropy_coefficient": 0.0}
+    return Step(rollouts, **(defaults | changes))
 
 
 def make_tokens(**columns: torch.Tensor | None) -> Tokens:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -563,7 +563,7 @@ def test_the_core_asks_hooks_in_one_place_alone() -> None:
 
 
 class _Short(Plugin):
-    writes = frozenset({"chosen", "weight"})
+    writes: ClassVar[frozenset[str]] = frozenset({"chosen", "weight"})
 
     def on_batch(self, batch: Any) -> None:
         for rollout in batch.rollouts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -359,7 +359,7 @@ def _even(number: int) -> torch.Tensor:
 class Sparse(Plugin):
     """Trains on every other token, with weight 2."""
 
-    writes = frozenset({"mask", "weight"})
+    writes: ClassVar[frozenset[str]] = frozenset({"mask", "weight"})
 
     def on_minibatch(self, step: Step) -> None:
         for rollout in step.rollouts:

@@ -90,7 +90,7 @@ def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, n
 
 def known_of_hints(data: PromptDataModule) -> dict[str, HintRecord]:
     rewrite: Any = data.train_dataloader().rewrite
-    hinter = rewrite.keywords["rule"]
+    hinter = rewrite.keywords["rules"][0]
     assert isinstance(hinter, Hint) and hinter.known
     return hinter.known
 

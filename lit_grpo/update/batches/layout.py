@@ -343,6 +343,8 @@ def _columns(row: PackedRow, rollouts: Sequence[Rollout]) -> dict[str, torch.Ten
     else:
         advantages = np.array([rollout.advantage for rollout, _, _ in own], np.float32)
         columns["advantage"] = torch.from_numpy(np.repeat(advantages, counts))
+    if not own:  # a KL term asks for them, of no token too
+        columns["reference_logprob"] = torch.empty(0)
     for name, default in OF_TOKENS.items():
         if any(name in rollout.columns for rollout, _, _ in own):
             values = [
