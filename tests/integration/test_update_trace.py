@@ -35,5 +35,5 @@ def _where_defined(name: str) -> str:
 @pytest.mark.nightly
 def test_environments_add_few_files_and_classes_to_an_update() -> None:
     without, environments = (traced(name, ROOT)[0] for name in ("arithmetic", "calculator"))
-    assert environments["files"] <= without["files"] + 8, environments
+    assert environments["files"] <= without["files"] + 9, environments
     assert environments["classes"] <= without["classes"] + 14, environments  # two are forms of hooks' returns
