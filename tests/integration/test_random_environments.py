@@ -15,11 +15,13 @@ from forks import run
 from random_environments import NUM_UPDATES, Case, Killed, Play
 
 from lit_grpo.checkpoints import check_whole, read
+from lit_grpo.plugins import CannotGoOn
 
 SCRIPT = Path(__file__).parents[1] / "random_environments.py"
 LIMIT_S = 60.0
 """After so many seconds a case counts as hanging; one takes less than a second."""
 REFUSAL = "returns a state that no checkpoint can hold"
+GONE = "All trajectories of the last batch were dropped after their retries"  # before any has begun
 
 
 def played(play: Play) -> list[Any] | str:
@@ -39,6 +41,8 @@ def played(play: Play) -> list[Any] | str:
     (outcome,) = outcomes
     if isinstance(outcome, ValueError) and REFUSAL in str(outcome):
         return REFUSAL
+    if isinstance(outcome, CannotGoOn) and GONE in str(outcome):
+        return GONE
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
@@ -65,6 +69,9 @@ def by_group(trained_on: Sequence[Sequence[Any]]) -> dict[tuple[str, int], dict[
 def check(case: Case, alone: list[Any] | str, cut: list[Any] | str, folders: Sequence[Path]) -> None:
     if case.is_refused:  # unless no environment ever began
         assert all(told == REFUSAL or not any(told) for told in (alone, cut)), case
+        return
+    if GONE in (alone, cut):
+        assert case.chances["reset"] > 0, case
         return
     assert not isinstance(alone, str) and not isinstance(cut, str), case
     assert len(alone) == len(cut) == NUM_UPDATES
