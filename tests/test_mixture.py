@@ -449,6 +449,20 @@ def test_hooks_hear_of_the_rows_of_their_data_sets_alone() -> None:
     assert told.of == [own.prompt.prompt_id] * 5
 
 
+class Dear(Plugin):
+    """Adds a loss to tokens, and names no candidates, which say whose."""
+
+    writes: ClassVar[frozenset[str]] = frozenset({"added_loss"})
+
+    def loss(self, tokens: Any) -> None:
+        tokens["added_loss"] = -tokens.logprobs_N
+
+
+def test_a_loss_of_all_tokens_cannot_be_limited() -> None:
+    with pytest.raises(ValueError, match="dear adds a loss to the tokens of all data sets, which can"):
+        restricted("dear", Dear(), ["a"])
+
+
 def test_names_and_fields_of_limited_plugins() -> None:
     plugins = make_plugins([{"echo": {"datasets": ["a", "b"]}}, "gigpo:datasets=c"])
     assert list(plugins) == ["echo (a, b)", "gigpo (c)"]

@@ -169,6 +169,8 @@ def restricted(name: str, plugin: Copied, datasets: Iterable[str]) -> Copied:
         WHOLE_RUN[hook] for hook in WHOLE_RUN if overriding([plugin], hook) and not (leads and hook == "on_step")
     ]
     concerns += [COLUMNS[column].whole_run for column in COLUMNS if column in plugin.writes]
+    if "added_loss" in plugin.writes and "candidates" not in plugin.writes:  # which say whose tokens have one
+        concerns.append("adds a loss to the tokens of all data sets")
     why = next(filter(None, concerns), None)
     if why is None and not (overriding([plugin], *LIMITS, "rewards") or plugin.writes):
         why = "does nothing by rows"
