@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.earlier_commit import earlier_commit
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, options_parser
 
-BEFORE = "23f661f"
+BEFORE = "5c28c954"
 
 
 @dataclass(frozen=True)
