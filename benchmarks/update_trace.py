@@ -26,7 +26,7 @@ from lit_grpo import callbacks
 from lit_grpo.cli.command_line import run
 from lit_grpo.data import PromptDataModule
 
-files, functions, classes, first_calls, num_updates = set(), set(), set(), {}, 0
+functions, classes, first_calls, num_updates = {}, set(), {}, 0
 scheduler, sync = callbacks.RolloutScheduler, callbacks.WeightSync
 places = (sys.argv[1] + "/lit_grpo/", sys.argv[1] + "/callbacks/")
 set_up, begin, end = PromptDataModule.setup, scheduler.on_train_batch_start, sync.on_train_batch_end
@@ -39,8 +39,7 @@ def note_first(frame, event, argument):
 def trace(frame, event, argument):
     code = frame.f_code
     if event == "call" and code.co_filename.startswith(places):
-        files.add(code.co_filename)
-        functions.add((code.co_filename, code.co_qualname))
+        functions.setdefault((code.co_filename, code.co_qualname))
         owner = frame.f_locals.get("self")
         if type(owner).__module__.split(".")[0] in ("lit_grpo", "callbacks"):
             classes.add(type(owner))
@@ -63,7 +62,10 @@ def on_end(self, *arguments, **options):
 PromptDataModule.setup, scheduler.on_train_batch_start, sync.on_train_batch_end = on_setup, on_start, on_end
 run(sys.argv[2:])
 named = [name for _, name in functions if not name.rpartition(".")[2].startswith("<")]
-print(json.dumps([[len(files), len(functions), len(named), len(classes)], list(first_calls)]))
+order = [file for file, _ in functions]
+moves = [file for file, last in zip(order, [None, *order]) if file != last]
+counts = [len(set(order)), len(functions), len(named), len(classes), len(moves) - len(set(order))]
+print(json.dumps([counts, list(first_calls)]))
 """
 
 
@@ -93,7 +95,7 @@ def main(options: Options) -> int:
 
 
 def traced(config: str, root: Path, **more: object) -> tuple[dict[str, int], list[str]]:
-    """Return the number of files, functions (named: without comprehensions) and classes of the third update.
+    """Return the number of files, functions (named: without comprehensions), classes and returns of the third update.
 
     Also return the functions of the run up to the end of its first update, in the order of their first calls.
 
@@ -113,7 +115,7 @@ def traced(config: str, root: Path, **more: object) -> tuple[dict[str, int], lis
     if told.returncode:
         raise SystemExit(told.stdout + told.stderr)
     counts, first_calls = json.loads(told.stdout.splitlines()[-1])
-    return dict(zip(("files", "functions", "named_functions", "classes"), counts, strict=True)), first_calls
+    return dict(zip(("files", "functions", "named_functions", "classes", "returns"), counts, strict=True)), first_calls
 
 
 def sizes(root: Path) -> dict[str, int | float]:
