@@ -4,8 +4,7 @@
 figures that both log are compared, but for times, memory and predicted lengths. Tokens do not depend on the order in
 which completions are decoded, but the rounding of their log-probs does, in the seventh digit: where tools and
 environments answer (``calculator``, ``catch``), the clock decides the order, in two runs of one commit too. Differences
-are relative to the largest value that the figure has in the run. ``catch`` is compared with a later commit, which
-mended how broken calls are read and so changed its conversations.
+are relative to the largest value that the figure has in the run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from benchmarks.earlier_commit import earlier_commit
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
-BEFORE = {"arithmetic": "23f661f", "knights": "23f661f", "calculator": "23f661f", "catch": "39eade4"}
+BEFORE = dict.fromkeys(("arithmetic", "knights", "calculator", "catch"), "5c28c954")
 SEEDS, UPDATES = 3, 6
 MEASURED = ("time/", "perf/", "memory/", "lengths/", "environments/waiting_share", "epoch", "step")
 ORDER = ("rollout/",)
