@@ -50,29 +50,21 @@ class BackgroundIO(CheckpointIO):
 
     @property
     def is_writing(self) -> bool:
-        """True if a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            CheckpointError: The checkpoint could not be written; it is raised once.
-        """
+        """Wait until nothing is being written, and raise the error of the last save, once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Read a checkpoint, as its writer does."""
         return self._writer.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, as its writer does."""
         self._writer.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Wait for the thread and end it."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -56,11 +56,7 @@ class WholeFileIO(TorchCheckpointIO):
                 aside.unlink()
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Read a file, or join the shards of a folder.
-
-        Raises:
-            DamagedError: The checkpoint is damaged, or its weights hold NaN or infinity.
-        """
+        """Read a file, or join the shards of a folder; a damaged one raises DamagedError."""
         path = settled(Path(path))
         check_whole(path)
         return read(path) if path.is_dir() else from_written(super().load_checkpoint(path, *args, **kwargs))
@@ -79,11 +75,7 @@ class FolderIO(WholeFileIO):
             self._group = cast("distributed.ProcessGroup", distributed.new_group(backend="gloo"))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write ``path`` together with the other ranks.
-
-        Raises:
-            CheckpointError: A rank could not write, or a value could not be read back; all ranks raise it.
-        """
+        """Write ``path`` together with the other ranks; if one of them fails, all raise a CheckpointError."""
         self.prepare()
         state, tensors = apart(to_written(checkpoint))
         state["save"] = uuid.uuid4().hex  # so that two saves of equal states have two ids
@@ -91,7 +83,6 @@ class FolderIO(WholeFileIO):
 
 
 def _written(state: dict[str, Any], path: Path) -> bytes | CheckpointError:
-    """Return what a folder holds beside the shards; the error where that could not be read back."""
     file = io.BytesIO()
     try:
         torch.save(sealed(state), file)
@@ -103,15 +94,7 @@ def _written(state: dict[str, Any], path: Path) -> bytes | CheckpointError:
 
 
 def read(path: Path, only: tuple[str, ...] = ("state_dict", "optimizer_states")) -> dict[str, Any]:
-    """Read a checkpoint onto the host, in the form in which one device writes it.
-
-    Args:
-        path: A file, or a folder of shards.
-        only: The parts with shards that are read; the others are left out.
-
-    Raises:
-        ValueError: The folder is no checkpoint, or files are missing.
-    """
+    """Read a checkpoint onto the host, in the form in which one device writes it."""
     if not path.is_dir():
         return read_state(path)
     check_folder(path)

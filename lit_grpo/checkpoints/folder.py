@@ -139,10 +139,7 @@ def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> N
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without letting it run code; of a folder, everything except the shards.
-
-    A sharded tensor has a shape and no content. The tensors of a file are read from the disk when they are used.
-    """
+    """Read a checkpoint without letting it run code; of a folder, all except the shards' content."""
     return from_written(read_written(path))
 
 
@@ -153,11 +150,7 @@ def read_written(path: Path) -> Any:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder that is no checkpoint, or that lacks the files of a rank.
-
-    Raises:
-        ValueError: The folder is no checkpoint, is damaged, or lacks files.
-    """
+    """Refuse a folder that is no checkpoint, or that lacks the files of a rank."""
     if not (path / STATE).is_file():
         raise ValueError(
             f"{str(path)!r} is a folder, but no checkpoint (it has no {STATE}); give a checkpoint, such as "
@@ -258,7 +251,6 @@ class _Stamp(StreamTransformExtension):
         return io.BytesIO(input.read())
 
     def is_in(self, file: IO[bytes]) -> bool:
-        """Return whether the next bytes of a file are the stamp."""
         return file.read(len(self._bytes)) == self._bytes
 
 
@@ -339,7 +331,6 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _alone(alone: bool) -> Iterator[None]:
-    """Suppress torch's warning of a single process where there is one on purpose."""
     with warnings.catch_warnings():
         if alone:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

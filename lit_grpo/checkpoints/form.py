@@ -75,20 +75,13 @@ def sealed(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     The archive of a checkpoint proves that its bytes are those that were written. The checksums prove that nobody has
     loaded, changed and saved it: a position in the data that was changed would train to other weights without a word.
-
-    Args:
-        checkpoint: What is written; NumPy's values are in the form in which they are written.
     """
     own = {name: checksum(part) for name, part in checkpoint.items() if name != CHECKSUMS}
     return {**checkpoint, CHECKSUMS: own}
 
 
 def change_of(checkpoint: Mapping[str, Any]) -> str | None:
-    """Say how a checkpoint differs from what was saved; None if it does not, or has no checksums.
-
-    Args:
-        checkpoint: The checkpoint as it is written.
-    """
+    """Say how a checkpoint differs from what was saved; None if it does not, or has no checksums."""
     if CHECKSUMS not in checkpoint:
         return None
     saved, own = checkpoint[CHECKSUMS], sealed(checkpoint)[CHECKSUMS]
@@ -101,19 +94,15 @@ def change_of(checkpoint: Mapping[str, Any]) -> str | None:
 
 
 def check_form(checkpoint: Any, path: Path | str | None = None, resumes: bool = False) -> None:
-    """Refuse a checkpoint that lacks a field that its readers need, or has one of another type.
+    """Refuse a checkpoint, before anything is loaded from it, by the first field that is missing or of another type.
 
     Args:
-        checkpoint: What has been read, before anything is loaded from it.
+        checkpoint: The content that has been read.
         path: Path of the checkpoint, for the message.
         resumes: Whether a run is to be resumed from it; for its policy fewer fields are needed.
-
-    Raises:
-        ValueError: The message names the first such field.
     """
     typed(checkpoint, _Run if resumes else _Policy, place_of(path), _REMEDY)
 
 
 def place_of(path: Path | str | None) -> str:
-    """Return the beginning of a sentence about a checkpoint."""
     return "The checkpoint" if path is None else f"The checkpoint {str(path)!r}"

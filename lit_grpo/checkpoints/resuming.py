@@ -21,16 +21,7 @@ PLUGINS = "rollout.plugins"
 def recorded_settings(
     trainer: Any, policy: Any, settings: Any, teacher: Any, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> RunSettings:
-    """Return all settings of a run that its checkpoints save.
-
-    Args:
-        trainer: Lightning's Trainer, whose callbacks name the plug-ins of the run.
-        policy: Name of the policy; a loaded model is not recorded.
-        settings: Settings of the update.
-        teacher: Settings of the teacher, or None.
-        optimizer: The optimizer, before its first step.
-        scheduler: Scheduler of its learning rate, or None.
-    """
+    """Return all settings of a run that its checkpoints save; the optimizer has made no step yet."""
     of_update = {f"model.{name}": getattr(settings, name) for name in ("objective", "advantages")}
     told = flattened({**of_update, "model.policy": policy, "model.teacher": teacher})
     return told | plugin_settings(trainer) | optimizer_settings(optimizer, scheduler)
@@ -61,7 +52,6 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> RunS
 
 
 def plugin_settings(trainer: Any) -> RunSettings:
-    """Return the plug-ins that are set in a Lightning trainer's callbacks."""
     plugins = next((callback.plugins for callback in trainer.callbacks if hasattr(callback, "plugins")), [])
     return {PLUGINS: [_plugin(plugin) for plugin in plugins]}
 
@@ -82,11 +72,7 @@ def differences(before: RunSettings, now: RunSettings) -> dict[str, str]:
 
 
 def check_optimizer(before: RunSettings, now: RunSettings) -> None:
-    """Refuse another optimizer or schedule than the checkpoint's, whose state would not fit or would override it.
-
-    Raises:
-        ValueError: One of them differs, or the learning rate with which a schedule continues.
-    """
+    """Refuse another optimizer or schedule than the checkpoint's, whose state would not fit or would override it."""
     differing = differences(before, now)
     scheduled = {f"{OPTIMIZER}.lr"} if SCHEDULE in before else set()
     refused = [text for name, text in differing.items() if name in {OPTIMIZER, *scheduled} or name.startswith(SCHEDULE)]

@@ -49,27 +49,12 @@ def check_whole(path: Path) -> None:
 
     The whole checkpoint is read once, with the shards of all ranks. A checkpoint that has not changed since it was
     checked is not read again.
-
-    Args:
-        path: A file, or a folder of shards.
-
-    Raises:
-        DamagedError: It is damaged, has weights that are not finite, or was written by a later Lightning. The message
-            names the newest undamaged checkpoint in the same folder.
-        ValueError: The folder is no checkpoint, or files are missing.
     """
     refuse(path, fault_of(path))
 
 
 def checked(path: Path) -> dict[str, Any]:
-    """Return everything in a checkpoint except shards, once it is known to be whole and to have a policy.
-
-    Args:
-        path: A file, or a folder of shards.
-
-    Raises:
-        ValueError: It is damaged, changed, of two saves, or none of a run.
-    """
+    """Return everything in a checkpoint except shards, once it is known to be whole and to have a policy."""
     check_whole(path)
     checkpoint = read_state(path)
     check_form(checkpoint, path)
@@ -77,11 +62,7 @@ def checked(path: Path) -> dict[str, Any]:
 
 
 def refuse(path: Path, fault: str | None) -> None:
-    """Refuse a checkpoint if :func:`fault_of` has found a fault, on this rank or another.
-
-    Raises:
-        DamagedError: There is a fault. The message names the newest undamaged checkpoint in the same folder.
-    """
+    """Raise DamagedError for a fault that :func:`fault_of` has found, on this rank or another."""
     if fault is not None:
         raise DamagedError(f"{str(path)!r} {fault}; {_whole_beside(path)}.")
 

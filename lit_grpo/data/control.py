@@ -81,7 +81,7 @@ class ControlTokens:
         return known
 
     def cover(self, text: str) -> str:
-        """Return a text with a placeholder for each control token that it spells."""
+        """Put a placeholder for each control token that a text spells."""
         numbers = {name: number for number, name in enumerate(self._texts)}
         return self.pattern.sub(lambda found: f"\ue000{self._key}:{numbers[found[0]]}\ue001", text)
 
@@ -92,11 +92,9 @@ class ControlTokens:
         return {**message, **{name: self.cover(text) for name, text in texts.items()}}
 
     def uncover(self, text: str) -> str:
-        """Return a text, or a rendered conversation, as it was before it was covered."""
         return self._placeholder.sub(lambda found: self._texts[int(found[1])], text)
 
     def is_covered(self, text: str) -> bool:
-        """Return whether a text has a placeholder."""
         return self._placeholder.search(text) is not None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:

@@ -55,7 +55,6 @@ class Example(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt and answer."""
         return len(self.prompt_ids) + len(self.answer_ids_T)
 
 
@@ -85,9 +84,7 @@ class AnsweredData(Protocol):
     prompts: dict[str, list[Prompt]]
 
     @property
-    def writer(self) -> TextWriter:
-        """Puts texts into the prompts of ``train`` and ``validation``."""
-        ...
+    def writer(self) -> TextWriter: ...
 
     def answered(self, split: str, column: str, turns: Turns = "all", datasets: Collection[str] = ()) -> list[Example]:
         """Return the prompts of a split with their answers.
@@ -236,11 +233,7 @@ def _divided(conversation: list[Message], answer: Any, turns: Turns) -> tuple[li
 
 
 def is_imitated(message: Message) -> bool:
-    """Return False for a turn of the assistant with ``weight`` 0, which OpenAI's format for fine-tuning leaves out.
-
-    Raises:
-        UnusableRow: The weight is neither 0 nor 1.
-    """
+    """Return False for a turn of the assistant with ``weight`` 0, which OpenAI's format for fine-tuning leaves out."""
     weight = message.get("weight", 1)
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise UnusableRow(f"has a turn with weight {weight!r}; give 0 (the turn is not imitated) or 1")

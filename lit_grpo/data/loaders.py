@@ -83,7 +83,6 @@ class PromptLoader:
     def plug_in(
         self, chooser: PromptChooser | None, rewrite: Callable[[Prompt], Prompt] | None, on_demand: bool
     ) -> None:
-        """Let others say which prompts are asked, with what, and whether they are drawn one by one."""
         self.chooser, self.rewrite, self.on_demand = chooser, rewrite, on_demand
 
     @property
@@ -92,17 +91,15 @@ class PromptLoader:
         return self.batch_size * self.world_size
 
     def use_history(self, history: PromptHistory) -> None:
-        """Let the choice of prompts, and which rank asks them, depend on what is known of prompts."""
         self._history = history
         if self.chooser is not None:
             self.chooser.use_history(history)
 
     def __len__(self) -> int:
-        """Batches of one Lightning epoch; the place in the stream carries over to the next epoch."""
+        """The number of batches of one Lightning epoch; the place in the stream carries over to the next."""
         return max(1, len(self.prompts) // self.prompts_per_step)
 
     def __iter__(self) -> Iterator[PromptBatch]:
-        """Yield the next ``len(self)`` batches."""
         for _ in range(len(self)):
             if self.on_demand:
                 yield PromptBatch([])
@@ -131,7 +128,7 @@ class PromptLoader:
             yield self._rewritten(prompts[self.rank])
 
     def give_back(self) -> None:
-        """Give back what the batch has taken, so that the next one takes it."""
+        """Let the next batch take what this one has taken."""
         self._taken = 0
 
     def sync_draws_across_ranks(self, largest: Callable[[float], float]) -> None:
@@ -144,7 +141,6 @@ class PromptLoader:
         return skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, and what its order depends on."""
         trained = self._batch is not None and self._batch.trained
         rule = {} if self.chooser is None else self.chooser.state_dict()
         return {"prompts_consumed": self._start + trained * self._taken, "ask": rule, **self._identity()}
@@ -180,16 +176,11 @@ class PromptLoader:
         return of_order | {"digest_of_prompts": self._digest}
 
     def _next(self, num_prompts: int) -> tuple[list[Prompt], int]:
-        """This rank's share of what is asked next, and how many places of the stream that takes.
-
-        Raises:
-            ValueError: No prompt is asked.
-        """
+        """This rank's share of the next prompts, and how many places of the stream they take."""
         asked, place = self._ask(self._start, num_prompts * self.world_size)
         return [*map(self._rewritten, self._own(asked))], place - self._start
 
     def _own(self, asked: list[Prompt]) -> list[Prompt]:
-        """Of what all ranks ask, the prompts of this one."""
         if self.world_size == 1:
             return asked
         expected = self._history.expected([prompt.prompt_id for prompt in asked])
@@ -241,7 +232,6 @@ class PromptLoader:
 
 
 def _digest_of(prompts: Sequence[Prompt]) -> str:
-    """Digest all that prompts say."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(f"{prompt.prompt_id}{prompt.token_ids}{_columns_of(prompt)}\n".encode())

@@ -60,11 +60,6 @@ class Mixture(RowSource):
                 raise ValueError(f"data set {name!r} of the Mixture: {error}") from error
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of all sources in order.
-
-        Raises:
-            ValueError: A row lacks a column that is to be renamed, or names another data set.
-        """
         for name, source in self._sources.items():
             columns = self._columns.get(name, {})
             for number, row in enumerate(source.rows()):
@@ -83,7 +78,6 @@ class Mixture(RowSource):
                 yield kept | {new: row[old] for new, old in columns.items()} | {DATASET: name}
 
     def describe(self) -> str:
-        """Name the data sets."""
         return f"the Mixture of {', '.join(self._sources)}"
 
 
@@ -127,14 +121,7 @@ class MixtureWeights:
                 raise ValueError(f"data.mixture.{name} are all 0, so that no prompt would be drawn; give one above 0.")
 
     def check(self, datasets: Sequence[str]) -> None:
-        """Check that the weights name the data sets that there are.
-
-        Args:
-            datasets: Data set of each training prompt.
-
-        Raises:
-            ValueError: A data set has no weight, or a weight no data set.
-        """
+        """Check that each of the training prompts' data sets has a weight, and each weight a data set."""
         there = list(dict.fromkeys(datasets))
         if self.weights and set(there) != self.weights.keys():
             without = [name for name in there if name not in self.weights]
@@ -147,7 +134,6 @@ class MixtureWeights:
 
     @property
     def all(self) -> list[dict[str, float]]:
-        """The weights at the beginning, and those at the end of the change."""
         return [self.weights, self.final_weights]
 
     def at(self, index: int) -> Mapping[str, float]:

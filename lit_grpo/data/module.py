@@ -176,7 +176,6 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def _is_shared(self) -> bool:
-        """True if several ranks of one trainer share the rows."""
         return self.trainer is not None and Ranks().size > 1
 
     def _given(self, stage: str) -> dict[str, object]:
@@ -193,7 +192,6 @@ class PromptDataModule(LightningDataModule):
         return given | of_run(self.trainer, self.trainer.lightning_module)  # pyright: ignore[reportOptionalMemberAccess]
 
     def _read(self, splits: Iterable[str]) -> None:
-        """Read and render the splits that have a source and have not been read."""
         named = {split: self.sources[split] for split in splits if split not in self.prompts}
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
@@ -241,20 +239,16 @@ class PromptDataModule(LightningDataModule):
             check_rows(Ranks(), {f"data set {number} of rollout.plugins": row_digests(rows) for number, rows in read})
 
     def train_dataloader(self) -> PromptLoader:
-        """The one loader of this fit, wherever it stands in its stream."""
         assert self._train_loader is not None, "setup('fit') comes before train_dataloader()"
         return self._train_loader
 
     def val_dataloader(self) -> EvalLoader | list[Any]:
-        """The validation prompts, or no loader where there are none."""
         return self._eval_loader("validation") if "validation" in self.prompts else []
 
     def test_dataloader(self) -> EvalLoader:
-        """The test prompts."""
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> EvalLoader:
-        """The prompts to complete."""
         return self._eval_loader("predict")
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,14 +260,12 @@ class PromptDataModule(LightningDataModule):
         return {} if self._train_loader is None else self._train_loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint left off; of no effect outside ``fit``."""
         fitting = self.trainer is None or self.trainer.state.fn == "fit"
         if self._train_loader is not None and fitting:
             self._train_loader.load_state_dict(state_dict)
 
     @property
     def writer(self) -> PromptWriter:
-        """Puts texts into the prompts of ``train`` and ``validation``."""
         return PromptWriter(self.renderer, self._tokenizer, self._rows)
 
     @cached_property
@@ -346,7 +338,6 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def _is_mixed(self) -> bool:
-        """True if rows name their data sets."""
         train = self.sources["train"]
         return self.mixture is not None or (isinstance(train, RowSource) and train.names_datasets)
 
@@ -362,7 +353,7 @@ class PromptDataModule(LightningDataModule):
         return name
 
     def answered(self, split: str, column: str, turns: Turns = "all", datasets: Collection[str] = ()) -> list[Example]:
-        """Return a split's examples, as :class:`lit_grpo.data.examples.AnsweredData` says."""
+        """See :class:`lit_grpo.data.examples.AnsweredData`."""
         source = _source_of(split, self.sources[split])
         rows: list[tuple[str, Row, Any]] = []
         for prompt in self.prompts[split]:
@@ -374,7 +365,7 @@ class PromptDataModule(LightningDataModule):
             return self._examples(f"data.{split}", source, rows, self.renderer, column, turns)
 
     def examples_of(self, data: SourceSpec, prompt_column: str, column: str, turns: Turns = "all") -> list[Example]:
-        """Return a data set's examples, as :class:`lit_grpo.data.examples.AnsweredData` says."""
+        """See :class:`lit_grpo.data.examples.AnsweredData`."""
         source = HubRows(**data) if isinstance(data, dict) else make_source(data)
         renderer = replace(self.renderer, prompt_column=prompt_column) if prompt_column else self.renderer
         rows = ((place, row, row) for place, row in _checked(source))
@@ -390,7 +381,6 @@ class PromptDataModule(LightningDataModule):
         column: str,
         turns: Turns,
     ) -> list[Example]:
-        """Return the examples of rows, each with its place and its columns by the names that ``column`` is of."""
         examples: list[Example] = []
         reasons: dict[int, str] = {}
         longest = longest_sequence(self.policy)
@@ -434,11 +424,7 @@ class PromptDataModule(LightningDataModule):
 
 
 def _checked(source: RowSource) -> Iterator[tuple[str, Row]]:
-    """Yield copies of a source's rows, each with its place.
-
-    Raises:
-        ValueError: A row is too large, or is none.
-    """
+    """Yield copies of a source's rows, each with its place."""
     for number, row in enumerate(_told(source)):
         place = f"row {number} of {source.describe()}"
         check_size(row, place)
@@ -448,7 +434,6 @@ def _checked(source: RowSource) -> Iterator[tuple[str, Row]]:
 
 
 def _told(source: RowSource) -> Iterator[Any]:
-    """Yield rows; show what is read where that takes long."""
     tell = rank_zero_only(say)
     if isinstance(source, FileRows) and (size := source.path.stat().st_size) > LARGE_FILE:
         tell(f"data    reading {source.describe()}, {size / 2**20:,.0f} MiB", flush=True)
@@ -463,7 +448,6 @@ def _told(source: RowSource) -> Iterator[Any]:
 
 
 def _rows(numbers: list[int], reason: str) -> str:
-    """Say a reason once for all rows that it holds for."""
     first, *others = numbers
     if not others:
         return f"row {first} {reason}"
@@ -500,6 +484,5 @@ def asked_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
 
 
 def own_loader(trainer: Trainer) -> PromptLoader | None:
-    """Return the loader of training prompts that a trainer has, where it is ours."""
     loader = trainer.train_dataloader
     return loader if isinstance(loader, PromptLoader) else None

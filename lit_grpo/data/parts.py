@@ -136,5 +136,4 @@ class PartTokens:
 
 
 def num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many items two sequences begin with alike."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

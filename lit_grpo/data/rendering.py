@@ -211,11 +211,6 @@ class PromptRenderer:
         return Rendered(tuple(token_ids), text, messages)
 
     def written(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Written:
-        """Return the text of a row's prompt as it is encoded.
-
-        Raises:
-            UnusableRow: As for :meth:`render`.
-        """
         return self._written(self._read(row), row, tokenizer)
 
     def _written(self, prompt: str | list[Message], row: Row, tokenizer: PreTrainedTokenizerBase) -> Written:
@@ -225,14 +220,7 @@ class PromptRenderer:
         return Written(ControlTokens.of(tokenizer).cover(prompt) if self.split_special_tokens else prompt, True)
 
     def conversation(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message] | None, dict[str, Any]]:
-        """Return the conversation that a row's prompt is rendered from, and the variables of the chat template.
-
-        Returns:
-            None in place of the conversation if the prompt is a text.
-
-        Raises:
-            UnusableRow: As for :meth:`render`.
-        """
+        """Return a row's conversation (None if its prompt is a text), and the variables of the chat template."""
         prompt = self._read(row)
         if not self._renders_as_chat(prompt, row):
             return None, {}
@@ -245,11 +233,7 @@ class PromptRenderer:
         return [*map(cover, conversation)] if self.split_special_tokens else conversation
 
     def spelled(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return the control tokens that a row's prompt spells, those in the policy's own earlier turns apart.
-
-        Raises:
-            UnusableRow: As for :meth:`render`.
-        """
+        """Return the control tokens that a row's prompt spells, those in the policy's own earlier turns apart."""
         prompt = self._read(row)
         said = [prompt] if isinstance(prompt, str) else [_ for _ in prompt if _["role"] != "assistant"]
         texts = [each if isinstance(each, str) else each["content"] or "" for each in said]
@@ -257,7 +241,6 @@ class PromptRenderer:
         return list(dict.fromkeys(name for text in texts for name in found(text)))
 
     def _options(self, row: Row) -> dict[str, Any]:
-        """Return the variables of the chat template for a row."""
         options = dict(self.chat_template_kwargs or {})
         conversing = self._conversing_with(row)
         if conversing is None:
@@ -328,22 +311,14 @@ class PromptRenderer:
 
 
 def check_known(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokenizerBase, what: str = "prompt") -> None:
-    """Check that the tokenizer knows all characters of a row's prompt, or of a text for it.
-
-    Raises:
-        UnusableRow: The tokenizer lacks a character.
-    """
+    """Check that the tokenizer knows all characters of a row's prompt, or of a text for it."""
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id) and unknown in token_ids:
         raise UnusableRow(f"has a {what} with characters that the tokenizer does not know ({text[:40]!r})")
 
 
 def with_added(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return a conversation with a text at the end of its last user message.
-
-    Raises:
-        UnusableRow: It has no user message.
-    """
+    """Return a conversation with a text at the end of its last user message."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not turns:
         raise UnusableRow("has no user message to which an environment could add what it says")
@@ -404,11 +379,7 @@ def _fill_template(template: str, row: Row) -> str:
 
 
 def column_of(row: Row, column: str) -> Any:
-    """Return the value of a column.
-
-    Raises:
-        UnusableRow: The row has no such column, or no value in it.
-    """
+    """Return the value of a column."""
     if column not in row:
         raise UnusableRow(f"has no column {column!r} (it has {listed(row)})")
     if row[column] is None:

@@ -51,7 +51,6 @@ class RowSource(ABC):
         """Yield one dict a row, keyed by column name."""
 
     def describe(self) -> str:
-        """Name this source in error messages."""
         return type(self).__name__
 
 
@@ -84,7 +83,6 @@ class FileRows(RowSource):
             raise ValueError(f"There is no file {self.describe()}; check the path, which is relative to {Path.cwd()}.")
 
     def rows(self) -> Iterator[Row]:
-        """Yield the file's rows in order."""
         empty = True
         for row in READERS[self.path.suffix.lower()](self.path):
             empty = False
@@ -93,7 +91,6 @@ class FileRows(RowSource):
             raise ValueError(f"{self.describe()} has no rows; give a file that has at least one.")
 
     def describe(self) -> str:
-        """Return the path."""
         return str(self.path)
 
 
@@ -122,12 +119,10 @@ class HubRows(RowSource):
         )
 
     def rows(self) -> Iterator[Row]:
-        """Yield the dataset's rows in order."""
         for row in self._load():
             yield dict(row)
 
     def describe(self) -> str:
-        """Return the path, the configuration's name and the split."""
         return f"{self.path} ({self.name + ', ' if self.name else ''}split {self.split})"
 
     def _load(self) -> Any:
@@ -173,12 +168,7 @@ class GivenRows(RowSource):
         self._rest = _rows_of(given, self.describe())
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows in order.
-
-        Raises:
-            ValueError: There are none, more than the object's length says, or more than ``MOST_UNCOUNTED`` of an object
-                without a length.
-        """
+        """Yield the rows in order."""
         yield from self._read
         for row in self._rest:
             self._read.append(dict(row) if isinstance(row, Mapping) else row)
@@ -187,7 +177,6 @@ class GivenRows(RowSource):
             raise ValueError(f"{self.describe()} has no rows; if it has been read before, give a list of its rows.")
 
     def describe(self) -> str:
-        """Return the object's type; of a RowSource what that says."""
         return self.given.describe() if isinstance(self.given, RowSource) else f"the {type(self.given).__name__} given"
 
 
@@ -235,11 +224,7 @@ def _is_column(values: Any) -> bool:
 
 
 def _rows_of(given: Any, name: str) -> Iterator[Any]:
-    """Yield the rows of an object by the protocol that it has.
-
-    Raises:
-        ValueError: It has none, or more rows than it may have.
-    """
+    """Yield the rows of an object by the protocol that it has."""
     if isinstance(given, RowSource):
         yield from given.rows()
         return
@@ -351,11 +336,7 @@ _MOST = f"a row may have at most {MOST_BYTES // 2**20} MiB; shorten its columns,
 
 
 def check_size(row: Any, place: str) -> None:
-    """Refuse a row whose text no policy reads.
-
-    Raises:
-        ValueError: The row has more than ``MOST_BYTES`` characters; the message begins with ``place``.
-    """
+    """Refuse a row whose text no policy reads."""
     try:
         size = _num_characters(row)
     except RecursionError:  # a column contains itself, and so has no size
@@ -428,11 +409,6 @@ class _Stream:
                 return ""
 
     def value(self) -> Any:
-        """Return the value that comes next.
-
-        Raises:
-            ValueError: It is no JSON, or longer than a row may be.
-        """
         self.next_character()
         while True:
             try:
@@ -451,12 +427,10 @@ class _Stream:
                 raise self.error("a number has too many digits") from None
 
     def skip(self, length: int) -> None:
-        """Go on after a number of characters."""
         self._line += self._text.count("\n", self._place, self._place + length)
         self._place += length
 
     def error(self, what: str, place: int | None = None) -> ValueError:
-        """Return the refusal of what stands at a place in the text, by default at that which is read."""
         line = self._line + self._text.count("\n", self._place, self._place if place is None else place)
         remedy = "mend it, or name it .jsonl if it holds one object a line"
         return ValueError(f"{self._path} is not JSON: {what} in line {line}; {remedy}.")

@@ -43,13 +43,8 @@ class PromptWriter:
     def put_before(self, prompt: Prompt, text: str) -> Prompt:
         """Return a prompt with a text before its question; in a conversation, before its last user message.
 
-        Args:
-            prompt: Prompt as its row says, without a text.
-            text: For example ``"Count from the end. "``.
-
         Raises:
-            ValueError: The tokenizer or the chat template cannot use the text; the message goes on after the row's
-                number.
+            ValueError: The tokenizer or the template cannot use the text; the message goes on after the row's number.
         """
         with _told_as_value_errors():
             tokens = self._tokens(text)
@@ -117,15 +112,9 @@ class PromptWriter:
         return replace(prompt, token_ids=rendered.token_ids, text=rendered.text, messages=None)
 
     def decoded(self, token_ids: Sequence[int]) -> str:
-        """Return the text of sampled tokens, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _tokens(self, text: str) -> PartTokens:
-        """Return the tokens of a text alone, by which it is cut.
-
-        Raises:
-            UnusableRow: The tokenizer lacks a character.
-        """
         if not isinstance(text, str):  # a rule of the user's own makes it
             raise ValueError(f"gets {text!r} of type {type(text).__name__}, not a text")
         tokens = PartTokens(self._tokenizer, text)
@@ -134,7 +123,6 @@ class PromptWriter:
 
 
 def rewritten(prompt: Prompt, rules: Sequence[Plugin], writer: PromptWriter) -> Prompt:
-    """Return a prompt as plug-ins rewrite it, each those of its data sets."""
     for rule in rules:
         prompt = ask(rule, "rewrite", prompt, writer)
     return prompt

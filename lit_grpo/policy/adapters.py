@@ -98,11 +98,7 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def _wanted(policy: PreTrainedModel, settings: LoraSettings) -> list[str] | str:
-    """Return the target names of the settings: one name as a list, ``peft-default`` as peft's names for the family.
-
-    Raises:
-        ValueError: peft has no names for the family.
-    """
+    """Return the target names of the settings: one name as a list, ``peft-default`` as peft's names for the family."""
     if settings.target_modules != PEFT_DEFAULT:
         targets = settings.target_modules
         return [targets] if isinstance(targets, str) and targets.isidentifier() else targets
@@ -120,12 +116,7 @@ def _wanted(policy: PreTrainedModel, settings: LoraSettings) -> list[str] | str:
 def _found(
     policy: PreTrainedModel, targets: list[str] | str, passed_over: list[str]
 ) -> tuple[list[str] | str, list[str]]:
-    """Divide target names into those of layers, and those of parameters that hold all experts of a layer.
-
-    Raises:
-        ValueError: No layer has one of the names (peft reports this only if none of the names matches), or a layer
-            computes more than a product with its weight, or a forward pass never calls it (``passed_over``).
-    """
+    """Divide target names into those of layers, and those of parameters that hold all experts of a layer."""
     if isinstance(targets, str):  # all-linear, or a regular expression; peft reports one that nothing matches
         return targets, []
     modules, odd = dict(policy.named_modules()), _odd_linears(policy)
@@ -254,11 +245,7 @@ def check_config(config: Any, name: str = "model.policy") -> None:
 
 
 def check_adapters(policy: PreTrainedModel) -> None:
-    """Refuse adapters that cannot be merged into the weights; untie embedding and head if one of them has an adapter.
-
-    Raises:
-        ValueError: A trained tensor cannot be merged into the weights, or a weight has several adapters.
-    """
+    """Refuse adapters that cannot be merged into the weights; untie embedding and head if one has an adapter."""
     known: set[int] = set()
     for path, layer in lora_layers(policy):
         if isinstance(base := layer.get_base_layer(), _ConvNd):  # whose weight layers with states read without a call
@@ -310,11 +297,7 @@ def _untie(policy: PreTrainedModel) -> None:
 
 
 def check_can_be_shards(policy: PreTrainedModel) -> None:
-    """Refuse adapters of parameters that hold all experts of a layer, which peft replaces during a forward pass.
-
-    Raises:
-        ValueError: There is such an adapter.
-    """
+    """Refuse adapters of parameters that hold all experts of a layer, which peft replaces during a forward pass."""
     for name, layer in lora_layers(policy):
         if (parameter := getattr(layer, "parameter_name", None)) is not None:
             trained = f"model.lora on {name}.{parameter}, all experts of a layer in one parameter or their router,"
@@ -323,12 +306,10 @@ def check_can_be_shards(policy: PreTrainedModel) -> None:
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
-    """Return whether the policy has adapters, those of :func:`add_adapters` or those that it came with."""
     return bool(getattr(policy, "_hf_peft_config_loaded", False))
 
 
 def own_adapter(policy: PreTrainedModel) -> LoraConfig:
-    """Return the configuration of a policy's active adapter."""
     settings: Any = policy
     (name,) = policy.active_adapters()
     return settings.peft_config[name]
@@ -367,7 +348,6 @@ def go_on_with(policy: PreTrainedModel, settings: LoraSettings | None) -> None:
 
 
 def _check_same(policy: PreTrainedModel, config: LoraConfig, settings: LoraSettings) -> None:
-    """Refuse settings that differ from the policy's adapter."""
     there = {layer_name for layer_name, _ in lora_layers(policy)}
     linear = {
         name.replace(".base_layer", "")

@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 
 def without_frozen(module: torch.nn.Module, state_dict: Mapping[str, T]) -> dict[str, T]:
-    """Leave out the parameters that are not trained; keep the buffers."""
     frozen = {name for name, weight in module.named_parameters(remove_duplicate=False) if not weight.requires_grad}
     return {name: value for name, value in state_dict.items() if name not in frozen}
 
@@ -49,19 +48,13 @@ def fingerprint(policy: PreTrainedModel, source: str | LoadedPolicy) -> str:
 
 
 def _in_files(name: str) -> Iterator[str]:
-    """Yield each tensor of a policy's files by name, with its digest."""
     for path in weight_files(name):
         with safe_open(path, "pt") as file:
             yield from (f"{key} {digest(file.get_tensor(key))}" for key in file.keys())  # noqa: SIM118 (no mapping)
 
 
 def recorded_name(source: str | LoadedPolicy, is_adapter: bool) -> str:
-    """Return the name of a policy in a checkpoint; empty if a loaded model was given whose origin is not known.
-
-    Args:
-        source: The policy's name, or the loaded model that was given.
-        is_adapter: Whether it came with an adapter. A loaded model then names only its base.
-    """
+    """Return a policy's name in a checkpoint; of a given model with an adapter, which names its base alone, nothing."""
     if isinstance(source, str):
         return source
     return "" if is_adapter else source[0].name_or_path or ""
@@ -75,9 +68,6 @@ def check_base(checkpoint: Mapping[str, Any], own: str | None, name: str, dtype:
         own: The fingerprint of this policy; None if it has no adapters.
         name: The name of this policy.
         dtype: The dtype of its weights.
-
-    Raises:
-        ValueError: The frozen weights differ.
     """
     if own is None or checkpoint.get("base", own) == own:
         return

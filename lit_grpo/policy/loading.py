@@ -43,11 +43,7 @@ LoadedPolicy = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
 
 
 def as_loaded(policy: Any) -> str | LoadedPolicy:
-    """Return a policy's name, or a loaded model with its tokenizer.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Return a policy's name, or a loaded model with its tokenizer."""
     from transformers import PreTrainedModel
 
     if isinstance(policy, str | Path):
@@ -81,11 +77,7 @@ class AdapterFolder:
 
 
 def adapter_folder(policy: str) -> AdapterFolder | None:
-    """Return the adapter in a folder or of a hub id; ``None`` if there is a model.
-
-    Raises:
-        ValueError: The adapter names no base.
-    """
+    """Return the adapter in a folder or of a hub id; ``None`` if there is a model."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
     name = resolve_policy(policy)
@@ -121,37 +113,29 @@ class SavedFiles:
 
     @contextmanager
     def alone(self) -> Iterator[SavedFiles]:
-        """Give the files where they are."""
         yield self
 
     def options(self) -> dict[str, Any]:
-        """Return the options of ``from_pretrained`` that name the files; none, for transformers knows their names."""
         return {}
 
     def weight_options(self, dtype: str, nf4: bool) -> dict[str, Any]:
-        """Return the options of ``from_pretrained`` for the weights, which are in safetensors only."""
         return {"use_safetensors": True, "quantization_config": nf4_config(dtype) if nf4 else None}
 
     def check(self) -> None:
-        """Refuse a config.json with numbers that no model has, or more layers than the files have weights."""
         check_settings(self.place)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Refuse weights whose quantization is not known, and have others saved without it."""
         check_quantized(model, self.place)
 
     def complete(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Compare the configuration, whose file tells all, with the weights of a folder."""
         compare_with_files(self.place, config)
         return config
 
     def note(self, dtype: str) -> str:
-        """Return nothing: the weights are those that were saved."""
         return ""
 
 
 def _files(name: str) -> SavedFiles | GGUFFile:
-    """Return the files of a policy, given by folder, hub id or path."""
     return gguf_file(name) or SavedFiles(name)
 
 
@@ -192,7 +176,6 @@ def longest_sequence(policy: str | LoadedPolicy) -> int | None:
 
 @contextmanager
 def _reading(policy: str, what: str) -> Iterator[SavedFiles | GGUFFile]:
-    """Have the files of a policy; what goes wrong in reading them is said in a sentence."""
     from safetensors import SafetensorError
 
     name = resolve_policy(policy)
@@ -209,7 +192,6 @@ def _reading(policy: str, what: str) -> Iterator[SavedFiles | GGUFFile]:
 
 
 def _fields_of(path: Path, name: str) -> dict[str, Any]:
-    """Read a JSON file of fields."""
     return typed(read_json(path), dict[str, Any], str(path), f"save the {name} again")
 
 
@@ -415,7 +397,6 @@ def _check_kept(model: PreTrainedModel) -> None:
 
 
 def _remedy(name: str) -> str:
-    """Say how to mend a policy whose files are damaged."""
     for named in NAMED.values():
         if str(named.folder) == name:
             return named.remedy
@@ -450,7 +431,6 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 
 
 def _stay_in_evaluation(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-    """Ignore the mode; for ``module.train``."""
     return torch.nn.Module.train(module, False)
 
 

@@ -17,16 +17,7 @@ _QUANT_STATE = re.compile(r"\.weight\.((nested_)?(absmax|quant_map)|quant_state\
 
 
 def nf4_config(dtype: str) -> Any:
-    """Return transformers' config for a model whose linear layers, except the head, have NF4 weights.
-
-    The source is QLoRA, arXiv 2305.14314.
-
-    Args:
-        dtype: The dtype of computations.
-
-    Raises:
-        ValueError: bitsandbytes is not installed.
-    """
+    """Return the config of a model whose linear layers, except the head, have NF4 weights (arXiv 2305.14314)."""
     extra = "install the extra lit_grpo[bitsandbytes], or leave it out."
     require("bitsandbytes", f"lora.base is nf4, which needs bitsandbytes; {extra}")
     from transformers import BitsAndBytesConfig
@@ -76,7 +67,6 @@ def check_quantized(model: PreTrainedModel, policy: str) -> None:
 
 
 def has_four_bits(model: torch.nn.Module) -> bool:
-    """Return whether some weights of a model are in four bits, which cannot be trained themselves."""
     return any(hasattr(weight, "quant_state") for weight in model.parameters())
 
 

@@ -32,14 +32,7 @@ class _Index(TypedDict):
 
 
 def check_settings(place: str) -> None:
-    """Hold the numbers of a config.json to ranges, and refuse more layers than the files have weights.
-
-    Args:
-        place: A folder or hub id.
-
-    Raises:
-        ValueError: A number is out of its range, or there are too many layers.
-    """
+    """Hold the numbers of a config.json to ranges, and refuse more layers than the files have weights."""
     from transformers.utils import CONFIG_NAME
 
     path = _stored(place, CONFIG_NAME)
@@ -69,7 +62,6 @@ def check_settings(place: str) -> None:
 
 
 def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers of settings by their names, those of inner settings too."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _numbers(value)
@@ -96,9 +88,6 @@ def compare_with_files(place: str, config: PreTrainedConfig) -> None:
     Args:
         place: A folder; of a hub id nothing is compared, for its files may not be here yet.
         config: Configuration of the model that is compared with the files.
-
-    Raises:
-        ValueError: They contradict each other.
     """
     held = _held(place)
     if not held or getattr(config, "quantization_config", None) is not None:
@@ -126,15 +115,7 @@ def compare_with_files(place: str, config: PreTrainedConfig) -> None:
 
 
 def check_layers(model: Any, unexpected: Iterable[str]) -> None:
-    """Refuse weights of layers that a model lacks, or weights of other parts of its layers.
-
-    Args:
-        model: The model that was loaded.
-        unexpected: Names of weights for which it has no place. Those outside of its layers are of other tasks.
-
-    Raises:
-        ValueError: The config of the files describes fewer or other layers.
-    """
+    """Refuse weights of layers that a model lacks, or weights of other parts of its layers."""
     settings = model.config.get_text_config()
     numbered = (name.rpartition(".") for name, _ in model.named_modules())
     num_layers = Counter(lists for lists, _, number in numbered if number.isdigit())
@@ -152,7 +133,6 @@ def check_layers(model: Any, unexpected: Iterable[str]) -> None:
 
 
 def _held(place: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the dtypes and shapes of the weights in a folder's files, by their names."""
     from safetensors import safe_open
 
     held: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -166,7 +146,6 @@ def _held(place: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _files(place: str) -> list[Path]:
-    """Return the files with the weights of a folder."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
     index, whole = Path(place) / SAFE_WEIGHTS_INDEX_NAME, Path(place) / SAFE_WEIGHTS_NAME

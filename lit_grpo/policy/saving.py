@@ -248,7 +248,6 @@ def _write_weights(weights: PolicyWeights, carried: Unread, folder: Path) -> dic
 
 
 def _noted(tensors: Iterable[Named], digests: dict[str, str]) -> Iterator[Named]:
-    """Pass tensors on, and note the digest of each."""
     for name, tensor in tensors:
         digests[name] = digest(tensor)
         yield name, tensor
@@ -274,7 +273,6 @@ class _Expected:
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> _Expected:
-        """Compute the log-probs; all ranks call it."""
         vocabulary = len(policy.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
         drawn = torch.Generator().manual_seed(0)
         ids_T = torch.randint(0, vocabulary, (_NUM_TOKENS,), generator=drawn)

@@ -54,7 +54,7 @@ def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True)
 
 
 def _take_from_first(part: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Give a part of a policy the first rank's weights and buffers, except those that are shards already."""
+    """Give a part the first rank's weights and buffers, except those that are shards already."""
     group = mesh.get_group()
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     taken: dict[int, torch.Tensor] = {}  # by the id of the tensor before, so that tied weights stay tied
@@ -94,14 +94,13 @@ def compute(policy: PreTrainedModel, function: Callable[[], T]) -> T:
 
 
 def gather(policy: PreTrainedModel) -> None:
-    """Make the weights whole on every rank, until :func:`scatter`; all ranks call it."""
+    """Make the weights whole until :func:`scatter`; all ranks call it."""
     for module in _parts(policy):
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
 
 
 def scatter(policy: PreTrainedModel) -> None:
-    """Keep only this rank's shard of the weights."""
     for module in _parts(policy):
         module.set_reshard_after_forward(module is not policy, recurse=False)
         module.reshard()

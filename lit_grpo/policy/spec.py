@@ -50,22 +50,18 @@ class PolicySpec:
 
     @property
     def name(self) -> str:
-        """The name of the model's class, for messages."""
         return class_of(self.module).__name__
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The model's configuration, from which an engine builds the same model."""
         return self.module.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights."""
         return self.module.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device on which it is trained."""
         return self.module.device
 
     @property
@@ -80,7 +76,6 @@ class PolicySpec:
 
     @property
     def eos_ids(self) -> Sequence[int]:
-        """All tokens that end a completion."""
         return eos_token_ids(self.module, self.tokenizer)
 
     def text_of(self, token_ids: Sequence[int], prompt: Prompt | None = None) -> str:
@@ -118,24 +113,20 @@ class PolicySpec:
 
     @cached_property
     def _ends(self) -> set[Any]:
-        """The tokens that end a completion, and padding."""
         padding: Any = self.tokenizer.pad_token_id
         return {*eos_token_ids(self.module, self.tokenizer), padding}
 
     @property
     def embeddings(self) -> torch.nn.Module:
-        """Its input embeddings; not a copy."""
         return self.module.get_input_embeddings()
 
     @property
     def embeddings_name(self) -> str:
-        """The name of the embeddings' weight among :meth:`weights`."""
         weight: Any = self.embeddings.weight
         return self.weights().name_of(weight)
 
     @property
     def adapters(self) -> Adapters | None:
-        """The facts about its LoRA adapters that an engine needs; ``None`` without adapters."""
         return find_adapters(self.module)
 
     @property
@@ -144,7 +135,6 @@ class PolicySpec:
         return update_bytes(self.module)
 
     def weights(self, merged: bool = True, dtype: torch.dtype | None = None) -> PolicyWeights:
-        """Return the current weights by name (see :class:`PolicyWeights`)."""
         return PolicyWeights(self.module, merged, dtype)
 
     def save_skeleton(self, folder: Path) -> None:

@@ -87,11 +87,6 @@ def _load(place: str, options: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBa
 
 
 def _of_file(place: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer that ``tokenizer.json`` describes.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -101,7 +96,6 @@ def _of_file(place: str) -> PreTrainedTokenizerFast:
 
 
 def _stored(place: str, file: str) -> Path | None:
-    """Return the path of a file of a folder or hub id; None if it has no such file."""
     from transformers.utils.hub import cached_file
 
     path = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
@@ -138,7 +132,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _is_as_stored(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a tokenizer is the one of the ``tokenizer.json`` that it was loaded from."""
     place = tokenizer.name_or_path
     has_templates = isinstance(tokenizer.chat_template, dict)  # in a folder of files without fixed names
     if not place or Path(place).is_file() or (has_templates and not Path(place).is_dir()):
@@ -153,7 +146,6 @@ def _is_as_stored(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _written(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Return the files that a tokenizer writes, by their paths in the folder."""
     with TemporaryDirectory(prefix="lit_grpo-") as folder:
         tokenizer.save_pretrained(folder)
         return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}

@@ -65,12 +65,10 @@ class PolicyWeights:
 
     @property
     def names(self) -> list[str]:
-        """The names of the weights."""
         return list(self.outline)
 
     @property
     def outline(self) -> dict[str, torch.Tensor]:
-        """The same tensors without content, on the device ``meta``."""
         if self.merged:
             return dict(self._as_saved(self._state(_like)))
         return {name: _like(parameter) for name, parameter in self.policy.named_parameters()}
@@ -96,7 +94,6 @@ class PolicyWeights:
         yield from self._as_saved(self._state(merged))
 
     def _base(self) -> Iterator[Named]:
-        """Yield the weights without adapters."""
         yield from self._as_saved(self._state(lambda parameter: full_tensor(dequantized(parameter)).detach()))
 
     def _state(self, made: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Named]:
@@ -180,7 +177,6 @@ def lora_layers(policy: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def adapted_parameter(layer: Any) -> torch.nn.Parameter:
-    """Return the parameter to which a LoRA layer adds its adapter."""
     return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
@@ -206,7 +202,7 @@ class Adapters:
 
 
 def find_adapters(policy: PreTrainedModel) -> Adapters | None:
-    """Return the facts about a model's adapters; ``None`` if it has no adapters."""
+    """Return the facts about a model's adapters."""
     layers = list(lora_layers(policy))
     if not layers:
         return None
@@ -222,14 +218,12 @@ def _is_linear(layer: Any) -> bool:
 
 @torch.no_grad()
 def _merge(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Return a layer's weight plus that of its active adapters."""
     for adapter in active_adapters(layer):
         weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
     return weight
 
 
 def active_adapters(layer: Any) -> list[str]:
-    """Return the names of a LoRA layer's adapters that are active."""
     return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
 
 

@@ -52,7 +52,6 @@ class Sight:
         return distance >= 0
 
     def is_all(self, num_tokens: int) -> bool:
-        """Return whether each of the first ``num_tokens`` tokens sees all tokens before it."""
         return num_tokens <= min(self.window or num_tokens, self.chunk or num_tokens)
 
 

@@ -66,7 +66,6 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attention_name(model: PreTrainedModel) -> str:
-    """Return the name of the decoder's attention; other parts, such as a picture tower, may use another."""
     return str(decoder_of(model).config._attn_implementation)
 
 
@@ -139,7 +138,6 @@ class LogitMap:
     cap: float | None = None
 
     def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Turn the head's outputs into logits."""
         scaled = outputs if self.scale == 1 else outputs * self.scale
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
@@ -239,13 +237,11 @@ def _found_out(model: PreTrainedModel) -> LogitMap:
 
 
 def _plain(number: float) -> float:
-    """Return 1 for a number that float32 cannot distinguish from 1, and any other number unchanged."""
     return 1.0 if abs(number - 1) < 1e-7 else number
 
 
 @contextmanager
 def _instead(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward for the code within."""
     own = vars(module).get("forward")
     module.forward = forward
     try:

@@ -80,7 +80,6 @@ class RowStates:
         return self._cache
 
     def arguments(self, num_rows: int) -> dict[str, Any]:
-        """Return what a forward over the first ``num_rows`` rows takes, so that it begins from their states."""
         return {self.shape.argument: self.cache(num_rows), "use_cache": True}
 
     def take(self) -> None:
@@ -92,11 +91,9 @@ class RowStates:
                 self._num_rows = -1
 
     def rows(self, rows: slice) -> RowStates:
-        """Return the states of some rows, no copies."""
         return RowStates(self.shape, {name: tensor[rows] for name, tensor in self.tensors.items()})
 
     def copy(self, row: int) -> States:
-        """Return the states of one row."""
         return {name: tensor[row].clone() for name, tensor in self.tensors.items()}
 
     def put(self, first: int, states: Sequence[States]) -> None:
@@ -105,7 +102,6 @@ class RowStates:
             self.tensors[name][first : first + len(states)] = torch.stack([own[name] for own in states])
 
     def move(self, source: int, row: int) -> None:
-        """Write the states of one row into another."""
         for tensor in self.tensors.values():
             tensor[row] = tensor[source]
 
@@ -137,7 +133,6 @@ class StateCache(DynamicCache):
                 layer.conv_kernel_size[name.number] = state.shape[-1]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Return keys and values of the new tokens alone."""
         return key_states, value_states
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
@@ -158,7 +153,7 @@ class StateCache(DynamicCache):
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def states(self) -> Iterator[tuple[StateName, torch.Tensor]]:
-        """Each state that there is, shape (rows, ...), with its name."""
+        """Yield each state, shape (rows, ...)."""
         for number, layer in enumerate(self.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 for kind in ("conv_states", "recurrent_states"):

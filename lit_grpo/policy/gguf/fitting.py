@@ -44,11 +44,7 @@ def complete_config(header: Header, config: PreTrainedConfig) -> PreTrainedConfi
 
 
 def check_rotation(header: Header, config: Any) -> None:
-    """Refuse a file that rotates another number of a head's numbers than its model, or has other factors for them.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Refuse a file that rotates another number of a head's numbers than its model, or has other factors for them."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope or hasattr(config, "global_head_dim"):
         return

@@ -71,12 +71,10 @@ class Header:
 
     @property
     def num_weights(self) -> Counter[str]:
-        """The number of weights by their type."""
         return self._by_kind({name: prod(tensor.shape) for name, tensor in self.tensors.items()})
 
     @property
     def num_bytes(self) -> Counter[str]:
-        """The bytes of the weights by their type."""
         return self._by_kind({name: tensor.num_bytes for name, tensor in self.tensors.items()})
 
     def _by_kind(self, numbers: dict[str, int]) -> Counter[str]:
@@ -141,7 +139,6 @@ class _Reader:
         return self.numbers(_form(kind))[0]
 
     def _take(self, num_bytes: int) -> int:
-        """Return where the next value begins, and go to its end."""
         begin, self.place = self.place, self.place + num_bytes
         if self.place > self.end:
             raise ValueError(f"a value of its header would end at byte {self.place:,}, and {self.end:,} are read")
@@ -223,11 +220,7 @@ _NEEDED = ("block_count", "embedding_length", "context_length", "attention.head_
 
 
 def _check_types(header: Header, path: Path) -> None:
-    """Hold the facts that readers compute with to their types and ranges.
-
-    Raises:
-        ValueError: A fact is missing, or has another type or value.
-    """
+    """Hold the facts that readers compute with to their types and ranges."""
     facts, place = header.facts, f"in the header of the GGUF file {str(path)!r}"
     typed(facts.get("general.architecture"), str, f"general.architecture {place}", _REMEDY)
     for name in _NEEDED:
