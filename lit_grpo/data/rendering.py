@@ -191,7 +191,11 @@ class PromptRenderer:
         In a conversation the question is the last user message. Texts of ``reword`` may be covered
         (:class:`lit_grpo.data.control.ControlTokens`). Raises what :meth:`render` does.
         """
-        prompt, messages = _reworded(self._read(row), reword), None
+        prompt, messages = self._read(row), None
+        if reword is not None:
+            no_question = "has no user's turn to put a text in front of"
+            is_text = isinstance(prompt, str)
+            prompt = reword(prompt) if is_text else _with_last_question(prompt, reword, no_question)
         text, adds_special_tokens = self._written(prompt, row, tokenizer)
         others: Sequence[tuple[list[Message], Mapping[str, Any]]] = ()
         if not adds_special_tokens:  # a conversation
@@ -319,10 +323,17 @@ def check_known(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokeni
 
 def with_added(messages: Sequence[Message], text: str) -> list[Message]:
     """Return a conversation with a text at the end of its last user message."""
+    return _with_last_question(
+        messages, lambda said: said + text, "has no user message to which an environment could add what it says"
+    )
+
+
+def _with_last_question(messages: Sequence[Message], change: Callable[[str], str], refusal: str) -> list[Message]:
+    """Change the content of the last user message; a conversation without any is refused."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not turns:
-        raise UnusableRow("has no user message to which an environment could add what it says")
-    turn = {**messages[turns[-1]], "content": messages[turns[-1]]["content"] + text}
+        raise UnusableRow(refusal)
+    turn = {**messages[turns[-1]], "content": change(messages[turns[-1]]["content"])}
     return [*messages[: turns[-1]], turn, *messages[turns[-1] + 1 :]]
 
 
@@ -341,17 +352,6 @@ def _unchanging(
             other_ids = control.encode(render_chat(messages, tokenizer, {**options, **more}))
             kept = min(kept, num_common(token_ids, other_ids))
     return token_ids[:kept]
-
-
-def _reworded(prompt: Any, reword: Callable[[str], str] | None) -> Any:
-    """Reword a prompt; in a conversation, its last user message."""
-    if reword is None or isinstance(prompt, str):
-        return prompt if reword is None else reword(prompt)
-    turns = [place for place, message in enumerate(prompt) if message["role"] == "user"]
-    if not turns:
-        raise UnusableRow("has no user's turn to put a text in front of")
-    turn = {**prompt[turns[-1]], "content": reword(prompt[turns[-1]]["content"])}
-    return [*prompt[: turns[-1]], turn, *prompt[turns[-1] + 1 :]]
 
 
 def _parse_template(template: str) -> list[tuple[str, str | None]]:

@@ -359,9 +359,18 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             place = f"line {number} of {path}"
             if len(line) > MOST_BYTES:
                 raise ValueError(f"{place} has more than {MOST_BYTES // 2**20} MiB, and {_MOST}.")
-            text = _decode(line, place).strip()
+            try:
+                text = line.decode("utf-8-sig").strip()
+                value = json.loads(text) if text else None
+            except UnicodeDecodeError as error:
+                raise _not_utf8(place, error, f"at position {error.start}") from error
+            except ValueError as error:
+                raise ValueError(f"{place} is not JSON: {error}; make each line one JSON object.") from error
+            except RecursionError as error:
+                told = "is nested too deeply to be read; make each line one JSON object"
+                raise ValueError(f"{place} {told}.") from error
             if text:
-                yield _as_row(_parse(text, place, "make each line one JSON object"), place)
+                yield _as_row(value, place)
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -441,10 +450,7 @@ class _Stream:
         try:
             more = self._file.read(max(_CHUNK, len(rest)))
         except UnicodeDecodeError as error:
-            byte = f"byte 0x{error.object[error.start]:02x}"
-            raise ValueError(
-                f"{self._path} is not UTF-8 ({byte} after line {self._line}); save the file as UTF-8."
-            ) from error
+            raise _not_utf8(self._path, error, f"after line {self._line}") from error
         self._text, self._place = rest + more, 0
         return bool(more)
 
@@ -468,8 +474,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                     )
                 yield dict(zip(header, cells, strict=True))
         except UnicodeDecodeError as error:
-            byte = f"byte 0x{error.object[error.start]:02x} after line {reader.line_num}"
-            raise ValueError(f"{path} is not UTF-8 ({byte}); save the file as UTF-8.") from error
+            raise _not_utf8(path, error, f"after line {reader.line_num}") from error
         except csv.Error as error:
             if "field limit" in str(error):
                 raise ValueError(
@@ -496,21 +501,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
 
 
-def _decode(data: bytes, place: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{data[error.start]:02x} at position {error.start}"
-        raise ValueError(f"{place} is not UTF-8 ({byte}); save the file as UTF-8.") from error
-
-
-def _parse(text: str, place: str, remedy: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{place} is not JSON: {error}; {remedy}.") from error
-    except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply to be read; {remedy}.") from error
+def _not_utf8(path: object, error: UnicodeDecodeError, where: str) -> ValueError:
+    byte = f"byte 0x{error.object[error.start]:02x} {where}"
+    return ValueError(f"{path} is not UTF-8 ({byte}); save the file as UTF-8.")
 
 
 def _as_row(value: Any, place: str) -> Row:

@@ -361,27 +361,21 @@ def _check_same(policy: PreTrainedModel, config: LoraConfig, settings: LoraSetti
     elif isinstance(wanted, str):
         same = wanted == config.target_modules
     else:
-        same = there == {name for name in _names_below(policy) if any(_is_called(name, one) for one in wanted)}
+        below = {name for name, _ in policy.named_modules() if ".lora_" not in name}
+        below = {".".join(part for part in name.split(".") if part != "base_layer") for name in below}
+        same = there == {name for name in below if any(_is_called(name, one) for one in wanted)}
+    own = config.target_modules if isinstance(config.target_modules, str | None) else sorted(config.target_modules)
     values = {
         "r": (config.r, settings.r),
         "alpha": (config.lora_alpha, settings.alpha),
         "rslora": (config.use_rslora, settings.rslora),
-        "target_modules": ((targets := _told(config.target_modules)), targets if same else wanted),
+        "target_modules": (own, own if same else wanted),
     }
     if differing := {name: pair for name, pair in values.items() if pair[0] != pair[1]}:
-        own = ", ".join(f"{name} {pair[0]}" for name, pair in differing.items())
+        there_is = ", ".join(f"{name} {pair[0]}" for name, pair in differing.items())
         other = ", ".join(f"lora.{name} {pair[1]}" for name, pair in differing.items())
         raise ValueError(
-            f"model.policy is an adapter with {own}, but model.lora asks for {other}; leave model.lora out to go on "
-            "training the adapter that is there, or merge it into its base (peft's merge_and_unload), save that, and "
-            "give the folder as model.policy for a new adapter."
+            f"model.policy is an adapter with {there_is}, but model.lora asks for {other}; leave model.lora out to go "
+            "on training the adapter that is there, or merge it into its base (peft's merge_and_unload), save that, "
+            "and give the folder as model.policy for a new adapter."
         )
-
-
-def _names_below(policy: PreTrainedModel) -> set[str]:
-    names = {name for name, _ in policy.named_modules() if ".lora_" not in name}
-    return {".".join(part for part in name.split(".") if part != "base_layer") for name in names}
-
-
-def _told(targets: Any) -> Any:
-    return targets if isinstance(targets, str) or targets is None else sorted(targets)

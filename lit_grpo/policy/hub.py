@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 PATIENCE_S = 5.0
 
@@ -50,6 +50,14 @@ def hub_or_cache(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = False
 
 
+def stored_file(place: str, name: str) -> Path | None:
+    """Return the path of a file of a folder or hub id; None if it has no such file."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
+
+
 def weight_files(name: str) -> list[str]:
     """Return the safetensors files that transformers loads a policy's weights from; none if it has no such files.
 
@@ -60,12 +68,10 @@ def weight_files(name: str) -> list[str]:
         OSError, ValueError: There is no such policy.
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+    from transformers.utils.hub import get_checkpoint_shard_files
 
     with hub_or_cache(name):
-        for kind in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-            found = cached_file(name, kind, _raise_exceptions_for_missing_entries=False)
-            if found is not None:
-                parts: Any = [found] if kind == SAFE_WEIGHTS_NAME else get_checkpoint_shard_files(name, found)[0]
-                return parts
-    return []
+        if (whole := stored_file(name, SAFE_WEIGHTS_NAME)) is not None:
+            return [str(whole)]
+        index = stored_file(name, SAFE_WEIGHTS_INDEX_NAME)
+        return [] if index is None else cast("list[str]", get_checkpoint_shard_files(name, str(index))[0])

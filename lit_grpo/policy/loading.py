@@ -23,7 +23,7 @@ from lit_grpo.policy.architecture.decoder import attention_name, configured_leng
 from lit_grpo.policy.architecture.outline import bare_model
 from lit_grpo.policy.architecture.unread import known_unread, remember_unread
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
-from lit_grpo.policy.hub import hub_or_cache
+from lit_grpo.policy.hub import hub_or_cache, stored_file
 from lit_grpo.policy.named import NAMED, own_folder, resolve_policy
 from lit_grpo.policy.nf4 import check_quantized, keep_as_it_is, nf4_config
 from lit_grpo.policy.saved import check_layers, check_settings, compare_with_files
@@ -81,7 +81,7 @@ def adapter_folder(policy: str) -> AdapterFolder | None:
     from transformers.utils.peft_utils import find_adapter_config_file
 
     name = resolve_policy(policy)
-    if isinstance(_files(name), GGUFFile):  # llama.cpp keeps adapters in files of their own, which are not read
+    if gguf_file(name) is not None:  # llama.cpp keeps adapters in files of their own, which are not read
         return None
     with hub_or_cache(name):
         try:
@@ -90,7 +90,8 @@ def adapter_folder(policy: str) -> AdapterFolder | None:
             return None
     if path is None:
         return None
-    base = _fields_of(Path(path), "adapter_config.json").get("base_model_name_or_path")
+    fields = typed(read_json(Path(path)), dict[str, Any], str(path), "save the adapter_config.json again")
+    base = fields.get("base_model_name_or_path")
     if not base:
         raise ValueError(
             f"Policy {policy!r} is an adapter whose adapter_config.json names no base_model_name_or_path; put the name "
@@ -131,13 +132,6 @@ class SavedFiles:
         compare_with_files(self.place, config)
         return config
 
-    def note(self, dtype: str) -> str:
-        return ""
-
-
-def _files(name: str) -> SavedFiles | GGUFFile:
-    return gguf_file(name) or SavedFiles(name)
-
 
 def files_note(policy: str | LoadedPolicy, dtype: str, model: PreTrainedModel) -> str:
     """Return a sentence on what a policy's files hold that a run should know; mostly there is none.
@@ -148,22 +142,22 @@ def files_note(policy: str | LoadedPolicy, dtype: str, model: PreTrainedModel) -
         model: The model that was loaded.
     """
     adapter = adapter_folder(policy) if isinstance(policy, str) else None
-    files = _files(resolve_policy(policy) if adapter is None else adapter.base) if isinstance(policy, str) else None
+    files = gguf_file(resolve_policy(policy) if adapter is None else adapter.base) if isinstance(policy, str) else None
     notes = ("" if files is None else files.note(dtype), known_unread(model).sentence(class_of(model).__name__))
     return "; ".join(filter(None, notes))
 
 
 def load_config(policy: str) -> PreTrainedConfig:
-    """Read the configuration of a policy.
+    """Read the configuration of a policy, and compare it with the files; a ValueError says what is wrong."""
+    with _reading(policy, "config") as files:
+        return _config_of(files)
 
-    Raises:
-        ValueError: It has none that could be read.
-    """
+
+def _config_of(files: SavedFiles | GGUFFile) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    with _reading(policy, "config") as files:
-        files.check()
-        return files.complete(AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options()))
+    files.check()
+    return files.complete(AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options()))
 
 
 def longest_sequence(policy: str | LoadedPolicy) -> int | None:
@@ -179,7 +173,7 @@ def _reading(policy: str, what: str) -> Iterator[SavedFiles | GGUFFile]:
     from safetensors import SafetensorError
 
     name = resolve_policy(policy)
-    files = _files(name)
+    files = gguf_file(name) or SavedFiles(name)
     with hub_or_cache(files.place), without_bars():
         try:
             _check_files(Path(name))
@@ -189,10 +183,6 @@ def _reading(policy: str, what: str) -> Iterator[SavedFiles | GGUFFile]:
             raise ValueError(f"The weights of policy {policy!r} are damaged ({error}); {_remedy(name)}.") from error
         except files.errors as error:  # RuntimeError: weights of another shape than the config's
             raise ValueError(_load_failure(name, what, error)) from error
-
-
-def _fields_of(path: Path, name: str) -> dict[str, Any]:
-    return typed(read_json(path), dict[str, Any], str(path), f"save the {name} again")
 
 
 _TEXTS, MOST_TEXT_BYTES = (".json", ".txt", ".jinja"), 512 * 2**20
@@ -232,14 +222,11 @@ def load_tokenizer(policy: str | LoadedPolicy) -> PreTrainedTokenizerBase:
 
 def _tokenizer_place(name: str) -> str:
     """Return where a policy's tokenizer is; that of an adapter without its own is its base's."""
-    from transformers.utils.hub import cached_file
-
     adapter = adapter_folder(name)
     if adapter is None:
         return name
     with hub_or_cache(name):
-        own = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
-    return adapter.base if own is None else name
+        return adapter.base if stored_file(name, "tokenizer_config.json") is None else name
 
 
 def _with_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
@@ -291,12 +278,11 @@ def load_policy(
 
 
 def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with _reading(policy, "model") as files:
-        files.check()
         weight_options = files.weight_options(dtype, nf4)
-        config = files.complete(AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options()))
+        config = _config_of(files)
         config._attn_implementation = None  # ignore the file's choice: transformers takes sdpa, else eager
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             files.place,
@@ -324,7 +310,6 @@ def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool)
     """
     require("peft", f"Policy {adapter.name!r} is an adapter, which needs peft; install the extra lit_grpo[lora].")
     from peft import PeftConfig
-    from transformers.utils.hub import cached_file
 
     with hub_or_cache(adapter.name):
         try:
@@ -336,7 +321,7 @@ def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool)
             if outline:
                 model.add_adapter(config)
                 return
-            if cached_file(adapter.name, _ADAPTER, _raise_exceptions_for_missing_entries=False) is None:
+            if stored_file(adapter.name, _ADAPTER) is None:
                 raise ValueError(f"it has no {_ADAPTER}; save it with safetensors.")
             conversions = getattr(model, "_weight_conversions", None)
             report = model.load_adapter(adapter.name, is_trainable=True, use_safetensors=True)
@@ -400,7 +385,7 @@ def _remedy(name: str) -> str:
     for named in NAMED.values():
         if str(named.folder) == name:
             return named.remedy
-    if isinstance(_files(name), GGUFFile):
+    if gguf_file(name) is not None:
         return "download the GGUF file again"
     if Path(name).is_dir():
         return "save it there again"
@@ -466,7 +451,7 @@ def _load_failure(name: str, what: str, error: Exception) -> str:
             f"The config.json of policy {name!r} describes weights of other shapes than its files hold (hidden_size, "
             "vocab_size and the like; the report above names the weights); put the config of these weights beside them."
         )
-    if isinstance(_files(name), GGUFFile):
+    if gguf_file(name) is not None:
         return f"The GGUF file of policy {name!r} holds no {what} that transformers can use: {unreadable(error)}."
     if Path(name).is_dir():
         return f"The policy folder {name!r} holds no usable {what}: {unreadable(error)}."

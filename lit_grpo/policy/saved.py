@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NotRequired
 from typing_extensions import TypedDict
 
 from lit_grpo.policy.architecture.outline import bare_model, ranges
+from lit_grpo.policy.architecture.unread import Stored, stored_tensors
+from lit_grpo.policy.hub import stored_file
 from lit_grpo.process.inputs import open_input, read_json, typed
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def check_settings(place: str) -> None:
     """Hold the numbers of a config.json to ranges, and refuse more layers than the files have weights."""
     from transformers.utils import CONFIG_NAME
 
-    path = _stored(place, CONFIG_NAME)
+    path = stored_file(place, CONFIG_NAME)
     if path is None:  # transformers says what is missing
         return
     numbers = ranges()
@@ -73,7 +75,7 @@ def _num_weights(place: str) -> int | None:
     """Return how many weights the files of a policy hold; None if there is no index, and no file at hand."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-    index = _stored(place, SAFE_WEIGHTS_INDEX_NAME)
+    index = stored_file(place, SAFE_WEIGHTS_INDEX_NAME)
     if index is not None:
         return len(typed(read_json(index), _Index, str(index), "save the policy again")["weight_map"])
     return len(_held(place)) if _files(place) else None
@@ -98,16 +100,16 @@ def compare_with_files(place: str, config: PreTrainedConfig) -> None:
         return
     weights = model.state_dict()
     for name, weight in weights.items():
-        kind, shape = held.get(name, ("F32", tuple(weight.shape)))
-        if shape != tuple(weight.shape):
+        stored = held.get(name)
+        if stored is not None and stored.shape != tuple(weight.shape):
             raise ValueError(
-                f"its files hold {name} with the shape {shape}, and its config.json describes {tuple(weight.shape)}; "
-                f"{_REMEDY}"
+                f"its files hold {name} with the shape {stored.shape}, and its config.json describes "
+                f"{tuple(weight.shape)}; {_REMEDY}"
             )
-        if weight.is_floating_point() and "F" not in kind:
-            raise ValueError(f"its files hold {name} as {kind}, which are no floats; save it there again")
+        if stored is not None and weight.is_floating_point() and "F" not in stored.dtype:
+            raise ValueError(f"its files hold {name} as {stored.dtype}, which are no floats; save it there again")
     needed = sum(weight.numel() for name, weight in weights.items() if name not in model.all_tied_weights_keys)
-    found = sum(prod(shape) for _, shape in held.values())
+    found = sum(prod(stored.shape) for stored in held.values())
     if needed > 2 * found:
         raise ValueError(
             f"its config.json describes a model of {needed:,} numbers, and its files hold {found:,}; {_REMEDY}"
@@ -132,17 +134,11 @@ def check_layers(model: Any, unexpected: Iterable[str]) -> None:
         )
 
 
-def _held(place: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    from safetensors import safe_open
-
-    held: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in _files(place):
+def _held(place: str) -> dict[str, Stored]:
+    paths = _files(place)
+    for path in paths:
         open_input(path).close()
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                told = file.get_slice(name)
-                held[name] = told.get_dtype(), tuple(told.get_shape())
-    return held
+    return stored_tensors(paths)
 
 
 def _files(place: str) -> list[Path]:
@@ -153,10 +149,3 @@ def _files(place: str) -> list[Path]:
         return [whole] if whole.exists() else []
     told = typed(read_json(index), _Index, str(index), "save the policy again")
     return [index.parent / name for name in sorted(set(told["weight_map"].values()))]
-
-
-def _stored(place: str, file: str) -> Path | None:
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -26,7 +26,7 @@ from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation, t
 from lit_grpo.policy.architecture.unread import Unread, count_no_drafts, find_unread, known_unread
 from lit_grpo.policy.sharding import class_of, compute, full_tensor
 from lit_grpo.policy.tokenizers import save_tokenizer
-from lit_grpo.policy.weights import Named, PolicyWeights, digest
+from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.process.inputs import check_replaceable, kind_of
 from lit_grpo.process.terminal import first_line
 
@@ -234,7 +234,9 @@ def _write_weights(weights: PolicyWeights, carried: Unread, folder: Path) -> dic
     plan = split_torch_state_dict_into_shards(outline, max_shard_size=_SHARD_BYTES)
     place_of = {name: file for file, names in plan.filename_to_tensors.items() for name in names}
     waiting: dict[str, dict[str, torch.Tensor]] = {file: {} for file in plan.filename_to_tensors}
-    for name, tensor in chain(weights, _noted(carried.read(), copies)):
+    for name, tensor in chain(weights, carried.read()):
+        if name in carried.drafts:
+            copies[name] = digest(tensor)
         there = waiting[place_of[name]]
         there[name] = _in_own_storage(tensor)
         if len(there) == len(plan.filename_to_tensors[place_of[name]]):
@@ -247,18 +249,13 @@ def _write_weights(weights: PolicyWeights, carried: Unread, folder: Path) -> dic
     return copies
 
 
-def _noted(tensors: Iterable[Named], digests: dict[str, str]) -> Iterator[Named]:
-    for name, tensor in tensors:
-        digests[name] = digest(tensor)
-        yield name, tensor
-
-
 def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the host that shares its memory with no other tensor."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
+@dataclass(frozen=True)
 class _Expected:
     """Log-probs of the trained policy at some tokens, and how far a small error moves them.
 
@@ -268,8 +265,9 @@ class _Expected:
         moved: The mean change of the log-probs, in nats, when each embedding is off by about 1%.
     """
 
-    def __init__(self, ids_T: torch.Tensor, logprobs_TV: torch.Tensor, moved: float) -> None:
-        self.ids_T, self.logprobs_TV, self.moved = ids_T, logprobs_TV, moved
+    ids_T: torch.Tensor
+    logprobs_TV: torch.Tensor
+    moved: float
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> _Expected:
@@ -321,18 +319,9 @@ def _compared(
     aside: Path,
     folder: Path,
 ) -> Comparison:
-    """Open a written folder again and compare its tensors and its log-probs with the policy's.
+    """Open a written folder, ``aside``, again, and compare its tensors and its log-probs with the policy's.
 
-    Args:
-        weights: The policy's weights, which have been written.
-        copies: The digests of what was carried beside them, by name.
-        policy: Model that was exported, still in memory.
-        expected: Log-probs of the model in memory, to compare those of the written one with.
-        aside: The folder that was written.
-        folder: The folder that it becomes.
-
-    Raises:
-        ExportError: The folder differs from the policy.
+    ``copies`` are the digests of what was carried beside the weights; ``folder`` is what ``aside`` becomes.
     """
     try:
         _check_files({**weights.digests, **copies}, aside)

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
+from lit_grpo.policy.hub import stored_file
 from lit_grpo.process.inputs import read_json
 from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
@@ -73,11 +74,11 @@ def _load(place: str, options: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBa
     try:
         made: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
     except Exception as error:  # a class may raise anything about a vocabulary that it was not made for
-        if options or "trust_remote_code" in str(error) or _stored(place, _FILE) is None:
+        if options or "trust_remote_code" in str(error) or stored_file(place, _FILE) is None:
             raise
         return _of_file(place), None
     is_of_class = isinstance(made, PreTrainedTokenizerFast) and type(made) is not PreTrainedTokenizerFast
-    if options or not is_of_class or _stored(place, _FILE) is None:
+    if options or not is_of_class or stored_file(place, _FILE) is None:
         return made, None
     own = _of_file(place)
     for role, token in made.special_tokens_map.items():  # the class knows special tokens that old files do not name
@@ -93,13 +94,6 @@ def _of_file(place: str) -> PreTrainedTokenizerFast:
         return cast("PreTrainedTokenizerFast", PreTrainedTokenizerFast.from_pretrained(place, trust_remote_code=False))
     except Exception as error:  # the library tokenizers raises an Exception without a class of its own
         raise ValueError(f"its {_FILE} is damaged ({first_line(error)})") from error
-
-
-def _stored(place: str, file: str) -> Path | None:
-    from transformers.utils.hub import cached_file
-
-    path = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
-    return None if path is None else Path(path)
 
 
 def _split_apart(own: PreTrainedTokenizerBase, made: PreTrainedTokenizerBase) -> str | None:
@@ -123,7 +117,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a tokenizer in a folder: as the very files that it was loaded from, if it still is what they describe."""
     if _is_as_stored(tokenizer):
         place = tokenizer.name_or_path
-        for file in filter(None, (_stored(place, name) for name in _FILES)):
+        for file in filter(None, (stored_file(place, name) for name in _FILES)):
             shutil.copyfile(file, folder / file.name)
         if (Path(place) / _TEMPLATES).is_dir():
             shutil.copytree(Path(place) / _TEMPLATES, folder / _TEMPLATES)
@@ -137,7 +131,7 @@ def _is_as_stored(tokenizer: PreTrainedTokenizerBase) -> bool:
     if not place or Path(place).is_file() or (has_templates and not Path(place).is_dir()):
         return False
     try:
-        if _stored(place, _FILE) is None:
+        if stored_file(place, _FILE) is None:
             return False
         stored, _ = _load(place, {})
     except (OSError, ValueError):  # the files have been moved or changed since

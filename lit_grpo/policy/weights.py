@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -83,12 +84,16 @@ class PolicyWeights:
             for name, parameter in self.policy.named_parameters():
                 yield name, full_tensor(parameter).detach()
             return
-        changes = {id(parameter): layers for parameter, layers in _changed_by_adapters(self.policy)}
+        changes = defaultdict[int, list[Any]](list)  # by the parameter's id
+        for _, layer in lora_layers(self.policy):
+            changes[id(adapted_parameter(layer))].append(layer)
 
+        @torch.no_grad()
         def merged(parameter: torch.Tensor) -> torch.Tensor:
             tensor = dequantized(parameter)
             for layer in changes.get(id(parameter), ()):
-                tensor = _merge(layer, tensor)
+                for adapter in active_adapters(layer):
+                    tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)
             return full_tensor(tensor).detach()
 
         yield from self._as_saved(self._state(merged))
@@ -109,12 +114,16 @@ class PolicyWeights:
 
     def _as_saved(self, state: Iterable[Named]) -> Iterator[Named]:
         """Turn the model's tensors back into those of the files, one layer after another."""
-        if not _is_converted(self.policy):
-            yield from state
-            return
+        from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import revert_weight_conversion
 
-        for _, of_layer in groupby(state, key=lambda pair: _layer_of(pair[0])):
+        conversions = getattr(self.policy, "_weight_conversions", None)
+        if conversions is None:
+            conversions = get_model_conversion_mapping(self.policy, add_legacy=False)
+        if not conversions:
+            yield from state
+            return
+        for _, of_layer in groupby(state, key=lambda pair: re.findall(r"^.*?\.\d+\.", pair[0])[:1]):
             yield from revert_weight_conversion(self.policy, dict(of_layer)).items()
 
 
@@ -122,21 +131,6 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     state = getattr(tensor, "quant_state", None)
     shape, dtype = (tensor.shape, tensor.dtype) if state is None else (state.shape, state.dtype)
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _layer_of(name: str) -> str:
-    """Return the beginning of a tensor's name up to its layer's number; nothing for a tensor outside the layers."""
-    return "".join(re.findall(r"^.*?\.\d+\.", name)[:1])
-
-
-def _is_converted(policy: PreTrainedModel) -> bool:
-    """Return whether a policy's tensors have other names or shapes than those of its files."""
-    conversions = getattr(policy, "_weight_conversions", None)
-    if conversions is None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        conversions = get_model_conversion_mapping(policy, add_legacy=False)
-    return bool(conversions)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[Named]:
@@ -180,14 +174,6 @@ def adapted_parameter(layer: Any) -> torch.nn.Parameter:
     return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
-def _changed_by_adapters(policy: PreTrainedModel) -> Iterator[tuple[torch.Tensor, list[Any]]]:
-    layers: dict[int, tuple[torch.Tensor, list[Any]]] = {}
-    for _, layer in lora_layers(policy):
-        parameter = adapted_parameter(layer)
-        layers.setdefault(id(parameter), (parameter, []))[1].append(layer)
-    yield from layers.values()
-
-
 @dataclass(frozen=True)
 class Adapters:
     """The facts about a policy's LoRA adapters that an engine needs to apply them itself.
@@ -207,20 +193,11 @@ def find_adapters(policy: PreTrainedModel) -> Adapters | None:
     if not layers:
         return None
     ends = {id(policy.get_input_embeddings()), id(policy.get_output_embeddings())}
-    elsewhere = [name for name, layer in layers if not _is_linear(layer) or id(layer) in ends]
+    elsewhere = [
+        name for name, layer in layers if not isinstance(layer.get_base_layer(), torch.nn.Linear) or id(layer) in ends
+    ]
     elsewhere += [name for name, _ in policy.named_parameters() if ".modules_to_save." in name]
     return Adapters(max(max(layer.r.values()) for _, layer in layers), next(iter(elsewhere), None))
-
-
-def _is_linear(layer: Any) -> bool:
-    return isinstance(layer.get_base_layer(), torch.nn.Linear)
-
-
-@torch.no_grad()
-def _merge(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    for adapter in active_adapters(layer):
-        weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
-    return weight
 
 
 def active_adapters(layer: Any) -> list[str]:

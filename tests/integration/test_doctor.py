@@ -261,7 +261,7 @@ def broken_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
 
 def not_merged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
     """An export lacks the adapters."""
-    monkeypatch.setattr("lit_grpo.policy.weights._merge", lambda layer, weight: weight)
+    monkeypatch.setattr("lit_grpo.policy.weights.active_adapters", lambda layer: [])
     return ["--model.lora.r", "4"]
 
 

@@ -224,20 +224,16 @@ def _found_out(model: PreTrainedModel) -> LogitMap:
     if len(seen) != 1 or seen[0].shape != hidden_1TD.shape or logits_1TV.shape != outputs_1TV.shape:
         raise refusal
     before = float(seen[0].flatten()[0])
-    if not torch.allclose(seen[0].float(), hidden_1TD * before, rtol=1e-6, atol=0):
-        raise refusal
-    if before != 1 and getattr(head, "bias", None) is not None:
+    is_scaled = torch.allclose(seen[0].float(), hidden_1TD * before, rtol=1e-6, atol=0)
+    if not is_scaled or (before != 1 and getattr(head, "bias", None) is not None):
         raise refusal
     logits_1TV = logits_1TV.float()
     slope, limit = float(logits_1TV[0, 0, -1]) / _SMALL, float(logits_1TV[0, 0, 0])
     found = LogitMap(slope, None if limit > 1e-3 * slope * _LARGE else limit)
     if not torch.allclose(found(outputs_1TV), logits_1TV, rtol=1e-5, atol=1e-6 * max(slope, 1)):
         raise refusal
-    return LogitMap(_plain(slope * before), found.cap)
-
-
-def _plain(number: float) -> float:
-    return 1.0 if abs(number - 1) < 1e-7 else number
+    scale = slope * before
+    return LogitMap(1.0 if abs(scale - 1) < 1e-7 else scale, found.cap)  # float32 cannot tell it from 1
 
 
 @contextmanager

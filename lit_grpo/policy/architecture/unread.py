@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -120,7 +121,10 @@ def find_unread(model: PreTrainedModel) -> Unread:
     Args:
         model: The model, perhaps with adapters, without content, or in shards.
     """
-    stored = _stored(model.name_or_path or "")
+    try:
+        stored = stored_tensors(weight_files(model.name_or_path) if model.name_or_path else ())
+    except (OSError, ValueError, SafetensorError):  # removed since, or a name that is no place
+        stored = {}
     has_place = _places(model) if stored else lambda name: False
     placed = {name for name in stored if has_place(name)}
     rest = {name: one for name, one in stored.items() if name not in placed}
@@ -179,17 +183,14 @@ def _counts(config: Any) -> Iterator[tuple[dict[str, Any], str, int]]:
             yield from _counts(value)
 
 
-def _stored(place: str) -> dict[str, Stored]:
-    """Return the tensors in a policy's files; none if there are no such files on this machine."""
+def stored_tensors(paths: Iterable[str | Path]) -> dict[str, Stored]:
+    """Return the tensors in safetensors files by name; only the headers are read."""
     found: dict[str, Stored] = {}
-    try:
-        for path in weight_files(place) if place else ():
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (no mapping)
-                    part = file.get_slice(name)
-                    found[name] = Stored(path, part.get_dtype(), tuple(part.get_shape()))
-    except (OSError, ValueError, SafetensorError):  # removed since, or a name that is no place
-        return {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                part = file.get_slice(name)
+                found[name] = Stored(str(path), part.get_dtype(), tuple(part.get_shape()))
     return found
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import util
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -126,11 +127,14 @@ class GGUFFile:
 
     def note(self, dtype: str) -> str:
         """Return a sentence on what rounding has done to the weights; empty if none of them is quantized."""
-        weights, num_bytes = self.header.num_weights, self.header.num_bytes
+        weights, num_bytes = Counter[str](), 0
+        for tensor in self.header.tensors.values():
+            weights[tensor.kind] += prod(tensor.shape)
+            num_bytes += tensor.num_bytes
         rounded = {name: number for name, number in weights.items() if name not in _FLOATS}
         if not rounded:
             return ""
-        bits = 8 * num_bytes.total() / weights.total()
+        bits = 8 * num_bytes / weights.total()
         kinds = ", ".join(name for name, number in Counter(rounded).most_common() if number >= _FEW * weights.total())
         return (
             f"{self.path.name} holds weights of {bits:.2g} bits on average ({kinds or next(iter(rounded))}); they are "

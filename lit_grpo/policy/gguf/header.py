@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -68,20 +67,6 @@ class Header:
     def fact(self, name: str) -> Any:
         """Return a fact of the architecture, such as ``block_count``; None if the file does not say it."""
         return self.facts.get(f"{self.architecture}.{name}")
-
-    @property
-    def num_weights(self) -> Counter[str]:
-        return self._by_kind({name: prod(tensor.shape) for name, tensor in self.tensors.items()})
-
-    @property
-    def num_bytes(self) -> Counter[str]:
-        return self._by_kind({name: tensor.num_bytes for name, tensor in self.tensors.items()})
-
-    def _by_kind(self, numbers: dict[str, int]) -> Counter[str]:
-        total = Counter[str]()
-        for name, number in numbers.items():
-            total[self.tensors[name].kind] += number
-        return total
 
 
 def read_header(path: Path) -> Header:
