@@ -117,12 +117,7 @@ def write_folder(
 
 
 def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> None:
-    """Read tensors from a folder in place, by name; a shard gets this rank's part.
-
-    Args:
-        tensors: Whole tensors, or shards.
-        path: Path of the checkpoint's folder.
-        alone: Whether this process reads without the other ranks.
+    """Read tensors from a folder in place, by name; a shard gets this rank's part, ``alone`` without the other ranks.
 
     Raises:
         ValueError: A shard cannot be read or is of another save, or the folder was replaced meanwhile.

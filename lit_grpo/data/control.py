@@ -100,10 +100,8 @@ class ControlTokens:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text, which may be covered, or of a rendered conversation.
 
-        Args:
-            text: Text to encode, which may spell control tokens.
-            add_special_tokens: Whether the tokens are added that the tokenizer puts before each text, such as one that
-                begins it. Those that it puts after each text never are, because prompts are continued.
+        With ``add_special_tokens`` those come too that the tokenizer puts before each text, such as one that begins it,
+        and never those that it puts after each text, because prompts are continued.
         """
         return self._encoded(text, add_special_tokens, has_places=False).ids
 

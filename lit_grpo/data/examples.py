@@ -169,15 +169,7 @@ def render_example(
 
 
 class _NotBegun(UnusableRow):
-    """An answer that the chat template does not write after its own generation prompt.
-
-    Args:
-        begun: The conversation up to the answer, with the generation prompt.
-        message: The assistant's message, as the row has it.
-
-    Attributes:
-        is_thinking: Whether the generation prompt begins a thought.
-    """
+    """An answer that the chat template does not write after its own generation prompt, with which ``begun`` ends."""
 
     def __init__(self, begun: str, message: Message) -> None:
         self.is_thinking = begun.rstrip().endswith("<think>")
@@ -246,13 +238,7 @@ def _written(
     """Return the text of the prompt, and the texts after it, of which those of the assistant are imitated.
 
     An ordinary answer gets an empty thought if the generation prompt begins one and the template does not end it, as
-    Qwen3.5's does.
-
-    Args:
-        asked: The messages before the first turn that is imitated.
-        answers: The messages from this turn on; the last one is imitated too.
-        tokenizer: Tokenizer of the policy, with the chat template that writes the messages.
-        options: Variables of its chat template.
+    Qwen3.5's does. ``answers`` are the messages from the first turn that is imitated to the last.
     """
     try:
         return _divided_text(asked, answers, tokenizer, options)

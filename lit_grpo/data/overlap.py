@@ -11,11 +11,7 @@ REMEDY = "give data.validation rows that are held out, or leave it out"
 
 
 def shared_validation(prompts: Mapping[str, Sequence[Prompt]]) -> str:
-    """Say how many validation prompts are training prompts too; return an empty text if they are few.
-
-    Args:
-        prompts: The prompts by split.
-    """
+    """Say how many validation prompts are training prompts too; return an empty text if they are few."""
     held_out = prompts.get("validation", ())
     trained = {prompt.token_ids for prompt in prompts.get("train", ())}
     shared = sum(prompt.token_ids in trained for prompt in held_out)

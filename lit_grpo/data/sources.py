@@ -193,7 +193,7 @@ TABLES: dict[str, Callable[[Any], Iterable[Any]]] = {
 
 
 def _fault_of(given: Any) -> str | None:
-    """Say why an object is no source of rows, and what to give in its place; None if it may be one."""
+    """Say why an object is no source of rows, and what to give in its place."""
     kind = type(given).__name__
     is_one = f"the source is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
     if isinstance(given, type):

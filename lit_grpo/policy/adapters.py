@@ -223,15 +223,7 @@ _UNMERGEABLE = (
 
 
 def check_config(config: Any, name: str = "model.policy") -> None:
-    """Refuse an adapter that is no plain LoRA, before its weights are loaded.
-
-    Args:
-        config: The adapter's configuration, of peft.
-        name: Name of the policy in the message.
-
-    Raises:
-        ValueError: It is of another kind, or has a setting whose effect cannot be merged into the weights.
-    """
+    """Refuse peft's configuration of an adapter that is no plain LoRA, before its weights are loaded."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     remedy = "merge it into its base with peft's merge_and_unload, save that, and give the folder as model.policy"
     if kind != "LORA":
@@ -316,11 +308,7 @@ def own_adapter(policy: PreTrainedModel) -> LoraConfig:
 
 
 def go_on_with(policy: PreTrainedModel, settings: LoraSettings | None) -> None:
-    """Prepare the adapter that a policy came with for training.
-
-    Args:
-        policy: The policy with its adapter.
-        settings: Settings that the adapter must agree with; None agrees with any.
+    """Prepare the adapter that a policy came with for training; settings, if given, must agree with it.
 
     Raises:
         ValueError: The adapter differs from ``settings``, or is of a kind that cannot be trained.

@@ -28,12 +28,9 @@ def without_frozen(module: torch.nn.Module, state_dict: Mapping[str, T]) -> dict
 def fingerprint(policy: PreTrainedModel, source: str | LoadedPolicy) -> str:
     """Return a hash of the names, shapes, dtypes and content of a policy's weights, the same on every machine.
 
-    Machines may quantize to four bits differently. So weights in four bits count by name and shape, and by the content
-    of the files that they were loaded from, if the policy was given by name.
-
-    Args:
-        policy: The policy right after loading, whole, with the adapter that it came with.
-        source: Name of the policy, or the loaded model that was given.
+    The policy is as it was loaded from ``source``: whole, with the adapter that it came with. Machines may quantize to
+    four bits differently. So weights in four bits count by name and shape, and by the content of the files that they
+    were loaded from, if the policy was given by name.
     """
     hashed, has_packed = blake2b(digest_size=16), False
     for name, weight in (*policy.named_parameters(), *persistent_buffers(policy)):
@@ -63,11 +60,7 @@ def recorded_name(source: str | LoadedPolicy, is_adapter: bool) -> str:
 def check_base(checkpoint: Mapping[str, Any], own: str | None, name: str, dtype: str) -> None:
     """Refuse a checkpoint whose adapters were trained on other frozen weights than this policy's.
 
-    Args:
-        checkpoint: The checkpoint; with adapters alone it has the fingerprint of their ``base``.
-        own: The fingerprint of this policy; None if it has no adapters.
-        name: The name of this policy.
-        dtype: The dtype of its weights.
+    ``own`` is the fingerprint of this policy, None without adapters; ``name`` and ``dtype`` are told in the message.
     """
     if own is None or checkpoint.get("base", own) == own:
         return

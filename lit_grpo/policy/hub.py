@@ -61,9 +61,6 @@ def stored_file(place: str, name: str) -> Path | None:
 def weight_files(name: str) -> list[str]:
     """Return the safetensors files that transformers loads a policy's weights from; none if it has no such files.
 
-    Args:
-        name: The policy's folder or hub id.
-
     Raises:
         OSError, ValueError: There is no such policy.
     """

@@ -136,10 +136,7 @@ class SavedFiles:
 def files_note(policy: str | LoadedPolicy, dtype: str, model: PreTrainedModel) -> str:
     """Return a sentence on what a policy's files hold that a run should know; mostly there is none.
 
-    Args:
-        policy: A name, a folder, a path or a hub id, or a loaded model, of whose files' dtypes nothing is known.
-        dtype: The dtype that the weights are read as.
-        model: The model that was loaded.
+    Of a loaded model's files no dtypes are known; ``dtype`` is what the weights are read as.
     """
     adapter = adapter_folder(policy) if isinstance(policy, str) else None
     files = gguf_file(resolve_policy(policy) if adapter is None else adapter.base) if isinstance(policy, str) else None
@@ -199,11 +196,7 @@ def _check_files(folder: Path) -> None:
 
 
 def load_tokenizer(policy: str | LoadedPolicy) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a policy, or return the one that was given with a loaded model.
-
-    Raises:
-        ValueError: The policy has no tokenizer, or the tokenizer names no end-of-sequence token.
-    """
+    """Load the tokenizer of a policy, or return the one that was given with a loaded model."""
     if not isinstance(policy, str):
         model, given = policy
         if given is not None:

@@ -43,10 +43,6 @@ def keep_as_it_is(model: torch.nn.Module) -> None:
 def check_quantized(model: PreTrainedModel, policy: str) -> None:
     """Prepare a model whose files are quantized: weights in four bits of bitsandbytes stay so, and are saved as floats.
 
-    Args:
-        model: The model that transformers has loaded.
-        policy: The name of the policy, for the message.
-
     Raises:
         ValueError: Its weights are quantized in another way, which adapters cannot be merged into.
     """

@@ -85,11 +85,8 @@ def compare_with_files(place: str, config: PreTrainedConfig) -> None:
     """Compare the model of a configuration with the headers of a folder's safetensors.
 
     Weights under the same name have one shape, and all weights together are not several times as many as the files
-    hold. Weights that files of transformers hold under other names, or packed by a quantization, are left to it.
-
-    Args:
-        place: A folder; of a hub id nothing is compared, for its files may not be here yet.
-        config: Configuration of the model that is compared with the files.
+    hold. Weights that files of transformers hold under other names, or packed by a quantization, are left to it. Of a
+    hub id nothing is compared, for its files may not be here yet.
     """
     held = _held(place)
     if not held or getattr(config, "quantization_config", None) is not None:

@@ -124,18 +124,9 @@ def export(
     """Save policy and tokenizer. Adapters are merged into the weights, and also saved alone in ``adapter/``.
 
     Tensors of multi-token prediction, which are no part of the model, are copied from the files that it was loaded
-    from; without them the configuration counts no such layers. All ranks call it. The files are opened again and
-    compared with the policy: each tensor by its digest, and the log-probs of some tokens if the host has memory for a
-    second model.
-
-    Args:
-        policy: The model to save.
-        tokenizer: Tokenizer of the policy.
-        folder: The folder to write to.
-        keep: Whether this rank writes the files.
-
-    Returns:
-        The result of the comparison, on the rank that writes.
+    from; without them the configuration counts no such layers. All ranks call it, and the one with ``keep`` writes.
+    The files are opened again and compared with the policy: each tensor by its digest, and the log-probs of some
+    tokens if the host has memory for a second model. The rank that writes returns the result.
 
     Raises:
         BrokenPolicyError: The policy has NaN or infinity in its weights or log-probs; all ranks raise it.
@@ -190,12 +181,7 @@ def save_settings(policy: Any, folder: Path, counts_drafts: bool = True) -> None
     """Save a model's configuration, without quantization, and its generation config.
 
     The generation config is saved unchecked: transformers refuses to save a temperature without ``do_sample``, which
-    many models have.
-
-    Args:
-        policy: Model whose configurations are saved.
-        folder: The folder to write to.
-        counts_drafts: Whether the configuration counts layers of multi-token prediction as the model's does, or none.
+    many models have. Without ``counts_drafts`` the configuration counts no layers of multi-token prediction.
     """
     config = copy.deepcopy(policy.config)
     if not counts_drafts:
@@ -226,8 +212,7 @@ def _adapter_state(policy: PreTrainedModel, keep: bool) -> dict[str, torch.Tenso
 def _write_weights(weights: PolicyWeights, carried: Unread, folder: Path) -> dict[str, str]:
     """Write the weights, and what is carried beside them, in files of at most 5 GB; about one file is in memory.
 
-    Returns:
-        The digest of each tensor that is carried, by name.
+    The digests of the tensors that are carried are returned by name.
     """
     outline = weights.outline | {name: stored.outline for name, stored in carried.drafts.items()}
     copies: dict[str, str] = {}

@@ -41,11 +41,6 @@ def read_tokenizer(name: str, place: str, options: Mapping[str, Any] | None = No
     make a tokenizer of their own around it: a Unigram tokenizer in a folder of Qwen2's kind becomes Qwen2's byte-level
     BPE. Here ``tokenizer.json`` stands, and a warning says so if the class splits a text in another way.
 
-    Args:
-        name: Name of the policy or model in messages.
-        place: Folder or hub id.
-        options: Options of ``from_pretrained``, such as ``gguf_file``.
-
     Raises:
         OSError: There are no files.
         ValueError: The files cannot be used.
@@ -146,14 +141,10 @@ def _written(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 
 
 def save_for_engines(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer for an engine that loads it with ``AutoTokenizer``.
+    """Save a tokenizer, in a folder of its own, for an engine that loads it with ``AutoTokenizer``.
 
     The ``config.json`` beside it, which vLLM asks for, is of a family for which ``AutoTokenizer`` takes the class that
     the tokenizer's settings name.
-
-    Args:
-        tokenizer: Tokenizer to save, such as the policy's.
-        folder: A folder that has nothing else.
     """
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))

@@ -63,13 +63,8 @@ class AttentionCall:
     """One call of attention in a forward; a layer may make several, or none.
 
     Args:
-        num_heads: Number of query heads.
-        num_kv_heads: Heads of keys and values.
-        key_size: Numbers of a head's key.
-        value_size: Numbers of a head's value.
         dtype: The dtype of keys and values.
         scaling: The factor of the scores.
-        sight: The tokens that each token sees.
         cap: The limit of the scores, by tanh; None is no limit.
         has_sinks: Whether each head has a learned score that no token belongs to.
     """
@@ -88,9 +83,7 @@ class AttentionCall:
 def attention_calls(model: PreTrainedModel, context: int) -> list[AttentionCall]:
     """Return the attention calls of a forward, in their order; which tokens see which is read from the model's masks.
 
-    Args:
-        model: The model, in evaluation mode.
-        context: The most tokens of a sequence.
+    The model is in evaluation mode; ``context`` is the most tokens of a sequence.
 
     Raises:
         ValueError: The model's attention cannot be replaced, or its masks are of another kind than :class:`Sight`.

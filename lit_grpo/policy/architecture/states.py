@@ -240,8 +240,7 @@ def _found_layers(model: PreTrainedModel) -> list[tuple[StateLayer, StateShape]]
 def state_shape(model: PreTrainedModel) -> StateShape | None:
     """Return what the states of a model's layers are; ``None`` where none of them keeps one through the cache.
 
-    Args:
-        model: In evaluation mode, with an attention of transformers'.
+    The model is in evaluation mode, with an attention of transformers'.
     """
     argument, num_bytes = _argument_and_bytes(model)
     if not num_bytes:

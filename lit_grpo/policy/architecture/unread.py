@@ -116,11 +116,7 @@ def known_unread(model: PreTrainedModel) -> Unread:
 
 
 def find_unread(model: PreTrainedModel) -> Unread:
-    """Compare a model with the files that it was loaded from; without such files there is nothing to find.
-
-    Args:
-        model: The model, perhaps with adapters, without content, or in shards.
-    """
+    """Compare a model, perhaps with adapters, without content or in shards, with the files that it was loaded from."""
     try:
         stored = stored_tensors(weight_files(model.name_or_path) if model.name_or_path else ())
     except (OSError, ValueError, SafetensorError):  # removed since, or a name that is no place

@@ -56,11 +56,7 @@ class GGUFFile:
             yield replace(self, folder=Path(folder))
 
     def options(self) -> dict[str, Any]:
-        """Return the options of transformers' ``from_pretrained`` that name the file.
-
-        Raises:
-            GGUFError: The package gguf is not installed, or the file is damaged or one part of several.
-        """
+        """Return the options of transformers' ``from_pretrained`` that name the file."""
         parts = self.header.facts.get("split.count", 1)
         if parts != 1:
             raise GGUFError(
