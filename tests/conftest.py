@@ -149,6 +149,13 @@ def save_tokenizer(folder: Path, **changes: str) -> str:
     return str(folder)
 
 
+def save_policy(folder: Path, **changes: Any) -> Path:
+    """Save a :func:`random_policy` with its tokenizer, and return the folder."""
+    random_policy(**changes).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    return folder
+
+
 def random_policy(seed: int = 0, hybrid: bool = False, **changes: object) -> torch.nn.Module:
     """Return a Qwen3 of 30 thousand random parameters, in evaluation mode.
 
@@ -214,10 +221,7 @@ def tokenizer(policy_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved random policy with its tokenizer."""
-    folder = tmp_path_factory.mktemp("policy")
-    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
-    return folder
+    return save_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="session")
@@ -226,7 +230,6 @@ def hybrid_folder(policy_folder: Path) -> Path:
     from tests.doubles.draft_layers import add_heads
 
     folder = policy_folder / "hybrid"
-    random_policy(hybrid=True).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
+    save_policy(folder, hybrid=True)
     add_heads(folder, "qwen3_5_text")
     return folder

@@ -70,10 +70,7 @@ def history(arguments: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        (
-            {"type": "image", "url": "a.png"},
-            "has a chat message with a part of type 'image', and a prompt is text alone",
-        ),
+        ({"type": "image", "url": "a.png"}, "a part of type 'image', and a prompt is text alone"),
         ({"type": "text"}, "has a part of a chat message that is not"),
         ("bare", "has a chat message that is not"),
     ],
@@ -85,20 +82,14 @@ def test_a_part_that_is_no_text_is_refused(tmp_path: Path, part: Any, reason: st
 
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 @pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (OF_DICTS, 'user: hi\nassistant: {"x": 1}\ntool: 3\n'),
-        (OF_TEXT, 'user: hi\nassistant: call {"x": 1}\ntool: 3\n'),
-        (GLUED, 'user: hi\nassistant: call {"x": 1}\ntool: 3\n'),
-        (LOOKS_INSIDE, 'user: hi\nassistant: {"x": 1}\ntool: 3\n'),
-    ],
+    ("template", "said"), [(OF_DICTS, ""), (OF_TEXT, "call "), (GLUED, "call "), (LOOKS_INSIDE, "")]
 )
 def test_earlier_tool_calls_are_rendered_as_the_template_takes_them(
-    tmp_path: Path, template: str, expected: str, arguments: Any
+    tmp_path: Path, template: str, said: str, arguments: Any
 ) -> None:
     with warnings.catch_warnings(action="error"):
         (prompt,) = prompts_of(tmp_path, template, history(arguments))
-    assert prompt.text == expected
+    assert prompt.text == f'user: hi\nassistant: {said}{{"x": 1}}\ntool: 3\n'
 
 
 def test_a_template_that_shows_no_tool_calls_says_so_and_writes_no_null(tmp_path: Path) -> None:

@@ -14,32 +14,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
-from lit_grpo.data.module import PromptDataModule
+from lit_grpo.data.module import SPLITS_OF_STAGE, PromptDataModule
 from lit_grpo.data.sources import RowSource
 from lit_grpo.methods.greso import Greso
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Prompt, PromptBatch
 
 WORDS = [
-    "<unk>",
-    "<eos>",
-    "[user]",
-    "[system]",
-    "[bot]",
-    "what",
-    "is",
-    "one",
-    "two",
-    "plus",
-    "?",
-    "answer",
-    ":",
-    "{{b}",
-    "{{}",
-    "3",
-    "{b}",
-    "{}",
-    "[assistant]",
+    *("<unk>", "<eos>", "[user]", "[system]", "[bot]", "what", "is", "one", "two", "plus", "?", "answer", ":"),
+    *("{{b}", "{{}", "3", "{b}", "{}", "[assistant]"),
 ]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -181,24 +164,17 @@ def test_prompt_ids_stay_when_rows_are_dropped(plain: str) -> None:
         ({"prompt": " \n"}, {}, "row 1 has an empty prompt"),
         ({"prompt": []}, {}, "row 1 has an empty prompt"),
         ({"prompt": [{"role": "user", "content": ""}]}, {}, "row 1 has an empty prompt"),
-        (
-            {"prompt": 7},
-            {},
-            "row 1 has a prompt of type int, neither text nor a list of chat messages",
-        ),
+        ({"prompt": 7}, {}, "row 1 has a prompt of type int, neither text nor a list of chat messages"),
         ({"prompt": ["one"]}, {}, 'row 1 has a chat message that is not {"role": text, "content": text}'),
         ({"prompt": [{"role": "user", "content": None}]}, {}, "row 1 has a chat message that is not"),
+        ({"prompt": "one twelve"}, {}, "row 1 has a prompt with characters that the tokenizer does not know"),
         ({"prompt": "<eos>"}, {}, "row 1 has a prompt that the tokenizer turns into no tokens"),
         (
             {"prompt": "one plus two ?"},
             {"max_prompt_tokens": 3},
             "row 1 has a prompt of 4 tokens, more than max_prompt_tokens=3",
         ),
-        (
-            {"prompt": [{"role": "tool", "content": "one"}]},
-            {},
-            "row 1 is refused by the chat template: no tools here",
-        ),
+        ({"prompt": [{"role": "tool", "content": "one"}]}, {}, "row 1 is refused by the chat template: no tools here"),
         (
             {"prompt": [{"role": "user", "content": "one"}]},
             {"chat_template": False},
@@ -241,42 +217,17 @@ def test_report_shows_five_rows_and_counts_the_rest(plain: str) -> None:
         prompts_of(plain, *({"prompt": each} for each in ("1", 1, b"1", frozenset(), (), 1.0, True, {})))
 
 
-def test_prompt_with_characters_that_the_tokenizer_does_not_know_is_refused(plain: str) -> None:
-    with pytest.raises(ValueError, match=r"row 1 has a prompt with characters that the tokenizer does not know"):
-        prompts_of(plain, {"prompt": "one plus two"}, {"prompt": "one plus twelve"})
-
-
-def test_source_without_rows_is_an_error(plain: str) -> None:
-    with pytest.raises(ValueError, match=r"^data\.train: Rows has no rows; give a source that has at least one\.$"):
-        prompts_of(plain)
-
-
-def test_row_that_is_no_dict_is_an_error(plain: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"^data\.train: row 1 of Rows is of type str, not a dict; give one dict a row\.$"
-    ):
-        prompts_of(plain, {"prompt": "one"}, "two")
-
-
 def test_column_that_is_to_be_renamed_and_lacks_is_an_error(plain: str) -> None:
-    expected = (
-        r"^data\.train: data\.columns takes 'answer' from column 'solution', which row 0 of Rows lacks; "
-        r"it has 'prompt', 'result'\.$"
-    )
-    with pytest.raises(ValueError, match=expected):
+    lacks = r"'answer' from column 'solution', which row 0 of Rows lacks; it has 'prompt', 'result'\.$"
+    with pytest.raises(ValueError, match=rf"^data\.train: data\.columns takes {lacks}"):
         prompts_of(plain, {"prompt": "one", "result": "1"}, columns={"answer": "solution"})
 
 
-def test_chat_with_a_tokenizer_that_has_no_template_is_an_error(plain: str) -> None:
-    for row, options in (
-        ({"prompt": [{"role": "user", "content": "one"}]}, {}),
-        ({"prompt": "one"}, {"system_prompt": "two"}),
-        ({"prompt": "one"}, {"chat_template": True}),
-    ):
-        with pytest.raises(
-            ValueError, match=r"ask for a chat template, and the tokenizer of data\.policy has none; choose"
-        ):
-            prompts_of(plain, row, **options)
+@pytest.mark.parametrize("options", [{}, {"system_prompt": "two"}, {"chat_template": True}])
+def test_chat_with_a_tokenizer_that_has_no_template_is_an_error(plain: str, options: dict[str, Any]) -> None:
+    row = {"prompt": "one" if options else [{"role": "user", "content": "one"}]}
+    with pytest.raises(ValueError, match=r"chat template, and the tokenizer of data\.policy has none; choose"):
+        prompts_of(plain, row, **options)
 
 
 # Arguments and stages
@@ -306,21 +257,18 @@ def test_bad_argument_is_refused_before_anything_is_read(options: dict[str, Any]
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("stage", "split"),
-    [("fit", "train"), ("validate", "validation"), ("test", "test"), ("predict", "predict")],
-)
-def test_stage_without_its_source_names_the_field(plain: str, stage: str, split: str) -> None:
+@pytest.mark.parametrize("stage", SPLITS_OF_STAGE)
+def test_stage_without_its_source_names_the_field(plain: str, stage: str) -> None:
+    split = {"fit": "train", "validate": "validation"}.get(stage, stage)
     for given in (stage, TrainerFn(stage)):  # as Lightning gives it
         with pytest.raises(ValueError, match=rf"^data\.{split} is not set, and {stage} needs it; give it"):
             PromptDataModule(plain).setup(given)
 
 
 def test_setup_reads_only_what_the_stage_needs_and_only_once(plain: str, tmp_path: Path) -> None:
-    files: dict[str, Path] = {}
-    for split in ("train", "validation", "test", "predict"):
-        files[split] = tmp_path / f"{split}.jsonl"
-        files[split].write_text(json.dumps({"prompt": "one"}) + "\n")
+    files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "validation", "test", "predict")}
+    for path in files.values():
+        path.write_text(json.dumps({"prompt": "one"}) + "\n")
     sources: dict[str, Any] = {split: str(path) for split, path in files.items()}
     data = PromptDataModule(plain, **sources, batch_size=1)
     data.setup("validate")
@@ -485,14 +433,11 @@ class Recorder(LightningModule):
         self.steps.append(drawn(batch))
         batch.trained = True
 
-    def validation_step(self, batch: PromptBatch) -> None:
-        self.evaluated.append(drawn(batch))
-
     def test_step(self, batch: PromptBatch) -> None:
         self.evaluated.append(drawn(batch))
 
-    def predict_step(self, batch: PromptBatch) -> Step:
-        return drawn(batch)
+    def validation_step(self, batch: PromptBatch) -> None:
+        """The batch is only read."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -536,24 +481,17 @@ def train(
 
 
 @pytest.mark.parametrize("limits", [{"max_steps": 7}, {"max_epochs": 4}])
-@pytest.mark.parametrize("step", [1, 2, 4, 5])
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [*(("on_train_batch_end", step) for step in (1, 2, 4, 5)), ("on_train_epoch_end", 4), ("on_validation_end", 4)],
+)
 def test_resumed_fit_goes_on_with_the_next_prompts(
-    plain: str, tmp_path: Path, step: int, limits: dict[str, Any]
+    plain: str, tmp_path: Path, hook: str, step: int, limits: dict[str, Any]
 ) -> None:
     saved = tmp_path / "a.ckpt"
-    steps = train(plain, SaveAt(saved, "on_train_batch_end", step), **limits)
+    steps = train(plain, SaveAt(saved, hook, step), **limits)
     assert steps == draw(PromptLoader(numbered(10), 4), limits.get("max_steps", 8))
     assert train(plain, ckpt_path=saved, **limits) == steps[step:]
-
-
-@pytest.mark.parametrize("limits", [{"max_steps": 7}, {"max_epochs": 4}])
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
-def test_fit_resumed_between_epochs_goes_on_with_the_next_prompts(
-    plain: str, tmp_path: Path, hook: str, limits: dict[str, Any]
-) -> None:
-    saved = tmp_path / "a.ckpt"
-    steps = train(plain, SaveAt(saved, hook, 4), **limits)
-    assert train(plain, ckpt_path=saved, **limits) == steps[4:]
 
 
 @pytest.mark.parametrize("fails_at", [0, 3, 4])

@@ -9,15 +9,15 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import random_policy, save_policy, save_tokenizer, table_rows
 from hand_made import Batches, Checkpoints, fit, full_logprobs, make_module, make_trainer, random_groups, sgd
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lit_grpo.policy.saving as saving
 from lit_grpo.checkpoints import read_state
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards
-from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.loading import as_loaded, load_policy, load_tokenizer
 from lit_grpo.policy.saving import BrokenPolicyError, ExportError, export
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, lora_layers
@@ -29,18 +29,9 @@ from tests.doubles.small_models import small_model
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 SIZES: dict[str, Any] = {
-    "vocab_size": 35,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
+    **{"vocab_size": 35, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256},
+    **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT: dict[str, Any] = {
@@ -65,10 +56,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
 }
 TARGETS: tuple[list[str] | str | None, ...] = (None, "all-linear", ["q_proj", "embed_tokens"], ["lm_head"], ["experts"])
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
 
 
 def made(kind: str, folder: Path) -> Path:
@@ -207,8 +194,7 @@ def test_without_memory_for_a_second_model_tensors_and_their_places_are_compared
 
 def test_how_a_policy_wants_to_be_sampled_is_kept_as_it_came(policy_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "policy"
-    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
+    save_policy(folder)
     wanted = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}
     (folder / "generation_config.json").write_text(json.dumps(wanted))
     for lora in (None, LoraSettings(r=2)):
@@ -276,16 +262,12 @@ def test_a_run_of_an_adapter_goes_on_bit_for_bit(adapter: Path, tmp_path: Path) 
         assert torch.equal(actual, expected)
     weights = load_file(adapter / "adapter_model.safetensors")
     next(iter(weights.values()))[0] += 1e-3
-    from safetensors.torch import save_file
-
     save_file(weights, adapter / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"frozen weights of .* are others"):  # nor would the reference be the same
         run(str(adapter), tmp_path / "other", tmp_path / "checkpoints" / "1.ckpt")
 
 
 def test_a_loaded_peft_model_is_trained_like_its_folder(adapter: Path, policy_folder: Path, tmp_path: Path) -> None:
-    from lit_grpo.policy.loading import as_loaded
-
     by_name = run(str(adapter), tmp_path / "checkpoints")
     given = run(as_loaded((tuned_by(adapter, policy_folder), None)), tmp_path / "given")
     for actual, expected in zip(given.policy.parameters(), by_name.policy.parameters(), strict=True):
@@ -330,8 +312,6 @@ def test_an_adapter_that_cannot_be_trained_on_is_refused(adapter: Path, settings
 
 
 def test_a_module_that_an_adapter_keeps_a_copy_of_is_exported(policy_folder: Path, tmp_path: Path) -> None:
-    from lit_grpo.policy.loading import as_loaded
-
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     tuned: Any = peft.get_peft_model(load_policy(str(policy_folder)), config)
     module: Any = make_module("tiny", optimizer=sgd(0.1))

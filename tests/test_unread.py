@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import random_policy, save_policy, save_tokenizer, table_rows
 from hand_made import Batches, Checkpoints, make_module, make_trainer, nudge, random_groups, sgd
 from safetensors.torch import load_file
 
@@ -25,10 +25,6 @@ from tests.doubles.draft_layers import HEADS, add_heads, add_tensors
 from tests.doubles.small_models import small_model
 
 QWEN = "qwen3_5_text"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
 
 
 def saved(family: str, folder: Path, **changes: Any) -> Path:
@@ -192,8 +188,7 @@ def test_a_model_that_was_loaded_in_python_carries_them_too(tmp_path: Path) -> N
 
 
 def test_runs_checkpoints_and_what_is_resumed_carry_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    random_policy(hybrid=True).save_pretrained(tmp_path / "base")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path / "base")
+    save_policy(tmp_path / "base", hybrid=True)
     heads = add_heads(tmp_path / "base", QWEN)
     groups = random_groups(random_policy(), [[1.0, 0.0, 0.0, 1.0]])
     for name, start in (("first", None), ("second", tmp_path / "first" / "1.ckpt")):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import save_policy, table_rows
 from odd_files import NO_FILES, make_no_file
 
 from lit_grpo.__main__ import main
@@ -118,8 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     import huggingface_hub.constants
 
     folder = tmp_path_factory.mktemp("inputs")
-    random_policy().save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder / "policy")
+    save_policy(folder / "policy")
     (folder / "rows.jsonl").write_text(ROW * 4)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(folder)
