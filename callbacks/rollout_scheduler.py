@@ -90,7 +90,7 @@ class RolloutScheduler(pl.Callback):
             [reward for plugin in self.session.plugins.values() for reward in ask(plugin, "rewards")]
         )
         if stage != "predict":
-            unrewarded = any(plugin.learns_unrewarded for plugin in self.session.plugins.values())
+            unrewarded = any("learns_unrewarded" in plugin.traits for plugin in self.session.plugins.values())
             unrewarded = unrewarded or math.isinf(self.session.first_rollout)
             check_rewarded(pl_module.rewards, pl_module.num_generations, unrewarded)
         for split, rows in loaded_prompts(trainer).items():
@@ -140,7 +140,7 @@ class RolloutScheduler(pl.Callback):
             return
         of_dataset = {row.dataset: row for row in prompts.get("train", ())}
         weights = getattr(trainer.datamodule, "mixture", None)  # pyright: ignore[reportAttributeAccessIssue]
-        unrewarded = [plugin for plugin in self.session.plugins.values() if plugin.learns_unrewarded]
+        unrewarded = [plugin for plugin in self.session.plugins.values() if "learns_unrewarded" in plugin.traits]
         for dataset, row in of_dataset.items() if known else ():
             sampled = weights is None or not weights.weights or any(w.get(dataset) for w in weights.all)
             rewarded = any(function.weight and function.applies_to(row) for function in module.rewards)
@@ -179,7 +179,8 @@ class RolloutScheduler(pl.Callback):
             return []
         rule, number = self.session.prompt_rule, len(loaded_prompts(trainer).get("train", ()))
         batches = -(-updates // module.settings.updates_per_batch)
-        asked = batches * data.batch_size * trainer.world_size * (1 if rule is None else ask(rule, "prompt_candidates"))
+        candidates = 1 if rule is None else ask(rule, "numbers").prompt_candidates
+        asked = batches * data.batch_size * trainer.world_size * candidates
         said = f"asks for {asked} of {number} training prompts, each once"
         once = Requirement("this run", changes={"revisits": said}, remedy="raise trainer.max_steps", fixed=True)
         return list(clashing([*self.session.parts(), replace(once, chosen=asked <= number)]))

@@ -352,7 +352,7 @@ class GRPOModule(EvaluationModule):
             self.ranks.warn(warning)
 
     def _check_teacher(self) -> None:
-        asking = [type(plugin).__name__ for plugin in self.settings.plugins if plugin.asks_teacher]
+        asking = [type(plugin).__name__ for plugin in self.settings.plugins if "asks_teacher" in plugin.traits]
         if asking and self.teacher_settings is None:
             raise ValueError(f"rollout.plugins {asking[0]} learns from a teacher; set model.teacher.policy.")
         if self.teacher_settings is not None and not asking:

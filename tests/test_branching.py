@@ -32,7 +32,7 @@ FIRST: Key = ("a", 0, (0,))
 class Forker(Listener):
     """Gives some answers at some steps, counted from 1, and others as completions end."""
 
-    forks = True
+    traits = frozenset({"forks"})
 
     def __init__(self, steps: dict[int, Answer], ends: dict[Key, Callable[[Completion], Answer]] | None = None) -> None:
         self.steps, self.ends, self.num_steps = steps, ends or {}, 0
@@ -162,7 +162,7 @@ class RandomForks(Environment):
         forked: The keys of all.
     """
 
-    forks = True
+    traits = frozenset({"forks"})
 
     def __init__(self, seed: int, width: int = 12) -> None:
         super().__init__(most_delay=5)

@@ -16,7 +16,7 @@ from lit_grpo.budgets.history import Outcome, Record, Visit
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods.dps import DynamicsPredictive, predicted
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, RunNumbers
 from lit_grpo.types import Prompt
 
 SHARES = (0.0, 0.25, 1.0)
@@ -69,8 +69,8 @@ class Table(Plugin):
     candidates: int = 3
 
     @property
-    def prompt_candidates(self) -> int:
-        return self.candidates
+    def numbers(self) -> RunNumbers:
+        return RunNumbers(prompt_candidates=self.candidates)
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: Any) -> float:
         return int(prompt.prompt_id.removeprefix("train/")) * 7 % 10
@@ -126,6 +126,6 @@ def test_prompts_that_are_passed_in_part_are_asked_first_and_others_come_again()
 def test_what_was_expected_is_of_before_the_visit() -> None:
     rule = DynamicsPredictive()
     recent = (Outcome(0, 0.5), Outcome(1, 0.5), Outcome(2, 1.0))
-    state = rule.next_prompt_state({"learnt_version": 1.0}, [PROMPT], [Record(3, recent=recent)])
+    state = rule.prompt_state([PROMPT], [Record(3, recent=recent)], {"learnt_version": 1.0})
     assert state["partly_expected"] == pytest.approx(predicted(recent[:2], 2, 0.5)[1]) and not state["partly_passed"]
-    assert rule.next_prompt_state(state, [], []) == state
+    assert rule.prompt_state([], [], state) == state

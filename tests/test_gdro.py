@@ -46,7 +46,7 @@ def test_weights_are_exponential_in_mean_losses(seed: int) -> None:
             records.append(visited(*earlier, passed))
             share = sum(rate > 0 for rate in earlier) / len(earlier)
             batch.setdefault(min(math.floor(share * rule.bins), rule.bins - 1), []).append(1 - passed)
-        state = rule.next_prompt_state(state, [], records)
+        state = rule.prompt_state([], records, state)
         losses.append(batch)
     expected = by_formula(losses, rule)
     assert rule.shares(state) == pytest.approx(expected, abs=1e-12)

@@ -302,7 +302,7 @@ def test_a_config_of_sft_becomes_a_run_on_examples_alone() -> None:
     assert config["model"]["max_tokens_per_micro_batch"] == 4 * 4096 and "rewards" not in config["model"]
     assert config["model"]["optimizer"]["init_args"]["lr"] == 1e-4 and config["model"]["lora"]["r"] == 16
     assert "sampling" not in config["model"] and config["trainer"]["max_steps"] == 10
-    assert make_plugins(config["rollout"]["plugins"])["sft"].first_rollout == math.inf
+    assert make_plugins(config["rollout"]["plugins"])["sft"].numbers.first_rollout == math.inf
 
 
 def test_epochs_of_sft_are_steps_over_all_rows() -> None:

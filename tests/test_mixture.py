@@ -419,7 +419,7 @@ class Told(Plugin):
     def on_group(self, group: RolloutGroup) -> None:
         self.of.append(group.prompt.prompt_id)
 
-    def rewrite(self, prompt: Prompt, writer: Any) -> Prompt:
+    def rewrite(self, prompt: Prompt, writer: Any, longest: bool = False) -> Prompt:
         self.of.append(prompt.prompt_id)
         return replace(prompt, text="rewritten")
 
@@ -512,7 +512,7 @@ def test_a_shipped_method_does_nothing_in_a_batch_without_rows_of_its_data_set(n
     plugin = shipped()[name]
     plugin = replace(plugin, keep=2) if isinstance(plugin, Subset) else plugin
     limited, groups = fresh(restricted(name, plugin, ["none"])), mixed_groups()
-    if limited.asks_teacher:
+    if "asks_teacher" in limited.traits:
         vars(limited)["teacher"] = SimpleNamespace(score=lambda _, rollouts, *others: dict.fromkeys(rollouts))
     batch, rollouts = learning_batch(groups), [rollout for group in groups for rollout in group.rollouts]
     for rollout in rollouts:

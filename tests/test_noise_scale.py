@@ -20,7 +20,7 @@ from lit_grpo.compatibility import SHARDS, Requirement
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.noise_scale import Goodput, NoiseScale, NormTest, estimate
-from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, fresh
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, RunNumbers, fresh
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
@@ -85,8 +85,8 @@ class Hearing(Plugin):
         self.heard: list[list[SquaredNorm]] = []
 
     @property
-    def num_parts(self) -> int:
-        return self.parts
+    def numbers(self) -> RunNumbers:
+        return RunNumbers(num_parts=self.parts)
 
     def on_gradient(self, step: Step) -> None:
         step["scale"] = self.scale

@@ -103,13 +103,13 @@ def test_greso_explores_less_where_too_many_prompts_are_easy_or_hard_from_the_se
     easy, hard, mixed = Record(2, last_pass_rate=1.0), Record(2), Record(2, last_pass_rate=0.1)
     rule = Greso(target=0.24)  # 8% easy, 16% hard
     begun = rule.prompt_state([])
-    assert rule.next_prompt_state(begun, [], [Record(1)] * 10) == begun == {"easy": 0.5, "hard": 0.5}
-    assert rule.next_prompt_state(begun, [], [easy] * 9 + [hard] * 15 + [mixed] * 76) == {"easy": 0.49, "hard": 0.51}
-    assert rule.next_prompt_state(begun, [], [easy] * 7 + [hard] * 17 + [mixed] * 76) == {"easy": 0.51, "hard": 0.49}
-    assert Greso(target=0.75).next_prompt_state(begun, [], [easy, hard, hard, mixed])["easy"] == 0.49
+    assert rule.prompt_state([], [Record(1)] * 10, begun) == begun == {"easy": 0.5, "hard": 0.5}
+    assert rule.prompt_state([], [easy] * 9 + [hard] * 15 + [mixed] * 76, begun) == {"easy": 0.49, "hard": 0.51}
+    assert rule.prompt_state([], [easy] * 7 + [hard] * 17 + [mixed] * 76, begun) == {"easy": 0.51, "hard": 0.49}
+    assert Greso(target=0.75).prompt_state([], [easy, hard, hard, mixed], begun)["easy"] == 0.49
     state = begun
     for _ in range(100):
-        state = rule.next_prompt_state(state, [], [easy] * 10)
+        state = rule.prompt_state([], [easy] * 10, state)
     assert state == {"easy": 0.05, "hard": 0.95}
     with pytest.raises(ValueError, match=r"least must be at most most, 0\.5, not 0\.6"):
         Greso(least=0.6, most=0.5)
@@ -155,17 +155,15 @@ def test_phases_go_from_easy_to_hard_by_batches_once_prompts_are_profiled() -> N
     rule, profile = PhasedPrompts(batches=3), [Record(1, pass_rate=0.6)] * 2
     state = rule.prompt_state([])
     for _ in range(5):
-        state = rule.next_prompt_state(
-            state, [], profile + [Record(2, pass_rate=0.6)] * 2
-        )  # half of them on their first visit
+        state = rule.prompt_state([], profile + [Record(2, pass_rate=0.6)] * 2, state)  # half on their first visit
     assert state == rule.prompt_state([]) == {"phase": 2.0, "phase_batches": 0.0}
     asked = [Record(2, pass_rate=rate) for rate in (0.6, 0.3, 0.1)]
     phases = []
     for _ in range(12):
         phases.append(state["phase"])
-        state = rule.next_prompt_state(state, [], asked)
+        state = rule.prompt_state([], asked, state)
     assert phases == [2.0] * 3 + [4.0] * 3 + [8.0] * 3 + [2.0] * 3
-    assert rule.next_prompt_state(state, [], []) == state
+    assert rule.prompt_state([], [], state) == state
 
 
 def at_levels(*rows: tuple[str, int]) -> list[Prompt]:

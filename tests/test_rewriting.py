@@ -25,19 +25,17 @@ class EveryOther(Plugin):
 
     preface: str = "add "
 
-    def longest_rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
+    def rewrite(self, prompt: Prompt, writer: TextWriter, longest: bool = False) -> Prompt:
+        if not longest and (int(prompt.prompt_id.rpartition("/")[2]) + prompt.visit) % 2:
+            return prompt
         return replace(writer.put_before(prompt, self.preface), extra={"preface": 1.0})
-
-    def rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
-        row = int(prompt.prompt_id.rpartition("/")[2])
-        return self.longest_rewrite(prompt, writer) if (row + prompt.visit) % 2 == 0 else prompt
 
 
 @dataclass
 class Unchanged(Plugin):
     """Rewrites nothing."""
 
-    def rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
+    def rewrite(self, prompt: Prompt, writer: TextWriter, longest: bool = False) -> Prompt:
         return prompt
 
 

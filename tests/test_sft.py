@@ -24,7 +24,7 @@ from lit_grpo.data.examples import Example
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.seco import SeCO
 from lit_grpo.methods.sft import SFT
-from lit_grpo.plugins import Plugin, RunFacts, fresh
+from lit_grpo.plugins import Plugin, RunFacts, RunNumbers, fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.tools.commands.sft import without_rollouts
 from lit_grpo.types import OBSERVED, Rollout, RolloutGroup
@@ -202,7 +202,7 @@ def test_the_command_sft_makes_the_warm_start_the_whole_run() -> None:
     every: list[Any] = ["gigpo", {"sft": {"column": "a", "warm_up": 3}}]
     assert without_rollouts(every) == ["gigpo", {"sft": {"column": "a", "warm_up": "all"}}]
     assert without_rollouts("sft:column=a") == ["sft:column=a,warm_up=all"]
-    assert make_plugins(without_rollouts(["sft"]))["sft"].first_rollout == math.inf
+    assert make_plugins(without_rollouts(["sft"]))["sft"].numbers.first_rollout == math.inf
     for none in (None, [], ["gigpo"], {"gigpo": None}):
         with pytest.raises(ValueError, match=r"rollout\.plugins has no sft, which has the examples"):
             without_rollouts(none)
@@ -345,8 +345,10 @@ def test_examples_take_part_in_no_statistic_of_rollouts(policy_folder: Path) -> 
 def test_the_gradient_is_whole_where_its_norm_is_measured_in_parts(policy_folder: Path) -> None:
     class Measured(Plugin):
         @property
-        def num_parts(self) -> int:
-            return 2
+        def numbers(self) -> RunNumbers:
+            return RunNumbers(num_parts=2)
+
+        def on_optimizer_step(self, step: Any) -> None: ...
 
     gradients: list[torch.Tensor] = []
     for more in ([], [Measured()]):

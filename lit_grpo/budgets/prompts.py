@@ -41,7 +41,7 @@ class PromptChooser:
 
     def use_history(self, history: PromptHistory) -> None:
         """Use what is known of prompts, which remembers as much as the rule needs."""
-        self.history, history.num_recent = history, ask(self.rule, "num_recent")
+        self.history, history.num_recent = history, ask(self.rule, "numbers").num_recent
 
     def asks(self, prompt: Prompt) -> bool:
         """Return whether a prompt is asked at this visit.
@@ -67,7 +67,7 @@ class PromptChooser:
         """Learn from a batch of all ranks, whose visits are in the history."""
         prompts = [self._prompts[prompt_id] for prompt_id in prompt_ids]
         records = [self.history[prompt_id] for prompt_id in prompt_ids]
-        self.state = dict(ask(self.rule, "next_prompt_state", self.state, prompts, records))
+        self.state = dict(ask(self.rule, "prompt_state", prompts, records, self.state))
 
     def metrics(self) -> dict[str, float]:
         """Return what the rule remembers, to be logged."""

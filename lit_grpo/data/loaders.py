@@ -195,7 +195,7 @@ class PromptLoader:
 
     def _ask(self, place: int, number: int) -> tuple[list[Prompt], int]:
         """The next prompts from a place of the stream on that are asked, all ranks' together, and the place after."""
-        if self.chooser is not None and (candidates := ask(self.chooser.rule, "prompt_candidates")) > 1:
+        if self.chooser is not None and (candidates := ask(self.chooser.rule, "numbers").prompt_candidates) > 1:
             num_due = max(number, min(number * candidates, len(self.prompts)))
             due = [self._draw(index) for index in range(place, place + num_due)]
             self._num_skipped += num_due - number

@@ -152,14 +152,14 @@ def check_rewriting(
             if not prompt.is_of(rule.datasets):
                 continue
             try:
-                returned = rule.longest_rewrite(largest, writer)
+                returned = rule.rewrite(largest, writer, True)
             except ValueError as error:
                 number = prompt.prompt_id.rpartition("/")[2]
                 raise ValueError(
                     f"rollout.plugins: the text that {type(rule).__name__} puts into row {number} of {source} cannot "
                     f"be made, since the row {error}; mend the row, name another column, or leave the plug-in out."
                 ) from None
-            largest = read(rule, "longest_rewrite", returned, largest, writer)
+            largest = read(rule, "rewrite", returned, largest, writer, True)
         longest_forms += [] if largest.digest == prompt.digest else [largest]
     if not longest_forms:
         names = " or ".join(type(rule).__name__ for rule in rules)

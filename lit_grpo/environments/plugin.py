@@ -142,7 +142,7 @@ class Trajectories(Plugin):
     come meanwhile is taken; nothing is waited for. :meth:`setup` of a plug-in that derives from it calls :meth:`lead`.
     """
 
-    evaluates: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"evaluates"})
     _more_counts: ClassVar[tuple[str, ...]] = ()
 
     def lead(
@@ -297,8 +297,8 @@ class Trajectories(Plugin):
             return request
         if driver is not None and num_known <= request.prefix.num_tokens > 0:
             # It goes on, whether it was stopped in the middle of a turn or before one; in lock-step with all others.
-            self._going_on += [request] if self.lock_step else []
-            return request if self.lock_step else None
+            self._going_on += [request] if "lock_step" in self.traits else []
+            return request if "lock_step" in self.traits else None
         records = self._groups.setdefault(request.group, {})
         record = records.setdefault(request.path, Record())
         record.let_go()  # it has ended or been stopped, and begins again: it was too old
@@ -371,11 +371,11 @@ class Trajectories(Plugin):
 
     def on_step(self, events: StepEvents) -> Answer | None:
         """Take what trajectories ask for; in lock-step that is done between two steps."""
-        return None if self.lock_step or not self._events else self._answer()
+        return None if "lock_step" in self.traits or not self._events else self._answer()
 
     def on_idle(self) -> Answer | None:
         """Do the same, in lock-step once all environments at work have answered."""
-        if self.lock_step:
+        if "lock_step" in self.traits:
             away = [self._driver_of(key) for key in self._ledger.awaiting_env]
             wait([driver.work for driver in away if driver is not None and driver.waits])
         return self._answer() if self._events or self._going_on else None
@@ -597,6 +597,11 @@ class Environments(Trajectories):
     """Wait after each decode step until all environments have answered, so that runs do not depend on the clock and are
     repeated bit for bit; a rollout with slow tools takes longer.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lock_step:
+            vars(self)["traits"] = self.traits | {"lock_step"}
 
     def requirement(self, name: str) -> Requirement:
         """Prompts that show tools are rendered by the data module; a conversation that is rewritten is in one rollout.

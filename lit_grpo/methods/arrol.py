@@ -43,7 +43,7 @@ class Arrol(Plugin):
     role: ClassVar[str] = "which completions are stopped early"
     needs: ClassVar[frozenset[str]] = frozenset({"whole_rollouts", "separate_completions"})
     changes: ClassVar[Mapping[str, str]] = {"whole_rollouts": "drops completions before they end"}
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common"})
 
     at: Count = 512
     """Number of tokens at which completions are dropped, once all of a group have that many or have ended."""

@@ -34,12 +34,19 @@ class Curriculum(Plugin):
         super().__post_init__()
         check_order(self, "lower_at", "raise_at", strict=True)
 
-    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
-        """Each task's level, what it has been judged by so far, and between which levels it may move.
+    def prompt_state(
+        self, prompts: Sequence[Prompt], records: Sequence[Record] = (), state: State | None = None
+    ) -> State:
+        """Return each task's level, what it has been judged by so far, and between which levels it may move.
+
+        After a batch each task that it holds counts it, and moves once it has been judged.
 
         Raises:
             ValueError: A prompt has no level that is a whole number, or a task leaves a level out.
         """
+        return self._begun(prompts) if state is None else self._moved(state, prompts, records)
+
+    def _begun(self, prompts: Sequence[Prompt]) -> State:
         state: dict[str, float] = {}
         for task, levels in sorted(_levels(prompts).items()):
             if levels != [*range(levels[0], levels[-1] + 1)]:
@@ -55,8 +62,7 @@ class Curriculum(Plugin):
         """Return 1 at the level of the prompt's task, and else 0."""
         return float(prompt.columns["level"] == state[f"level/{_task(prompt)}"])
 
-    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Count the batch for each task that it holds, and move the levels that have been judged."""
+    def _moved(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         rates: dict[str, list[float]] = defaultdict(list)
         for prompt, record in zip(prompts, records, strict=True):
             if record.num_visits and self.prompt_chance(prompt, record, state):

@@ -13,7 +13,7 @@ import numpy as np
 from lit_grpo.budgets.history import Outcome, Record
 from lit_grpo.budgets.prompts import State
 from lit_grpo.limits import Count, Share
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, RunNumbers
 from lit_grpo.types import Prompt
 
 PART = 1
@@ -61,25 +61,21 @@ class DynamicsPredictive(Plugin):
     """
 
     @property
-    def prompt_candidates(self) -> int:
-        """Return ``candidates``."""
-        return self.candidates
-
-    @property
-    def num_recent(self) -> int | None:
-        """Return the number of last visits of which more than half a percent is left; None for all."""
-        return None if self.decay == 1 else math.ceil(math.log(NEGLIGIBLE) / math.log(self.decay))
-
-    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
-        """The version of the policy after the last batch, and what of that batch was expected and seen."""
-        return {"learnt_version": -1.0, "partly_expected": 0.0, "partly_passed": 0.0}
+    def numbers(self) -> RunNumbers:
+        """Ask the best of the candidates, by the last visits of which more than half a percent is left."""
+        num_recent = None if self.decay == 1 else math.ceil(math.log(NEGLIGIBLE) / math.log(self.decay))
+        return RunNumbers(prompt_candidates=self.candidates, num_recent=num_recent)
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """Return the belief that a prompt is passed in part; 1 if there is nothing to choose among."""
         return 1.0 if self.candidates == 1 else self._partly(record.recent, state)
 
-    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Note what was expected of the batch, and what it showed."""
+    def prompt_state(
+        self, prompts: Sequence[Prompt], records: Sequence[Record] = (), state: State | None = None
+    ) -> State:
+        """The version of the policy after the last batch, and what of that batch was expected and seen."""
+        if state is None:
+            return {"learnt_version": -1.0, "partly_expected": 0.0, "partly_passed": 0.0}
         seen = [record.recent for record in records if record.recent]
         if not seen:
             return state

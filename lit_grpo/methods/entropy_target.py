@@ -27,7 +27,7 @@ class EntropyTarget(Plugin):
     """
 
     writes: ClassVar[frozenset[str]] = frozenset({"entropy_coefficient"})
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common"})
 
     target: Positive = 0.2
     """Target of the mean entropy per token, in nats."""

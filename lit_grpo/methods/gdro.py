@@ -62,10 +62,6 @@ class PromptGDRO(Plugin):
     exploration: Share = 0.15
     """Fraction of the chances that all groups share evenly; 1 asks all prompts."""
 
-    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
-        """No group has a score; below 0 is none."""
-        return {f"loss_of_bin/{number}": -1.0 for number in range(self.bins)}
-
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """Return the chance that a due prompt is asked."""
         if not record.recent:
@@ -80,8 +76,12 @@ class PromptGDRO(Plugin):
         total = sum(weights)
         return [(1 - self.exploration) * weight / total + self.exploration / self.bins for weight in weights]
 
-    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Move the scores of the groups that the batch has prompts of, by their groups of before it."""
+    def prompt_state(
+        self, prompts: Sequence[Prompt], records: Sequence[Record] = (), state: State | None = None
+    ) -> State:
+        """Move the scores of groups that the batch has prompts of, by their groups of before it; below 0 is none."""
+        if state is None:
+            return {f"loss_of_bin/{number}": -1.0 for number in range(self.bins)}
         losses: dict[str, list[float]] = defaultdict(list)
         for record in records:
             if len(record.recent) > 1:

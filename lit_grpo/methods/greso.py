@@ -42,16 +42,16 @@ class Greso(Plugin):
         super().__post_init__()
         check_order(self, "least", "most")
 
-    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
-        """Return both p."""
-        return {"easy": self.begin_at, "hard": self.begin_at}
-
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """Return the chance of a prompt; 1 after a visit that was neither easy nor hard."""
         return max(state["easy"] ** record.num_easy * state["hard"] ** record.num_hard, SMALLEST_CHANCE)
 
-    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Move both p, once prompts come for the second time."""
+    def prompt_state(
+        self, prompts: Sequence[Prompt], records: Sequence[Record] = (), state: State | None = None
+    ) -> State:
+        """Return both p, which move once prompts come for the second time."""
+        if state is None:
+            return {"easy": self.begin_at, "hard": self.begin_at}
         if all(record.num_visits < 2 for record in records):
             return state
         rates = [record.last_pass_rate for record in records]

@@ -72,7 +72,7 @@ class Hint(Plugin):
     question, however small the share."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups"})
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common"})
 
     after: Count = 1
     """Number of samplings in a row without a correct completion before hints begin."""
@@ -110,13 +110,9 @@ class Hint(Plugin):
         """
         return ""
 
-    def longest_rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
-        """Return a prompt with the largest share of its hint, or itself where it has none or no room for one."""
-        return self.with_share(prompt, self.most, writer)
-
-    def rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
-        """Return a prompt with the share of its hint that it gets now."""
-        share = self.share(self.record_of(prompt.prompt_id))
+    def rewrite(self, prompt: Prompt, writer: TextWriter, longest: bool = False) -> Prompt:
+        """Return a prompt with the share of its hint that it gets now, or itself if it has none or no room for one."""
+        share = self.most if longest else self.share(self.record_of(prompt.prompt_id))
         return self.with_share(prompt, share, writer) if share else prompt
 
     def with_share(self, prompt: Prompt, share: float, writer: TextWriter) -> Prompt:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from lit_grpo.limits import Count, Limit, NotNegative, Positive, Share, check_order
-from lit_grpo.plugins import GroupBatch, Plugin, RunFacts
+from lit_grpo.plugins import GroupBatch, Plugin, RunFacts, RunNumbers
 from lit_grpo.update.plugin import SquaredNorm
 from lit_grpo.update.step import Step
 
@@ -40,7 +40,7 @@ class NoiseScale(Plugin):
         {"whole_rollouts", "prompt_stream", "unsharded_weights", "fixed_token_budget", "own_rows"}
     )
     writes: ClassVar[frozenset[str]] = frozenset({"scale"})
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common"})
 
     parts: Annotated[int, Limit(ge=2, remedy="of one part nothing can be told")] = 2
     """Number of parts that a step's prompts are divided into; a micro-batch belongs to one part."""
@@ -58,9 +58,8 @@ class NoiseScale(Plugin):
         self._num_measured = self._began = 0
 
     @property
-    def num_parts(self) -> int:
-        """``parts``."""
-        return self.parts
+    def numbers(self) -> RunNumbers:
+        return RunNumbers(num_parts=self.parts)
 
     def batch_size(self, num_prompts: int) -> int:
         """Begin with ``data.batch_size``; return the size that :meth:`on_update_end` found last."""

@@ -63,7 +63,7 @@ class CrossRolloutBaseline(Plugin):
 
     writes: ClassVar[frozenset[str]] = frozenset({"advantage"})
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "whole_rollouts", "fresh_members", "plain_rewards"})
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common"})
 
     at: Count = 64
     """Number of tokens after which a completion's features are taken; about half of the usual length."""

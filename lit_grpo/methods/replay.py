@@ -34,7 +34,7 @@ class Replay(Plugin):
     role: ClassVar[str] = "which earlier completions join a group"
     needs: ClassVar[frozenset[str]] = frozenset({"whole_groups", "one_row", "revisits"})
     changes: ClassVar[Mapping[str, str]] = {"fresh_members": "lets completions of earlier visits join groups"}
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common"})
 
     members: Count = 2
     """Max replayed completions in a group."""

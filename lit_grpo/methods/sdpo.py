@@ -49,7 +49,7 @@ class SDPO(SelfTeacher):
     """The policy learns from itself where it sees a right answer of its group, or feedback on its own answer."""
 
     needs: ClassVar[frozenset[str]] = SelfTeacher.needs | {"whole_groups"}
-    learns_unrewarded: ClassVar[bool] = False
+    traits: ClassVar[frozenset[str]] = SelfTeacher.traits - {"learns_unrewarded"}
 
     template: Text = "{prompt}{solution}{feedback}\n\nAnswer the question above correctly."
     """Question that the teacher gets: the last user message, or the whole prompt if it is a text, in place of

@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Count, Share
-from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.plugins import Plugin, RunFacts, RunNumbers
 from lit_grpo.types import Completion
 from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.step import Step
@@ -51,9 +51,8 @@ class SeCO(Plugin):
         return Requirement(name, self.needs, {"whole_completions": said})
 
     @property
-    def largest_chunk(self) -> int | None:
-        """``chunk``."""
-        return self.chunk
+    def numbers(self) -> RunNumbers:
+        return RunNumbers(largest_chunk=self.chunk)
 
     def on_minibatch(self, step: Step) -> None:
         """Cut completions into as few chunks as there can be."""

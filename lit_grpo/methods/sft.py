@@ -28,7 +28,7 @@ import torch
 
 from lit_grpo.data.examples import Example
 from lit_grpo.limits import Count, NotNegative, Number
-from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.plugins import Plugin, RunFacts, RunNumbers
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, Prompt, Request, Rollout, SamplingParams
 from lit_grpo.update.plugin import Measure
@@ -94,9 +94,9 @@ class SFT(Plugin):
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     @property
-    def first_rollout(self) -> float:
-        """The first version after the warm start."""
-        return math.inf if self.warm_up == "all" else int(self.warm_up)
+    def numbers(self) -> RunNumbers:
+        """Begin with rollouts after the warm start."""
+        return RunNumbers(first_rollout=math.inf if self.warm_up == "all" else int(self.warm_up))
 
     def check(self, run: RunFacts) -> None:
         """Read the examples, once, and note how many an update has."""
@@ -136,7 +136,7 @@ class SFT(Plugin):
 
     def on_minibatch(self, step: Step) -> None:
         """Add this rank's examples of an update, none if they have no weight."""
-        weight = 1.0 if step.version < self.first_rollout else self.weight
+        weight = 1.0 if step.version < self.numbers.first_rollout else self.weight
         if weight:
             begin = (step.version * step.ranks.size + step.ranks.rank) * self._number
             drawn = [self._place(index) for index in range(begin, begin + self._number)]

@@ -70,10 +70,6 @@ class PhasedPrompts(Plugin):
     unsolved: Share = 0.1
     """Chance of a prompt without a correct completion."""
 
-    def prompt_state(self, prompts: Sequence[Prompt]) -> State:
-        """The bucket of the phase, and how many batches that has had."""
-        return {"phase": float(BUCKETS[0]), "phase_batches": 0.0}
-
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """Return the chance that a due prompt is asked."""
         if not record.num_visits:
@@ -82,8 +78,12 @@ class PhasedPrompts(Plugin):
             return max(self.unsolved, SMALLEST_CHANCE)
         return 1.0 if self._bucket(record) == state["phase"] else SMALLEST_CHANCE
 
-    def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Count the batch, or go on to the next phase."""
+    def prompt_state(
+        self, prompts: Sequence[Prompt], records: Sequence[Record] = (), state: State | None = None
+    ) -> State:
+        """Return the bucket of the phase, and how many batches that has had; a batch may end it."""
+        if state is None:
+            return {"phase": float(BUCKETS[0]), "phase_batches": 0.0}
         if 2 * sum(record.num_visits <= 1 for record in records) >= len(records):
             return state
         phase, count = state["phase"], state["phase_batches"] + 1

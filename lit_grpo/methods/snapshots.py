@@ -55,7 +55,7 @@ class Snapshots(Plugin):
     writes: ClassVar[frozenset[str]] = frozenset({"old_logprob"})
     needs: ClassVar[frozenset[str]] = frozenset({"one_row", "unsharded_weights"})
     changes: ClassVar[Mapping[str, str]] = {"ratios_to_sampler": "takes them to policies whose weights it has to keep"}
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common"})
 
     snapshot_gib: Annotated[float | None, Limit(gt=0, finite=True, remedy="leave it out for no limit")] = None
     """Max host memory, in GiB, for the snapshots of one rank; by default the rank's part of the memory that is free

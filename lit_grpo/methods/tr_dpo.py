@@ -26,7 +26,7 @@ class MovingReference(Plugin):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"unsharded_weights"})
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common"})
 
     mixup_alpha: Annotated[float, Limit(gt=0, le=1, remedy="leave the plug-in out for a fixed reference")] = 0.6
     """Fraction of the policy in the new reference; 1 takes the policy as it is."""

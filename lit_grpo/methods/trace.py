@@ -55,7 +55,7 @@ class ContrastiveTree(Branching):
     """
 
     needs: ClassVar[frozenset[str]] = Branching.needs | {"turns"}  # else it would only sample larger groups
-    common: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = Branching.traits | {"common"}
 
     width: Count = 16
     """Number of completions of a group."""

@@ -4,6 +4,7 @@ from lit_grpo.plugins.hooks import ask, check_overrides, fresh, read, requiremen
 from lit_grpo.plugins.plugin import (
     ROLLOUT_HOOKS,
     ROUNDS,
+    TRAITS,
     UPDATE_HOOKS,
     Answer,
     CannotGoOn,
@@ -13,6 +14,7 @@ from lit_grpo.plugins.plugin import (
     Plugin,
     Resume,
     RunFacts,
+    RunNumbers,
     check_decisions,
     overriding,
     writing,
@@ -22,6 +24,7 @@ from lit_grpo.types import AllGather, GroupBatch
 __all__ = [
     "ROLLOUT_HOOKS",
     "ROUNDS",
+    "TRAITS",
     "UPDATE_HOOKS",
     "AllGather",
     "Answer",
@@ -33,6 +36,7 @@ __all__ = [
     "Plugin",
     "Resume",
     "RunFacts",
+    "RunNumbers",
     "ask",
     "check_decisions",
     "check_overrides",

@@ -202,8 +202,8 @@ class Method(Protocol):
     datasets: ClassVar[frozenset[str]]
 
     @property
-    def largest_chunk(self) -> int | None:
-        """The largest number of tokens of a chunk."""
+    def numbers(self) -> Any:
+        """A :class:`lit_grpo.plugins.RunNumbers`."""
         ...
 
 

@@ -20,18 +20,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from numbers import Real
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 from lit_grpo.foreign import OURS, Guard
-from lit_grpo.limits import Count, Limit, NotNegative, Number, check_value
+from lit_grpo.limits import Count, Limit, Number, check_value
 from lit_grpo.plugins.columns import COLUMNS, LATE, is_list, shown
-from lit_grpo.plugins.plugin import Answer, Listener, Plugin, Resume, decided_by, overriding
+from lit_grpo.plugins.plugin import TRAITS, Answer, Listener, Plugin, Resume, RunNumbers, decided_by, overriding
 from lit_grpo.types import Completion, Prompt, Request
 
 if TYPE_CHECKING:
     from lit_grpo.compatibility import Requirement
 
 Copied = TypeVar("Copied", bound=Plugin)
+_NUMBERS = get_type_hints(RunNumbers, include_extras=True)
 
 
 class Call(NamedTuple):
@@ -139,14 +140,14 @@ def _of_requests(datasets: frozenset[str], arguments: tuple[Any, ...]) -> Limite
 LIMITS: Mapping[str, Callable[[frozenset[str], tuple[Any, ...]], Limited]] = {
     **dict.fromkeys(("add_members", "on_update_end"), _of_batch),
     **dict.fromkeys(("on_turn", "on_completion", "on_drop", "on_group"), _of_row),
-    **dict.fromkeys(("rewrite", "longest_rewrite"), _of_prompt),
+    "rewrite": _of_prompt,
     "on_requests": _of_requests,
 }
 """What a hook of a plug-in that is limited to data sets is called with; the update's batches and steps limit theirs."""
 WHOLE_RUN = {
-    **dict.fromkeys(("prompt_chance", "prompt_state", "next_prompt_state"), "chooses among all prompts"),
+    **dict.fromkeys(("prompt_chance", "prompt_state"), "chooses among all prompts"),
     **dict.fromkeys(("first_round", "next_round", "shared_round"), "spends the completions of all prompts"),
-    **dict.fromkeys(("num_parts", "batch_size"), "decides how many prompts a batch has"),
+    "batch_size": "decides how many prompts a batch has",
     "observes": "looks at hidden states of all completions",
     "on_step": "acts on all requests of a rollout",  # unless it leads those that it is asked for, by on_turn
 }
@@ -171,6 +172,8 @@ def restricted(name: str, plugin: Copied, datasets: Iterable[str]) -> Copied:
     concerns += [COLUMNS[column].whole_run for column in COLUMNS if column in plugin.writes]
     if "added_loss" in plugin.writes and "candidates" not in plugin.writes:  # which say whose tokens have one
         concerns.append("adds a loss to the tokens of all data sets")
+    if plugin.numbers.num_parts > 1:
+        concerns.append("measures the gradient of all prompts")
     why = next(filter(None, concerns), None)
     if why is None and not (overriding([plugin], *LIMITS, "rewards") or plugin.writes):
         why = "does nothing by rows"
@@ -210,6 +213,11 @@ def check_overrides(name: str, plugin: Plugin) -> None:
         for own in vars(owner):
             if own[0] == "_" or own in known or own in settings:
                 continue
+            if own in TRAITS or own in _NUMBERS:
+                raise ValueError(
+                    f"{name} has {own}, which nothing reads there; "
+                    + (f"put {own!r} into traits." if own in TRAITS else f"give RunNumbers({own}=...) in numbers.")
+                )
             may_be = HOOKS if callable(vars(owner)[own]) else known  # a method is no misspelled attribute
             open_to = [each for each in plain if plain[each] in may_be and plain[each] not in overridden]
             near = difflib.get_close_matches(_plain(own), open_to, 1, NEAR)
@@ -222,7 +230,9 @@ def check_overrides(name: str, plugin: Plugin) -> None:
                 )
     for hook in overridden:
         _check_override(name, plugin, hook)
+    _check_words(name, plugin)
     _check_writes(name, plugin, overridden)
+    ask(plugin, "numbers")
     if not plugin.role and not {*overridden} - INERT:
         raise ValueError(
             f"{name} overrides no hook of lit_grpo.plugins.Plugin, so it does nothing in a run; override one, such as "
@@ -230,20 +240,25 @@ def check_overrides(name: str, plugin: Plugin) -> None:
         )
 
 
+def _check_words(name: str, plugin: Plugin) -> None:
+    """Check that the columns and traits that a plug-in declares exist."""
+    for where, known, what in (("writes", COLUMNS, "column"), ("traits", TRAITS, "trait")):
+        words = getattr(plugin, where)
+        if not isinstance(words, frozenset | set):
+            raise ValueError(f"{name} has {shown(words)} as {where}; give a frozenset of names of {what}s.")
+        for word in sorted(words - known.keys(), key=str):
+            near = difflib.get_close_matches(str(word), known, 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
+            raise ValueError(f"{name} has {word!r} in {where}, which is no {what}; {meant}")
+
+
 def _check_writes(name: str, plugin: Plugin, overridden: Sequence[str]) -> None:
-    """Check that the columns that a plug-in declares exist, and that their hooks are overridden."""
-    if not isinstance(plugin.writes, frozenset | set):
-        raise ValueError(f"{name} has {shown(plugin.writes)} as writes; give a frozenset of names of columns.")
-    for column in sorted(plugin.writes, key=str):
-        declared = COLUMNS.get(column)
-        if declared is None:
-            near = difflib.get_close_matches(str(column), COLUMNS, 1)
-            known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COLUMNS)}."
-            raise ValueError(f"{name} has {column!r} in writes, which is no column; {known}")
-        if declared.hook not in overridden:
+    """Check that hooks of the columns that a plug-in declares are overridden, and are called at one time."""
+    for column in sorted(plugin.writes):
+        if COLUMNS[column].hook not in overridden:
             raise ValueError(
-                f"{name} has {column!r} in writes, which is written in {declared.hook}, and does not override that; "
-                "override it, or leave the column out of writes."
+                f"{name} has {column!r} in writes, which is written in {COLUMNS[column].hook}, and does not override "
+                "that; override it, or leave the column out of writes."
             )
     late = sorted(plugin.writes.intersection(LATE))
     early = sorted(column for column in plugin.writes.difference(LATE) if COLUMNS[column].hook == "on_minibatch")
@@ -309,12 +324,25 @@ class Single(Form):
 
 
 @dataclass(frozen=True)
+class OfRun(Form):
+    """Numbers of a run, each within its limits."""
+
+    def read(self, call: Call, value: Any) -> RunNumbers:
+        if not isinstance(value, RunNumbers):
+            raise ValueError(f"{call} returns {shown(value)}; return lit_grpo.plugins.RunNumbers.")
+        read = RunNumbers(*map(_number, value))
+        for name, annotation in _NUMBERS.items():
+            check_value(f"{call}: {name}", getattr(read, name), annotation, is_setting=False)
+        return read
+
+
+@dataclass(frozen=True)
 class Chance(Form):
     """A prompt's chance: from 0 to 1, or any number where prompts are compared by it."""
 
     def read(self, call: Call, value: Any) -> float:
         value, bounds = _number(value), Limit()
-        if ask(call.plugin, "prompt_candidates") == 1:
+        if ask(call.plugin, "numbers").prompt_candidates == 1:
             bounds = Limit(ge=0, le=1)
         check_value(
             f"{call} of prompt {call.arguments[0].prompt_id!r}", value, Annotated[float, bounds], is_setting=False
@@ -444,6 +472,7 @@ HOOKS: Mapping[str, Form] = {
     "requirement": Instance("lit_grpo.compatibility.Requirement"),
     "check": Nothing(),
     "setup": Nothing(),
+    "numbers": OfRun(),
     "rewards": Instance("lit_grpo.rewards.function.RewardFunction", many=True),
     "on_policy_start": Nothing(),
     "on_train_start": Nothing(),
@@ -464,19 +493,13 @@ HOOKS: Mapping[str, Form] = {
     "on_idle": ANSWER,
     "on_rollout_end": Nothing(),
     # prompts, and how many completions each gets
-    "prompt_candidates": Single(Count),
-    "num_recent": Single(Number | None),
     "prompt_state": Figures(),
     "prompt_chance": Chance(),
-    "next_prompt_state": Figures(),
     "rewrite": Rewritten(),
-    "longest_rewrite": Rewritten(),
     "first_round": Counts("prompts", Count),
     "next_round": Single(Annotated[int, Limit()]),
     "shared_round": Counts("prompts", Number),
     "batch_size": Single(Count),
-    "first_rollout": Single(NotNegative),
-    "num_parts": Single(Count),
     # a batch
     "on_batch_start": Nothing(),
     "add_members": Nothing(),
@@ -489,6 +512,5 @@ HOOKS: Mapping[str, Form] = {
     "loss": Nothing(),
     "on_gradient": Nothing(),
     "on_optimizer_step": Nothing(),
-    "largest_chunk": Single(Count | None),
 }
 """The form of what each hook returns."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from lit_grpo.budgets.history import NUM_RECENT
 from lit_grpo.compatibility import Requirement
-from lit_grpo.limits import check_fields
+from lit_grpo.limits import Count, NotNegative, Number, check_fields
 from lit_grpo.plugins.columns import COLUMNS
 from lit_grpo.types import AllGather, GroupBatch
 
@@ -75,6 +75,43 @@ class Answer:
     finish: Sequence[Completion] = ()
 
 
+TRAITS: Mapping[str, str] = {
+    "forks": "asks for requests that begin within others: the path of a fork is that of its parent and one number "
+    "more; as long as a group is open, its prompt is kept, and the states of its environments",
+    "lock_step": "is asked between any two steps as if nothing were left to decode (on_idle), so that what it waits "
+    "for is taken at the same steps in every run",
+    "common": "remembers the same on all ranks, which checkpoints then keep once",
+    "learns_unrewarded": "trains on completions without a reward: their advantage is 0 until a column gives their "
+    "tokens others, and model.rewards may be empty",
+    "asks_teacher": "needs model.teacher; on_train_start gets the teacher",
+    "evaluates": "hears of rollouts of validation, test and predict too",
+}
+"""Words of ``traits``, and what is true of a listener or plug-in with each of them."""
+
+
+class RunNumbers(NamedTuple):
+    """Numbers of a run that a plug-in sets.
+
+    Args:
+        prompt_candidates: From how many prompts that are due each one that is asked is taken. With 1 a prompt is asked
+            or not by its own chance, which is drawn. With more nothing is drawn: of so many times as many prompts as
+            are wanted, those with the largest chances are asked. Then a chance may be any number.
+        num_recent: Of how many of a prompt's last visits it needs the outcomes one by one (``Record.recent``); None
+            for all.
+        first_rollout: The policy version from which on batches have rollouts; infinite if none has. A batch before it
+            samples nothing and takes no prompt: its optimizer steps are on examples (``Step.add``) alone.
+        num_parts: In how many parts of its prompts a step's gradient is added up, to measure its norm after each of
+            them, which :meth:`Plugin.on_optimizer_step` gets; with 1 no norm is measured.
+        largest_chunk: The largest number of tokens of a chunk; None for a plug-in that does not write ``chunks``.
+    """
+
+    prompt_candidates: Count = 1
+    num_recent: Number | None = NUM_RECENT
+    first_rollout: NotNegative = 0
+    num_parts: Count = 1
+    largest_chunk: Count | None = None
+
+
 class ObservationPoint(NamedTuple):
     """Places at which the policy's hidden states are observed.
 
@@ -91,14 +128,10 @@ class Listener:
     """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden.
 
     Attributes:
-        forks: Whether it asks for requests that begin within others. The path of a fork is that of its parent and one
-            number more. As long as a group is open, its prompt is then kept, and the states of its environments.
-        lock_step: Whether it is asked between any two steps as if nothing were left to decode (:meth:`on_idle`), so
-            that what it waits for is taken at the same steps in every run.
+        traits: What is true of it: words of :data:`TRAITS`; those of all its bases if a class does not say.
     """
 
-    forks: bool = False
-    lock_step: bool = False
+    traits: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def observes(self) -> ObservationPoint | None:
@@ -227,11 +260,6 @@ class Plugin(Listener):
             ``Rollout.reward``, and ``revisits`` if it goes by earlier visits of prompts.
         changes: What it takes away from others, by the same words: what to say of it after its name, such as ``lets
             groups leave in parts``.
-        common: Whether all ranks remember the same, which checkpoints then keep once.
-        learns_unrewarded: Whether completions without a reward are trained on: their advantage is 0 until a column
-            gives their tokens others, and ``model.rewards`` may be empty.
-        asks_teacher: Whether it needs ``model.teacher``; :meth:`on_train_start` gets the teacher.
-        evaluates: Whether it hears of rollouts of validation, test and predict too.
         datasets: Data sets whose rows it acts on, as the user limits it; all if empty. Its hooks see no other rows.
     """
 
@@ -239,17 +267,14 @@ class Plugin(Listener):
     role: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     changes: ClassVar[Mapping[str, str]] = {}
-    common: ClassVar[bool] = False
-    learns_unrewarded: ClassVar[bool] = False
-    asks_teacher: ClassVar[bool] = False
-    evaluates: ClassVar[bool] = False
     datasets: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
-        """Let a class of several plug-ins write what each of them does."""
+        """Let a class of several plug-ins write what each of them does, and have the traits of each."""
         super().__init_subclass__()
-        if "writes" not in vars(cls):
-            cls.writes = frozenset[str]().union(*(getattr(base, "writes", ()) for base in cls.__bases__))
+        for name in ("writes", "traits"):
+            if name not in vars(cls):
+                setattr(cls, name, frozenset[str]().union(*(getattr(base, name, ()) for base in cls.__bases__)))
 
     def __post_init__(self) -> None:
         """Check the fields against their annotations; a plug-in that checks more calls it first."""
@@ -285,6 +310,11 @@ class Plugin(Listener):
         """
 
     @property
+    def numbers(self) -> RunNumbers:
+        """Numbers of the run that it sets; its fields alone decide them."""
+        return RunNumbers()
+
+    @property
     def rewards(self) -> Sequence[RewardFunction]:
         """Reward functions that it brings, beside those of ``model.rewards``."""
         return ()
@@ -294,30 +324,23 @@ class Plugin(Listener):
 
     # ---- which prompts are asked, with what, and how often --------------------------------------------
 
-    @property
-    def prompt_candidates(self) -> int:
-        """From how many prompts that are due each one that is asked is taken.
+    def prompt_state(
+        self, prompts: Sequence[Prompt], records: Sequence[Record] = (), state: Mapping[str, float] | None = None
+    ) -> Mapping[str, float]:
+        """Return what the choice of prompts remembers: numbers by name, which are logged.
 
-        With 1 a prompt is asked or not by its own chance, which is drawn. With more nothing is drawn: of so many times
-        as many prompts as are wanted, those with the largest chances are asked. Then a chance may be any number.
-        """
-        return 1
-
-    @property
-    def num_recent(self) -> int | None:
-        """Of how many of a prompt's last visits it needs the outcomes one by one (``Record.recent``); None for all."""
-        return NUM_RECENT
-
-    def prompt_state(self, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-        """Return what the choice of prompts remembers at the beginning of a run: numbers by name, which are logged.
+        It is called with ``prompts`` alone at the beginning of a run, and with all three after each batch.
 
         Args:
-            prompts: All prompts that training may draw, with their columns.
+            prompts: All prompts that training may draw, with their columns; after a batch those of all ranks that were
+                asked.
+            records: Record of each prompt that was asked, this visit included.
+            state: What it remembered before the batch; None at the beginning.
 
         Raises:
             ValueError: The prompts lack a column that it needs.
         """
-        return {}
+        return state or {}
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: Mapping[str, float]) -> float:
         """Return the chance, from 0 to 1, that a prompt is asked when it is due.
@@ -327,24 +350,12 @@ class Plugin(Listener):
         Args:
             prompt: The one that is due.
             record: What its earlier visits have shown.
-            state: What :meth:`next_prompt_state` returned last.
+            state: What :meth:`prompt_state` returned last.
         """
         return 1.0
 
-    def next_prompt_state(
-        self, state: Mapping[str, float], prompts: Sequence[Prompt], records: Sequence[Record]
-    ) -> Mapping[str, float]:
-        """Return what the choice of prompts remembers after a batch.
-
-        Args:
-            state: What it remembered before.
-            prompts: Prompts of all ranks that were asked.
-            records: Record of each prompt in ``prompts``, this visit included.
-        """
-        return state
-
-    def rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
-        """Return a training prompt as it is asked now, never longer than its :meth:`longest_rewrite`.
+    def rewrite(self, prompt: Prompt, writer: TextWriter, longest: bool = False) -> Prompt:
+        """Return a training prompt as it is asked now, never longer than with ``longest``.
 
         The loader marks it as ``altered`` if the policy reads something else than the row says; the history of prompts
         then leaves the visit out. It keeps its ``prompt_id`` and ``visit``, and all ranks must rewrite alike.
@@ -352,14 +363,8 @@ class Plugin(Listener):
         Args:
             prompt: Prompt as its row says.
             writer: Puts text into prompts.
-        """
-        return prompt
-
-    def longest_rewrite(self, prompt: Prompt, writer: TextWriter) -> Prompt:
-        """Return a prompt with as many tokens as it may ever be asked with, or itself if it is never rewritten.
-
-        It is called for all training prompts before the run starts. The run checks that the longest of them fits into
-        the policy's context.
+            longest: Whether it is to have as many tokens as it may ever be asked with. So all training prompts are
+                rewritten before the run starts, which checks that the longest fits into the policy's context.
 
         Raises:
             ValueError: The prompt cannot be rewritten; the message goes on after the row's number, as in
@@ -402,14 +407,6 @@ class Plugin(Listener):
         return [0] * len(tallies)
 
     # ---- a batch; what happens in its rollout is told by the hooks of a listener ----------------------
-
-    @property
-    def first_rollout(self) -> float:
-        """The policy version from which on batches have rollouts; infinite if none has.
-
-        A batch before it samples nothing and takes no prompt: its optimizer steps are on :meth:`examples` alone.
-        """
-        return 0
 
     def on_batch_start(self) -> None:
         """A training batch is about to be sampled.
@@ -512,19 +509,6 @@ class Plugin(Listener):
             step: With ``entropy`` and ``norms``.
         """
 
-    @property
-    def num_parts(self) -> int:
-        """In how many parts of its prompts a step's gradient is added up, to measure its norm after each of them.
-
-        :meth:`on_optimizer_step` gets the norms. No norm is measured if no plug-in overrides this.
-        """
-        return 1
-
-    @property
-    def largest_chunk(self) -> int | None:
-        """The largest number of tokens of a chunk; None for a plug-in that does not write ``chunks``."""
-        return None
-
     def validate(self, measure: Measure, ranks: Ranks) -> Mapping[str, float]:
         """Return what a validation logs besides the rewards of completions, such as a loss on held-out examples.
 
@@ -592,9 +576,9 @@ DECISIONS = (
         "how many more completions each prompt gets", ROUNDS, frozenset({"whole_rollouts", "separate_completions"})
     ),
     Decision("what turns are answered by", ("on_turn",)),
-    Decision("how many prompts a batch has", ("num_parts", "batch_size")),
+    Decision("how many prompts a batch has", ("batch_size",)),
 )
-UPDATE_HOOKS = ("on_batch", "on_minibatch", "loss", "on_gradient", "on_optimizer_step", "num_parts", "on_train_start")
+UPDATE_HOOKS = ("on_batch", "on_minibatch", "loss", "on_gradient", "on_optimizer_step", "on_train_start")
 """Hooks that a learner calls."""
 
 
@@ -603,6 +587,7 @@ def decided_by(plugin: Plugin) -> list[Decision]:
     columns = [COLUMNS[name] for name in COLUMNS if name in plugin.writes and COLUMNS[name].decides]
     return [
         *(decision for decision in DECISIONS if overriding([plugin], *decision.hooks)),
+        *([Decision("in how many parts a gradient is measured")] if plugin.numbers.num_parts > 1 else []),
         *(Decision(its.decides, (), its.needs, its.by_rows, its.replaces) for its in columns),
     ]
 

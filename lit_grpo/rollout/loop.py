@@ -101,7 +101,7 @@ class RolloutLoop:
         observed = [point.num_tokens for point in looks if point is not None]
         self.generator.feature_points = tuple(sorted({*self.lengths.points, *self.points, *observed}))
         capacity = self._capacity = self.generator.capacity()
-        forks = any(listener.forks for listener in self.listeners)
+        forks = any("forks" in listener.traits for listener in self.listeners)
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
         self._keeps_prompts = self.generator.keeps_ended = forks
         points = self.points if self.points and len(self.buffer.unfinished) > capacity.slots else ()
@@ -155,7 +155,7 @@ class RolloutLoop:
         while True:
             is_idle = not (ledger.decoding or ledger.num_queued)
             for listener in self._hearing["on_idle"]:
-                if is_idle or listener.lock_step:
+                if is_idle or "lock_step" in listener.traits:
                     self._follow(self._hear("on_idle", listeners=[listener]))
             if until(self.stats.num_steps):
                 return False

@@ -157,10 +157,10 @@ class RolloutSession:
         self.sizer = self.deciding("batch_size")
         everyone = self.plugins.values()
         self.rewriting = overriding(everyone, "rewrite")
-        self.first_rollout = max([ask(each, "first_rollout") for each in everyone], default=0)
+        self.first_rollout = max([ask(each, "numbers").first_rollout for each in everyone], default=0)
         self._hooks = {hook: overriding(everyone, hook) for hook in BATCH_HOOKS}  # the others do nothing there
         self.listening = overriding(everyone, *ROLLOUT_HOOKS)
-        self.evaluating = [plugin for plugin in self.listening if plugin.evaluates]
+        self.evaluating = [plugin for plugin in self.listening if "evaluates" in plugin.traits]
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
         self._points: Points = () if probe_tokens == "auto" else check_probe(probe_tokens, self.plan, predict_lengths)
         self.buffer = RolloutBuffer()
@@ -563,8 +563,8 @@ class RolloutSession:
         if self._choice is not None:
             own["probe"] = self._choice.state_dict()
         states = {name: ask(plugin, "state_dict") for name, plugin in self.plugins.items()}
-        own["plugins"] = {name: state for name, state in states.items() if not self.plugins[name].common}
-        common = {name: state for name, state in states.items() if self.plugins[name].common}
+        own["plugins"] = {name: state for name, state in states.items() if "common" not in self.plugins[name].traits}
+        common = {name: state for name, state in states.items() if "common" in self.plugins[name].traits}
         return {"mode": self._mode_name, "ranks": ranks.gather(own), "plugins": common}
 
     def load_state_dict(self, state: Mapping[str, Any], ranks: Ranks) -> None:

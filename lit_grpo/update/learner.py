@@ -96,7 +96,7 @@ class Learner:
         """
         settings, ranks, passes = self.settings, self.passes.ranks, self.passes
         metrics = TokenMetrics(self.gap_limits)
-        measuring = next(iter(settings.hooked["num_parts"]), None)
+        num_parts = max((ask(plugin, "numbers").num_parts for plugin in settings.plugins), default=1)
         rollouts, parts = list[Rollout](), list[Step]()  # of the batch; of the next step
         norms: Sequence[SquaredNorm] = ()
         is_whole = isinstance(groups, Sequence)
@@ -108,12 +108,12 @@ class Learner:
                 minibatch = [rollout for number in numbers.tolist() for rollout in some[number].rollouts]
                 parts.append(self._step(minibatch, is_whole))
                 with as_shards(self.policy):
-                    if measuring is None or not is_whole:
+                    if num_parts == 1 or not is_whole:
                         passes.gradient(parts, metrics, is_whole)
                     else:
                         members = [*minibatch, *parts[0].rollouts]  # the step may have examples too
                         prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in members))
-                        norms = passes.measured_gradient(parts[0], prompts, ask(measuring, "num_parts"), metrics)
+                        norms = passes.measured_gradient(parts[0], prompts, num_parts, metrics)
                     if is_whole:
                         self._take_step(parts.pop(), metrics, norms=norms)
         if parts:

@@ -87,8 +87,9 @@ class LearnerSettings:
         self.plugins, self.ce_sources = learning, writing(learning, "ce_weight", "examples")
         self.hooked = {hook: in_order(overriding(learning, hook), hook) for hook in UPDATE_HOOKS}
         self.written = frozenset(column for plugin in learning for column in plugin.writes)
-        self.has_rollouts = not any(math.isinf(ask(plugin, "first_rollout")) for plugin in learning)
-        self.learns_unrewarded = not self.has_rollouts or any(plugin.learns_unrewarded for plugin in learning)
+        self.has_rollouts = not any(math.isinf(ask(plugin, "numbers").first_rollout) for plugin in learning)
+        unrewarded = any("learns_unrewarded" in plugin.traits for plugin in learning)
+        self.learns_unrewarded = unrewarded or not self.has_rollouts
 
     def source_of(self, plugin: Plugin) -> int:
         """Return the number of a plug-in among the sources of weights, 0 for one that is none.
@@ -100,12 +101,12 @@ class LearnerSettings:
     @property
     def largest_chunk(self) -> int | None:
         """The most tokens of a chunk of a completion; None if no plug-in cuts completions."""
-        sizes = [ask(plugin, "largest_chunk") for plugin in writing(self.plugins, "chunks")]
+        sizes = [ask(plugin, "numbers").largest_chunk for plugin in writing(self.plugins, "chunks")]
         return max((size for size in sizes if size is not None), default=None)
 
     def learns_without_reward(self, prompt: Prompt) -> bool:
         """Return whether completions of a prompt are trained on if they have no reward."""
-        unrewarded = (plugin for plugin in self.plugins if plugin.learns_unrewarded)
+        unrewarded = (plugin for plugin in self.plugins if "learns_unrewarded" in plugin.traits)
         return not self.has_rollouts or any(prompt.is_of(plugin.datasets) for plugin in unrewarded)
 
     @property

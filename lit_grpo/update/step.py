@@ -52,8 +52,8 @@ class Step:
             the sum over its tokens, not truncated. Known in ``on_gradient``.
         entropy: Mean entropy of the tokens that the step trained on, over all ranks, in nats; NaN if there are none, or
             if loss or gradient are not finite, so that the step changed no weight. Known in ``on_optimizer_step``.
-        norms: Squared norms of the gradient as it was added up, after each of ``Plugin.num_parts`` parts of the step's
-            prompts, the last of the whole gradient; empty if no plug-in overrides that. Known as the entropy is.
+        norms: Squared norms of the gradient as it was added up, after each of ``RunNumbers.num_parts`` parts of the
+            step's prompts, the last of the whole gradient; empty if no plug-in sets that. Known as the entropy is.
         writer: Plug-in and hook that write columns, named in errors.
     """
 
@@ -171,7 +171,7 @@ class Step:
     def _chunks(self, rollout: Rollout, value: Any) -> Sequence[Chunk]:
         """Check that chunks follow one another from the first token to the last, none above ``largest_chunk``."""
         number, plugin = rollout.completion.num_tokens, self.writer.plugin
-        largest = None if plugin is None else plugin.largest_chunk
+        largest = None if plugin is None else plugin.numbers.largest_chunk
         chunks = [*value] if isinstance(value, Sequence) else [value]
         if all(isinstance(chunk, Chunk) for chunk in chunks):
             begins = [0, *(chunk.end for chunk in chunks)]

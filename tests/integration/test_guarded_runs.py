@@ -21,16 +21,16 @@ from lit_grpo.foreign import owner_of
 from lit_grpo.plugins import Plugin
 
 EARLY = (
-    *("requirement", "check", "setup", "rewards", "on_policy_start", "on_train_start", "observes", "first_rollout"),
+    *("requirement", "check", "setup", "rewards", "on_policy_start", "on_train_start", "observes", "numbers"),
     *("state_dict", "on_fit_start", "on_train_epoch_start"),
     *("name", "version", "save_dir", "experiment", "log_graph"),
 )
 """Hooks that raise from the first call on; the others raise once a batch has been learned from."""
 PLUGIN = (
-    *("requirement", "check", "setup", "rewards", "on_policy_start", "on_train_start", "observes", "first_rollout"),
+    *("requirement", "check", "setup", "rewards", "on_policy_start", "on_train_start", "observes", "numbers"),
     *("state_dict", "waits_in_time", "on_rollout_start", "on_requests", "on_step", "on_completion", "on_group"),
     *("on_idle", "on_rollout_end", "prompt_chance", "first_round", "next_round", "shared_round", "batch_size"),
-    *("num_parts", "on_batch_start", "add_members", "metrics", "on_update_end", "on_batch", "on_minibatch"),
+    *("on_batch_start", "add_members", "metrics", "on_update_end", "on_batch", "on_minibatch"),
     *("loss", "on_gradient", "on_optimizer_step"),
 )
 CALLBACK = (

@@ -26,7 +26,7 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
-from lit_grpo.plugins import Plugin
+from lit_grpo.plugins import Plugin, RunNumbers
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
 from lit_grpo.update.step import Step
@@ -46,8 +46,8 @@ class Hearing(Plugin):
         self.heard: list[tuple[float, float, float]] = []
 
     @property
-    def num_parts(self) -> int:
-        return 2
+    def numbers(self) -> RunNumbers:
+        return RunNumbers(num_parts=2)
 
     def on_optimizer_step(self, step: Step) -> None:
         self.heard += [(norm.square, norm.signal, norm.noise) for norm in step.norms]

@@ -36,7 +36,7 @@ class Branching(Plugin):
         {"whole_groups", "whole_rollouts", "separate_completions", "restorable_environments"}
     )
     changes: ClassVar[Mapping[str, str]] = {"separate_completions": "lets completions begin within others"}
-    forks = True
+    traits: ClassVar[frozenset[str]] = frozenset({"forks"})
 
     def setup(self) -> None:
         """Begin with no group."""

@@ -20,9 +20,7 @@ class TeacherPlugin(Plugin):
     """Base class of methods that score the policy's completions with a teacher; it learns nothing by itself."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"all_ranks"})
-    common: ClassVar[bool] = True
-    asks_teacher: ClassVar[bool] = True
-    learns_unrewarded: ClassVar[bool] = True
+    traits: ClassVar[frozenset[str]] = frozenset({"common", "asks_teacher", "learns_unrewarded"})
 
     def setup(self) -> None:
         """Begin without a teacher."""
