@@ -89,13 +89,6 @@ class LogitBlocks:
             logits_nv = logits_nv.div_(self.cap).tanh_().mul_(self.cap)
         return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
 
-    def slope(self, logits_nv: torch.Tensor) -> torch.Tensor | float | None:
-        """Return the derivative of the logits with respect to what the matrix product gives; ``None`` for 1."""
-        slope = self.scale / self.temperature
-        if self.cap is None:
-            return None if slope == 1 else slope
-        return (1 - (logits_nv * (self.temperature / self.cap)).square()) * slope
-
 
 def linear_logprobs(
     hidden_ND: torch.Tensor,
@@ -251,7 +244,9 @@ def _logit_gradient(
     logprob_grad_nk = logprob_grad_n.view(len(logprob_grad_n), -1)
     entropy_n1, highest_n1, total_n1, rest_n1 = kept_4N[:, tokens, None]
     logits_nv = blocks.logits(tokens, vocabulary)
-    slope = blocks.slope(logits_nv)
+    slope: torch.Tensor | float = blocks.scale / blocks.temperature  # of the logits by what the matrix product gives
+    if blocks.cap is not None:
+        slope = (1 - (logits_nv * (blocks.temperature / blocks.cap)).square()) * slope
     logits_nv -= highest_n1
     weights = -logprob_grad_nk.sum(1, keepdim=True) / total_n1
     if entropy_grad_n1 is not None:
@@ -265,7 +260,7 @@ def _logit_gradient(
     if others_nv is not None:
         gradient_nv += others_nv
     gradient_nv.scatter_add_(1, column_nk, logprob_grad_nk * inside_nk)
-    return gradient_nv if slope is None else gradient_nv.mul_(slope)
+    return gradient_nv if blocks.cap is None and slope == 1 else gradient_nv.mul_(slope)
 
 
 def _but_for(chances_nv: torch.Tensor, column_nk: torch.Tensor, inside_nk: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -14,6 +14,11 @@ from lit_grpo.plugins.columns import Numbers, Writer, shown
 
 if TYPE_CHECKING:
     from lit_grpo.plugins.columns import Method
+
+
+def _column(name: str) -> torch.Tensor:
+    """Return a property that reads a column; its type is that of what is read."""
+    return cast("torch.Tensor", property(lambda tokens: tokens.columns[name]))
 
 
 @dataclass
@@ -43,45 +48,25 @@ class Tokens:
     figures: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     writer: Writer = field(default=Writer(None, "loss"), kw_only=True)
 
-    @property
-    def logprobs_N(self) -> torch.Tensor:
-        """Log-probs under the policy; they carry the gradient."""
-        return self.columns["logprob"]
-
-    @property
-    def sampled_logprobs_N(self) -> torch.Tensor:
-        """Log-probs under the policy that sampled."""
-        return self.columns["sampled_logprob"]
-
-    @property
-    def old_logprobs_N(self) -> torch.Tensor:
-        """Log-probs that ratios are taken to: of the sampler, or of another proximal policy."""
-        return self.columns["old_logprob"]
+    logprobs_N = _column("logprob")
+    """Log-probs under the policy; they carry the gradient."""
+    sampled_logprobs_N = _column("sampled_logprob")
+    """Log-probs under the policy that sampled."""
+    old_logprobs_N = _column("old_logprob")
+    """Log-probs that ratios are taken to: of the sampler, or of another proximal policy."""
+    entropy_N = _column("entropy")
+    """Entropies in nats; they carry a gradient if an entropy bonus asks for it."""
+    advantages_N = _column("advantage")
+    """Advantages, which may differ within a completion."""
+    versions_N = _column("version")
+    """Versions of the policy that sampled."""
+    lengths_C = _column("length")
+    """Number of tokens of each completion."""
 
     @property
     def reference_logprobs_N(self) -> torch.Tensor | None:
         """Log-probs under the reference, if a KL term needs them."""
         return self.columns.get("reference_logprob")
-
-    @property
-    def entropy_N(self) -> torch.Tensor:
-        """Entropies in nats; they carry a gradient if an entropy bonus asks for it."""
-        return self.columns["entropy"]
-
-    @property
-    def advantages_N(self) -> torch.Tensor:
-        """Advantages, which may differ within a completion."""
-        return self.columns["advantage"]
-
-    @property
-    def versions_N(self) -> torch.Tensor:
-        """Versions of the policy that sampled."""
-        return self.columns["version"]
-
-    @property
-    def lengths_C(self) -> torch.Tensor:
-        """Number of tokens of each completion."""
-        return self.columns["length"]
 
     @property
     def turn_lengths_S(self) -> torch.Tensor | None:

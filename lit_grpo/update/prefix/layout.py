@@ -177,7 +177,9 @@ class _PiecewiseAttention(torch.autograd.Function):
             else:
                 some, log_sum = _capped(*parts, piece, scaling, cap)
             if piece.merges:
-                some, log_sum = _merge(output[:, :, rows], logsumexp[:, :, rows], some, log_sum)
+                joint = torch.logaddexp(logsumexp[:, :, rows], log_sum)
+                first, second = (logsumexp[:, :, rows] - joint).exp()[..., None], (log_sum - joint).exp()[..., None]
+                some, log_sum = output[:, :, rows] * first + some * second, joint
             output[:, :, rows] = some
             logsumexp[:, :, rows] = log_sum
         if sinks_H is not None:
@@ -277,12 +279,3 @@ def _capped_scores(
     elif piece.band is not None:
         scores = scores + piece.mask(scores)[:, :, None, part]  # pyright: ignore[reportOptionalSubscript]
     return scores, bent
-
-
-def _merge(
-    output: torch.Tensor, logsumexp: torch.Tensor, more: torch.Tensor, more_logsumexp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join what the same queries saw in two sets of keys."""
-    joint = torch.logaddexp(logsumexp, more_logsumexp)
-    first, second = (logsumexp - joint).exp()[..., None], (more_logsumexp - joint).exp()[..., None]
-    return output * first + more * second, joint
