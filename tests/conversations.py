@@ -70,8 +70,9 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def prompts_of(worker: Trajectories, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
-    renderer = PromptRenderer(conversing=worker)
-    rendered = [renderer.render(row, chat_tokenizer()) for row in rows]
+    assert worker.chat is not None
+    renderer, tokenizer = PromptRenderer(conversing=worker), worker.chat.tokenizer
+    rendered = [renderer.render(row, tokenizer) for row in rows]
     return [
         Prompt(f"train/{number}", token_ids, text, row, messages=messages)
         for number, (row, (token_ids, text, messages)) in enumerate(zip(rows, rendered, strict=True))

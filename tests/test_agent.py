@@ -263,10 +263,7 @@ def test_models_are_listed_with_the_room_of_the_trajectory() -> None:
             "that the policy did not sample",
         ),
         (["asked", "first", {"role": "assistant", "content": "b"}], "adds no message that the policy could answer"),
-        (
-            ["asked", "first", {"role": "tool", "tool_call_id": "x", "content": "b"}],
-            "has the id of no tool call: 'x'",
-        ),
+        (["asked", "first", {"role": "tool", "tool_call_id": "x", "content": "b"}], "has the id of no tool call: 'x'"),
         (["asked", "first", {"role": "user"}], "The request has a chat message that is not"),
         ([], "messages must be a list of chat messages"),
     ],
@@ -285,7 +282,6 @@ def test_a_history_that_the_trajectory_does_not_have_is_refused(messages: list[A
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 2}, "n must be 1 here, not 2; leave it out."),
         ({"stop": "\n"}, r"The run does not stop at '\n'; name them in model.sampling.stop."),
         (
             {"sampling_params": {"stop_token_ids": [*ENDS, 5]}},
@@ -293,7 +289,6 @@ def test_a_history_that_the_trajectory_does_not_have_is_refused(messages: list[A
         ),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers, not 5."),
         ({"sampling_params": {"ignore_eos": True}}, "ignore_eos must be False here, not True; leave it out."),
-        ({"response_format": {"type": "json_object"}}, "response_format must be {'type': 'text'} here"),
         ({"tools": [TOOL]}, "The tools differ from those of the first request."),
         (
             {"tools": [{"name": "add"}]},

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, play, prompts_of
+from test_environments import worker_of
 
 from lit_grpo.checkpoints import WholeFileIO, read
-from lit_grpo.environments import Environments
 from lit_grpo.environments.plugin import Trajectories
-from lit_grpo.plugins import fresh
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
@@ -54,12 +53,6 @@ class Counter:
         assert state["board"].dtype == np.int8 and state["seen"] == (np.float32(0.5), {1})
         self.board, self.rng = state["board"], np.random.default_rng()
         self.rng.bit_generator.state = state["rng"]
-
-
-def worker_of(factory: Any) -> Trajectories:
-    worker = fresh(Environments(factory=factory))
-    worker.prepare(chat_tokenizer(), {})
-    return worker
 
 
 def says(request: Any, turn: int) -> str:

@@ -14,15 +14,7 @@ from lit_grpo.environments.tools import Tool
 from lit_grpo.plugins import fresh
 from lit_grpo.types import Prompt
 from tests.doubles.conversation_check import NUM_CONVERSATIONS, check, wrong
-from tests.doubles.conversations import (
-    CHATML,
-    FAMILIES,
-    GENERATORS,
-    Talkative,
-    chat_tokenizer,
-    play,
-    template_of,
-)
+from tests.doubles.conversations import CHATML, FAMILIES, GENERATORS, Talkative, chat_tokenizer, play, template_of
 
 FEW = ("smollm2", 8)
 

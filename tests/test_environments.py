@@ -32,7 +32,7 @@ from lit_grpo.rollout import buffer as buffers
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
-from lit_grpo.types import PassRule, Prompt, Request, RolloutGroup, SamplingParams
+from lit_grpo.types import PassRule, Request, RolloutGroup, SamplingParams
 
 
 class Guess:
@@ -721,17 +721,16 @@ def test_environments_are_there_until_their_groups_have_been_scored() -> None:
         return call("guess", number=turn + 1) if turn < (1 if request.path == (0,) else 6) else "I am done."
 
     runner = RewardRunner([RewardFunction.of(tries, "tries")])
-    worker, buffer = worker_of(Kept), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=2))
+    worker = worker_of(Kept)
+    buffer = buffer_of(worker, num_generations=2, max_staleness=2)
     (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 9}])
-    buffer.open(group_requests([prompt], 2, SAMPLING, 0))
-    generator, listeners = Scripted(chat_tokenizer(), says), [worker, runner]
     ended = lambda: [each for each in worker.records.values() if each.completion is not None]  # noqa: E731
-    RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: len(ended()) == 1 and not buffer.away)
+    run_on(worker, buffer, says, lambda _: len(ended()) == 1 and not buffer.away, runner)
     buffer.end_update()
     for number in range(2):
         held_out = replace(prompt, prompt_id=f"validation/{number}")
         RolloutLoop(Scripted(chat_tokenizer(), lambda *_: "no"), listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
-    RolloutLoop(generator, buffer, listeners=listeners).run(lambda _: not buffer.asks)
+    run_on(worker, buffer, says, None, runner)
     assert seen == [[1, 6]]
     kept: list[Any] = [each.driver.environment.object for each in ended() if each.driver is not None]
     assert not any(each.closed for each in kept)
@@ -753,30 +752,28 @@ def _is_at_work(worker: Trajectories) -> Callable[[int], bool]:
 
 def test_answers_that_come_during_another_rollout_are_kept_for_their_own() -> None:
     """As where a validation stands between two training rollouts of a mode that keeps groups open."""
-    worker, buffer = worker_of(Lazy), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9))
-    generator = Scripted(chat_tokenizer(), counting)
-    (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 3}])
-    buffer.open(group_requests([prompt], 1, SAMPLING, 0))
-    RolloutLoop(generator, buffer, listeners=[worker]).run(_is_at_work(worker))
+    worker = worker_of(Lazy)
+    buffer = buffer_of(worker, 3)
+    run_on(worker, buffer, counting, _is_at_work(worker))
     buffer.end_update()
-    held_out = Prompt("validation/0", prompt.token_ids, "", prompt.columns, messages=prompt.messages)
-    (other,), _ = RolloutLoop(generator, listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
-    RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 3}])
+    held_out = replace(prompt, prompt_id="validation/0")
+    loop = RolloutLoop(Scripted(chat_tokenizer(), counting), listeners=[worker])
+    (other,), _ = loop.collect([held_out], 1, SAMPLING, 0)
+    run_on(worker, buffer, counting)
     (group,) = buffer.take()
     assert len(other.rollouts[0].completion.turns) == len(group.rollouts[0].completion.turns) == 4
     worker.close()
 
 
 def test_an_answer_to_what_has_been_discarded_is_not_taken() -> None:
-    worker, buffer = worker_of(Lazy), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=1))
-    generator = Scripted(chat_tokenizer(), counting)
-    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 3}]), 1, SAMPLING, 0))
+    worker, generator = worker_of(Lazy), Scripted(chat_tokenizer(), counting)
+    buffer = buffer_of(worker, 3, max_staleness=1)
     RolloutLoop(generator, buffer, listeners=[worker]).run(_is_at_work(worker))
     buffer.end_update()
     generator.version = 5  # so that what was sampled is too old
     RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
-    (group,) = buffer.take()
-    completion = group.rollouts[0].completion
+    completion = only(buffer.take())
     assert len(completion.turns) == 4 and completion.episode is not None and completion.episode.reward == 1.0
     assert completion.oldest_version == 5
     worker.close()
@@ -851,10 +848,7 @@ def broken() -> Any:
     ("options", "message"),
     [
         ({}, "it has neither a factory nor tools; give one, as in factory: my_env.py:Game"),
-        (
-            {"factory": Unhinted},
-            r"Unhinted\.fly cannot be a tool .*give each argument a type hint and a line under",
-        ),
+        ({"factory": Unhinted}, r"Unhinted\.fly cannot be a tool .*give each argument a type hint and a line under"),
         (
             {"factory": Silent},
             r"Silent\.fly cannot be a tool .*has no docstring.*a line under Args: in a Google docstring",

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy, table_rows
-from conversations import Scripted, call
+from conversations import Scripted, call, only, prompts_of
 from hand_made import full_logprobs, relative_error
 from test_buffer import ended
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.compatibility import check_together
-from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
 from lit_grpo.plugins import fresh
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.types import OBSERVED, Completion, Prompt, Request, RolloutGroup, SamplingParams
+from lit_grpo.types import OBSERVED, Completion, Request, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
@@ -79,20 +78,12 @@ def talk(
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     worker = fresh(Environments(factory=factory, history="rerendered", **options))
     worker.prepare(tokenizer, {})
-    row = {"prompt": "Go."}
-    rendered = PromptRenderer(conversing=worker).render(row, tokenizer)
-    prompt = Prompt("train/0", rendered.token_ids, rendered.text, row, messages=rendered.messages)
     loop = RolloutLoop(Scripted(tokenizer, says), listeners=[worker])
     try:
-        groups, stats = loop.collect([prompt], num_generations, sampling, seed=0)
+        groups, stats = loop.collect(prompts_of(worker, [{"prompt": "Go."}]), num_generations, sampling, seed=0)
         return groups, worker.metrics() | {"num_discarded": stats.num_discarded}
     finally:
         worker.close()
-
-
-def only(groups: Sequence[RolloutGroup]) -> Completion:
-    ((rollout,),) = [group.rollouts for group in groups]
-    return rollout.completion
 
 
 def test_a_turn_that_the_template_refuses_to_write_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,10 +263,7 @@ def test_random_conversations_are_trained_on_as_they_were_sampled(family: str) -
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        (
-            Objective("grpo"),
-            "model.objective.normalization sequence needs each completion in one row of the update",
-        ),
+        (Objective("grpo"), "model.objective.normalization sequence needs each completion in one row of the update"),
         (Objective("gspo"), "model.objective.ratio sequence needs each completion"),
         (Objective(off_policy_threshold=0.1), r"model\.objective\.off_policy_threshold 0\.1 needs each completion"),
     ],

@@ -165,9 +165,7 @@ def test_at_most_num_workers_sync_functions_run_at_a_time(make_runner: MakeRunne
     assert most == 2
 
 
-def test_error_names_function_prompt_and_sample_and_has_the_original_as_cause(
-    make_runner: MakeRunner,
-) -> None:
+def test_error_names_function_prompt_and_sample_and_has_the_original_as_cause(make_runner: MakeRunner) -> None:
     with pytest.raises(RewardError) as caught:
         make_runner(ratio).score(make_group("ab", ""))
     assert str(caught.value) == (
@@ -277,10 +275,7 @@ def test_sync_call_that_is_overdue_is_abandoned_and_the_others_are_scored(make_r
             over.wait()
         return 1.0
 
-    runner, group = (
-        make_runner(stuck, on_error="none", timeout_s=1.0, num_workers=1),
-        make_group("a", "stuck", "b"),
-    )
+    runner, group = (make_runner(stuck, on_error="none", timeout_s=1.0, num_workers=1), make_group("a", "stuck", "b"))
     runner.score(group)
     assert values_of(group, "stuck") == [1.0, None, 1.0]
     assert runner.num_errors == 1
@@ -384,10 +379,6 @@ def test_close_ends_the_threads_and_a_later_group_starts_them_again(make_runner:
     assert rewards_of(group) == [4.0]
 
 
-def test_group_without_rollouts_is_scored(make_runner: MakeRunner) -> None:
-    make_runner(length, lengths).score(make_group())
-
-
 def test_runner_needs_functions_of_different_names() -> None:
     with pytest.raises(ValueError, match=r"rewards is empty; name at least one reward function."):
         RewardRunner([])
@@ -448,16 +439,13 @@ def test_logged_metrics_are_means_and_extras_go_to_their_rollouts(make_runner: M
         log_extra("step", trainer_state.global_step)
         return 0.0
 
-    runner, groups = make_runner(by_group, by_rollout), [make_group("ab", "c"), make_group("abcd", "b")]
+    runner, groups = make_runner(by_group, by_rollout), [make_group("ab", "c"), make_group(), make_group("abcd", "b")]
     for group in groups:
         runner.submit(group)
     runner.gather()
     assert runner.take_metrics() == {"mean_length": 3.0, "ends": 0.5}
     assert runner.take_metrics() == {}
-    assert [rollout.extra for rollout in groups[1].rollouts] == [
-        {"first": "a", "step": 0},
-        {"first": "b", "step": 0},
-    ]
+    assert [rollout.extra for rollout in groups[-1].rollouts] == [{"first": "a", "step": 0}, {"first": "b", "step": 0}]
 
 
 def test_feedback_goes_to_its_completion_in_the_order_of_the_functions(make_runner: MakeRunner) -> None:
@@ -572,27 +560,21 @@ def score(completion, answer, log_metric, log_extra, log_feedback):
     if completion == "raise":
         raise KeyError("no such key")
     return float(completion == answer)
-async def later(completion): return 2.0
-class Scaled:
-    def __init__(self, scale): self.scale = scale
-    def __call__(self, completions, **columns): return [self.scale for _ in completions]
 """
 
 
 @pytest.fixture
-def score_in_processes(tmp_path: Path) -> Iterator[Callable[..., RewardRunner]]:
-    runners: list[RewardRunner] = []
+def score_in_processes(tmp_path: Path) -> Callable[..., RewardRunner]:
     (tmp_path / "wild.py").write_text(WILD)
 
-    def score(group: RolloutGroup, name: str = "score", timeout_s: float = 20.0, **args: Any) -> RewardRunner:
-        spec = RewardSpec(f"{tmp_path / 'wild.py'}:{name}", args=args, process=True)
-        runners.append(RewardRunner([RewardFunction.load(spec, timeout_s)], "none", 30.0, num_workers=2))
-        runners[-1].score(group)
-        return runners[-1]
-
-    yield score
-    for runner in runners:
+    def score(group: RolloutGroup, timeout_s: float = 20.0) -> RewardRunner:
+        spec = RewardSpec(f"{tmp_path / 'wild.py'}:score", process=True)
+        runner = RewardRunner([RewardFunction.load(spec, timeout_s)], "none", 30.0, num_workers=2)
+        runner.score(group)
         runner.close()
+        return runner
+
+    return score
 
 
 def test_a_function_in_a_process_scores_logs_and_is_not_this_process(score_in_processes: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conversations import call, only
-from test_environments import play, worker_of
+from test_environments import add, play, worker_of
 from test_reward_runner import make_group
 
 from lit_grpo.environments.contract import make_kinds
@@ -260,24 +260,16 @@ def test_a_reward_with_an_alarm_works_in_a_process(tmp_path: Path) -> None:
 # ---- tools that never work ----------------------------------------------------------------------------
 
 
+def lookup(key: str) -> str:
+    """Look up.
+
+    Args:
+        key: A key.
+    """
+    raise KeyError("no such table")
+
+
 def test_a_tool_whose_every_call_fails_is_named_once_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
-    def lookup(key: str) -> str:
-        """Look up.
-
-        Args:
-            key: A key.
-        """
-        raise KeyError("no such table")
-
-    def add(first: int, second: int) -> int:
-        """Add.
-
-        Args:
-            first: A number.
-            second: Another.
-        """
-        return first + second
-
     worker = worker_of(tools=[lookup, add])
     says = lambda _, turn: call("lookup", key="a") + call("add", first=1, second=2) if turn < 3 else "Done."  # noqa: E731
     with caplog.at_level(logging.WARNING):
@@ -294,14 +286,6 @@ def test_a_tool_whose_every_call_fails_is_named_once_with_its_error(caplog: pyte
 
 
 def test_a_resumed_run_goes_on_counting_the_calls_of_tools() -> None:
-    def lookup(key: str) -> str:
-        """Look up.
-
-        Args:
-            key: A key.
-        """
-        raise KeyError("no such table")
-
     worker = worker_of(tools=[lookup])
     for num_calls, num_findings in ((2, 0), (1, 1), (0, 1)):
         says = lambda _, turn, most=num_calls: call("lookup", key="a") if turn < most else "Done."  # noqa: E731

@@ -16,6 +16,7 @@ from lit_grpo.tasks.calculator import calculate
         (" 7//2 + 7%4 ", "6"),
         ("1/4", "0.25"),
         ("2**100", str(2**100)),
+        ("1e308*10**300", "inf"),
         ("+3", "3"),
     ],
 )
@@ -43,15 +44,11 @@ def test_arithmetic_is_computed(expression: str, result: str) -> None:
         ("2**4000*2**4000", "too large"),
         ("(-2)**0.5", "root of a negative"),
         ("1/0", "division"),
-        ("1e308*10**300", "numbers|too large|inf"),
         ("1j", "numbers, "),
         (3, "is a text"),
     ],
 )
 def test_nothing_else_is_and_nothing_takes_long(expression: str, message: str) -> None:
-    if expression == "1e308*10**300":
-        assert calculate(expression) == "inf"
-        return
     with pytest.raises(ValueError, match=message):
         calculate(expression)
 

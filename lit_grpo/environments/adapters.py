@@ -68,7 +68,6 @@ class _Earning:
         return last
 
     def get_reward(self) -> float:
-        """Return the sum of the rewards of all steps."""
         return self._earned
 
 
@@ -103,14 +102,12 @@ class SkyRL(_Earning):
         return after[len(before) :] or None
 
     def respond(self, text: str) -> str | None:
-        """Take a step, and return what is observed."""
         assert self._env is not None, "reset comes first"
         said = self._env.step(text)
         self._take(said["reward"], said["done"])
         return "\n".join(str(message["content"]) for message in said["observations"]) or None
 
     def close(self) -> None:
-        """Close it."""
         if self._env is not None:
             self._env.close()
 
@@ -140,7 +137,6 @@ class OpenEnv(_Earning):
         self._mistakes = mistakes
 
     async def reset(self, **columns: Any) -> str | None:
-        """Begin."""
         result = await self._client.reset(**{name: columns[name] for name in self._columns if name in columns})
         self.done = bool(result.done)
         return self._show(result.observation) or None
@@ -162,7 +158,6 @@ class OpenEnv(_Earning):
         return self._show(result.observation) or None
 
     async def close(self) -> None:
-        """End the session."""
         await self._client.close()
 
 
@@ -239,11 +234,7 @@ class Taskset(RowSource):
             raise ValueError(f"{self._name} {_HAS_TOOLS}.")
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row for each task.
-
-        Raises:
-            ValueError: A task has no prompt, or cannot do without what takes no part here.
-        """
+        """Yield a row for each task."""
         for number, task in enumerate(self._tasks):
             if (why := _refusal(task)) is not None:
                 raise ValueError(f"{self._name}: task {number} {why}.")
@@ -253,7 +244,6 @@ class Taskset(RowSource):
         return self._name
 
     async def reward(self, completions: Sequence[Any], task: Sequence[int]) -> list[float]:
-        """Return the weighted sum of a task's rewards for each completion of a group."""
         return list(await asyncio.gather(*map(self._score, completions, task)))
 
     async def _score(self, completion: Sequence[Mapping[str, Any]], number: int) -> float:

@@ -7,6 +7,7 @@ is closed, is a :class:`MalformedCall`, which the policy is told of and which no
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
 import re
@@ -71,11 +72,7 @@ class CallFormat(NamedTuple):
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of pairs.
-
-    Raises:
-        ValueError: A name comes twice, so that one of its values would be lost.
-    """
+    """Return an object of pairs."""
     named = dict(pairs)
     if len(named) < len(pairs):
         names = [name for name, _ in pairs]
@@ -119,10 +116,6 @@ def _json_call(said: Any, key: str) -> ToolCall:
     if not isinstance(arguments, dict):
         raise ValueError(f"its {key} are {json.dumps(arguments)[:40]}, not an object")
     return ToolCall(said["name"], arguments)
-
-
-def _llama_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-    return _json_calls(text, tools, key="parameters")
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>\s*")
@@ -224,7 +217,9 @@ FORMATS: Mapping[str, CallFormat] = {
     "qwen": CallFormat(_TAGGED, "</tool_call>", _xml_calls, (*_TAGS, "<function=", "</function>")),
     "hermes": CallFormat(_TAGGED, "</tool_call>", _json_calls, _TAGS),
     "json": CallFormat(_OBJECT, None, _json_calls, ("<|python_tag|>", *_TAGS)),
-    "llama": CallFormat(_OBJECT, None, _llama_calls, ("<|python_tag|>", "<function=")),
+    "llama": CallFormat(
+        _OBJECT, None, functools.partial(_json_calls, key="parameters"), ("<|python_tag|>", "<function=")
+    ),
     "python": CallFormat(_LIST, "<|tool_call_end|>", _python_calls, ("<|tool_call_start|>", "<|tool_call_end|>")),
 }
 """``<tool_call>`` with XML (Qwen3-Coder, Qwen3.5, Nemotron 3) or JSON in it (Hermes, Qwen2.5, Qwen3), a bare JSON
@@ -249,7 +244,6 @@ def _response_template(
 
 
 def _tagged(opening: str, closing: str, tag: str) -> dict[str, Any]:
-    """Return a field of calls whose arguments are tags with plain text in them."""
     values = {"tag_pattern": tag, "value_parser": {"name": "text", "args": {"strip": False}}}
     return {"open_pattern": opening, "close_pattern": closing, "content": "xml-inline", "content_args": values}
 
@@ -386,7 +380,6 @@ def _calls_of(
 
 
 def _left_over(text: str, marks: Mapping[str, int]) -> list[MalformedCall]:
-    """Return a broken call if a text has more of a mark than it may have."""
     found = next((mark for mark, most in marks.items() if text.count(mark) > most), None)
     return [] if found is None else [MalformedCall("", f"{found} stands where no call can be read")]
 
@@ -449,11 +442,7 @@ def _call_of(said: Any, body: str, field: Mapping[str, Any], marks: Iterable[str
 
 
 def _check_names(body: str, delimiters: Sequence[Sequence[str]], arguments: Any) -> None:
-    """Check that arguments have each name that is written.
-
-    Raises:
-        ValueError: One is given twice.
-    """
+    """Check that arguments have each name that is written."""
     for opening, closing in delimiters:
         body = re.sub(f"{re.escape(opening)}.*?{re.escape(closing)}", "", body, flags=re.DOTALL)
     if len(re.findall(r"[{,]\s*\w+\s*:", body)) > _num_names(arguments):
@@ -467,11 +456,7 @@ def _num_names(value: Any) -> int:
 
 
 def _check_tags(body: str, pattern: str, marks: Iterable[str]) -> None:
-    """Check that a call is tags alone, each with another name, and none with another tag or a mark in its value.
-
-    Raises:
-        ValueError: Something else stands there, such as a tag that is not closed, or another call.
-    """
+    """Check that a call is tags alone, each with another name, and none with another tag or a mark in its value."""
     import regex  # whose patterns those of transformers are
 
     found = list(regex.finditer(pattern, body, flags=regex.DOTALL))

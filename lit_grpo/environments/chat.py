@@ -181,11 +181,7 @@ class Chat:
         return [*begins, *map(self.cover, more)]
 
     def opening(self, prompt: Prompt, text: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens that follow a prompt whose last user message ends in ``text``.
-
-        Raises:
-            ValueError: The prompt's tokens are no beginning of it.
-        """
+        """Return the tokens that follow a prompt whose last user message ends in ``text``."""
         try:
             added = self.beginning(prompt, self.conversation(prompt, text), tools)
         except UnusableRow as error:
@@ -200,21 +196,13 @@ class Chat:
     def beginning(
         self, prompt: Prompt, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int] | None:
-        """Return the tokens of a whole conversation that follow a prompt; None if they do not begin with the prompt's.
-
-        Raises:
-            UnusableRow: The chat template refuses the conversation.
-        """
+        """Return the tokens of a whole conversation after its prompt's; None if it does not begin with those."""
         token_ids = self._control.encode(self._rendered(messages, tools))
         num = len(prompt.token_ids)
         return token_ids[num:] if tuple(token_ids[:num]) == prompt.token_ids else None
 
     def text_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of a conversation that the policy answers.
-
-        Raises:
-            UnusableRow: The chat template refuses the conversation.
-        """
+        """Return the text of a conversation that the policy answers."""
         return self._control.uncover(self._rendered(messages, tools))
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
@@ -315,11 +303,7 @@ class Chat:
         return told
 
     def check_once(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Run :meth:`check` for tools that are known only later, once for each set of tools.
-
-        Raises:
-            ValueError: As for :meth:`check`.
-        """
+        """Run :meth:`check` for tools that are known only later, once for each set of tools."""
         written = json.dumps(schemas, sort_keys=True)
         with self._checks:
             if written in self._checked:
@@ -341,11 +325,7 @@ class Chat:
         ]
 
     def _check_calls(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Check that tool calls can be parsed; return warnings for the user.
-
-        Raises:
-            ValueError: Neither a sample call nor a call of a tool could be parsed.
-        """
+        """Check that tool calls can be parsed; return warnings for the user."""
         for schema in schemas:  # a template may be made for these tools alone
             self.form = self.form or self._form_of(schema)
         if self.form:
@@ -459,7 +439,6 @@ class Chat:
         return tuple(self._control.encode(after.partition(_SHOWN)[0])) if _SHOWN in after else ()
 
     def _extends(self, before: Sequence[Message], answer: Message) -> bool:
-        """Return whether the template adds to a conversation and leaves what is there."""
         start, _, _ = self._text(before).partition(_MARK)
         return self._text([*before, answer]).startswith(start + _MARK)
 
@@ -490,7 +469,6 @@ class Chat:
 
 
 def _ends_calls(form: CallFormat | Mapping[str, Any], token: str) -> bool:
-    """Return whether a token is a part of what ends each call."""
     if isinstance(form, CallFormat):
         return form.closing == token
     field = form["fields"].get("tool_calls", {})

@@ -83,7 +83,6 @@ class Kind:
 
     @functools.cached_property
     def name(self) -> str:
-        """The name of the class."""
         return "tools" if self.type is None else self.type.__name__
 
     @property
@@ -93,7 +92,6 @@ class Kind:
 
     @property
     def gives_reward(self) -> bool:
-        """True if an episode ends with a reward."""
         return "get_reward" in self.methods
 
     @property
@@ -103,20 +101,14 @@ class Kind:
 
     @property
     def responds(self) -> bool:
-        """True if the user may answer a turn."""
         return "respond" in self.methods
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The schemas of the tools, for the chat template."""
         return [dict(tool.schema) for tool in self.tools.values()]
 
     def arguments(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the arguments of ``reset`` for a row: copies, which it may change as it likes.
-
-        Raises:
-            ValueError: A column cannot be copied.
-        """
+        """Return the arguments of ``reset`` for a row: copies, which it may change as it likes."""
         return prompt.own_columns(self.columns)
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
@@ -137,11 +129,7 @@ class Kind:
 def make_kinds(
     factory: Factory | Mapping[str, Factory] | None, tools: Sequence[str | Callable[..., Any]]
 ) -> dict[str | None, Kind]:
-    """Return the kinds of environment by the values of the column ``environment``; a single one by None.
-
-    Raises:
-        ValueError: A factory or tool cannot be loaded, or breaks the contract.
-    """
+    """Return the kinds of environment by the values of the column ``environment``; a single one by None."""
     functions = load_tools(tools)
     if factory is None:
         if not functions:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments.live import Failure, Limits, LiveEnvironment, copied
@@ -151,7 +151,8 @@ class TrajectoryDriver:
             state = None
             self.num_turns += 1
             if completion.finish_reason != "stop":
-                self.messages.append({"role": "assistant", "content": self._text(completion)})
+                text = str(self.chat.tokenizer.decode(completion.turns[-1], skip_special_tokens=True))
+                self.messages.append({"role": "assistant", "content": text})
                 await self._reward_turn()
                 return await self._end(completion, completion.finish_reason)
             turn = self._read(completion)
@@ -236,9 +237,6 @@ class TrajectoryDriver:
         ended.episode = self.episode(reward)
         return ended
 
-    def _text(self, completion: Completion) -> str:
-        return str(self.chat.tokenizer.decode(completion.turns[-1], skip_special_tokens=True))
-
     def _fresh(self) -> LiveEnvironment:
         return LiveEnvironment(self.kind, self.limits, self.calls, self.log, self._apart, lambda: self._is_over)
 
@@ -251,11 +249,7 @@ class TrajectoryDriver:
         self._closing.append(self.calls.start(self.environment.close()))
 
     async def state(self) -> dict[str, Any]:
-        """Return the state from which the trajectory can be restored.
-
-        Raises:
-            Failure: The environment cannot return its state, or no checkpoint can hold the state.
-        """
+        """Return the state from which the trajectory can be restored."""
         own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns", "said", "asked")}
         return copied(own | {"environment": await self.environment.state()})
 
@@ -294,20 +288,17 @@ class TrajectoryDriver:
             self.work.set_result(None)
 
     def _asking(self, request: Request, state: Mapping[str, Any] | None) -> Sample:
-        """Return the event that asks the rollout for a turn."""
         resume = Resume(request, "again" if self._has_lost else "go_on")
         if self._has_lost:
             self._has_sampled = self._has_lost = False
         return Sample(resume, None if state is None else dict(state))
 
     def took(self, event: Event) -> None:
-        """The rollout has taken an event of the trajectory."""
         self.waits = False
         if isinstance(event, Sample):
             self.token_ids = event.resume.request.prefix.token_ids_T.tolist()
 
     def take_turn(self, completion: Completion) -> None:
-        """Deliver a sampled turn, for which :meth:`sample` waits."""
         self.token_ids, self._has_sampled = completion.token_ids_T.tolist(), True
         self.waits, self.work, self._since = True, Future(), time.monotonic()
         self.calls.start(self._bring(completion))
@@ -316,12 +307,17 @@ class TrajectoryDriver:
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(completion)
 
+    def doing_after(self, num_tokens: int) -> Literal["answering", "sampling", "lost"]:
+        """Return who is at work where the rollout has so many tokens: the environment, the policy, or neither."""
+        if self.waits and len(self.token_ids) == num_tokens:
+            return "answering"
+        return "sampling" if len(self.token_ids) <= num_tokens > 0 else "lost"
+
     def whole(self, completion: Completion) -> Completion:
         """Return the whole trajectory, if ``completion`` is what the present request has come to."""
         return completion
 
     def episode(self, reward: float | None = None) -> Episode:
-        """Return what there is to say of the trajectory so far."""
         given, name = self.environment.object, self.kind.name
         return Episode(given, self.messages, name, reward, tuple(self.turn_rewards), self.said, self.asked)
 
@@ -349,7 +345,6 @@ class TrajectoryDriver:
             self._turn.cancel()
 
     def close(self) -> Future[None]:
-        """End the trajectory and close its environment; return when that is done."""
         self.stop()
         return self.calls.start(self._close())
 
@@ -375,7 +370,6 @@ class RerenderingDriver(TrajectoryDriver):
         self.earlier = self._next = Earlier()
 
     async def sample(self, request: Request, state: Mapping[str, Any] | None = None) -> Completion:
-        """Have the policy sample a turn after the conversation; return the trajectory with that turn."""
         return self.whole(await super().sample(request, state))
 
     async def _begin(self) -> Request:
@@ -388,7 +382,6 @@ class RerenderingDriver(TrajectoryDriver):
         return sample if self.num_turns == 0 else replace(sample, resume=Resume(request, "rewritten"))
 
     def took(self, event: Event) -> None:
-        """The rollout has taken an event of the trajectory."""
         super().took(event)
         if isinstance(event, Sample) and event.earlier is not None:
             self.earlier = event.earlier

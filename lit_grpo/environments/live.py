@@ -103,7 +103,6 @@ class LiveEnvironment:
     # ---- beginning and end --------------------------------------------------------------------------------
 
     async def make(self) -> None:
-        """Construct the environment; tools without an environment have none."""
         if self.kind.type is not None:
             self.object = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
 
@@ -121,19 +120,13 @@ class LiveEnvironment:
         return text
 
     async def restore(self, state: Any) -> None:
-        """Construct an environment and give it the state of an earlier one."""
         await self.make()
         if self.kind.type is not None:
             given = self.object
             await self._guarded("is restored", lambda: given.restore(state), self._is_async("restore"))
 
     async def state(self) -> Any:
-        """Return the environment's state; None for tools without an environment.
-
-        Raises:
-            Failure: ``state`` fails.
-            ForeignState: No checkpoint can hold what ``state`` returned.
-        """
+        """Return the environment's state, or raise a :class:`Failure`; None for tools without an environment."""
         if self.kind.type is None:
             return None
         state = await self.ask("state", "its state", at_once=True)
@@ -142,11 +135,7 @@ class LiveEnvironment:
         return state
 
     async def _try_state(self) -> None:
-        """Look at the first state of each kind of environment.
-
-        Raises:
-            ValueError: No checkpoint can hold it.
-        """
+        """Refuse an environment whose first state no checkpoint can hold."""
         name = self.kind.name
         if "state" not in self.kind.methods or name in self._log.tried_states:
             return
@@ -162,11 +151,7 @@ class LiveEnvironment:
             )
 
     async def try_restore(self) -> None:
-        """Have a fresh environment take the state as it is read from a checkpoint.
-
-        Raises:
-            Failure: ``state`` or ``restore`` fails.
-        """
+        """Have a fresh environment take the state as it is read from a checkpoint."""
         state = from_written(to_written(copied(await self.state())))
         fresh = LiveEnvironment(self.kind, self.limits, self._calls, self._log, self._apart)
         fresh.object = await self._guarded("is made", self.kind.make, False, at_once=True)
@@ -254,18 +239,13 @@ class LiveEnvironment:
         return result
 
     async def is_done(self) -> bool:
-        """Return whether the environment says that the episode is over."""
         if not hasattr(self.kind.type, "done") and "done" not in getattr(self.object, "__dict__", {}):
             return False
         done = await self._guarded("is asked for done", lambda: self.object.done, False)
         return done if isinstance(done, bool) else await self._guarded("is asked for done", lambda: bool(done), False)
 
     async def reward(self, name: str = "get_reward") -> float | None:
-        """Return what a method (``get_reward`` or ``turn_reward``) gives; None if there is no such method.
-
-        Raises:
-            ValueError: The method returns something else than a number or None.
-        """
+        """Return what a method (``get_reward`` or ``turn_reward``) gives; None if there is no such method."""
         if name not in self.kind.methods:
             return None
         value = await self.ask(name)
@@ -282,7 +262,6 @@ class LiveEnvironment:
         )
 
     async def _text(self, said: Any, method: str) -> str:
-        """Return what a method has returned as text."""
         who = f"{self.kind.name}.{method}"
         if isinstance(said, str):
             return text_of(said, who)
@@ -326,7 +305,6 @@ class LiveEnvironment:
         return await self._calls.call(function, is_async, limit_s, self.spend, self._owner, self._apart)
 
     def spend(self, seconds: float) -> None:
-        """Count seconds to ``trajectory_timeout_s``."""
         self.spent_s += seconds
 
     def _is_async(self, name: str) -> bool:
@@ -334,11 +312,7 @@ class LiveEnvironment:
 
 
 def copied(state: Any) -> Any:
-    """Return a deep copy of a state.
-
-    Raises:
-        Failure: The state cannot be copied.
-    """
+    """Return a deep copy of a state, or raise a :class:`Failure` if it cannot be copied."""
     try:
         return copy.deepcopy(state)
     except Exception as error:  # such as a tensor with a gradient

@@ -50,11 +50,9 @@ class EnvironmentLog:
         self._num_gone, self._failure = 0, ""  # batches in a row whose trajectories were all dropped, and why
 
     def tell(self, sentence: str) -> None:
-        """Log a warning once."""
         self.tell_once(sentence, "%s", sentence)
 
     def tell_once(self, what: str, message: str, *values: Any) -> None:
-        """Log a warning once for each ``what``; ``values`` are put into the message."""
         if what not in self._told:
             self._told.add(what)
             logger.warning(message, *values)
@@ -74,13 +72,11 @@ class EnvironmentLog:
         )
 
     def called(self, name: str, error: str | None) -> None:
-        """Count a call of a tool, which succeeded if ``error`` is None."""
         self.tool_calls.add(name, error)
         self.counts[f"calls/{name}"] += 1
         self.counts[f"failed_calls/{name}"] += error is not None
 
     def end(self, num_turns: int, num_rows: int, waited_s: float, lasted_s: float) -> None:
-        """Count a trajectory that has ended: its turns, its rows in the update, and its seconds."""
         self.has_begun = True
         figures = {"ended": 1, "turns": num_turns, "rows": num_rows, "waited_s": waited_s, "lasted_s": lasted_s}
         for name, figure in figures.items():
@@ -138,7 +134,6 @@ class EnvironmentLog:
             )
 
     def findings(self) -> list[Finding]:
-        """Return the tools whose calls have all failed and batches that were all dropped."""
         gone = [Finding("environment", "failed", self._gone())] if self._num_gone else []
         return [*self.tool_calls.findings(), *gone]
 

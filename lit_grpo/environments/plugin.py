@@ -26,17 +26,7 @@ from lit_grpo.plugins import AllGather, Answer, GroupBatch, Plugin, Resume, RunF
 from lit_grpo.process.calls import Calls
 from lit_grpo.process.terminal import error_text
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.types import (
-    EMPTY,
-    OBSERVED,
-    Completion,
-    Episode,
-    GroupKey,
-    Key,
-    Request,
-    RolloutGroup,
-    SamplePath,
-)
+from lit_grpo.types import EMPTY, OBSERVED, Completion, Episode, GroupKey, Key, Request, RolloutGroup, SamplePath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,9 +114,6 @@ def check_room(run: RunFacts, what_needs: str) -> None:
     Args:
         run: What is known of the run.
         what_needs: How the message begins, up to its verb.
-
-    Raises:
-        ValueError: It may not.
     """
     if run.max_observed < 1:
         raise ValueError(
@@ -184,17 +171,14 @@ class Trajectories(Plugin):
 
     @property
     def records(self) -> dict[Key, Record]:
-        """Records of trajectories."""
         return {(*group, path): each for group, records in self._groups.items() for path, each in records.items()}
 
     @property
     def drivers(self) -> dict[Key, TrajectoryDriver]:
-        """Those of the trajectories that have not ended."""
         unfinished = ((key, each.driver) for key, each in self.records.items() if each.completion is None)
         return {key: driver for key, driver in unfinished if driver is not None}
 
     def _driver_of(self, key: Key) -> TrajectoryDriver | None:
-        """Return what leads a trajectory that has not ended, if anything does."""
         record = self._groups.get(key[:2], {}).get(key[2])
         return None if record is None or record.completion is not None else record.driver
 
@@ -210,11 +194,7 @@ class Trajectories(Plugin):
     # ---- prompts ------------------------------------------------------------------------------------
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], plain_rows: bool = False) -> None:
-        """Try the chat template on the turns that will come.
-
-        Raises:
-            ValueError: It refuses them, or does not show them, or calls cannot be read.
-        """
+        """Try the chat template on the turns that will come."""
         if self.chat is not None and self.chat.tokenizer is tokenizer:
             return
         kinds = self.kinds.values()
@@ -232,23 +212,17 @@ class Trajectories(Plugin):
             self._log.tell(sentence)
 
     def on_policy_start(self, eos_ids: Sequence[int]) -> None:
-        """Tell the user if the policy does not stop after a call."""
         if self.chat is not None and any(kind.tools for kind in self.kinds.values()):
             for sentence in self.chat.check_ends(eos_ids):
                 self._log.tell(sentence)
 
     def tool_schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the schemas of a row's tools.
-
-        Raises:
-            ValueError: The row names no environment that there is, or lacks a column.
-        """
+        """Return the schemas of a row's tools."""
         kind = self._kind(row)
         kind.check_columns(row)
         return kind.schemas
 
     def adds(self, row: Mapping[str, Any]) -> bool:
-        """Return whether an environment is reset, which may say something."""
         return self._kind(row).type is not None
 
     def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
@@ -291,17 +265,24 @@ class Trajectories(Plugin):
         return [request for request in held if request is not None]
 
     def _held(self, request: Request) -> Request | None:
+        """Return the request that waits for its environment first; None if the policy samples its turn at once."""
         driver = self._driver_of(request.key)
-        num_known = len(driver.token_ids) if driver is not None else 0
-        if driver is not None and num_known == request.prefix.num_tokens and driver.waits:
-            return request
-        if driver is not None and num_known <= request.prefix.num_tokens > 0:
-            # It goes on, whether it was stopped in the middle of a turn or before one; in lock-step with all others.
-            self._going_on += [request] if "lock_step" in self.traits else []
-            return request if "lock_step" in self.traits else None
+        match "new" if driver is None else driver.doing_after(request.prefix.num_tokens):
+            case "answering":
+                return request
+            case "sampling":  # stopped in the middle of a turn or before one; in lock-step it goes on with all others
+                if "lock_step" not in self.traits:
+                    return None
+                self._going_on.append(request)
+                return request
+            case "new" | "lost":
+                return self._begin(request)
+
+    def _begin(self, request: Request) -> Request:
+        """Give a request an environment, in the state that it goes on from if one was kept, else to be reset."""
         records = self._groups.setdefault(request.group, {})
         record = records.setdefault(request.path, Record())
-        record.let_go()  # it has ended or been stopped, and begins again: it was too old
+        record.let_go()  # of one that has ended or was stopped, and was too old
         driver = record.driver = self._driver(request)
         kept, record.kept = record.kept, []
         if kept:
@@ -363,14 +344,12 @@ class Trajectories(Plugin):
         )
 
     def on_turn(self, completion: Completion) -> Answer:
-        """Bring a turn to its trajectory, whose environment answers while others decode."""
         record = self._groups[completion.request.group][completion.request.path]
         assert record.driver is not None
         record.driver.take_turn(completion)
         return Answer(hold=[completion.request.key])
 
     def on_step(self, events: StepEvents) -> Answer | None:
-        """Take what trajectories ask for; in lock-step that is done between two steps."""
         return None if "lock_step" in self.traits or not self._events else self._answer()
 
     def on_idle(self) -> Answer | None:
@@ -382,7 +361,6 @@ class Trajectories(Plugin):
 
     @property
     def waits_in_time(self) -> bool:
-        """True if an environment is at work within its limits."""
         return self._calls is not None and self._calls.is_in_time
 
     def _answer(self) -> Answer:
@@ -436,7 +414,6 @@ class Trajectories(Plugin):
         self._log.end(driver.num_turns, num_rows, driver.waited_s, lasted_s)
 
     def on_drop(self, request: Request) -> None:
-        """A trajectory has been left out of its group, by whatever: its environment is let go."""
         driver = self._driver_of(request.key)
         if driver is not None:
             self._groups[request.group][request.path].driver = None
@@ -461,11 +438,7 @@ class Trajectories(Plugin):
             self._going_on.clear()
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
-        """Nothing goes back to before the rollout any more.
-
-        Raises:
-            CannotGoOn: All trajectories were dropped, in the first batch or in several.
-        """
+        """Nothing goes back to before the rollout any more."""
         for record in self.records.values():
             record.kept, record.carried = [], []
         self._forget()
@@ -475,11 +448,9 @@ class Trajectories(Plugin):
     # ---- what is told -------------------------------------------------------------------------------
 
     def metrics(self, all_gather: AllGather = lambda own: [own]) -> dict[str, float]:
-        """Return what happened in the last rollout on all ranks: sums of counts, and means over all trajectories."""
         return self._log.metrics(all_gather)
 
     def findings(self) -> list[Finding]:
-        """Return the tools whose calls have all failed and batches that were all dropped."""
         return self._log.findings()
 
     # ---- checkpoints --------------------------------------------------------------------------------
@@ -489,9 +460,6 @@ class Trajectories(Plugin):
 
         Returns:
             How many have.
-
-        Raises:
-            ValueError: One cannot.
         """
         ended = [each.driver for each in self.records.values() if each.completion is not None]
         drivers = [driver for driver in ended if driver is not None and "state" in driver.kind.methods]
@@ -517,7 +485,6 @@ class Trajectories(Plugin):
         return {"trajectories": trajectories, "tool_calls": self._log.tool_calls.state_dict()}
 
     def _places(self) -> dict[Key, list[Snapshot]]:
-        """Return where each trajectory can go on, the latest place last."""
         now = self._snapshots_of(self.drivers)
         known = {key: [*each.kept, *each.carried, *now.get(key, [])] for key, each in self.records.items()}
         return {key: places for key, places in known.items() if places}
@@ -638,19 +605,10 @@ class Environments(Trajectories):
         return changes
 
     def check(self, run: RunFacts) -> None:
-        """Check that there is room for what is observed.
-
-        Raises:
-            ValueError: There is none.
-        """
         check_room(run, "answers of tools and environments need")
 
     def setup(self) -> None:
-        """Load factories and tools.
-
-        Raises:
-            ValueError: One cannot be loaded, or breaks the contract.
-        """
+        """Load factories and tools."""
         limits = Limits(
             max_turns=self.max_turns,
             max_answer_tokens=self.max_answer_tokens,
@@ -683,7 +641,6 @@ def _result(future: Future[dict[str, Any]] | None) -> dict[str, Any] | Failure |
 
 
 def _reward_of(completion: str, episode: Episode | None, kind: str) -> float | None:
-    """Return what an environment of a class has given; None for a completion with another one."""
     return episode.reward if episode is not None and episode.kind == kind else None
 
 

@@ -92,11 +92,9 @@ class _Printed:
                 os.kill(self.process, signal.SIGKILL)
 
     def text(self) -> str:
-        """Return what was kept."""
         return "".join(self._parts)
 
     def too_much(self) -> str:
-        """Return what the policy reads of code that prints too much."""
         return f"{self.text()}MemoryError: the code prints more than {PRINTED_BYTES} bytes."
 
 
@@ -108,12 +106,7 @@ def _limit_cpu(process: int) -> None:
 
 
 def _ended(error: Any) -> str:
-    """Return what the policy reads when its code has ended the worker process.
-
-    Raises:
-        CallTimeout: The machine was too busy.
-        EnvironmentFailed: The system has ended the process.
-    """
+    """Return what the policy reads when its code has ended the worker process; raise where the machine has."""
     if error.timed_out:
         raise CallTimeout.after(LASTING_S)
     if "SIGKILL" in str(error):
@@ -136,7 +129,6 @@ def _shown(value: Any, session: Any) -> str:
 
 
 def _told(error: Any) -> str:
-    """Return an exception of the code by its type and message."""
     return str(error.display("type-msg") if hasattr(error, "display") else error)
 
 

@@ -33,7 +33,6 @@ class Tool:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schemas of its parameters, by name."""
         return self.schema["function"].get("parameters", {}).get("properties", {})
 
     @classmethod
@@ -92,11 +91,7 @@ def _described(function: Callable[..., Any], inner: Callable[..., Any], name: st
 
 
 def named(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Return tools by name.
-
-    Raises:
-        ValueError: Two have the same name.
-    """
+    """Return tools by name."""
     found: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in found:
@@ -111,11 +106,7 @@ def _full_name(function: Callable[..., Any]) -> str:
 
 
 def load_tools(given: Iterable[str | Callable[..., Any]]) -> list[Tool]:
-    """Make tools of functions, or of their paths, as in ``my_tools.py:search``.
-
-    Raises:
-        ValueError: One cannot be imported, or be a tool.
-    """
+    """Make tools of functions, or of their paths, as in ``my_tools.py:search``."""
     functions = [load_object(each, "tool") if isinstance(each, str) else each for each in given]
     for function in functions:
         if not callable(function):

@@ -13,11 +13,7 @@ from lit_grpo.rewards.texts import comparable, is_same_answer, last_answer
 
 
 def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bool = False) -> re.Pattern[str]:
-    """Compile ``pattern``, the value of ``argument``.
-
-    Raises:
-        ValueError: It is no regular expression, or it has no group and needs one.
-    """
+    """Compile ``pattern``, the value of ``argument``."""
     try:
         compiled = re.compile(pattern, flags)
     except re.error as error:
@@ -33,23 +29,18 @@ def accepted_answers(answer: Any, column: str) -> list[str]:
     Args:
         answer: The row's answer: a text, a number, or a list of these.
         column: Name of the column, for messages.
-
-    Raises:
-        ValueError: It is anything else.
     """
     given = answer.tolist() if getattr(answer, "ndim", 0) else answer
     listed = list(given) if isinstance(given, list | tuple) else [given]
     texts = [each.item() if hasattr(each, "numel") else each for each in listed]  # tensors
-    if not texts or not all(isinstance(each, str) or not _is_container(each) for each in texts):
+    if not texts or not all(
+        isinstance(each, str) or not isinstance(each, Mapping | Sequence | Set | None) for each in texts
+    ):
         raise ValueError(
             f"the answer {answer!r:.80} is neither a text, a number nor a list of these, of which each is right; mend "
             f"the column {column!r}"
         )
     return [str(each) for each in texts]
-
-
-def _is_container(value: Any) -> bool:
-    return value is None or isinstance(value, Mapping | Sequence | Set)
 
 
 class ExactMatch(StatefulReward):
@@ -76,11 +67,7 @@ class ExactMatch(StatefulReward):
         self._group = None if self.pattern is None else _first_group(self.pattern)
 
     def __call__(self, completion: str, **columns: Any) -> float | None:
-        """Score one completion.
-
-        Raises:
-            ValueError: The row's answer is neither a text, a number nor a list of these.
-        """
+        """Score one completion."""
         expected = columns[self.answer_column]
         if expected is None:
             return None
@@ -93,11 +80,7 @@ class ExactMatch(StatefulReward):
         return answer.casefold() if answer is not None and self.ignore_case else answer
 
     def check(self, columns: Mapping[str, Any]) -> None:
-        """Check the answer of a row, before the run.
-
-        Raises:
-            ValueError: It is neither a text, a number nor a list of these.
-        """
+        """Check the answer of a row, before the run."""
         if columns[self.answer_column] is not None:
             accepted_answers(columns[self.answer_column], self.answer_column)
 
@@ -165,7 +148,6 @@ class FormatMatch:
         self._match = compiled.fullmatch if full else compiled.search
 
     def __call__(self, completion: str, prompt: str = "") -> float:
-        """Score one completion."""
         return float(any(self._match(text) is not None for text in (completion, begun(prompt) + completion)))
 
 
@@ -188,7 +170,6 @@ class SoftOverlongPenalty:
             self._check(max_tokens)
 
     def __call__(self, completion: str, num_tokens: int, max_tokens: int) -> float:
-        """Score one completion by its length."""
         limit = max_tokens if self.max_tokens is None else self.max_tokens
         self._check(limit)
         return max(-1.0, min(0.0, (limit - self.buffer - num_tokens) / self.buffer))

@@ -83,18 +83,15 @@ class RewardSpec:
 
     @property
     def path(self) -> str:
-        """The path of the function, or the name of one that is given itself."""
         return self.function if isinstance(self.function, str) else _name_of(self.function)
 
     @property
     def default_name(self) -> str:
-        """The name in the logs if none is given."""
         is_path = isinstance(self.function, str) and self.function not in REWARDS
         return split_path(self.path)[1].split(".")[-1] if is_path else self.path
 
 
 def _name_of(call: Callable[..., Any]) -> str:
-    """Return the name of a function, or of the class of an object."""
     call = call.func if isinstance(call, functools.partial) else call
     return getattr(call, "__name__", type(call).__name__)
 
@@ -253,9 +250,6 @@ class RewardFunction:
         Args:
             spec: The reward function by name.
             timeout_s: The most seconds that a process of the function may take for one call.
-
-        Raises:
-            ValueError: It cannot be imported, built or called as a reward function.
         """
         is_path, named = isinstance(spec.function, str), f"reward function {spec.path!r}"
         loaded = load_object(spec.function) if isinstance(spec.function, str) else spec.function
@@ -300,11 +294,7 @@ class RewardFunction:
         path: str | None = None,
         args: Mapping[str, Any] = MappingProxyType({}),
     ) -> RewardFunction:
-        """Make a reward function of a callable, with some of its parameters bound to ``args``.
-
-        Raises:
-            ValueError: It cannot be called as a reward function.
-        """
+        """Make a reward function of a callable, with some of its parameters bound to ``args``."""
         path = path or name
         parameters = _parameters(call, path)
         takes_columns = any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -331,7 +321,7 @@ class RewardFunction:
             )
         required = tuple(one.name for one in free if one.default is one.empty)
         declared = _declared(call, path)
-        state = _as_state(call)
+        state = call if isinstance(call, StatefulReward) else None
         if args:
             _check_bound(call, path, args, [one.name for one in parameters], takes_columns)
             call = functools.partial(call, **args)
@@ -352,7 +342,6 @@ class RewardFunction:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The parameters for which every rollout, or every group, has a value."""
         return GROUP_INPUTS if self.on_group else ROLLOUT_INPUTS
 
     @property
@@ -367,24 +356,17 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        """True if a call returns a coroutine."""
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
 
     @property
     def needs(self) -> list[str]:
-        """The columns of the data that it requires."""
         return [*self.declared, *(name for name in self.required if name not in self.inputs)]
 
     def applies_to(self, prompt: Prompt) -> bool:
-        """Return whether it scores completions of a prompt."""
         return prompt.is_of(self.datasets)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Check that the data has every column that the function requires.
-
-        Raises:
-            ValueError: A required parameter or a declared column is missing.
-        """
+        """Check that the data has every column that the function requires."""
         columns = list(columns)
         listed = ", ".join(columns) or "none"
         for column in self.declared:
@@ -402,11 +384,7 @@ class RewardFunction:
                 )
 
     def check_row(self, prompt: Prompt) -> None:
-        """Check that a prompt has the columns that the function requires, and content in them that it can use.
-
-        Raises:
-            ValueError: A column is missing or unusable; the message names the row.
-        """
+        """Check that a prompt has the columns that the function requires, and content in them that it can use."""
         if lacking := [name for name in self.needs if name not in prompt.columns]:
             raise ValueError(
                 f"reward {self.name!r} ({self.path}) needs the column {lacking[0]!r}, which row {prompt.prompt_id} "
@@ -518,11 +496,7 @@ def listed(rewards: Reward | Sequence[Reward] | None) -> list[Reward]:
 
 
 def load_rewards(specs: Reward | Sequence[Reward] | None, timeout_s: float | None = None) -> list[RewardFunction]:
-    """Load the reward functions of a config; ``timeout_s`` is as in :meth:`RewardFunction.load`.
-
-    Raises:
-        ValueError: One cannot be loaded, or two have the same name.
-    """
+    """Load the reward functions of a config; ``timeout_s`` is as in :meth:`RewardFunction.load`."""
     functions = [_load(spec, timeout_s) for spec in listed(specs)]
     check_names(functions)
     return functions
@@ -544,11 +518,7 @@ _NAMES_ELSEWHERE = {
 
 
 def _checked(reward: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a reward.
-
-    Raises:
-        ValueError: A field is missing, or a :class:`RewardSpec` does not have it.
-    """
+    """Return the fields of a reward."""
     known = [each.name for each in fields(RewardSpec)]
     for name in reward:
         if name not in known:
@@ -569,11 +539,6 @@ def with_function(reward: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_names(functions: Sequence[RewardFunction]) -> None:
-    """Check that no two reward functions have the same name.
-
-    Raises:
-        ValueError: Two have.
-    """
     for name, count in Counter(function.name for function in functions).items():
         if count > 1:
             paths = ", ".join(function.path for function in functions if function.name == name)
@@ -581,7 +546,6 @@ def check_names(functions: Sequence[RewardFunction]) -> None:
 
 
 def _load_call(path: str, args: dict[str, Any]) -> Callable[..., Any]:
-    """Return what a reward calls; a process that the function has to itself calls this."""
     loaded: Any = load_object(path)
     if inspect.isclass(loaded):
         return cast("Callable[..., Any]", loaded(**args))
@@ -601,10 +565,6 @@ def _build(loaded: type, spec: RewardSpec) -> Callable[..., Any]:
     if not callable(built):
         raise ValueError(f"reward function {spec.path!r} is a class whose objects cannot be called; add a __call__.")
     return built
-
-
-def _as_state(call: object) -> StatefulReward | None:
-    return call if isinstance(call, StatefulReward) else None
 
 
 def _parameters(call: Callable[..., Any], path: str) -> list[inspect.Parameter]:
@@ -647,11 +607,7 @@ def _check_bound(
 
 
 def check_prompts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[RewardFunction]) -> None:
-    """Check that reward functions can score every prompt that is to be scored (:meth:`RewardFunction.check_row`).
-
-    Raises:
-        ValueError: A prompt lacks a column, or has one that a function cannot use.
-    """
+    """Check that reward functions can score every prompt that is to be scored (:meth:`RewardFunction.check_row`)."""
     for prompt in (prompt for split, rows in prompts.items() if split != "predict" for prompt in rows):
         for function in functions:
             if function.applies_to(prompt):

@@ -131,7 +131,6 @@ class Judge(StatefulReward):
         self._loop = EventLoop("lit_grpo-judge")
 
     def begin(self, device: object, folder: Path) -> None:
-        """Open the cache's file."""
         if self._cache is not None:
             self._replies = _Replies(folder / self._cache, self._replies.size)
 
@@ -199,11 +198,7 @@ class Judge(StatefulReward):
             self._counts.update(numbers)
 
     def _spend_call(self) -> None:
-        """Count a call before it is made.
-
-        Raises:
-            JudgeLimitReached: A limit is reached.
-        """
+        """Count a call before it is made."""
         reached = self._replies.spend_call(self.limits)
         if reached is None:
             self._count(calls=1)
@@ -250,11 +245,7 @@ class Judge(StatefulReward):
         return masked(text), is_whole  # so that no part of a key is quoted, cached or read
 
     def _count_tokens(self, usage: Any) -> None:
-        """Count the tokens of a call, as the server reports them.
-
-        Raises:
-            JudgeError: It does not report them, and there is a limit.
-        """
+        """Count the tokens of a call, as the server reports them."""
         usage = usage if isinstance(usage, dict) else {}
         names = ("prompt_tokens", "completion_tokens")
         numbers = {name: usage.get(name) for name in names}
@@ -350,6 +341,3 @@ class _Replies:
     def spend_tokens(self, number: int) -> None:
         with self._using() as base:
             base.execute("UPDATE spent SET tokens = tokens + ?", (number,))
-
-
-# ---- the frame: what the judge sees, and how its answer is read ----------------------------------------

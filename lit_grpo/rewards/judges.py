@@ -21,7 +21,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from lit_grpo.limits import Limit, check_value, checks_arguments
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
@@ -61,19 +61,12 @@ def _escaped(character: str) -> str:
     return character
 
 
-class _Draw(NamedTuple):
-    """Ids that nobody can know who does not know all that is shown, and an order."""
-
-    ids: list[str]
-    order: list[int]
-
-
-def _draw(number: int, *shown: object) -> _Draw:
-    """Draw ids and an order for ``number`` things, by a hash of all that is shown."""
+def _draw(number: int, *shown: object) -> tuple[list[str], list[int]]:
+    """Draw ids and an order for ``number`` things, by a hash of all that is shown, without which none can be known."""
     digest = hashlib.sha256(json.dumps(shown, sort_keys=True, default=str).encode()).digest()
     drawn = random.Random(digest)
     ids = [f"{each:05x}" for each in drawn.sample(range(16**5), number)]
-    return _Draw(ids, drawn.sample(range(number), number))
+    return ids, drawn.sample(range(number), number)
 
 
 def _schema(name: str, ids: Sequence[str], kind: str, explain: bool) -> dict[str, Any]:
@@ -112,11 +105,7 @@ def _objects(reply: str) -> list[Any]:
 
 
 def _after_thoughts(reply: str) -> str:
-    """Return the text of a reply without the thoughts that it begins with.
-
-    Raises:
-        ValueError: The thoughts do not end; the message follows the reply.
-    """
+    """Return the text of a reply without the thoughts that it begins with."""
     ended = _CLOSES.search(reply)
     if ended is None and _OPENS.match(reply):
         raise ValueError("has thoughts and no answer after them")
@@ -217,11 +206,7 @@ class RelativeJudge(Judge):
         )
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | Exception]:
-        """Score a group in one call; an error stands in place of a score that cannot be read.
-
-        Raises:
-            JudgeError: The judge gives no score for any completion.
-        """
+        """Score a group in one call; an error stands in place of a score that cannot be read."""
         common, rest = _common_beginning(completions)
         is_one_task = all(prompt == prompts[0] for prompt in prompts)  # environments may add to the prompt
         candidates = [
@@ -231,20 +216,20 @@ class RelativeJudge(Judge):
         texts = [json.dumps(each, sort_keys=True, default=str) for each in candidates]
         distinct = dict(sorted(zip(texts, candidates, strict=True), key=lambda pair: pair[0]))
         shown = {name: columns[name][0] for name in self.columns}
-        drawn = _draw(len(distinct), self.seed, prompts, shown, common, list(distinct))
-        ids = dict(zip(distinct, drawn.ids, strict=True))
+        drawn, order = _draw(len(distinct), self.seed, prompts, shown, common, list(distinct))
+        ids = dict(zip(distinct, drawn, strict=True))
         listed = [{"id": ids[text], **candidate} for text, candidate in distinct.items()]
         document = {
             **({"task": prompts[0]} if is_one_task else {}),
             **({"columns": shown} if shown else {}),
             **({"beginning_of_all_completions": common} if common else {}),
-            "completions": [listed[place] for place in drawn.order],
+            "completions": [listed[place] for place in order],
         }
 
         def read(reply: str) -> dict[str, float | Exception]:
             scores, problems = {}, {}
-            values = _values(reply, "scores", drawn.ids)
-            for each in drawn.ids:
+            values = _values(reply, "scores", drawn)
+            for each in drawn:
                 if each not in values:
                     problems[each] = f"has no value for the id {each}"
                 elif type(score := values[each]) not in (int, float) or not 0 <= score <= 1:
@@ -256,7 +241,7 @@ class RelativeJudge(Judge):
             return scores
 
         messages = [{"role": "system", "content": self._system}, {"role": "user", "content": framed(document)}]
-        shown_order = [listed[place]["id"] for place in drawn.order]
+        shown_order = [drawn[place] for place in order]
         scores = self.ask(messages, read, response_format=_schema("scores", shown_order, "number", self.explain))
         return [scores[ids[text]] for text in texts]
 
@@ -322,20 +307,11 @@ class RubricJudge(Judge):
         )
 
     def check(self, columns: Mapping[str, Any]) -> None:
-        """Check the criteria of a row.
-
-        Raises:
-            ValueError: They are no list of sentences and weights.
-        """
         if self._column is not None and columns.get(self._column) is not None:
             _criteria(f"column {self._column!r}", columns[self._column])
 
     def __call__(self, completion: str, prompt: str, episode: Episode | None = None, **columns: Any) -> float | None:
-        """Score one completion; a conversation with an environment is shown as its messages.
-
-        Raises:
-            JudgeError: The judge does not answer each criterion.
-        """
+        """Score one completion; a conversation with an environment is shown as its messages."""
         criteria = self._criteria
         if self._column is not None:
             if columns[self._column] is None:
@@ -344,7 +320,7 @@ class RubricJudge(Judge):
         assert criteria is not None
         shown = {name: columns[name] for name in self._show}
         said = completion if episode is None else episode.messages
-        ids = _draw(len(criteria), prompt, shown, said, criteria).ids
+        ids, _ = _draw(len(criteria), prompt, shown, said, criteria)
         document = {
             "task": prompt,
             **({"columns": shown} if shown else {}),
@@ -368,11 +344,7 @@ class RubricJudge(Judge):
 
 
 def _criteria(place: str, listed: Any) -> list[tuple[str, float]]:
-    """Return criteria as texts and weights.
-
-    Raises:
-        ValueError: They are no list of sentences and weights.
-    """
+    """Return criteria as texts and weights."""
     if not isinstance(listed, list | tuple) or not listed:
         raise ValueError(f"{place} must be a list of criteria, not {listed!r:.60}.")
     criteria = []
@@ -429,11 +401,7 @@ class HTTPJudge(Judge):
         self._pattern = compile_pattern("pattern", pattern, re.DOTALL, needs_group=True)
 
     def __call__(self, completion: str, prompt: str, **columns: Any) -> float:
-        """Ask the judge.
-
-        Raises:
-            JudgeError: The judge does not answer, answers with an error, or its reply holds no score.
-        """
+        """Ask the judge."""
 
         def read(reply: str) -> float:
             said = _after_thoughts(reply)
@@ -451,11 +419,7 @@ class HTTPJudge(Judge):
 
 
 def _names(template: str) -> list[str]:
-    """Return the names in a template's braces.
-
-    Raises:
-        ValueError: One is no name, or ``{completion}`` is missing.
-    """
+    """Return the names in a template's braces."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:

@@ -38,9 +38,6 @@ def split_path(path: str, what: str = "reward function") -> tuple[str, str]:
     Args:
         path: Path of a function or class, such as ``file.py:name``.
         what: Kind of the object in messages; only reward functions have short names.
-
-    Raises:
-        ValueError: One of the two is missing.
     """
     path = REWARDS.get(path, path)
     separator = ":" if ":" in path else "."
@@ -57,9 +54,6 @@ def load_object(path: str, what: str = "reward function") -> Any:
     Args:
         path: Path of the object, in a form that :func:`split_path` accepts.
         what: Kind of the object in messages.
-
-    Raises:
-        ValueError: The file is missing, the module cannot be imported, or it has no such name.
     """
     source, name = split_path(path, what)
     named = f"{what} {path!r}"

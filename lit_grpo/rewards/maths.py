@@ -101,12 +101,7 @@ class MathEquivalence(StatefulReward):
         self._equals_itself: dict[str, bool] = {}  # by answer, as far as they were compared before the run
 
     def __call__(self, completion: str, **columns: Any) -> float | None:
-        """Score one completion.
-
-        Raises:
-            ValueError: The row's answer is neither a text, a number nor a list of these, is empty, or does not match
-                ``answer_pattern``.
-        """
+        """Score one completion."""
         answers = self._answers(columns)
         if not answers:
             return None
@@ -121,12 +116,6 @@ class MathEquivalence(StatefulReward):
             return None
 
     def check(self, columns: Mapping[str, Any]) -> None:
-        """Check the answer of a row, before the run.
-
-        Raises:
-            ValueError: It is neither a text, a number nor a list of these, is empty, or does not match
-                ``answer_pattern``.
-        """
         self._answers(columns)
 
     def doubt(self, columns: Mapping[str, Any]) -> str | None:
@@ -174,13 +163,7 @@ class MathEquivalence(StatefulReward):
         return self._equals_itself[answer]
 
     def _are_equal(self, expected: list[str], completion: str) -> bool:
-        """Compare with math-verify.
-
-        Raises:
-            CallTimeout: The machine was too busy.
-            ProcessEnded: The system has ended the process.
-            RuntimeError: math-verify does not work.
-        """
+        """Compare with math-verify."""
         try:
             with self._few:  # each comparison keeps one process busy
                 return self._call(expected=expected, completion=completion)
@@ -206,7 +189,6 @@ def _shown(text: str) -> tuple[str, bool]:
 
 
 def _laid_flat(text: str) -> str:
-    """Return a text without what LaTeX adds for its layout."""
     return " ".join(LAYOUT.sub(lambda found: found[1] or " ", text).split())
 
 

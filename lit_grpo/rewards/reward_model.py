@@ -78,11 +78,7 @@ class RewardModel(StatefulReward):
         self._lock = threading.Lock()
 
     def begin(self, device: torch.device, folder: Path) -> None:
-        """Load the weights.
-
-        Raises:
-            ValueError: They are not there in safetensors, or files lack some, as those of a language model do.
-        """
+        """Load the weights."""
         self._device = self._device or device
         if self._model is None:
             self._model = self._load()

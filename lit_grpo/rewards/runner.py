@@ -165,11 +165,13 @@ class RewardRunner(CoreListener):
             RewardError: With ``on_error="raise"``, for the first error in the order of groups, functions and
                 rollouts. Groups before the error have their rewards; the others are dropped.
         """
-        if groups is None:
-            wanted, self._pending = self._pending, []
-        else:
-            wanted = self._with_rollouts_of(groups)
-            self._pending = [each for each in self._pending if each not in wanted]
+        ids = None if groups is None else {id(rollout) for group in groups for rollout in group.rollouts}
+        wanted = [
+            each
+            for each in self._pending
+            if ids is None or any(id(rollout) in ids for group in each.groups for rollout in group.rollouts)
+        ]
+        self._pending = [each for each in self._pending if each not in wanted]
         try:
             for submission in wanted:
                 for group, values in zip(submission.groups, zip(*submission.values.result(), strict=True), strict=True):
@@ -182,16 +184,7 @@ class RewardRunner(CoreListener):
                 self._told_of_streams = True
                 warn(f"A reward function closed {' and '.join(reopened)}; the run has opened it again.", stacklevel=2)
 
-    def _with_rollouts_of(self, groups: Iterable[RolloutGroup]) -> list[_Submission]:
-        ids = {id(rollout) for group in groups for rollout in group.rollouts}
-        return [
-            submission
-            for submission in self._pending
-            if any(id(rollout) in ids for group in submission.groups for rollout in group.rollouts)
-        ]
-
     def score(self, group: RolloutGroup) -> None:
-        """Score a group now, with all groups that were submitted before it."""
         self.submit(group)
         self.gather()
 
@@ -293,10 +286,7 @@ def call_arguments(function: RewardFunction, group: RolloutGroup, surroundings: 
     if function.takes_columns:
         others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if function.on_group else columns.keys()
         names = (names | others) - function.bound
-    absent: dict[str, None] = {}
-    for name in (*OF_EPISODES[0], *OF_EPISODES[1]):
-        if name in function.names:
-            absent[name] = None
+    absent = dict.fromkeys(function.names & (OF_EPISODES[0] | OF_EPISODES[1]))
     if function.on_group:
         lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
         rows = [{**absent, **lists, **group_inputs(group, surroundings)}]
@@ -357,11 +347,7 @@ def _answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, An
 
 
 def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) -> None:
-    """Store one value of ``column`` with each rollout.
-
-    Raises:
-        ValueError: The number of values is not the number of rollouts.
-    """
+    """Store one value of ``column`` with each rollout."""
     if len(values) != len(rollouts):
         raise ValueError(
             f"log_extra({column!r}) was given {len(values)} values for {len(rollouts)} completions; give one each"
@@ -371,11 +357,7 @@ def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) 
 
 
 def _log_feedback(name: str, rollouts: Sequence[Rollout], texts: Sequence[str | None]) -> None:
-    """Store what a reward function says of each completion.
-
-    Raises:
-        ValueError: There is not one text or None for each.
-    """
+    """Store what a reward function says of each completion."""
     if isinstance(texts, str) or len(texts) != len(rollouts):
         given = "one text" if isinstance(texts, str) else f"{len(texts)} texts"
         raise ValueError(f"log_feedback was given {given} for {len(rollouts)} completions; give a list with one each")

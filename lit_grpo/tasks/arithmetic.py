@@ -12,7 +12,6 @@ drawn from a geometric distribution: most workings have a few, and a few have ei
 from __future__ import annotations
 
 import random
-import zlib
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -39,17 +38,14 @@ class Remainder:
 
     @property
     def prompt(self) -> str:
-        """The exercise as text."""
         return f"{self.number:03d}%{self.divisor}="
 
     @property
     def answer(self) -> str:
-        """The remainder as text."""
         return f"{self.number % self.divisor:03d}"
 
     @property
     def num_steps(self) -> int:
-        """Number of subtractions in the written solution."""
         return self.number // self.divisor
 
     @property
@@ -59,7 +55,7 @@ class Remainder:
         All exercises whose workings can share a line are in one split: no line of a validation working
         is ever seen in training.
         """
-        return split_of(zlib.crc32(f"{self.divisor}/{self.answer}".encode()))
+        return split_of(f"{self.divisor}/{self.answer}")
 
 
 def working(exercise: Remainder) -> str:
@@ -70,8 +66,7 @@ def working(exercise: Remainder) -> str:
 def abandoned_working(exercise: Remainder, num_steps: int) -> str:
     """Write the first ``num_steps`` subtractions of the working, up to the equals sign after them."""
     divisor = exercise.divisor
-    lines = (f"{exercise.number - step * divisor:03d}%{divisor}=" for step in range(1, num_steps + 1))
-    return "".join(lines)
+    return "".join(f"{exercise.number - step * divisor:03d}%{divisor}=" for step in range(1, num_steps + 1))
 
 
 def demonstration(exercise: Remainder, rng: random.Random, hasty: float, impatient: float) -> str:
@@ -143,7 +138,11 @@ class ArithmeticRows(DrawnRows):
     ) -> None:
         super().__init__(num_rows, split, seed)
         self.max_divisor, self.max_steps = max_divisor, max_steps
-        available = self._count_exercises()
+        available = sum(
+            Remainder(number, divisor).split == split
+            for divisor in range(SMALLEST_DIVISOR, max_divisor + 1)
+            for number in range(divisor, (max_steps + 1) * divisor)
+        )
         if num_rows > available:
             raise ValueError(
                 f"num_rows is {num_rows}, but the {split} split has only {available} exercises with "
@@ -159,10 +158,3 @@ class ArithmeticRows(DrawnRows):
             "working": working(exercise),
             "num_steps": exercise.num_steps,
         }
-
-    def _count_exercises(self) -> int:
-        return sum(
-            Remainder(number, divisor).split == self.split
-            for divisor in range(SMALLEST_DIVISOR, self.max_divisor + 1)
-            for number in range(divisor, (self.max_steps + 1) * divisor)
-        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import operator
 import random
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,7 +85,7 @@ def draw_expression(rng: random.Random, split: Split) -> str:
         numbers = [rng.randint(11, 99) for _ in range(3)]
         first, second = rng.choice("+-*"), rng.choice("+-*")
         expression = f"{numbers[0]}{first}{numbers[1]}{second}{numbers[2]}"
-        if split_of(zlib.crc32(expression.encode())) == split:
+        if split_of(expression) == split:
             return expression
 
 
@@ -106,7 +105,6 @@ class CalculatorRows(DrawnRows):
         super().__init__(num_rows, split, seed)
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Draw an expression."""
         expression = draw_expression(rng, self.split)
         return {"prompt": expression, "answer": calculate(expression)}
 
@@ -124,10 +122,9 @@ class EstimateRows(CalculatorRows):
     """
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Draw an expression."""
         while True:
             expression = f"{rng.randint(11, 99)}{rng.choice('+-*')}{rng.randint(11, 99)}"
-            if split_of(zlib.crc32(expression.encode())) == self.split:
+            if split_of(expression) == self.split:
                 return {"prompt": f"={expression}=", "answer": calculate(expression)}
 
 

@@ -18,7 +18,6 @@ class Catch:
     """The game: ``left``, ``right`` or ``stay``, until the ball is down."""
 
     def reset(self, seed: int, **_: Any) -> str:
-        """Begin a game; with the same seed it is the same."""
         rng = random.Random(seed)
         self.height, self.ball, self.paddle = 0, rng.randrange(COLUMNS), rng.randrange(COLUMNS)
         self._distance = self._before = abs(self.ball - self.paddle)
@@ -26,7 +25,6 @@ class Catch:
 
     @property
     def board(self) -> str:
-        """The board as text, a line a row."""
         rows = [["."] * COLUMNS for _ in range(ROWS)]
         rows[-1][self.paddle] = "_"
         rows[self.height][self.ball] = "o"
@@ -34,7 +32,6 @@ class Catch:
 
     @property
     def done(self) -> bool:
-        """True if the ball is down."""
         return self.height == ROWS - 1
 
     def move(self, direction: str) -> str:
@@ -59,15 +56,12 @@ class Catch:
         return gained / COLUMNS
 
     def get_reward(self) -> float:
-        """1 for a ball that was caught."""
         return float(self.done and self.ball == self.paddle)
 
     def state(self) -> dict[str, int]:
-        """The game as it stands."""
         return dict(vars(self))
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on from a game as it stood."""
         vars(self).update(state)
 
 
@@ -86,18 +80,10 @@ class CatchRows(DrawnRows):
     def __init__(self, num_rows: int = 1024, split: Split = "train", seed: int = 0) -> None:
         super().__init__(num_rows, split, seed)
 
-    def rows(self) -> Any:
-        """Yield one dict a row; the prompts are equal, the seeds are not."""
-        rng = random.Random(f"{self.split}/{self.seed}")
-        seen: set[int] = set()
-        while len(seen) < self.num_rows:
-            row = self.draw(rng)
-            if row["seed"] not in seen:
-                seen.add(row["seed"])
-                yield row
+    def key(self, row: dict[str, Any]) -> str:
+        return str(row["seed"])
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Draw a game of the split."""
         while True:
             seed = rng.randrange(2**31)
             if split_of(seed) == self.split:

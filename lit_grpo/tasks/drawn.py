@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Set
 from itertools import count
@@ -15,8 +16,9 @@ Split = Literal["train", "validation"]
 _VALIDATION_ONE_IN = 5
 
 
-def split_of(number: int) -> Split:
-    """Return the split of an exercise with this hash."""
+def split_of(drawn: int | str) -> Split:
+    """Return the split of an exercise by its number, or by the hash of its text."""
+    number = zlib.crc32(drawn.encode()) if isinstance(drawn, str) else drawn
     return "train" if number % _VALIDATION_ONE_IN else "validation"
 
 
@@ -63,11 +65,7 @@ class DrawnRows(RowSource):
         return str(row["prompt"])
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one dict a row.
-
-        Raises:
-            ValueError: There are fewer rows than ``num_rows``.
-        """
+        """Yield one dict a row."""
         rng = random.Random(f"{self.split}/{self.seed}")
         seen: set[str] = set()
         while len(seen) < self.num_rows:

@@ -60,7 +60,6 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """The claim as in a prompt."""
         return self.speaker + self.kind + self.first + self.second
 
     @property
@@ -83,12 +82,10 @@ class Puzzle:
 
     @property
     def prompt(self) -> str:
-        """The puzzle as text."""
         return "".join(claim.text for claim in self.claims) + ":"
 
     @property
     def num_characters(self) -> int:
-        """Number of characters in the puzzle."""
         return len(self.claims)
 
     @cached_property
@@ -100,7 +97,6 @@ class Puzzle:
 
     @property
     def answer(self) -> str:
-        """The line of its only solution."""
         (line,) = self.solutions
         return line
 
@@ -173,17 +169,10 @@ def draw_puzzle(
     """
     letters = CHARACTERS[: geometric(rng, fewest, most, more)]
     while True:
-        puzzle = Puzzle(tuple(sorted((_claim(rng, each, letters) for each in letters), key=_order)))
+        claims = [Claim(each, rng.choice(list(KNIGHTS)), *rng.sample(letters, 2)) for each in letters]
+        puzzle = Puzzle(tuple(sorted(claims, key=lambda claim: (claim.judged_at, claim.speaker))))
         if len(puzzle.solutions) == 1 and puzzle.split == split and len(working(puzzle)) <= LONGEST_WORKING:
             return puzzle
-
-
-def _claim(rng: random.Random, speaker: str, letters: str) -> Claim:
-    return Claim(speaker, rng.choice(list(KNIGHTS)), *rng.sample(letters, 2))
-
-
-def _order(claim: Claim) -> tuple[str, str]:
-    return claim.judged_at, claim.speaker
 
 
 def _hash(value: Sequence[object]) -> int:
@@ -227,6 +216,5 @@ class KnightsRows(DrawnRows):
         self.min_characters, self.max_characters = min_characters, max_characters
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Draw a puzzle."""
         puzzle = draw_puzzle(rng, self.split, self.min_characters, self.max_characters)
         return {"prompt": puzzle.prompt, "answer": puzzle.answer, "num_characters": puzzle.num_characters}

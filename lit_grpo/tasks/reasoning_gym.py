@@ -13,7 +13,6 @@ import logging
 import random
 import re
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -49,11 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def installed() -> Any:
-    """Return the package.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Return the package."""
     require(
         "reasoning_gym",
         "it takes its tasks from the package reasoning-gym, which is not installed; install the extra "
@@ -65,18 +60,13 @@ def installed() -> Any:
 
 
 def known_tasks() -> list[str]:
-    """Return the names of all tasks that can be asked for."""
     installed()
     registered = importlib.import_module("reasoning_gym.factory").DATASETS
     return sorted(registered.keys() - {"composite", *RUN_BY_THEIR_GRADERS})
 
 
 def check_task(task: str) -> None:
-    """Check that there is a task of this name.
-
-    Raises:
-        ValueError: There is none, or its answers are not graded here.
-    """
+    """Check that there is a task of this name."""
     if task in RUN_BY_THEIR_GRADERS:
         raise ValueError(
             f"the task {task!r} of reasoning-gym is graded by running the answer as Python, and no answer of a model "
@@ -195,26 +185,20 @@ class ReasoningGymRows(DrawnRows):
                 make_dataset(task, level, self.settings.get(task))
 
     def describe(self) -> str:
-        """Return the names of the tasks."""
         return f"reasoning-gym ({', '.join(self.weights)})"
 
     def key(self, row: dict[str, Any]) -> str:
-        """Return the question."""
         return row["entry"]["question"]
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Draw a question of the split.
-
-        Raises:
-            ValueError: The task that it is of seems to have no question of the split.
-        """
+        """Draw a question of the split."""
         kinds = {(task, level): weight for task, weight in self.weights.items() for level in self.levels}
         ((task, level),) = rng.choices([*kinds], [*kinds.values()])
         settings = self.settings.get(task, {})
         dataset = make_dataset(task, level, settings, seed=POOL * self.seed, size=POOL)
         for _ in range(MOST_DRAWS):
             entry = self._entry(dataset, rng.randrange(POOL), task, level)
-            if split_of(zlib.crc32(entry["question"].encode())) == self.split:
+            if split_of(entry["question"]) == self.split:
                 text = f"{entry['question']}\n{self.instruction}".strip()
                 prompt = [{"role": "user", "content": text}]
                 row = {"prompt": prompt, "answer": entry["answer"], "task": task, "level": level or 0}

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 import random
-import zlib
 from typing import Any
 
 from lit_grpo.tasks.drawn import DrawnRows, Split, split_of
@@ -74,7 +73,7 @@ class WordProblemRows(DrawnRows):
             else:
                 a = rng.randint(SMALLEST + 2, LARGEST_WHOLE)
                 b = rng.randint(SMALLEST, min(a - 1, LARGEST_PART))
-            if split_of(zlib.crc32(f"{a}{'+' if adds else '-'}{b}".encode())) == self.split:
+            if split_of(f"{a}{'+' if adds else '-'}{b}") == self.split:
                 break
         name, things = rng.choice(NAMES), rng.choice(THINGS)
         change = rng.choice(MORE if adds else FEWER).format(b=b)
@@ -84,12 +83,10 @@ class WordProblemRows(DrawnRows):
 
 
 def _said(question: str, reply: str) -> list[dict[str, str]]:
-    """Return an example that is answered at once."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
 
 
 def _called(question: str, reply: str) -> list[dict[str, str]]:
-    """Return an example that is answered after a call."""
     expression, _, answer = reply.partition(" = ")
     call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
     return [*_said(question, call), {"role": "tool", "content": answer}, {"role": "assistant", "content": answer}]

@@ -109,6 +109,7 @@ def structured(completions: Any, **kwargs: Any) -> list[float]:
     return [float(sum(message["role"] == "tool" for message in each)) for each in completions]
 
 
+GAMES = [{"prompt": "Play.", "seed": number} for number in range(4)]
 MOVES = [{"direction": each} for each in ("left", "right", "up", "down", "stay")]
 ARGUMENTS = {
     **{"move": MOVES, "paddle": MOVES, "slide": MOVES},
@@ -179,14 +180,12 @@ def test_2048_catch_and_sqlite_train(folder: str) -> None:
 
 @pytest.mark.parametrize("rule", table_rows(["gigpo", "mt_grpo", "return_to_go"], ["gigpo"]))
 def test_turns_of_a_game_get_credit_of_their_own(rule: str, folder: str) -> None:
-    prompts = [{"prompt": "Play.", "seed": number} for number in range(4)]
-    rows = train(folder, prompts, [], rule, factory=Catch)
+    rows = train(folder, GAMES, [], rule, factory=Catch)
     assert max(logged(rows, "grad_norm")) > 0  # by what turns earned, whatever became of the ball
 
 
 def test_conversations_that_are_rerendered_train_and_samples_say_so(folder: str) -> None:
-    prompts = [{"prompt": "Play.", "seed": number} for number in range(4)]
-    rows = train(folder, prompts, [], "mt_grpo", factory=Catch, history="rerendered")
+    rows = train(folder, GAMES, [], "mt_grpo", factory=Catch, history="rerendered")
     assert max(logged(rows, "grad_norm")) > 0 and logged(rows, "environments/dropped") == [0, 0]
     assert (
         logged(rows, "environments/rows") == logged(rows, "environments/turns")
@@ -201,16 +200,15 @@ def test_conversations_that_are_rerendered_train_and_samples_say_so(folder: str)
 
 def test_python_names_an_environment_and_tools_and_its_reward_decides_who_passes(folder: str) -> None:
     """Without a list of rewards, and with further settings of the plug-in."""
-    rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
     run = lit_grpo.train(
         folder,
-        rows,
+        GAMES,
         max_steps=1,
         batch_size=2,
         environment=Catch,
         tools=query,
         num_generations=3,
-        validation=rows[:2],
+        validation=GAMES[:2],
         pass_reward="Catch",
         pass_threshold=-1.0,
         sampling={"max_tokens": 60, "max_observed": 400},
@@ -221,8 +219,6 @@ def test_python_names_an_environment_and_tools_and_its_reward_decides_who_passes
     table = read_metrics(run.folder / "metrics.csv")
     assert logged(table, "val/pass@1")[0] == 1.0  # each has at least -1
     assert max(logged(table, "environments/turns")) <= 3
-    config = (run.folder / "config.yaml").read_text() if (run.folder / "config.yaml").exists() else ""
-    assert not config or "Catch" in config
 
 
 def test_several_environments_are_routed_by_a_column(folder: str) -> None:
@@ -281,11 +277,10 @@ class Going(Catch):
 
 
 def test_a_run_whose_environment_is_gone_for_good_is_saved_and_ends(folder: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
     with pytest.raises(
         CannotGoOn, match=r"the last 3 batches were dropped .* Going fails when it is reset \(Connection"
     ):
-        train(folder, rows, None, max_steps=20, factory=Going, max_turns=2, retries=0)
+        train(folder, GAMES, None, max_steps=20, factory=Going, max_turns=2, retries=0)
     kept = torch.load(tmp_path / "runs" / "grpo" / "checkpoints" / "last.ckpt", weights_only=True)
     assert 5 <= kept["global_step"] < 12
 
@@ -328,9 +323,8 @@ def test_an_environment_that_fails_at_every_reset_ends_the_run_at_its_first_batc
 ) -> None:
     fails, error, why = FAILURES[kind]
     Unset.fails[:] = [fails]
-    rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
     with pytest.raises(Exception, match=why) as raised:
-        train(folder, rows, None, max_steps=3, factory=Unset, max_turns=2, retries=1, reset_timeout_s=0.2)
+        train(folder, GAMES, None, max_steps=3, factory=Unset, max_turns=2, retries=1, reset_timeout_s=0.2)
     assert type(raised.value).__name__ == error
     saved = tmp_path / "runs" / "grpo" / "checkpoints" / "last.ckpt"
     if error == "CannotGoOn":  # else no batch has been learned from
@@ -339,13 +333,12 @@ def test_an_environment_that_fails_at_every_reset_ends_the_run_at_its_first_batc
 
 @pytest.mark.nightly
 def test_an_environment_whose_factory_makes_none_is_a_failure_that_is_named(folder: str) -> None:
-    rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
 
     def make() -> Catch:
         return None  # pyright: ignore[reportReturnType]
 
     with pytest.raises(CannotGoOn, match=r"Catch fails when it is reset \(AttributeError: 'NoneType' object"):
-        train(folder, rows, None, max_steps=3, factory=make, max_turns=2, retries=0)
+        train(folder, GAMES, None, max_steps=3, factory=make, max_turns=2, retries=0)
 
 
 def count_on_a_rank(rank: int, folder: str) -> None:

@@ -154,10 +154,6 @@ class Dialogue:
             )
         return await asyncio.shield(self.reply)  # the turn is sampled even if its client has gone
 
-    def refuse(self, refused: Refused) -> None:
-        """Count a request that was refused, unless it came when there was nothing left to go on with."""
-        self.log.counts["refused_requests"] += refused.code not in ("over", FULL)
-
     def fail(self, error: Exception) -> Refused:
         """Return the refusal of a request at which the endpoint itself has failed, and warn the user once."""
         logger.debug("The endpoint of agents failed.", exc_info=error)
@@ -365,7 +361,6 @@ class Dialogue:
         return message, turn
 
     def close(self) -> None:
-        """Answer nothing any more."""
         self._is_over = True
         if self.reply is not None:
             self.reply.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import json
 import logging
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from lit_grpo.environments.agent.dialogue import OVER, Dialogue
+from lit_grpo.environments.agent.dialogue import FULL, OVER, Dialogue
 from lit_grpo.environments.agent.fields import Refused, Route
 from lit_grpo.process.terminal import error_text, one_line
 
@@ -78,12 +79,10 @@ class Endpoint:
         return f"http://{HOST}:{runner.addresses[0][1]}/{dialogue.id}/v1"
 
     def forget(self, dialogue: Dialogue) -> None:
-        """Take no more requests of a trajectory."""
         self._dialogues.pop(dialogue.id, None)
         dialogue.close()
 
     async def stop(self) -> None:
-        """Close the port."""
         started, self._started = self._started, None
         if started is not None and started.done() and not started.cancelled():
             await started.result().cleanup()
@@ -92,8 +91,8 @@ class Endpoint:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BYTES)
         for place in ("", "/{session}"):
             app.router.add_get(f"{place}/v1/models", self._models)
-            app.router.add_post(f"{place}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{place}/inference/v1/generate", self._generate)
+            app.router.add_post(f"{place}/v1/chat/completions", functools.partial(self._answer, "chat", _as_chat))
+            app.router.add_post(f"{place}/inference/v1/generate", functools.partial(self._answer, "tokens", _as_tokens))
         unheard = logging.getLogger(f"{__name__}.http")  # aiohttp prints a traceback where a client sends no HTTP
         unheard.setLevel(logging.CRITICAL)
         runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=1.0, auto_decompress=False)
@@ -129,7 +128,7 @@ class Endpoint:
         return self._dialogues[session]
 
     async def _answer(
-        self, request: web.Request, route: Route, written: Callable[[Dialogue, Reply], Sequence[bytes]]
+        self, route: Route, written: Callable[[Dialogue, Reply], Sequence[bytes]], request: web.Request
     ) -> web.StreamResponse:
         """Have a request answered by the policy, and send the reply; several parts are sent as an event stream."""
         dialogue = self._dialogue(request)
@@ -140,7 +139,7 @@ class Endpoint:
             except Exception as error:
                 raise dialogue.fail(error) from error
         except Refused as refused:
-            dialogue.refuse(refused)
+            dialogue.log.counts["refused_requests"] += refused.code not in ("over", FULL)  # which end it
             raise
         if len(parts) == 1:
             return web.Response(body=parts[0], content_type="application/json")
@@ -156,19 +155,9 @@ class Endpoint:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lit_grpo", **room}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, "tokens", _as_tokens)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, "chat", _as_chat)
-
 
 async def _body(request: web.Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        Refused: It is too large, compressed, or cannot be read as its headers say.
-    """
+    """Return the body of a request."""
     if encoding := request.headers.get("Content-Encoding"):
         raise Refused(f"The endpoint reads no Content-Encoding {encoding!r:.60}; send the body as it is.", status=415)
     try:

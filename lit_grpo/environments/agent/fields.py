@@ -276,11 +276,7 @@ def _shown(value: Any) -> str:
 
 
 def _sentence(name: str, value: Any, field: Field, sampling: SamplingParams, ends: Sequence[int]) -> str | None:
-    """Return what the user is told of a field once; None where it gets what it asks for.
-
-    Raises:
-        Refused: The run does not sample so.
-    """
+    """Return what the user is told of a field once; None where it gets what it asks for."""
     if name in ("stop", "stop_token_ids"):
         return _check_ends(name, value, sampling, ends)
     if field.rule == "used" or value in field.same:
@@ -358,11 +354,7 @@ class _Tool(TypedDict, total=False):
 
 
 def read_messages(given: Sequence[Any] | None) -> list[Message]:
-    """Return the messages of a request, each with its content as one text.
-
-    Raises:
-        Refused: There are none, or one is no message of text.
-    """
+    """Return the messages of a request, each with its content as one text."""
     if not given:
         raise Refused("messages must be a list of chat messages.")
     messages: list[Message] = []
@@ -376,11 +368,7 @@ def read_messages(given: Sequence[Any] | None) -> list[Message]:
 
 
 def read_tools(given: Sequence[Any] | None) -> dict[str, Tool]:
-    """Return the tools of a request, by name.
-
-    Raises:
-        Refused: One is no function, or two have the same name.
-    """
+    """Return the tools of a request, by name."""
     _check(given or [], list[_Tool], "tools")
     tools: dict[str, Tool] = {}
     for each in given or ():

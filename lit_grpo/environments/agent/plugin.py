@@ -73,19 +73,10 @@ class Agent(Trajectories):
     """Format of the policy's tool calls, as in the plug-in ``environments``."""
 
     def check(self, run: RunFacts) -> None:
-        """Check that there is room for what agents say.
-
-        Raises:
-            ValueError: There is none.
-        """
         check_room(run, "what an agent says needs")
 
     def setup(self) -> None:
-        """Load the agent.
-
-        Raises:
-            ValueError: The agent cannot be loaded, or called.
-        """
+        """Load the agent."""
         limits = Limits(
             tool_timeout_s=self.timeout_s,
             trajectory_timeout_s=self.trajectory_timeout_s,
@@ -103,12 +94,10 @@ class Agent(Trajectories):
         self.lead({None: kind}, limits, self.num_threads, self.calls, driver)
 
     def on_policy_start(self, eos_ids: Sequence[int]) -> None:
-        """Learn at which tokens turns end."""
         super().on_policy_start(eos_ids)
         self._endpoint.ends = tuple(eos_ids)
 
     def adds(self, row: Mapping[str, Any]) -> bool:
-        """Return whether the agent may write the prompt: always."""
         return True
 
     def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
@@ -138,41 +127,31 @@ class AgentKind(Kind):
 
     @property
     def responds(self) -> bool:
-        """True if the user may answer a turn: the agent does as it likes."""
         return True
 
     @property
     def can_be_restored(self) -> bool:
-        """True if a trajectory can go on from a state that was kept: what an agent does cannot be taken up midway."""
         return False
 
     @functools.cached_property
     def name(self) -> str:
-        """The name of the function or class."""
         return self.run.__name__ if self.type is None else self.type.__name__
 
     @property
     def begins(self) -> str:
-        """The same."""
         return self.name
 
     @property
     def is_async(self) -> bool:
-        """True if it returns a coroutine."""
         return inspect.iscoroutinefunction(self.run)
 
     @property
     def gives_reward(self) -> bool:
-        """True if it may return one."""
         returns = inspect.signature(self.run).return_annotation
         return "get_reward" in self.methods or returns not in (None, NoneType, "None")
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """Check that a row has what the agent takes, and nothing in its place.
-
-        Raises:
-            ValueError: As for kinds of environments, or a column has the name of something that the agent is given.
-        """
+        """Check that a row has what the agent takes, and nothing in its place."""
         for name in self.given & columns.keys():
             raise ValueError(
                 f"has a column {name!r}, but the endpoint sets the parameter {name} of {self.name}; rename it"
@@ -247,7 +226,6 @@ class AgentDriver(TrajectoryDriver):
             agent.cancel()
 
     async def sample(self, request: Request, state: Mapping[str, Any] | None = None) -> Completion:
-        """Have the policy sample a turn, and count it."""
         completion = await super().sample(request, state)
         self.num_turns += 1
         return completion
@@ -280,9 +258,6 @@ class AgentDriver(TrajectoryDriver):
         """Wait for the agent's next request, or its end.
 
         Seconds in which the endpoint is at work, for whichever agent, do not count: they share a process.
-
-        Raises:
-            Failure: The agent takes too long.
         """
         began = time.monotonic() - self._endpoint.worked_s
         left_s = self.limits.trajectory_timeout_s - self.environment.spent_s
@@ -334,11 +309,7 @@ EARNED = ("reward", "turn_rewards")
 
 
 def _earned(told: Any, num_turns: int) -> tuple[float | None, list[float]]:
-    """Read what an agent gives: the reward of the whole, and of each of its turns where it says so.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Read what an agent gives: the reward of the whole, and of each of its turns where it says so."""
     if not isinstance(told, Mapping):
         return read_value(told), []
     if unknown := [name for name in told if name not in EARNED]:
