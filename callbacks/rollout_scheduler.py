@@ -166,7 +166,6 @@ class RolloutScheduler(pl.Callback):
 
     @property
     def conversing(self) -> Conversing | None:
-        """The plug-in that goes on with conversations after their prompts, where there is one."""
         return next((each for each in self.session.plugins.values() if isinstance(each, Conversing)), None)
 
     def _unvisited(self, trainer: pl.Trainer, module: GRPOModule) -> list[str]:

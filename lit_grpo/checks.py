@@ -382,7 +382,6 @@ def _validates_within(trainer: pl.Trainer, length: int) -> bool:
 
 
 def _interval(trainer: pl.Trainer) -> int | float | None:
-    """Return ``val_check_interval``, which is 1.0 by default, and None if validations go by time."""
     return getattr(trainer, "val_check_interval", None)
 
 

@@ -99,7 +99,6 @@ class Limit:
 
 
 def is_number(value: Any, kind: Any) -> bool:
-    """Return whether a value is a number of ``kind``, ``int`` or ``float``."""
     return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
 
 

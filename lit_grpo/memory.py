@@ -55,7 +55,6 @@ class PeakMemory:
         self.device = device
 
     def reset(self) -> None:
-        """Begin a phase."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif _CLEAR_REFS.exists():

@@ -563,7 +563,6 @@ class GRPOModule(EvaluationModule):
         check_checkpoint(checkpoint, self._kept(self.state_dict()), path)
 
     def _kept(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights that a checkpoint has: all of them, or with adapters what is trained."""
         kept = without_quant_states(state_dict)
         return kept if self._base is None else without_frozen(self, kept)
 
@@ -676,7 +675,6 @@ class GRPOModule(EvaluationModule):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that takes the steps."""
         return cast("LightningOptimizer", self.optimizers()).optimizer
 
     def take_step(self, scale: float = 1.0) -> float:

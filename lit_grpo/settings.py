@@ -149,7 +149,6 @@ def _value(field: str, text: str) -> Any:
 
 
 def _imported(path: str) -> Any:
-    """Return the object that a path names; None if the path has no module."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name) if module else None
 

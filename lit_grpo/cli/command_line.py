@@ -357,7 +357,6 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def _is_gone(error: OSError, folder: Path) -> bool:
-    """Return whether a file in the run's folder does not exist, after the folder was opened."""
     inside = error.filename is not None and Path(str(error.filename)).absolute().is_relative_to(folder.absolute())
     return isinstance(error, FileNotFoundError) and folder != Path() and inside
 

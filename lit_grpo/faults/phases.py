@@ -49,7 +49,6 @@ class Phases(CoreListener):
             self.begin(around)
 
     def begin(self, name: str) -> None:
-        """Change to a phase."""
         self.heartbeat()
         self._seconds[self.name] += self.moved_at - self._began
         self.name, self._began = name, self.moved_at
@@ -61,7 +60,6 @@ class Phases(CoreListener):
         return dict(seconds)
 
     def heartbeat(self) -> None:
-        """Note a movement."""
         self.moved_at = time.monotonic()
 
     def on_step(self, events: StepEvents) -> None:
@@ -92,7 +90,6 @@ class StallWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching."""
         self._over.set()
         self._thread.join()
 

@@ -22,7 +22,6 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def writable(text: str) -> str:
-    """Return a text that can be written as UTF-8; lone surrogates are escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -73,7 +73,6 @@ def first_line(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
@@ -112,7 +111,6 @@ def shell(text: str) -> str:
 
 
 def html_text(text: str) -> str:
-    """Write a text of others for HTML, within an element or an attribute."""
     return html.escape(visible(text))
 
 

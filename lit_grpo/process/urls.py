@@ -17,7 +17,6 @@ _KNOWN: dict[str, re.Pattern[str]] = {}
 
 
 def is_url(name: str) -> bool:
-    """Return whether a name is the address of a server, and no path, id or name of anything else."""
     return name.startswith(("http://", "https://"))
 
 
