@@ -41,10 +41,6 @@ KNOWN = ("reward", "val/pass@1", VALIDATED_AT, "tokens/s", "peak_GiB")
 class UpdateCount:
     """Counts the updates of a run, and measures how long they take.
 
-    Args:
-        done: Updates made before the run started.
-        total: Updates of the whole run; None if nothing limits them.
-
     Attributes:
         done: Updates that have been made.
         ended: When the last of them ended, in seconds of a clock.
@@ -346,11 +342,7 @@ def run_fields(name: str, updates: UpdateCount, metrics: Mapping[str, float], pa
 
 
 def function_fields(functions: Mapping[str, float]) -> list[Field]:
-    """Return the fields of the line with the rewards by function; the last functions are left out first.
-
-    Args:
-        functions: The mean of each function over the last batch, by name.
-    """
+    """Return the fields of the line with the rewards by function; the last functions are left out first."""
     return [Field("rewards", 0, "dim"), *(Field(text, rank) for rank, text in enumerate(_each(functions), start=1))]
 
 

@@ -403,9 +403,6 @@ class SavedByRun(ModelCheckpoint):
 
     Lightning asks a ModelCheckpoint for the files that ``ckpt_path="best"`` and ``"last"`` mean, and adds one that
     saves if the Trainer has none. RunCheckpoint cannot be one, because Lightning calls these last.
-
-    Args:
-        run: The callback that saves; None if nothing does.
     """
 
     def __init__(self, run: RunCheckpoint | None) -> None:
@@ -423,11 +420,7 @@ class SavedByRun(ModelCheckpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The run's ``best.ckpt``.
-
-        Raises:
-            ValueError: This Trainer has not saved it.
-        """
+        """The run's ``best.ckpt``."""
         best = None if self._run is None else self._run.saved_best
         if best is None:
             raise ValueError(
@@ -463,15 +456,7 @@ def _of_user(trainer: pl.Trainer) -> list[pl.Callback]:
 
 @contextmanager
 def _guarded_hooks(trainer: pl.Trainer, leaves_out: bool = False) -> Iterator[None]:
-    """Name a user's callback that fails in what it adds to a checkpoint.
-
-    Args:
-        trainer: Lightning's Trainer that the run is fitted with.
-        leaves_out: Whether the checkpoint is made without it then, because it is the last one of a run that ends.
-
-    Raises:
-        ValueError: A callback failed.
-    """
+    """Name a user's callback that fails in what it adds to a checkpoint."""
     before = [(vars(one), name, vars(one).get(name)) for one in _of_user(trainer) for name in _SAVING]
     for one in _of_user(trainer):
         for name in _SAVING:

@@ -329,9 +329,6 @@ class Flight:
 
     One call may change a state only as long as it lasts, which others see. So a change counts that is left when no call
     is being made any more; those that may have made it are the calls at whose end it was seen first.
-
-    Args:
-        states: What is looked at.
     """
 
     def __init__(self, states: Callable[[], Sequence[State]]) -> None:

@@ -19,9 +19,6 @@ class Ranks:
     """Reductions that every rank must call alike; with one rank they return what they are given.
 
     Sums and maxima are in float64, which not every device has: they lie on the host, but for ranks that talk on GPUs.
-
-    Args:
-        device: Device of this rank.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -74,13 +74,7 @@ class Phases(CoreListener):
 
 
 class StallWatch:
-    """Reports once what the main thread is doing when nothing has moved for a long time; it stops nothing.
-
-    Args:
-        phases: Returns the run's phases.
-        minutes: Minutes without movement until the report.
-        rank: The rank of this process.
-    """
+    """Reports once what the main thread is doing when nothing has moved for a long time; it stops nothing."""
 
     def __init__(self, phases: Callable[[], Phases], minutes: float, rank: int) -> None:
         self._phases, self._minutes, self._rank = phases, minutes, rank

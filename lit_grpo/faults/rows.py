@@ -39,9 +39,6 @@ def forget_after(path: Path, step: int) -> None:
 
     A killed run has written these rows, and the run that is resumed at ``step`` writes them again. A line that is no
     row stays.
-
-    Raises:
-        ValueError: It is no regular file.
     """
     if not path.exists():
         return

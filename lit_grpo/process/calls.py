@@ -45,9 +45,6 @@ class EventLoop:
 
     The thread does not keep the interpreter alive. Where it is gone, as in a forked process, a new one takes its place.
     If a function closes the loop's descriptors, the futures of its coroutines raise a :class:`BrokenLoop`.
-
-    Args:
-        name: Name of the thread.
     """
 
     def __init__(self, name: str = "lit_grpo-loop") -> None:

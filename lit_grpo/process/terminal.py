@@ -49,13 +49,7 @@ def warn(message: str, stacklevel: int = 1) -> None:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Write a number with its noun: ``1 update``, ``2 updates``, ``2,048 batches``.
-
-    Args:
-        number: Number of things that the noun counts.
-        noun: The noun in the singular.
-        plural: Noun in the plural; by default the singular with an ``s``.
-    """
+    """Write a number with its noun: ``1 update``, ``2 updates``, ``2,048 batches``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

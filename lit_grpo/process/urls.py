@@ -32,13 +32,6 @@ def is_on_loopback(url: str) -> bool:
 def read_secret(variable: str, field: str) -> str:
     """Read an API key from the environment; from then on ``masked`` hides it.
 
-    Args:
-        variable: Name of the environment variable that holds the key.
-        field: The setting that names the variable, for messages.
-
-    Returns:
-        The key.
-
     Raises:
         ValueError: The variable is not set, or its value cannot be sent in a header.
     """
