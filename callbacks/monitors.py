@@ -48,7 +48,6 @@ class ThroughputMonitor(Observer):
         self._totals: dict[str, float] = {"num_tokens": 0.0, "num_completions": 0.0, "time/total_s": 0.0}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the place in the list, and start to watch for stalls."""
         check_order(trainer, RolloutScheduler, WeightSync, ThroughputMonitor)
         assert isinstance(pl_module, GRPOModule)
         if self.stall_minutes and self._watch is None:
@@ -72,7 +71,6 @@ class ThroughputMonitor(Observer):
         self._totals = dict(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin the first step, and measure the device's peak FLOPs."""
         assert isinstance(pl_module, GRPOModule)
         self._flops_per_token = _flops_per_token(pl_module.policy)
         self._peak_flops = _peak_flops(pl_module.device, _compute_dtype(trainer, pl_module.policy.dtype))
@@ -182,7 +180,6 @@ class MemoryMonitor(Observer):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Log the rollout's peak; begin the update phase."""
         self._rollout_gib = self._peak.peak_gib()
         pl_module.log("memory/rollout_peak_gib", self._rollout_gib)
         self._peak.reset()
@@ -218,7 +215,6 @@ class MemoryMonitor(Observer):
         replace_file(folder / "memory.json", (json.dumps(parts, indent=1) + "\n").encode())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave validation out of the next rollout's peak."""
         if trainer.training:
             self._peak.reset()
 

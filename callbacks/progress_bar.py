@@ -41,10 +41,6 @@ KNOWN = ("reward", "val/pass@1", VALIDATED_AT, "tokens/s", "peak_GiB")
 class UpdateCount:
     """Counts the updates of a run, and measures how long they take.
 
-    Args:
-        done: Updates made before the run started.
-        total: Updates of the whole run; None if nothing limits them.
-
     Attributes:
         done: Updates that have been made.
         ended: When the last of them ended, in seconds of a clock.
@@ -57,7 +53,6 @@ class UpdateCount:
 
     @property
     def share(self) -> float | None:
-        """The share of the updates that have been made."""
         return None if not self.total else self.done / self.total
 
     @property
@@ -70,7 +65,6 @@ class UpdateCount:
 
     @property
     def text(self) -> str:
-        """``12/60``."""
         return str(self.done) if self.total is None else f"{self.done}/{self.total}"
 
 
@@ -98,12 +92,10 @@ class RolloutCount:
 
     @property
     def total(self) -> int:
-        """All completions of this rollout."""
         return self.done + len(self.ledger.decoding) + self.ledger.num_queued + len(self.ledger.awaiting_env)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second since the rollout began."""
         return self.tokens / max(time.monotonic() - self.began, 1e-6)
 
     @property
@@ -240,7 +232,6 @@ class GRPOProgressBar(ProgressBar, CoreListener):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Print the line of the last update, whose metrics are complete by now, and show the next rollout."""
         self._tell_update()
         self._show()
 
@@ -251,7 +242,6 @@ class GRPOProgressBar(ProgressBar, CoreListener):
         self._untold = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the line of the final update."""
         self._tell_update()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -329,7 +319,6 @@ def _passes(module: pl.LightningModule) -> str:
 
 
 def _total(trainer: pl.Trainer, module: pl.LightningModule) -> int | None:
-    """Return the updates of the whole run; None if nothing limits them."""
     if isinstance(module, GRPOModule):
         return total_updates(trainer, module.settings.updates_per_batch)
     return trainer.max_steps if trainer.max_steps >= 0 else None
@@ -353,11 +342,7 @@ def run_fields(name: str, updates: UpdateCount, metrics: Mapping[str, float], pa
 
 
 def function_fields(functions: Mapping[str, float]) -> list[Field]:
-    """Return the fields of the line with the rewards by function; the last functions are left out first.
-
-    Args:
-        functions: The mean of each function over the last batch, by name.
-    """
+    """Return the fields of the line with the rewards by function; the last functions are left out first."""
     return [Field("rewards", 0, "dim"), *(Field(text, rank) for rank, text in enumerate(_each(functions), start=1))]
 
 
@@ -400,7 +385,6 @@ def pass_text(metrics: Mapping[str, float], passes: str = "") -> str:
 
 
 def speed_text(metrics: Mapping[str, float]) -> str:
-    """Return ``2.31k tokens/s``, of rollout and update together."""
     return f"{count(metrics['tokens/s'])} tokens/s" if "tokens/s" in metrics else ""
 
 

@@ -121,11 +121,7 @@ class RolloutScheduler(pl.Callback):
         self.session.prepare(facts)
 
     def _check_datasets(self, trainer: pl.Trainer, module: GRPOModule) -> None:
-        """Check that reward functions and plug-ins are limited to data sets that there are, and each has a reward.
-
-        Raises:
-            ValueError: They are not, or a data set has none.
-        """
+        """Check that reward functions and plug-ins are limited to data sets that there are, and each has a reward."""
         prompts = loaded_prompts(trainer)
         rows = [row for split in ("train", "validation", "test") for row in prompts.get(split, ())]
         known = dict.fromkeys(row.dataset for row in rows if row.dataset)
@@ -155,9 +151,6 @@ class RolloutScheduler(pl.Callback):
 
         Args:
             answered: The data sets whose turns are answered, by each part that answers; an empty set is all.
-
-        Raises:
-            ValueError: A plug-in would find no second turn.
         """
         for plugin, part in zip(self.session.plugins.values(), self.session.parts(), strict=True):
             alone = plugin.datasets and all(those and not those & plugin.datasets for those in answered)
@@ -166,7 +159,6 @@ class RolloutScheduler(pl.Callback):
 
     @property
     def conversing(self) -> Conversing | None:
-        """The plug-in that goes on with conversations after their prompts, where there is one."""
         return next((each for each in self.session.plugins.values() if isinstance(each, Conversing)), None)
 
     def _unvisited(self, trainer: pl.Trainer, module: GRPOModule) -> list[str]:

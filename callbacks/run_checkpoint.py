@@ -158,13 +158,11 @@ class RunCheckpoint(pl.Callback):
             self._stop(trainer.global_rank)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Note that the state cannot be saved until the batch has ended."""
         self._phase = "update"
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note that the state can be saved again."""
         assert isinstance(pl_module, GRPOModule)
         self._phase, self._validated = "trained", False
         self._end_if_lost(pl_module)
@@ -264,18 +262,15 @@ class RunCheckpoint(pl.Callback):
         self._newest = self._given
 
     def path(self, trainer: pl.Trainer, name: str) -> Path:
-        """Return where the run saves the checkpoint ``last`` or ``best``."""
         moved_to = self._moved_to
         return (moved_to or Path(trainer.default_root_dir)) / self.folder / f"{name}.ckpt"
 
     @property
     def _is_lost(self) -> bool:
-        """True once the run's folder was moved or deleted, on the first rank."""
         return self._run_folder is not None and not self._run_folder.is_in_place
 
     @property
     def _moved_to(self) -> Path | None:
-        """The place to which the run's folder was moved, if it was and that is known."""
         return self._run_folder.find() if self._run_folder is not None and self._is_lost else None
 
     # ---- signals and errors ---------------------------------------------------------------------------
@@ -408,9 +403,6 @@ class SavedByRun(ModelCheckpoint):
 
     Lightning asks a ModelCheckpoint for the files that ``ckpt_path="best"`` and ``"last"`` mean, and adds one that
     saves if the Trainer has none. RunCheckpoint cannot be one, because Lightning calls these last.
-
-    Args:
-        run: The callback that saves; None if nothing does.
     """
 
     def __init__(self, run: RunCheckpoint | None) -> None:
@@ -428,11 +420,7 @@ class SavedByRun(ModelCheckpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The run's ``best.ckpt``.
-
-        Raises:
-            ValueError: This Trainer has not saved it.
-        """
+        """The run's ``best.ckpt``."""
         best = None if self._run is None else self._run.saved_best
         if best is None:
             raise ValueError(
@@ -468,15 +456,7 @@ def _of_user(trainer: pl.Trainer) -> list[pl.Callback]:
 
 @contextmanager
 def _guarded_hooks(trainer: pl.Trainer, leaves_out: bool = False) -> Iterator[None]:
-    """Name a user's callback that fails in what it adds to a checkpoint.
-
-    Args:
-        trainer: Lightning's Trainer that the run is fitted with.
-        leaves_out: Whether the checkpoint is made without it then, because it is the last one of a run that ends.
-
-    Raises:
-        ValueError: A callback failed.
-    """
+    """Name a user's callback that fails in what it adds to a checkpoint."""
     before = [(vars(one), name, vars(one).get(name)) for one in _of_user(trainer) for name in _SAVING]
     for one in _of_user(trainer):
         for name in _SAVING:

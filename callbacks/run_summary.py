@@ -50,14 +50,12 @@ class RunSummary(Observer):
         self._began, self._version, self._read_at = time.monotonic(), 0, 0
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the card that describes the run."""
         assert isinstance(pl_module, GRPOModule)
         if trainer.is_global_zero and not self._told:
             the_console().print(Card("", _facts(trainer, pl_module)))
         self._told = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the card if it is not printed, and start to count."""
         self.on_validation_start(trainer, pl_module)
         self._version, self._trains = trainer.global_step, True
         self._read_at = trainer.global_step
@@ -84,7 +82,6 @@ class RunSummary(Observer):
         self._functions = [*self._functions[:1], module.reward_curves.latest]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read pass@1, and the mean of each reward function."""
         assert isinstance(pl_module, GRPOModule)
         self._held_out = [*self._held_out[:1], pl_module.held_out_curves.latest]
         if "val/pass@1" in trainer.callback_metrics:
@@ -151,7 +148,6 @@ def _by_function(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, st
 
 
 def _none(trainer: pl.Trainer) -> str:
-    """Say why no update was made."""
     at = f", where the checkpoint is at {trainer.global_step}; raise it to go on" if trainer.global_step else ""
     return f"none, trainer.max_steps is {trainer.max_steps}{at}"
 
@@ -192,19 +188,16 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
 
 
 def _files(module: GRPOModule) -> dict[str, str]:
-    """Return a line on the policy's files, where they hold something else than the weights that are trained."""
     note = files_note(module.policy_name, module.policy_dtype, module.policy)
     return {"weights": note} if note else {}
 
 
 def _shared(trainer: pl.Trainer) -> dict[str, str]:
-    """Return a warning if validation prompts are trained on."""
     shared = shared_validation(loaded_prompts(trainer))
     return {"held out": f"{shared}, so pass@1 tells nothing of new prompts; {REMEDY}"} if shared else {}
 
 
 def _counter(module: GRPOModule) -> dict[str, str]:
-    """Return a line on the counter of updates, if it rises by more than 1 from one row of the metrics to the next."""
     steps = module.settings.updates_per_batch
     if steps == 1:
         return {}
@@ -212,7 +205,6 @@ def _counter(module: GRPOModule) -> dict[str, str]:
 
 
 def _rate(module: GRPOModule) -> dict[str, str]:
-    """Return a warning if the learning rate does not fit what is trained."""
     unusual = module.unusual_rate
     return {} if unusual is None else {"learning rate": f"{unusual.figure}; {unusual.remedy}"}
 
@@ -223,7 +215,6 @@ def _rows(data: Any, noun: str) -> str:
 
 
 def _plugins(trainer: pl.Trainer) -> dict[str, str]:
-    """Return a line with the plug-ins, where there are any."""
     chosen = plugin_settings(trainer)[PLUGINS]
     return {"plugins": ", ".join(chosen)} if chosen else {}
 

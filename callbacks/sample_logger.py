@@ -84,7 +84,6 @@ class SampleLogger(Observer):
         self._keep(trainer, "samples", _same_columns([_row(step, rollout) for rollout in picked]))
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the last validation."""
         self._validated = {}
         if trainer.state.fn == TrainerFn.VALIDATING:  # outside of training
             self._make_folder(trainer)
@@ -112,14 +111,12 @@ class SampleLogger(Observer):
             self._held_out = trainer.global_step, _best_and_worst(rollouts, worst_first=0)[:2]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show what the policy of the last validation wrote."""
         assert isinstance(pl_module, GRPOModule)
         step, rollouts = self._held_out
         if rollouts and self.every_n_updates:
             _show(f"held-out samples at update {step}, best and worst", rollouts, trainer, pl_module)
 
     def _pick(self, batch: PromptBatch) -> list[Rollout]:
-        """Return best and worst rollouts of one prompt after another."""
         ordered = [_best_and_worst(group.fresh, number % 2) for number, group in enumerate(batch.groups)]
         rounds = zip_longest(*ordered)
         return [rollout for round_ in rounds for rollout in round_ if rollout is not None][: self.num_samples]
@@ -141,14 +138,12 @@ class SampleLogger(Observer):
 
 
 def _show(title: str, rollouts: Sequence[Rollout], trainer: pl.Trainer, module: GRPOModule) -> None:
-    """Print rollouts on the terminal."""
     data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
     column = getattr(getattr(data, "renderer", None), "prompt_column", "prompt")
     the_console().print(Samples(title, [_sample(rollout, module.rewards, column) for rollout in rollouts]))
 
 
 def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollout]:
-    """Order rollouts from both ends in turn: the best, the worst, the second best, ..."""
     left = deque(sorted(rollouts, key=lambda rollout: rollout.reward))
     return [left.popleft() if (turn + worst_first) % 2 else left.pop() for turn in range(len(left))]
 

@@ -95,7 +95,6 @@ class WeightSync(pl.Callback):
         return EXACT_RELATIVE_GAP if alike else ROUNDED_RELATIVE_GAP
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sync where the generator does not have this version yet."""
         assert isinstance(pl_module, GRPOModule)
         if pl_module.generator.version != pl_module.policy_version:
             self._sync(trainer, pl_module)
@@ -161,6 +160,5 @@ class WeightSync(pl.Callback):
 
 
 def _is_exact(trainer: pl.Trainer, module: GRPOModule) -> bool:
-    """Return whether the policy computes in float32, with weights that are not rounded."""
     nf4 = module.lora is not None and module.lora.base == "nf4"
     return module.policy.dtype == torch.float32 and str(trainer.precision).startswith("32") and not nf4

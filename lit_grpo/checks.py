@@ -68,11 +68,7 @@ FORMAT = 16
 
 
 def check_rewarded(rewards: Sequence[RewardFunction], num_generations: int, learns_unrewarded: bool) -> None:
-    """Check that completions are rewarded and compared, or that a plug-in learns without that.
-
-    Raises:
-        ValueError: There is no reward function, or none whose weight is not 0, or a group has nothing to compare.
-    """
+    """Check that completions are rewarded and compared, or that a plug-in learns without that."""
     if learns_unrewarded:
         return
     if not rewards:
@@ -90,11 +86,7 @@ def check_rewarded(rewards: Sequence[RewardFunction], num_generations: int, lear
 
 
 def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:
-    """Refuse numbers of completions that nothing can be computed from.
-
-    Raises:
-        ValueError: A number is less than 1, or a k of pass@k more completions than there are in validation.
-    """
+    """Refuse numbers of completions that nothing can be computed from."""
     check_value("num_generations", num_generations, Completions)
     check_value("eval_num_generations", eval_num_generations, Completions)
     for k in pass_at_k:
@@ -108,16 +100,7 @@ def check_generations(num_generations: int, eval_num_generations: int, pass_at_k
 def check_checkpoint(
     checkpoint: Mapping[str, Any], weights: Mapping[str, torch.Tensor], path: Path | str | None
 ) -> None:
-    """Refuse a checkpoint that is of another policy.
-
-    Args:
-        checkpoint: The checkpoint to load.
-        weights: The policy's weights by name, into which the checkpoint is to be loaded.
-        path: Path of the checkpoint, for the message.
-
-    Raises:
-        ValueError: It lacks one of the weights, or has one more or of another shape.
-    """
+    """Refuse a checkpoint that is of another policy."""
     theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
     own = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in [*own, *theirs]:
@@ -129,11 +112,7 @@ def check_checkpoint(
 
 
 def check_format(checkpoint: Mapping[str, Any], path: Path | str | None) -> None:
-    """Refuse to go on from a checkpoint of another format.
-
-    Raises:
-        ValueError: An earlier version of this package has written it, or a later one.
-    """
+    """Refuse to go on from a checkpoint of another format."""
     if (theirs := checkpoint.get("format", "earlier")) != FORMAT:
         raise ValueError(
             f"{place_of(path)} is of another version of lit_grpo (format {theirs!s:.40}, where this one has {FORMAT}), "
@@ -156,9 +135,6 @@ def check_intervals(options: Mapping[str, Any]) -> None:
 
     Args:
         options: Arguments of a Trainer, or the fields of ``trainer``; what is missing has a run's default.
-
-    Raises:
-        ValueError: ``val_check_interval``, ``check_val_every_n_epoch`` or ``barebones`` cannot work.
     """
     epochs, interval = options.get("check_val_every_n_epoch"), options.get("val_check_interval")
     if epochs is not None and (type(epochs) is not int or epochs < 1):
@@ -190,11 +166,7 @@ def epoch_length(trainer: pl.Trainer) -> int | None:
 
 
 def check_epoch(trainer: pl.Trainer) -> None:
-    """Refuse an interval of validations that is longer than the epoch in which it is counted.
-
-    Raises:
-        ValueError: It is.
-    """
+    """Refuse an interval of validations that is longer than the epoch in which it is counted."""
     interval, length = _interval(trainer), epoch_length(trainer)
     in_epochs = trainer.check_val_every_n_epoch is not None
     if length is not None and in_epochs and isinstance(interval, int) and interval > length:
@@ -206,15 +178,7 @@ def check_epoch(trainer: pl.Trainer) -> None:
 
 
 def check_trainer(trainer: pl.Trainer, dtype: str) -> None:
-    """Refuse strategies, precisions and callbacks that do not work, and what the trainer must leave to the module.
-
-    Args:
-        trainer: The trainer of a run.
-        dtype: Data type of the policy's weights, ``model.dtype``.
-
-    Raises:
-        ValueError: The trainer has one of these.
-    """
+    """Refuse strategies, precisions and callbacks that do not work, and what the trainer must leave to the module."""
     # by exact type: DeepSpeedStrategy is a DDPStrategy too
     kind = type(trainer.strategy)
     if kind in ray_strategies():
@@ -247,9 +211,6 @@ def make_part(field: str, make: Callable[[Any], Any], of: Any) -> Any:
         field: Setting that errors name: ``model.optimizer`` or ``model.lr_scheduler``.
         make: Function of one argument that makes the optimizer or the schedule.
         of: Argument of ``make``: the weights to optimize, or the optimizer to schedule.
-
-    Raises:
-        ValueError: It cannot be made with its arguments, or of these weights.
     """
     try:
         return make(of)
@@ -264,16 +225,7 @@ def make_part(field: str, make: Callable[[Any], Any], of: Any) -> Any:
 
 
 def check_stepping(optimizer: Any, weights: Sequence[torch.nn.Parameter]) -> None:
-    """Refuse an optimizer that cannot take steps with nothing but gradients of the trained weights, or not in float32.
-
-    Args:
-        optimizer: What is to take the steps.
-        weights: The weights that are trained.
-
-    Raises:
-        ValueError: It is none, or holds none of the weights, evaluates the loss itself or needs sparse gradients, or
-            one of its numbers is infinite in float32.
-    """
+    """Refuse an optimizer that cannot step with nothing but gradients of the trained weights, or not in float32."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
@@ -301,11 +253,7 @@ def check_stepping(optimizer: Any, weights: Sequence[torch.nn.Parameter]) -> Non
 
 
 def check_schedule(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a schedule that cannot be stepped once per update of the optimizer.
-
-    Raises:
-        ValueError: It is none, or that of another optimizer, or needs a metric.
-    """
+    """Refuse a schedule that cannot be stepped once per update of the optimizer."""
     kind = type(scheduler).__name__
     if not callable(getattr(scheduler, "step", None)):
         raise ValueError(
@@ -341,9 +289,6 @@ def check_monitors(trainer: pl.Trainer, validates: bool, names: Sequence[str], m
 
     Returns:
         A warning about a metric that only the user's own code could log; None if there is nothing to warn of.
-
-    Raises:
-        ValueError: There is no validation, none before the end of an epoch, or no such metric.
     """
     length = epoch_length(trainer)
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
@@ -382,7 +327,6 @@ def _validates_within(trainer: pl.Trainer, length: int) -> bool:
 
 
 def _interval(trainer: pl.Trainer) -> int | float | None:
-    """Return ``val_check_interval``, which is 1.0 by default, and None if validations go by time."""
     return getattr(trainer, "val_check_interval", None)
 
 
@@ -392,11 +336,7 @@ def check_ranks(
     lora: LoraSettings | None,
     settings: LearnerSettings,
 ) -> None:
-    """Refuse what ranks cannot do together: share rows, or need whole weights where each has a shard of them.
-
-    Raises:
-        ValueError: The run asks for it.
-    """
+    """Refuse what ranks cannot do together: share rows, or need whole weights where each has a shard of them."""
     size = settings.sequence_parallel_size
     if trainer.world_size % size:
         raise ValueError(
@@ -417,11 +357,7 @@ def check_ranks(
 def check_left_to_module(
     gradient_clip_val: float | None, accumulate_grad_batches: int, has_algorithm: bool = False
 ) -> None:
-    """Refuse what the trainer does for others and the module for itself.
-
-    Raises:
-        ValueError: The trainer is told to do it.
-    """
+    """Refuse what the trainer does for others and the module for itself."""
     if gradient_clip_val:
         raise ValueError(
             f"trainer.gradient_clip_val is {gradient_clip_val}, but gradients are clipped to "
@@ -457,11 +393,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def check_order(trainer: pl.Trainer, *kinds: type[pl.Callback]) -> None:
-    """Refuse callbacks in another order than this: Lightning calls them in the order of its list.
-
-    Raises:
-        ValueError: Those of them that there are stand in another order.
-    """
+    """Refuse callbacks in another order than this: Lightning calls them in the order of its list."""
     found = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]  # pyright: ignore[reportAttributeAccessIssue]
     for first, second in pairwise(found):
         ranks = [next(rank for rank, kind in enumerate(kinds) if isinstance(one, kind)) for one in (first, second)]
@@ -473,11 +405,7 @@ def check_order(trainer: pl.Trainer, *kinds: type[pl.Callback]) -> None:
 
 
 def check_training_sampling(sampling: SamplingParams) -> None:
-    """Refuse sampling that the objective cannot learn from.
-
-    Raises:
-        ValueError: It is greedy, or leaves tokens out.
-    """
+    """Refuse sampling that the objective cannot learn from."""
     if sampling.temperature == 0:
         raise ValueError(
             "sampling.temperature is 0: greedy completions of a prompt are all the same, so there is nothing to "
@@ -491,11 +419,7 @@ def check_training_sampling(sampling: SamplingParams) -> None:
 
 
 def check_minibatches(num_minibatches: int, num_prompts: int) -> None:
-    """Refuse a batch that has fewer prompts than optimizer steps are taken on it.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Refuse a batch that has fewer prompts than optimizer steps are taken on it."""
     if num_prompts < num_minibatches:
         raise ValueError(
             f"num_minibatches is {num_minibatches}, but a batch has {num_prompts} prompts; "
@@ -511,17 +435,8 @@ def check_prompt_lengths(
 ) -> int:
     """Check that every prompt leaves room for its completion, before anything is sampled.
 
-    Args:
-        prompts: By split; ``train`` is sampled with ``sampling``, all others with ``eval_sampling``.
-        sampling: Sampling parameters for training.
-        eval_sampling: Sampling parameters for validation, test and predict.
-        context: The most tokens that the model takes.
-
     Returns:
         The most tokens of a prompt and what may follow it.
-
-    Raises:
-        ValueError: A prompt is too long for the model's context.
     """
     most = 0
     for split, rows in prompts.items():
@@ -541,11 +456,7 @@ def check_prompt_lengths(
 
 
 def check_token_ids(prompts: Mapping[str, Sequence[Prompt]], num_embeddings: int) -> None:
-    """Check that the policy has an embedding for every token of every prompt.
-
-    Raises:
-        ValueError: A prompt has a token that the policy does not know.
-    """
+    """Check that the policy has an embedding for every token of every prompt."""
     for rows in prompts.values():
         for prompt in rows:
             if (largest := max(prompt.token_ids)) >= num_embeddings:
@@ -570,9 +481,6 @@ def check_micro_batch(
         max_tokens: The most that go through the model at once.
         shares_prefix: Whether a prompt may be in another micro-batch than its completion.
         most_of_chunk: The most tokens of a completion that are in one micro-batch, where longer ones are cut.
-
-    Raises:
-        ValueError: ``max_tokens`` is too low.
     """
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     num_tokens = len(longest.token_ids)

@@ -83,11 +83,7 @@ ONE_TURN = Requirement(
 
 
 def check_together(parts: Iterable[Requirement]) -> None:
-    """Refuse parts of a run that are incompatible.
-
-    Raises:
-        ValueError: One part needs what another changes, or two decide the same.
-    """
+    """Refuse parts of a run that are incompatible."""
     for sentence in clashing(parts):
         raise ValueError(sentence)
 
@@ -131,11 +127,7 @@ class Clash:
 
 
 def check_clashes(clashes: Iterable[Clash]) -> None:
-    """Refuse settings of one class that are incompatible.
-
-    Raises:
-        ValueError: Two clash; the sentence is that of the first clash that is found.
-    """
+    """Refuse settings of one class that are incompatible."""
     for clash in clashes:
         if clash.found:
             remedies = [clash.remedy] if clash.remedy else []

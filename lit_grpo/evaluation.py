@@ -79,7 +79,6 @@ class EvaluationModule(pl.LightningModule):
 
     @property
     def ranks(self) -> Ranks:
-        """Reductions over the ranks of the run."""
         return Ranks(self.device)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
@@ -113,7 +112,6 @@ class EvaluationModule(pl.LightningModule):
         cast(MeanMetric, mean).update(value)
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the counts again."""
         for metric in (*self.means.values(), *self.reward_means):
             cast(MeanMetric, metric).reset()
         self._held_out = {}
@@ -121,7 +119,6 @@ class EvaluationModule(pl.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log pass@k and the means over all held-out prompts, and follow the reward functions."""
         self.follow(self.held_out_curves, self._log_evaluation("val"))
 
     def follow(self, curves: RewardCurves, logs: Mapping[str, float]) -> None:
@@ -131,11 +128,9 @@ class EvaluationModule(pl.LightningModule):
                 self.ranks.warn(finding.sentence)
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Do the same for the test prompts."""
         self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
-        """Log pass@k and the means over all test prompts."""
         self._log_evaluation("test")
 
     def _log_evaluation(self, prefix: str) -> dict[str, float]:

@@ -207,7 +207,6 @@ def _set_inference_mode(before: bool) -> None:
 
 
 def is_foreign(kind: type[Any]) -> bool:
-    """Return whether a class is neither of this package nor of Lightning."""
     return not kind.__module__.startswith(OURS)
 
 
@@ -330,9 +329,6 @@ class Flight:
 
     One call may change a state only as long as it lasts, which others see. So a change counts that is left when no call
     is being made any more; those that may have made it are the calls at whose end it was seen first.
-
-    Args:
-        states: What is looked at.
     """
 
     def __init__(self, states: Callable[[], Sequence[State]]) -> None:
@@ -343,7 +339,6 @@ class Flight:
         self._suspects: list[str] = []
 
     def begin(self, owner: str) -> None:
-        """A call begins."""
         with self._lock:
             if not self._owners:
                 self._before, self._suspects = [each.read() for each in self._states()], []
@@ -401,7 +396,6 @@ class Visit:
             OF_CALLS.end(self._owner)
 
     def abandon(self) -> None:
-        """Wait for the call no more, which may never end."""
         if not self._is_over:
             self._is_over = True
             OF_CALLS.end(self._owner, looks=False)
@@ -453,7 +447,6 @@ def refuse_exits() -> None:
 
 
 def _exit(status: int) -> NoReturn:
-    """End the process, as ``os._exit`` does; a child that a call of others' code has forked may."""
     if getattr(_LOCAL, "depth", 0) and os.getpid() == _process:
         raise SystemExit(f"os._exit({status})")
     _ends(status)

@@ -99,7 +99,6 @@ class Limit:
 
 
 def is_number(value: Any, kind: Any) -> bool:
-    """Return whether a value is a number of ``kind``, ``int`` or ``float``."""
     return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
 
 
@@ -122,9 +121,6 @@ def check_fields(settings: Any, place: str = "") -> None:
     Args:
         settings: The dataclass to check.
         place: Prefix of field names in messages, such as ``reference.``.
-
-    Raises:
-        ValueError: A field has a value that it does not take.
     """
     annotations = _annotations(type(settings))
     for field in fields(settings):
@@ -132,11 +128,7 @@ def check_fields(settings: Any, place: str = "") -> None:
 
 
 def check_order(settings: Any, first: str, second: str, place: str = "", strict: bool = False) -> None:
-    """Check that one field is at most another, or with ``strict`` below it; one that is None is not compared.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that one field is at most another, or with ``strict`` below it; one that is None is not compared."""
     low, high = getattr(settings, first), getattr(settings, second)
     if low is None or high is None or low < high or (low == high and not strict):
         return
@@ -170,9 +162,6 @@ def check_value(name: str, value: Any, annotation: Any, is_setting: bool = True)
         value: Value to check, of any type.
         annotation: Type of the setting, with its :class:`Limit` or literals if it has any.
         is_setting: Whether ``LARGEST`` bounds it; not if it is computed.
-
-    Raises:
-        ValueError: It does not take the value.
     """
     words: list[str] = []
     remedies: list[str] = []

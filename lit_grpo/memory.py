@@ -46,16 +46,12 @@ class PeakMemory:
     """Measures peak memory between resets: the allocator's on a GPU, the process's resident set on a CPU.
 
     Where the system cannot reset the resident set's peak (anywhere but Linux), it is that of the whole run.
-
-    Args:
-        device: The device whose memory is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def reset(self) -> None:
-        """Begin a phase."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif _CLEAR_REFS.exists():

@@ -236,9 +236,6 @@ class GRPOModule(EvaluationModule):
 
         :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run; call it yourself only where rollouts come
         from elsewhere.
-
-        Raises:
-            ValueError: One does not fit the run's numbers, or does not go with the objective.
         """
         learning = overriding(plugins, *UPDATE_HOOKS)
         self._check_plugins(learning, self.facts())
@@ -310,11 +307,7 @@ class GRPOModule(EvaluationModule):
         self._plugins_started = True
 
     def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
-        """Score with further functions too, which plug-ins bring; those that have joined already stay as they are.
-
-        Raises:
-            ValueError: Two functions have the same name.
-        """
+        """Score with further functions too, which plug-ins bring; those that have joined already stay as they are."""
         joining = [function for function in functions if function not in self.rewards]
         if not joining:
             return
@@ -362,11 +355,7 @@ class GRPOModule(EvaluationModule):
             )
 
     def find_teacher(self) -> None:
-        """Check that the teacher is there, once the policy is loaded; the learner loads it.
-
-        Raises:
-            ValueError: It is not, or has another vocabulary.
-        """
+        """Check that the teacher is there, once the policy is loaded; the learner loads it."""
         if self.teacher_settings is not None:
             check_teacher(self.teacher_settings, self.tokenizer, len(embeddings(self.policy)[0]))
 
@@ -534,11 +523,7 @@ class GRPOModule(EvaluationModule):
             checkpoint |= learner.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them.
-
-        Raises:
-            ValueError: The checkpoint is foreign, or of another policy.
-        """
+        """Restore them."""
         learner: Learner | None = getattr(self, "learner", None)
         path = None if self._trainer is None else self.trainer.ckpt_path
         check_form(checkpoint, path)
@@ -563,7 +548,6 @@ class GRPOModule(EvaluationModule):
         check_checkpoint(checkpoint, self._kept(self.state_dict()), path)
 
     def _kept(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights that a checkpoint has: all of them, or with adapters what is trained."""
         kept = without_quant_states(state_dict)
         return kept if self._base is None else without_frozen(self, kept)
 
@@ -676,7 +660,6 @@ class GRPOModule(EvaluationModule):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that takes the steps."""
         return cast("LightningOptimizer", self.optimizers()).optimizer
 
     def take_step(self, scale: float = 1.0) -> float:

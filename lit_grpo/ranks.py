@@ -19,9 +19,6 @@ class Ranks:
     """Reductions that every rank must call alike; with one rank they return what they are given.
 
     Sums and maxima are in float64, which not every device has: they lie on the host, but for ranks that talk on GPUs.
-
-    Args:
-        device: Device of this rank.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -29,20 +26,16 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
         return distributed.get_rank() if self.size > 1 else 0
 
     def sum(self, value: float | torch.Tensor) -> torch.Tensor:
-        """Add up."""
         return self._reduce(value, "SUM")
 
     def max(self, value: float | torch.Tensor) -> torch.Tensor:
-        """Take the maximum."""
         return self._reduce(value, "MAX")
 
     def gather(self, value: T) -> list[T]:
@@ -74,7 +67,6 @@ class Ranks:
         return cast(T, done)
 
     def warn(self, message: str) -> None:
-        """Warn once, whatever the number of ranks."""
         if self.rank == 0:
             warn(message, stacklevel=3)
 

@@ -38,11 +38,7 @@ def takes_dicts(init: Init) -> Init:
 
 
 def _convert(annotation: Any, value: Any, place: str) -> Any:
-    """Return ``value``, or the dataclass of ``annotation`` that it describes.
-
-    Raises:
-        ValueError: The dataclass has no field of a name.
-    """
+    """Return ``value``, or the dataclass of ``annotation`` that it describes."""
     options = (annotation, *get_args(annotation))
     kind = next((option for option in options if isinstance(option, type) and is_dataclass(option)), None)
     if kind is None or not isinstance(value, Mapping):
@@ -149,7 +145,6 @@ def _value(field: str, text: str) -> Any:
 
 
 def _imported(path: str) -> Any:
-    """Return the object that a path names; None if the path has no module."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name) if module else None
 

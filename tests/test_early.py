@@ -19,32 +19,42 @@ from lit_grpo.cli.parsing.refusals import check_values
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["fit", "--model.nun_generations", "4"], 2, "did you mean --model.num_generations or"),
-        (["doctor", "--config", "arithmetic", "--data.trian=x"], 2, "did you mean --data.train"),
-        (["fit", "--model.sampling.max_token", "4"], 2, "did you mean --model.sampling.max_tokens"),
-        (["--help"], 0, "usage: python -m lit_grpo"),
-        ([], 0, "usage: python -m lit_grpo COMMAND"),
-        (["doctor", "--help"], 0, "usage: python -m lit_grpo doctor"),
-        (["fit-check", "-h"], 0, "  --memory AMOUNT"),
-        (["fit", "--help"], 0, "--model.num_generations"),
-        (["test", "-h"], 0, "--verbose true|false = true"),
-        (["fit", "--help-all", "model.lora"], 0, "needs peft"),
-        (["predict", "--help-all", "--trainer.max_epochs"], 0, "  --trainer.max_epochs int|null = -1"),
-        (["fit", "--data.accumulate_grad_batches", "2"], 2, "did you mean --trainer.accumulate_grad_batches"),
-        (["from-trl", "--help"], 0, "usage: python -m lit_grpo from-trl"),
-    ],
-)
-def test_mistakes_and_help_are_told_before_torch_is_imported(arguments: list[str], code: int, said: str) -> None:
-    script = (
-        f"import sys\nsys.argv = ['lit_grpo', *{arguments!r}]\nfrom lit_grpo.__main__ import start\n"
-        "try:\n    start()\n"
-        "finally:\n    assert not {'torch', 'lightning', 'transformers', 'jsonargparse'} & sys.modules.keys()"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
+EARLY: list[tuple[list[str], int, str]] = [
+    (["fit", "--model.nun_generations", "4"], 2, "did you mean --model.num_generations or"),
+    (["doctor", "--config", "arithmetic", "--data.trian=x"], 2, "did you mean --data.train"),
+    (["fit", "--model.sampling.max_token", "4"], 2, "did you mean --model.sampling.max_tokens"),
+    (["--help"], 0, "usage: python -m lit_grpo"),
+    ([], 0, "usage: python -m lit_grpo COMMAND"),
+    (["doctor", "--help"], 0, "usage: python -m lit_grpo doctor"),
+    (["fit-check", "-h"], 0, "  --memory AMOUNT"),
+    (["fit", "--help"], 0, "--model.num_generations"),
+    (["test", "-h"], 0, "--verbose true|false = true"),
+    (["fit", "--help-all", "model.lora"], 0, "needs peft"),
+    (["predict", "--help-all", "--trainer.max_epochs"], 0, "  --trainer.max_epochs int|null = -1"),
+    (["fit", "--data.accumulate_grad_batches", "2"], 2, "did you mean --trainer.accumulate_grad_batches"),
+    (["from-trl", "--help"], 0, "usage: python -m lit_grpo from-trl"),
+]
+SCRIPT = """
+import contextlib, io, json, sys
+from lit_grpo.__main__ import start
+for arguments in json.loads(sys.argv[1]):
+    sys.argv, said, code = ["lit_grpo", *arguments], io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            start()
+    except SystemExit as ended:
+        code = ended.code or 0
+    heavy = {"torch", "lightning", "transformers", "jsonargparse"} & sys.modules.keys()
+    print(json.dumps([code, said.getvalue(), sorted(heavy)]))
+"""
+
+
+def test_mistakes_and_help_are_told_before_torch_is_imported() -> None:
+    command = [sys.executable, "-c", SCRIPT, json.dumps([arguments for arguments, _, _ in EARLY])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line, (arguments, code, said) in zip(done.stdout.splitlines(), EARLY, strict=True):
+        ended, told, heavy = json.loads(line)
+        assert (ended, heavy) == (code, []) and said in told, (arguments, told)
 
 
 def test_all_names_that_no_field_has_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ LAYERS: tuple[set[str], ...] = (
     {"cli", "tasks", "tools.commands", "tools.doctor", "tools.evaluation", "tools.finishing"},
 )
 """Rooms from the lowest to the highest: each may import those of its own layer and of lower ones."""
+ROOMS = set().union(*LAYERS)
 ONLY_IN = {
     "lightning": {
         "module",
@@ -68,10 +69,15 @@ MODULES = files()
 
 
 @cache
+def syntax(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
 def imported(module: str) -> set[str]:
     """Names of all modules that a file imports, for type checking only as well."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(syntax(module)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -84,12 +90,12 @@ def imported(module: str) -> set[str]:
 def room(module: str) -> str | None:
     """The room that a module of ours is in; None for the package itself, its start and what is not ours."""
     first, *others = module.removeprefix("lit_grpo.").split(".")
-    rooms = set().union(*LAYERS)
-    return next((name for name in (".".join([first, *others[:1]]), first) if name in rooms), None)
+    return next((name for name in (".".join([first, *others[:1]]), first) if name in ROOMS), None)
 
 
 def layer(module: str) -> int:
-    return next((number for number, rooms in enumerate(LAYERS) if room(module) in rooms), -1)
+    own = room(module)
+    return next((number for number, rooms in enumerate(LAYERS) if own in rooms), -1)
 
 
 def test_a_room_imports_only_those_of_its_layer_and_below() -> None:
@@ -142,8 +148,8 @@ def test_scheduling_loads_neither_torch_nor_lightning_nor_transformers() -> None
 
 
 def test_a_public_function_says_what_it_does_unless_it_is_short_or_overrides_one() -> None:
-    for module, path in MODULES.items():
-        tree = ast.parse(path.read_text())
+    for module in MODULES:
+        tree = syntax(module)
         classes = (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name[0] != "_")
         for owner in [tree, *classes]:
             for node in owner.body:
@@ -171,9 +177,9 @@ def test_the_core_names_no_model_family() -> None:
     assert of_family.search("llamaforcausallm") and not of_family.search("llama3")
     rooms = ("lit_grpo.policy.architecture", "lit_grpo.rollout", "lit_grpo.update", "lit_grpo.scheduling")
     found = []
-    for module, path in MODULES.items():
+    for module in MODULES:
         if module.startswith(rooms) and not module.startswith("lit_grpo.rollout.vllm"):
-            tree = ast.parse(path.read_text())
+            tree = syntax(module)
             told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
             for node in ast.walk(tree):
                 words = [str(value).lower() for _, value in ast.iter_fields(node) if isinstance(value, str)]

@@ -92,12 +92,7 @@ class Stage(NamedTuple):
 
 
 class GRPOCLI(LightningCLI):
-    """LightningCLI for :class:`GRPOModule` and :class:`PromptDataModule`, with the callbacks in their order.
-
-    Args:
-        run_folder: The folder of this run; not claimed yet.
-        kwargs: Keyword arguments that are passed on to LightningCLI.
-    """
+    """LightningCLI for :class:`GRPOModule` and :class:`PromptDataModule`, with the callbacks in their order."""
 
     def __init__(self, run_folder: RunFolder, **kwargs: Any) -> None:
         self.run_folder = run_folder
@@ -261,11 +256,7 @@ class LikeFitCLI(GRPOCLI):
 
 
 def cli_arguments(args: list[str] | None) -> dict[str, Any]:
-    """Return the arguments of LightningCLI for this project.
-
-    Args:
-        args: The command line; by default that of the process.
-    """
+    """Return the arguments of LightningCLI for this project."""
     return {
         "model_class": GRPOModule,
         "datamodule_class": PromptDataModule,
@@ -282,12 +273,7 @@ def cli_arguments(args: list[str] | None) -> dict[str, Any]:
 
 
 def run(args: list[str] | None = None, cli: Callable[..., GRPOCLI] = GRPOCLI) -> None:
-    """Parse and run; a mistake in the input ends the program with one sentence and exit code 2.
-
-    Args:
-        args: The command line; by default that of the process.
-        cli: Class that parses and runs it.
-    """
+    """Parse and run; a mistake in the input ends the program with one sentence and exit code 2."""
     quieten()
     run_folder = RunFolder()
     try:
@@ -357,7 +343,6 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def _is_gone(error: OSError, folder: Path) -> bool:
-    """Return whether a file in the run's folder does not exist, after the folder was opened."""
     inside = error.filename is not None and Path(str(error.filename)).absolute().is_relative_to(folder.absolute())
     return isinstance(error, FileNotFoundError) and folder != Path() and inside
 

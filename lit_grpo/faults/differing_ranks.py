@@ -130,12 +130,7 @@ def _differing(name: str, values: Sequence[str]) -> str:
 
 
 def of_run(trainer: Any, module: Any) -> dict[str, object]:
-    """Return what every rank of a run must be given alike, by name; only this rank's values.
-
-    Args:
-        trainer: Lightning's Trainer, whose settings, strategy and callbacks are compared.
-        module: The module to train or evaluate; what it does not have is left out.
-    """
+    """Return what every rank of a run must be given alike, by name; only this rank's values."""
     told: dict[str, object] = {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
     told["trainer.strategy"] = type(trainer.strategy).__name__
     told |= {f"the version of {name}": number for name, number in versions().items() if name != "system"}

@@ -24,13 +24,9 @@ class Child(Protocol):
 
     returncode: int | None
 
-    def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
-        ...
+    def poll(self) -> int | None: ...
 
-    def kill(self) -> None:
-        """End the process."""
-        ...
+    def kill(self) -> None: ...
 
 
 class RankWatch:

@@ -49,7 +49,6 @@ class Phases(CoreListener):
             self.begin(around)
 
     def begin(self, name: str) -> None:
-        """Change to a phase."""
         self.heartbeat()
         self._seconds[self.name] += self.moved_at - self._began
         self.name, self._began = name, self.moved_at
@@ -61,7 +60,6 @@ class Phases(CoreListener):
         return dict(seconds)
 
     def heartbeat(self) -> None:
-        """Note a movement."""
         self.moved_at = time.monotonic()
 
     def on_step(self, events: StepEvents) -> None:
@@ -76,13 +74,7 @@ class Phases(CoreListener):
 
 
 class StallWatch:
-    """Reports once what the main thread is doing when nothing has moved for a long time; it stops nothing.
-
-    Args:
-        phases: Returns the run's phases.
-        minutes: Minutes without movement until the report.
-        rank: The rank of this process.
-    """
+    """Reports once what the main thread is doing when nothing has moved for a long time; it stops nothing."""
 
     def __init__(self, phases: Callable[[], Phases], minutes: float, rank: int) -> None:
         self._phases, self._minutes, self._rank = phases, minutes, rank
@@ -92,7 +84,6 @@ class StallWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching."""
         self._over.set()
         self._thread.join()
 

@@ -22,7 +22,6 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def writable(text: str) -> str:
-    """Return a text that can be written as UTF-8; lone surrogates are escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -40,9 +39,6 @@ def forget_after(path: Path, step: int) -> None:
 
     A killed run has written these rows, and the run that is resumed at ``step`` writes them again. A line that is no
     row stays.
-
-    Raises:
-        ValueError: It is no regular file.
     """
     if not path.exists():
         return

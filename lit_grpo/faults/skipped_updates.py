@@ -24,9 +24,6 @@ class SkippedUpdates:
     Args:
         folder: The folder of the files; None writes nothing.
         most: The number of skipped updates in a row that ends the run.
-
-    Attributes:
-        num_skipped: The number of skipped updates in a row.
     """
 
     def __init__(self, folder: Path | None, most: int) -> None:

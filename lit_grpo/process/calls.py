@@ -45,9 +45,6 @@ class EventLoop:
 
     The thread does not keep the interpreter alive. Where it is gone, as in a forked process, a new one takes its place.
     If a function closes the loop's descriptors, the futures of its coroutines raise a :class:`BrokenLoop`.
-
-    Args:
-        name: Name of the thread.
     """
 
     def __init__(self, name: str = "lit_grpo-loop") -> None:
@@ -60,7 +57,6 @@ class EventLoop:
 
     @property
     def thread_id(self) -> int | None:
-        """The identifier of the thread; None before the first coroutine."""
         return None if self._thread is None else self._thread.ident
 
     def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -82,7 +78,6 @@ class EventLoop:
             return future
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine and wait for its result."""
         return self.begin(coroutine).result()
 
     def close(self, wait_s: float = 10.0) -> None:
@@ -200,7 +195,6 @@ class CallTimeout(TimeoutError):
 
     @classmethod
     def after(cls, timeout_s: float | None, cpu_s: float = 0.0) -> CallTimeout:
-        """Return the error of a call that has taken longer than its limit."""
         error = cls(f"it took longer than {timeout_s:g} s; make it faster, or raise its time limit")
         error.cpu_s = cpu_s
         return error
@@ -459,18 +453,15 @@ class _Series:
 
     @property
     def is_left(self) -> bool:
-        """True if there is a call to take."""
         return self._num_taken < len(self.functions)
 
     def take(self) -> int | None:
-        """Return the number of the next call; None if none is left."""
         if not self.is_left:
             return None
         self._num_taken += 1
         return self._num_taken - 1
 
     def put(self, number: int, result: CallResult) -> None:
-        """Keep the result of a call."""
         self.results[number] = result
         if self._stop_on_error and result.error is not None:
             self._num_taken = len(self.functions)
@@ -499,7 +490,6 @@ class _CallThread:
 
     @property
     def is_alive(self) -> bool:
-        """True if it has not come to its end."""
         return self._thread.is_alive()
 
     def begin(self, series: _Series) -> asyncio.Future[None]:
@@ -533,7 +523,6 @@ class _CallThread:
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)) - self._cpu_began_s
 
     def end(self) -> None:
-        """End after the call that is being made."""
         self._is_abandoned = True
         self._jobs.put(None)
 

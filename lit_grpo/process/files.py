@@ -108,7 +108,6 @@ class HeldFolder:
 
     @property
     def is_in_place(self) -> bool:
-        """True while the folder is where it was."""
         return self._is_at(self.path)
 
     def find(self) -> Path | None:
@@ -120,13 +119,11 @@ class HeldFolder:
         return place if self._is_at(place) else None
 
     def error(self) -> FolderLostError:
-        """Return the error that says what has become of the folder."""
         place = self.find()
         what = "was moved or deleted" if place is None else f"was moved to {place}"
         return FolderLostError(f"The run's folder {self.path} {what} while the run went on, so the run has ended.")
 
     def close(self) -> None:
-        """Release the folder."""
         with suppress(OSError):  # a user's function has closed it
             os.close(self._descriptor)
 

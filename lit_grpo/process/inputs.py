@@ -142,9 +142,6 @@ def compose_config(path: Path, most_values: int) -> yaml.Node | None:
     Args:
         path: Path of the YAML file to read.
         most_values: The number of values up to which it is read, with all aliases written out.
-
-    Raises:
-        ValueError: As ``read_yaml`` does.
     """
     text = read_text(path)
     with _told(path):
@@ -282,11 +279,7 @@ def _first_wrong(error: ValidationError) -> str:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to write a file in the place of what is no regular file.
-
-    Raises:
-        ValueError: A link, a pipe, a device or a folder has this path.
-    """
+    """Refuse to write a file in the place of what is no regular file."""
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:

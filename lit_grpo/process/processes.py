@@ -108,11 +108,7 @@ class ProcessCall:
 
 
 class _Process:
-    """A running process that answers; only one thread at a time uses it.
-
-    Args:
-        running: All processes that run; it is among them from its start to its end.
-    """
+    """A running process that answers; only one thread at a time uses it."""
 
     def __init__(self, running: set[_Process]) -> None:
         self.has_loaded = False

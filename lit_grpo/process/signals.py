@@ -89,7 +89,6 @@ def _function(value: Any) -> FunctionType | None:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of the functions within it."""
     yield code
     for constant in code.co_consts:
         if inspect.iscode(constant):

@@ -49,13 +49,7 @@ def warn(message: str, stacklevel: int = 1) -> None:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Write a number with its noun: ``1 update``, ``2 updates``, ``2,048 batches``.
-
-    Args:
-        number: Number of things that the noun counts.
-        noun: The noun in the singular.
-        plural: Noun in the plural; by default the singular with an ``s``.
-    """
+    """Write a number with its noun: ``1 update``, ``2 updates``, ``2,048 batches``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -73,7 +67,6 @@ def first_line(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
@@ -112,7 +105,6 @@ def shell(text: str) -> str:
 
 
 def html_text(text: str) -> str:
-    """Write a text of others for HTML, within an element or an attribute."""
     return html.escape(visible(text))
 
 

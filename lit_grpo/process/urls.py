@@ -17,7 +17,6 @@ _KNOWN: dict[str, re.Pattern[str]] = {}
 
 
 def is_url(name: str) -> bool:
-    """Return whether a name is the address of a server, and no path, id or name of anything else."""
     return name.startswith(("http://", "https://"))
 
 
@@ -32,13 +31,6 @@ def is_on_loopback(url: str) -> bool:
 
 def read_secret(variable: str, field: str) -> str:
     """Read an API key from the environment; from then on ``masked`` hides it.
-
-    Args:
-        variable: Name of the environment variable that holds the key.
-        field: The setting that names the variable, for messages.
-
-    Returns:
-        The key.
 
     Raises:
         ValueError: The variable is not set, or its value cannot be sent in a header.

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import table_rows
 from forks import Forked
 
 from lit_grpo.process.files import PrivateFolder
@@ -51,7 +50,8 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return Forked(command, cwd=folder, env=environment, start_new_session=True, **options)
 
 
-@pytest.mark.parametrize(("command", "number"), table_rows(KILLS, [("export", 0)]))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("command", "number"), KILLS)
 def test_what_is_killed_leaves_nothing_begun(
     command: str, number: int, folder: Path, seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,16 +131,9 @@ def test_a_mistake_in_python_is_one_sentence_before_the_run(settings: Any, probl
         ),
         ([RolloutScheduler()], "trainer.callbacks lacks WeightSync; give "),
         ([WeightSync()], "trainer.callbacks lacks RolloutScheduler; give "),
-        (
-            [WeightSync(), RolloutScheduler()],
-            "trainer.callbacks lists WeightSync before RolloutScheduler; put",
-        ),
-        ([MemoryMonitor(), RolloutScheduler(), WeightSync()], "trainer.callbacks lists MemoryMonitor before Rollout"),
     ],
 )
-def test_callbacks_of_an_own_trainer_that_are_missing_or_misplaced_are_named(
-    callbacks: list[Any], problem: str, policy_folder: Path
-) -> None:
+def test_callbacks_that_an_own_trainer_lacks_are_named(callbacks: list[Any], problem: str, policy_folder: Path) -> None:
     module = GRPOModule(str(policy_folder), rewards=[RewardSpec("lit_grpo.rewards.exact_match")])
     data = PromptDataModule(str(policy_folder), train=ROWS, batch_size=2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError) as caught:

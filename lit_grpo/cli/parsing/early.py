@@ -92,7 +92,6 @@ def _table() -> tuple[frozenset[str], list[str]]:
 
 @cache
 def _top_names() -> frozenset[str]:
-    """Return the names that stand at the top of a config."""
     of_commands = [option.name for options in MORE_OPTIONS.values() for option in options]
     groups, fields = _table()
     settings = {*groups, *(name.partition(".")[0] for name in fields), *of_commands, "weights_only"}

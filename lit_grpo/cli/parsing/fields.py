@@ -43,11 +43,7 @@ class Field(ActionTypeHint):
         return checked
 
     def _as_group(self, value: Any) -> Any:
-        """Replace a text that stands for a group of fields by the group.
-
-        Raises:
-            TypeError: It stands for none.
-        """
+        """Replace a text that stands for a group of fields by the group."""
         kinds = [one for one in get_args(self._typehint) if is_dataclass(one)]
         if not kinds or not isinstance(value, str | int | float) or _is_group(value):
             return value
@@ -57,11 +53,7 @@ class Field(ActionTypeHint):
         raise TypeError(f"{self.dest} is {value!r}, but it is a group of fields; give these, such as {first}.")
 
     def _with_path(self, value: Any) -> Any:
-        """Replace the short name of a class by its path.
-
-        Raises:
-            TypeError: There is no such name.
-        """
+        """Replace the short name of a class by its path."""
         if isinstance(value, str) and value.isidentifier() and value != "null":
             return self._path(value)
         if isinstance(value, Mapping | Namespace) and isinstance(name := value.get("class_path"), str):

@@ -81,11 +81,7 @@ def short_help(command: str) -> str:
 
 
 def whole_help(name: str) -> str:
-    """Return all sentences about a setting, or about those of a group such as ``model.objective`` and within it.
-
-    Args:
-        name: The name, with or without ``--``.
-    """
+    """Return all sentences about a setting, or about those of a group such as ``model.objective`` and within it."""
     name = name.removeprefix("--")
     settings = [*OPTIONS, *(setting for group in declared() for setting in group.settings)]
     chosen = [setting for setting in settings if f"{setting.name}.".startswith(f"{name}.")]

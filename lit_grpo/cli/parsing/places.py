@@ -14,7 +14,6 @@ _FIELD = re.compile(r"\b[a-z_]\w*(?:\.\w+)+")
 
 
 def configs_of(arguments: Sequence[str]) -> Iterator[Path]:
-    """Yield the configurations that a command line names."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if before in CONFIG or argument.startswith("--config="):
             yield Path(argument.removeprefix("--config="))
@@ -33,7 +32,6 @@ def with_place(sentence: str, arguments: Sequence[str]) -> str:
 
 
 def _is_given(field: str, arguments: Sequence[str]) -> bool:
-    """Return whether the command line sets a field itself, or one within it or around it."""
     names = [one.partition("=")[0].removeprefix("--").rstrip("+").replace(".init_args.", ".") for one in arguments]
     return any(f"{name}.".startswith(f"{field}.") or f"{field}.".startswith(f"{name}.") for name in names)
 

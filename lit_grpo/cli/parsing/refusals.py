@@ -28,10 +28,6 @@ KINDS: dict[str, tuple[type, ...]] = {
 def check_values(settings: Mapping[str, Any], classes: Mapping[str, Callable[..., Any]]) -> None:
     """Refuse ``null`` in place of a value, and a value in place of fields; jsonargparse accepts both.
 
-    Args:
-        settings: The settings of a subcommand.
-        classes: The class of each group of fields.
-
     Raises:
         ValueError: A field has such a value, or names something that is no class of its kind; nothing is called.
     """
@@ -105,15 +101,7 @@ def _check_value(path: str, value: Any, hint: Any) -> None:
 
 
 def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
-    """Refuse settings that Lightning would accept, or would refuse without naming the field.
-
-    Args:
-        settings: The settings of a subcommand.
-        fits: Whether the subcommand trains.
-
-    Raises:
-        ValueError: A field has a value that cannot work.
-    """
+    """Refuse settings that Lightning would accept, or would refuse without naming the field."""
     _check_group("trainer", settings["trainer"])
     for check, _ in SETTINGS:
         check(settings, fits)
@@ -192,11 +180,7 @@ def find_checkpoint(settings: Namespace) -> None:
 
 
 def check_ckpt_path(path: str, fits: bool) -> None:
-    """Refuse a checkpoint that does not exist, is not on this machine, is damaged, or cannot be resumed from.
-
-    Raises:
-        ValueError: The checkpoint is refused.
-    """
+    """Refuse a checkpoint that does not exist, is not on this machine, is damaged, or cannot be resumed from."""
     if "://" in path:
         raise ValueError(
             f"ckpt_path is {path!r}, but checkpoints are loaded from disk only; download it from a place that you "

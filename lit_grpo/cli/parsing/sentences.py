@@ -26,17 +26,14 @@ class SentenceParser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the mistake and exit with code 2."""
         exit_with(message)
 
 
 def did_you_mean(near: Sequence[str], otherwise: str) -> str:
-    """Return the end of a sentence about an unknown name."""
     return f"; did you mean {' or '.join(near)}?" if near else f"; {otherwise}"
 
 
 def nearest(argument: str, options: list[str]) -> str:
-    """Return the end of a sentence about an unknown option."""
     return did_you_mean(near(argument.split("=")[0], options), "--help lists all options.")
 
 
@@ -60,7 +57,6 @@ def shipped_config(name: str) -> str:
 
 
 def shipped() -> Path:
-    """Return the folder of the configurations that come with the package."""
     package = Path(__file__).parents[2]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"  # in a checkout
 
