@@ -62,7 +62,6 @@ class Change(NamedTuple):
 
     @property
     def size(self) -> float:
-        """The difference."""
         return self.last - self.first
 
     def is_certain(self, sign: float) -> bool:
@@ -109,7 +108,6 @@ class RewardCurves:
         self.num_rows = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
         rows = {"first": self._first, "blocks": self._blocks, "open": self._open}
         counts = {"width": self._width, "next_look": self._next_look, "told": self._told}
         return {"weights": self.weights, "latest": self.latest, **rows, **counts}
@@ -314,22 +312,15 @@ class BatchWatch:
         self._told_of_tokens = self._saw_first = False  # special tokens that rewards do not see; the first batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name not in ("_functions", "_on_error")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint."""
         vars(self).update(state)
 
     def collapse(self, logs: Mapping[str, float], version: int) -> str | None:
         """Return a warning about the third batch in a row whose completions of a prompt are equal and go unrewarded.
 
-        From there nothing is learned: equal completions have equal rewards.
-
-        Args:
-            logs: The metrics of the batch over all ranks: ``reward``, ``completions/mean_logprob`` and
-                ``frac_reward_zero_std``.
-            version: Version of the policy.
+        ``logs`` has means over all ranks: ``reward``, ``completions/mean_logprob`` and ``frac_reward_zero_std``.
         """
         reward, certain = logs["reward"], logs["completions/mean_logprob"] > -1e-3
         collapsed = certain and logs["frac_reward_zero_std"] == 1 and (reward <= 0 or reward < self._best)

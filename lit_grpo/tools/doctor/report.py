@@ -70,15 +70,12 @@ class Report:
         self._console.print(Padding(table, (0, 0, 0, 5)))
 
     def names(self, verdict: str) -> list[str]:
-        """Return the names of findings with a verdict."""
         return [finding.name for finding in self.findings if finding.verdict == verdict]
 
     @property
     def exit_code(self) -> int:
-        """1 if a check failed, else 0."""
         return int(bool(self.names("fail")))
 
     def close(self) -> None:
-        """Print the number of findings of each verdict."""
         counts = [f"{len(self.names(verdict))} {verdict}" for verdict in _COLORS if self.names(verdict)]
         self._console.print(Text(", ".join(counts)))

@@ -214,12 +214,7 @@ class Result:
 
 
 def write_completions(folder: Path, completions: Mapping[str, Sequence[Sequence[Scored]]]) -> None:
-    """Write the completions of the policies that have been evaluated so far.
-
-    Args:
-        folder: The folder of the files.
-        completions: For each policy by name, the completions of each pass.
-    """
+    """Write the completions of the policies that have been evaluated so far."""
     lines = [json_line(one.line()) for by_pass in completions.values() for rows in by_pass for one in rows]
     replace_file(folder / "completions.jsonl", "".join(lines).encode("utf-8", "backslashreplace"))
 

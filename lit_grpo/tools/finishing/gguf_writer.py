@@ -65,19 +65,12 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        """The size of that array."""
         dtype, shape = self.stored
         return math.prod(shape) * dtype.itemsize
 
 
 def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTrainedTokenizerBase, kind: str) -> int:
-    """Return about how large a GGUF file will be.
-
-    Args:
-        config: Configuration of the policy, which names its family.
-        shapes: The shapes of its weights.
-        tokenizer: Tokenizer of the policy, whose vocabulary the file holds.
-        kind: Number format of the weights, a name of :data:`KINDS`.
+    """Return about how large a GGUF file of a kind of :data:`KINDS` will be.
 
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
@@ -91,13 +84,6 @@ def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTraine
 
 def write_gguf(folder: Path, path: Path, kind: str, name: str, license: str | None = None) -> Vocabulary:
     """Write a policy's folder as a GGUF file, and return the tokenizer in it; one tensor at a time is in memory.
-
-    Args:
-        folder: Folder of the policy, with its tokenizer.
-        path: Path of the GGUF file to write.
-        kind: Number format of the weights, a name of :data:`KINDS`.
-        name: Name of the model in the file.
-        license: License of the model, where it is known.
 
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.

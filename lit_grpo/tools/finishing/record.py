@@ -103,10 +103,6 @@ def progress(run: RunRecords, version: int) -> Progress | None:
     The held-out metric counts if there is one, else the loss of examples, else the reward of training batches. A
     difference of held-out metrics is certain from twice its standard error on (of two proportions, if the number of
     held-out rows is known), or if the reward of training batches has risen by as much.
-
-    Args:
-        run: The records of the run.
-        version: The update of the policy.
     """
     reward = _training(run, version)
     for name, told in {**HELD_OUT, **LOSSES}.items():
@@ -179,13 +175,11 @@ def facts(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def settings(run: RunRecords) -> list[tuple[str, str]]:
-    """Return the settings that the card shows, those that the run's config has."""
     found = [(name, _shown(_at(run.config, place))) for name, place in SETTINGS.items()]
     return [(name, value) for name, value in found if value]
 
 
 def data(run: RunRecords) -> list[tuple[str, str]]:
-    """Return the data that was trained and validated on."""
     told = run.config.get("data") or {}
     names = {"train": "Training prompts", "validation": "Held-out prompts"}
     return [(name, _shown(told[place])) for place, name in names.items() if told.get(place)]
@@ -227,10 +221,6 @@ def _shown(value: Any) -> str:
 def validated(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
     """Return some completions of the first validation and of the last one up to the finished policy.
 
-    Args:
-        run: The records of the run.
-        version: The update of the finished policy.
-
     Returns:
         The update with its rows, the best and the worst of the last validation, and of the first those to the same
         prompts; of a single validation its own alone, and nothing without one.
@@ -252,10 +242,6 @@ def validated(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
 
 def sampled(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
     """Return some completions of the first update that was sampled from in training, and of the last.
-
-    Args:
-        run: The records of the run.
-        version: The update of the finished policy.
 
     Returns:
         The update with its rows, best reward first; of prompts that both updates have, if there are any.

@@ -48,12 +48,7 @@ class Source:
 
     @classmethod
     def find(cls, run: Path, checkpoint: str, last_update: int) -> Source:
-        """Load the policy of a checkpoint; the policy that the run exported, if it has kept no last checkpoint.
-
-        Args:
-            run: Folder of the run, which holds ``checkpoints`` and perhaps ``policy``.
-            checkpoint: Checkpoint to load: ``last`` or ``best``.
-            last_update: The last update of the run.
+        """Load the policy of the checkpoint ``last`` or ``best``; the policy that the run exported, if it has no last one.
 
         Raises:
             ValueError: There is neither, or it cannot be read.
@@ -99,7 +94,6 @@ class Source:
 
     @property
     def num_weights(self) -> int:
-        """The number of the weights."""
         return sum(tensor.numel() for tensor in self.outline.values())
 
     def gguf_bytes(self, kind: str) -> int:

@@ -136,11 +136,7 @@ class _Wrong:
         self._path, self._number, self._first = path, 0, ""
 
     def add(self, line: int, why: str) -> None:
-        """Count a line.
-
-        Raises:
-            ValueError: There are too many for a file of a run.
-        """
+        """Count a line."""
         self._number += 1
         self._first = self._first or f"Line {line} of {self._path} is not read as a whole: {why}."
         if self._number > MAX_WRONG:
@@ -197,13 +193,7 @@ class _Reader:
             return ""
 
     def rows(self, name: str, form: Any, part: Literal["all", "begin", "end"] = "all") -> Iterator[Any]:
-        """Yield the rows of a file in order, those that have the form.
-
-        Args:
-            name: Path of the file in the folder.
-            form: The form of a row.
-            part: The part of the file that is read; the beginning and the end have MAX_PART_BYTES.
-        """
+        """Yield the rows of a file that have the form; of its beginning or its end MAX_PART_BYTES are read."""
         path, read = self.folder / name, row_reader(form)
         wrong, begin, left = _Wrong(path), 0, math.inf if part == "all" else MAX_PART_BYTES
         number = 0
@@ -295,7 +285,6 @@ class _Reader:
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    """Say why a file could not be read."""
     if isinstance(error, OSError):
         return f"{path} cannot be read ({error.strerror}); make it readable, or copy it again."
     return str(error)
