@@ -53,7 +53,7 @@ TRAINING = Place(num_first=8, rows="updates", where="", label="")
 HELD_OUT = Place(num_first=3, rows="validations", where=" on held-out prompts", label=", held out")
 
 
-class Change(NamedTuple):
+class CurveChange(NamedTuple):
     """Difference of a curve's mean between the first rows and the last."""
 
     first: float
@@ -160,7 +160,7 @@ class RewardCurves:
         reward, functions = changes[0], dict(zip(self.weights, changes[1:], strict=True))
         return [*self._hacked(reward, functions), *self._fallen(functions)]
 
-    def _hacked(self, reward: Change, functions: Mapping[str, Change]) -> Iterator[Finding]:
+    def _hacked(self, reward: CurveChange, functions: Mapping[str, CurveChange]) -> Iterator[Finding]:
         """Find that the reward has risen, and the function that decides who passes has no part in it."""
         parts = {name: self.weights[name] * change.size for name, change in functions.items()}
         others = {name: part for name, part in parts.items() if name != self.passes.reward and part > 0}
@@ -177,7 +177,7 @@ class RewardCurves:
             f"{_listed([f'`{name}`' for name in named])} less, or let it pay only where `{self.passes.reward}` does.",
         )
 
-    def _has_no_part(self, decides: Change, reward: Change) -> bool:
+    def _has_no_part(self, decides: CurveChange, reward: CurveChange) -> bool:
         """Return whether the function that decides who passes could have risen and, beyond noise, has not.
 
         One with weight 0 is taken as if it weighed as much as the heaviest.
@@ -187,11 +187,11 @@ class RewardCurves:
         may_have_risen = decides.size > DOUBTFUL * decides.error or weight * most >= LEAST_SHARE * reward.size
         return not (may_have_risen or self._is_at_ceiling(decides) or math.isnan(most))
 
-    def _is_at_ceiling(self, decides: Change) -> bool:
+    def _is_at_ceiling(self, decides: CurveChange) -> bool:
         threshold = self.passes.threshold
         return decides.last >= threshold - (1 - CEILING) * abs(threshold)
 
-    def _fallen(self, functions: Mapping[str, Change]) -> Iterator[Finding]:
+    def _fallen(self, functions: Mapping[str, CurveChange]) -> Iterator[Finding]:
         """Find that one function has fallen while another rose."""
         signs = {name: math.copysign(1.0, self.weights[name]) for name in functions}
         counts = [name for name, weight in self.weights.items() if weight or name == self.passes.reward]
@@ -206,13 +206,13 @@ class RewardCurves:
                 f"{_listed([f'`{name}`' for name in fell])} matters, weigh it more.",
             )
 
-    def _moved(self, name: str, change: Change) -> str:
+    def _moved(self, name: str, change: CurveChange) -> str:
         weight = self.weights[name]
         weighed = "" if weight >= 0 else f", whose weight is {weight:g},"
         return f"`{name}`{weighed} {'rose' if change.size > 0 else 'fell'} {change}"
 
 
-def _change(first: np.ndarray, last: np.ndarray) -> Change:
+def _change(first: np.ndarray, last: np.ndarray) -> CurveChange:
     """Compare the means of two stretches of a curve; NaN where either has fewer than half of its values."""
     means, variances = [], []
     for values in (first, last):
@@ -220,7 +220,7 @@ def _change(first: np.ndarray, last: np.ndarray) -> Change:
         enough = len(there) >= max(len(values) / 2, 2)
         means.append(float(there.mean()) if enough else math.nan)
         variances.append(float(there.var(ddof=1)) / len(there) if enough else math.nan)
-    return Change(means[0], means[1], math.sqrt(sum(variances)))
+    return CurveChange(means[0], means[1], math.sqrt(sum(variances)))
 
 
 def _means(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -229,7 +229,7 @@ def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) / len(column) if column else math.nan for column in columns]
 
 
-def _course(change: Change) -> str:
+def _course(change: CurveChange) -> str:
     """Say how a function went that has not risen."""
     if change.is_certain(-1):
         return f"fell {change}"

@@ -15,7 +15,7 @@ from lit_grpo.process.terminal import visible
 Verdict = Literal["pass", "warn", "fail", "skip"]
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One line of the report.
 
     Args:
@@ -40,10 +40,10 @@ class Report:
     """Prints findings at once, 80 columns wide, and keeps them."""
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[CheckResult] = []
         self._console = Console(width=WIDTH, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: CheckResult) -> None:
         """Print a finding."""
         self.findings.append(finding)
         text = f"{finding.figure}: {finding.remedy}" if finding.remedy else finding.figure

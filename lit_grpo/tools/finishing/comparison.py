@@ -43,7 +43,7 @@ class Cost:
     num_apart: int
 
 
-class Reference:
+class PolicyLogprobs:
     """A policy's log-probs and tokens of some texts, which those of GGUF files are compared with.
 
     Args:

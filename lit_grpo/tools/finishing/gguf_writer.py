@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GGUFTensor:
     """A tensor of the file.
 
     Args:
@@ -146,7 +146,7 @@ def _end_ids(folder: Path) -> list[int]:
     return [told] if isinstance(told, int) else told or []
 
 
-def _tensors(config: PreTrainedConfig, shapes: Shapes, matrices: GGMLQuantizationType) -> list[Tensor]:
+def _tensors(config: PreTrainedConfig, shapes: Shapes, matrices: GGMLQuantizationType) -> list[GGUFTensor]:
     """Return the tensors of a file.
 
     Raises:
@@ -168,7 +168,7 @@ def _tensors(config: PreTrainedConfig, shapes: Shapes, matrices: GGMLQuantizatio
         kind = GGMLQuantizationType.F32
         if len(shape) > 1:  # a row that no number of blocks fills keeps more of its bits
             kind = matrices if shape[-1] % block == 0 else GGMLQuantizationType.F16
-        found.append(Tensor(name, source, shape, heads.get(source.split(".")[-2], 0), kind))
+        found.append(GGUFTensor(name, source, shape, heads.get(source.split(".")[-2], 0), kind))
     return found
 
 

@@ -31,7 +31,7 @@ class _Config(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Source:
+class RunPolicy:
     """A run's policy in memory.
 
     Args:
@@ -47,8 +47,8 @@ class Source:
     adapter: Path | None = None
 
     @classmethod
-    def find(cls, run: Path, checkpoint: str, last_update: int) -> Source:
-        """Load the policy of the checkpoint ``last`` or ``best``; the policy that the run exported, if it has no last one.
+    def find(cls, run: Path, checkpoint: str, last_update: int) -> RunPolicy:
+        """Load the policy of the checkpoint ``last`` or ``best``, or else the policy that the run exported.
 
         Raises:
             ValueError: There is neither, or it cannot be read.
@@ -70,7 +70,7 @@ class Source:
         return cls(module.policy, module.tokenizer, module.policy_version)
 
     @classmethod
-    def of_folder(cls, folder: Path, version: int) -> Source:
+    def of_folder(cls, folder: Path, version: int) -> RunPolicy:
         """Load the policy that a run has exported."""
         path, remedy = folder / "config.json", "copy the policy again"
         try:
