@@ -70,28 +70,36 @@ def files_in(folder: Path) -> dict[str, tuple[int, int, int]]:
             if not path.is_dir()}  # fmt: skip
 
 
-def said_of(
-    command: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> tuple[int, str]:
-    """Run a command; return its exit code and its last line, or all that it printed where it went well."""
+def damaged(
+    name: str,
+    folder: Path,
+    command: Callable[[list[str]], None],
+    arguments: list[str],
+    wanted: str,
+    capsys: pytest.CaptureFixture[str],
+) -> int:
+    """Damage a folder and run a command on it, which leaves the folder as it is; return its exit code.
+
+    A refusal is one line that names the file. What is told of a result names it too, and of a right one nothing is.
+    """
+    file, code = DAMAGES[name].file, 0
+    DAMAGES[name].do(folder)
+    before = files_in(folder)
     capsys.readouterr()
     try:
         command(arguments)
+        said = "".join(capsys.readouterr())
     except SystemExit as stopped:
-        said = capsys.readouterr().err
-        assert stopped.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
-        assert len(said) < 2_000
-        return 2, said
-    return 0, "".join(capsys.readouterr())
-
-
-def check(name: str, wanted: str, code: int, said: str, folder: Path) -> None:
-    file, about = DAMAGES[name].file, [line for line in said.splitlines() if str(folder) in line]
+        code, said = 2, capsys.readouterr().err
+        assert stopped.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and len(said) < 2_000, said
+    about = [line for line in said.splitlines() if str(folder) in line]
     assert (code == 2) == (wanted == REFUSED), said
     if wanted != RIGHT:
         assert any(str(folder / file) in line or f"has no {file}" in line or file == "policy" for line in about), said
     else:
         assert not any("not read" in line or "cannot be read" in line for line in about), said
+    assert files_in(folder) == before
+    return code
 
 
 REPORTS = ["config.yaml: itself", "metrics.csv: step '100000000'", "metrics.csv: reward '1e308'"]
@@ -99,36 +107,35 @@ REPORTS += ["samples.jsonl: a pipe", "samples.jsonl: reward '[1.0]'", "timeline.
 REPORTS += ["timeline.jsonl: a sparse file", "memory.json: a link to itself", "evaluation/completions.jsonl: brackets"]
 
 
+FINISHES = ["config.yaml: model '5'", "samples.jsonl: reward '[1.0]'", "policy: config.json no JSON"]
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the run that may be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "runs" / "made"))
+
+
 @pytest.mark.filterwarnings("error", *OF_OTHERS)
 @pytest.mark.parametrize("name", table_rows(DAMAGES, REPORTS))
 def test_a_report_of_a_damaged_folder(
-    name: str, whole: Path, tmp_path: Path, bounded: None, capsys: pytest.CaptureFixture[str]
+    name: str, folder: Path, tmp_path: Path, bounded: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "runs" / "made"))
-    DAMAGES[name].do(folder)
-    before = files_in(folder)
-    code, said = said_of(report, [str(folder), "--output", str(tmp_path / "page.html")], capsys)
-    check(name, DAMAGES[name].report, code, said, folder)
-    assert files_in(folder) == before and (tmp_path / "page.html").exists() == (code == 0)
+    page = tmp_path / "page.html"
+    code = damaged(name, folder, report, [str(folder), "--output", str(page)], DAMAGES[name].report, capsys)
+    assert page.exists() == (code == 0)
     if code == 0:
-        (run,) = content_of(tmp_path / "page.html")["runs"]
+        (run,) = content_of(page)["runs"]
         assert bool(run["problems"]) == (DAMAGES[name].report == TOLD)
-
-
-FINISHES = ["config.yaml: model '5'", "samples.jsonl: reward '[1.0]'", "policy: config.json no JSON"]
 
 
 @pytest.mark.filterwarnings("error", *OF_OTHERS)
 @pytest.mark.parametrize("name", table_rows(DAMAGES, FINISHES))
 def test_a_damaged_folder_is_finished(
-    name: str, whole: Path, tmp_path: Path, bounded: None, capsys: pytest.CaptureFixture[str]
+    name: str, folder: Path, tmp_path: Path, bounded: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "runs" / "made"))
-    DAMAGES[name].do(folder)
-    before = files_in(folder)
-    code, said = said_of(finish, [str(folder), "--output", str(tmp_path / "made"), "--gguf", "none"], capsys)
-    check(name, DAMAGES[name].finish, code, said, folder)
-    assert files_in(folder) == before
+    arguments = [str(folder), "--output", str(tmp_path / "made"), "--gguf", "none"]
+    code = damaged(name, folder, finish, arguments, DAMAGES[name].finish, capsys)
     assert sorted(os.listdir(tmp_path)) == (["made", "runs"] if code == 0 else ["runs"])
     assert code == 2 or (tmp_path / "made" / "README.md").stat().st_size < 100_000
 
@@ -138,8 +145,7 @@ CONFIGS += ["bytes", "brackets", "itself", "a mapping in itself", "laughs", "dee
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_config_of_a_run_that_is_evaluated(name: str, whole: Path, tmp_path: Path, bounded: None) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "runs" / "made"))
+def test_the_config_of_a_run_that_is_evaluated(name: str, folder: Path, bounded: None) -> None:
     DAMAGES[f"config.yaml: {name}"].do(folder)
     with pytest.raises(ValueError, match=str(folder / "config.yaml")):
         read_options([str(folder)])

@@ -15,7 +15,7 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.tools.finishing.families import FAMILIES, find_family, in_pairs
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra smollm2)")
-from lit_grpo.tools.finishing.comparison import Reference  # noqa: E402  # needs gguf
+from lit_grpo.tools.finishing.comparison import PolicyLogprobs  # noqa: E402  # needs gguf
 from lit_grpo.tools.finishing.gguf_writer import KINDS, planned_bytes, write_gguf  # noqa: E402
 from lit_grpo.tools.finishing.vocabulary import SPLITS, splitter  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_a_file_of_float32_is_the_policy(kind: str, tmp_path: Path) -> None:
     for name, weight in policy.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
     torch.testing.assert_close(logits(policy), logits(again), rtol=0, atol=1e-5)
-    cost = Reference(folder, TEXTS).cost(path, "f32")
+    cost = PolicyLogprobs(folder, TEXTS).cost(path, "f32")
     assert cost.most <= 1e-5 and cost.num_apart == 0 and cost.num_texts > len(TEXTS)
 
 
@@ -137,7 +137,7 @@ def test_other_kinds_hold_the_rounded_weights(kind: str, tmp_path: Path) -> None
         if weight.ndim == 2:
             stored = gguf.dequantize(gguf.quantize(stored, KINDS[kind][0]), KINDS[kind][0])
         torch.testing.assert_close(again[name], torch.from_numpy(stored), rtol=0, atol=0)
-    cost = Reference(folder, TEXTS).cost(path, kind)
+    cost = PolicyLogprobs(folder, TEXTS).cost(path, kind)
     assert 0 < cost.mean < 0.1 and cost.mean < cost.most and cost.num_tokens > 100
 
 
@@ -220,7 +220,7 @@ def test_policies_of_the_package_are_written(name: str, tmp_path: Path) -> None:
     words = [word for word, row in ours.get_vocab().items() if word != ours.unk_token]
     text = "".join(words * 2)
     assert theirs(text)["input_ids"] == ours(text)["input_ids"] == ours.convert_tokens_to_ids(words) * 2
-    cost = Reference(NAMED[name].folder, [text]).cost(path, "f32")
+    cost = PolicyLogprobs(NAMED[name].folder, [text]).cost(path, "f32")
     assert cost.most <= 1e-5 and cost.num_apart == 0
 
 

@@ -66,6 +66,12 @@ def curve(folder: Path, **columns: list[float | None]) -> None:
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
 
 
+def card_of(run: Path, *arguments: str) -> str:
+    """The card of a run that is finished without GGUF files."""
+    main([str(run), "--gguf", "none", *arguments])
+    return (run / "finished" / "README.md").read_text()
+
+
 def refused(*arguments: str | Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What the command says of a mistake."""
     with pytest.raises(SystemExit, match="2"):
@@ -113,8 +119,7 @@ def test_layers_that_draft_are_in_the_folder_and_not_in_gguf_files(
 
 
 def test_the_card_is_one_of_the_hubs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(run), "--gguf", "none", "--name", "My model", "--license", "apache-2.0"])
-    text = (run / "finished" / "README.md").read_text()
+    text = card_of(run, "--name", "My model", "--license", "apache-2.0")
     card = ModelCard(text)
     assert card.data.to_dict() == {
         **{"license": "apache-2.0", "library_name": "transformers", "pipeline_tag": "text-generation"},
@@ -132,8 +137,7 @@ def test_a_card_shows_hostile_samples_and_does_not_obey_them(run: Path) -> None:
     for row in rows:
         row["completion"] = "```\n# Not a heading\n````\n<script>alert(1)</script>\x1b[2J"
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main([str(run), "--gguf", "none"])
-    text = ModelCard.load(run / "finished" / "README.md").text
+    text = ModelCard(card_of(run)).text
     blocks = re.findall(r"^(`{3,})text\n(.*?)\n\1$", text, re.DOTALL | re.MULTILINE)
     assert any("# Not a heading" in block for _, block in blocks)
     outside = re.sub(r"^(`{3,})\w+\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -157,8 +161,7 @@ def test_a_card_shows_texts_of_others_as_they_stand(
     told = yaml.safe_load((run / "config.yaml").read_text())
     told["model"] |= {"policy": str(base), "dtype": text, "rewards": [{"function": text, "name": text}]}
     (run / "config.yaml").write_text(yaml.safe_dump(told))
-    main([str(run), "--gguf", "none"])
-    text_of_card = ModelCard.load(run / "finished" / "README.md").text
+    text_of_card = ModelCard(card_of(run)).text
     page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(text_of_card)
     shown = html.unescape(re.sub(r"<[^>]*>", "", page))
     assert shown.count(one_line(text)) >= 3, shown  # the dtype, the reward's name and function, the license
@@ -225,8 +228,7 @@ def test_a_picture_that_cannot_be_drawn_is_left_out(run: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Figure, "savefig", fail)
     with pytest.warns(UserWarning, match=r"curves\.png could not be made \(.*\); the run's metrics\.csv has"):
-        main([str(run), "--gguf", "none"])
-    assert "curves.png" not in (run / "finished" / "README.md").read_text()
+        assert "curves.png" not in card_of(run)
     assert not (run / "finished" / "curves.png").exists()
 
 
@@ -267,8 +269,7 @@ def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsy
         (0, ["validation/3", "validation/0"]),
         (40, ["validation/3", "validation/0"]),
     ]
-    main([str(run), "--gguf", "none"])
-    text = (run / "finished" / "README.md").read_text()
+    text = card_of(run)
     samples = text.split("## Samples")[1].split("## Files")[0]
     assert "written at 0 to 3" in samples and "written at 40 to 0" in samples and "It is" not in samples
     assert "held-out prompts" in samples and "last validation" in samples
@@ -297,8 +298,7 @@ def test_a_run_that_learned_nothing_is_said_to(
     curve(run, reward=[0.2, 0.21, 0.2, 0.21], val__pass_at_1=passed)
     found = record.progress(read_folder(run), 3)
     assert found is not None and found.has_improved == rises and str(found).startswith(said)
-    main([str(run), "--gguf", "none"])
-    assert said in (run / "finished" / "README.md").read_text()
+    assert said in card_of(run)
     assert ("learned nothing" in capsys.readouterr().out) != rises
 
 
@@ -329,8 +329,7 @@ def test_the_card_says_rows_decoding_and_interval_of_its_figure(
     told["model"] |= model
     told["data"]["validation"] = data
     (run / "config.yaml").write_text(yaml.safe_dump(told))
-    main([str(run), "--gguf", "none"])
-    assert said in (run / "finished" / "README.md").read_text()
+    assert said in card_of(run)
 
 
 def test_without_held_out_prompts_the_rewards_of_batches_count(run: Path) -> None:
@@ -361,8 +360,7 @@ def test_noise_is_seldom_taken_for_learning(run: Path) -> None:
 
 
 def test_a_license_that_is_not_known_is_said_to_be_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(run), "--gguf", "none"])
-    text = (run / "finished" / "README.md").read_text()
+    text = card_of(run)
     assert ModelCard(text).data.get("license") == "unknown" and card_errors(text) == []
     assert "**The license of the base model is not known**" in text
     assert "The card says that the license of the base is not known" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +21,35 @@ from lit_grpo.methods.entropy_target import EntropyTarget
 from lit_grpo.methods.tr_dpo import MovingReference
 from lit_grpo.module import GRPOModule
 from lit_grpo.optim import WarmupDecayLR
-from lit_grpo.tools.migration import SFT, TRL, VERL, convert_trl, convert_trl_sft
+from lit_grpo.tools.migration import SFT, TRL, VERL, Counterpart, convert_trl, convert_trl_sft
 from lit_grpo.update.objective.recipes import RECIPES
 
-LEAST = {
-    "model_name_or_path": "tiny",
-    "dataset_name": "some/data",
-    "reward_funcs": ["accuracy_reward"],
-    "max_steps": 10,
-}
+LEAST_SFT = {"model_name_or_path": "tiny", "dataset_name": "some/data", "max_steps": 10}
+LEAST = LEAST_SFT | {"reward_funcs": ["accuracy_reward"]}
 
 
 def convert(**fields: Any) -> dict[str, Any]:
     return convert_trl(LEAST | fields).config
 
 
-def test_every_field_of_trl_is_in_the_table_with_its_default() -> None:
-    trl = pytest.importorskip("trl")
-    from trl.scripts.grpo import GRPOScriptArguments
+def convert_sft(**fields: Any) -> dict[str, Any]:
+    return convert_trl_sft(LEAST_SFT | fields).config
 
-    kinds = (trl.GRPOConfig, trl.ModelConfig, GRPOScriptArguments, trl.DatasetMixtureConfig)
+
+@pytest.mark.parametrize(("trainer", "table"), [("grpo", TRL), ("sft", SFT)])
+def test_every_field_of_trl_is_in_the_table_with_its_default(trainer: str, table: dict[str, Counterpart]) -> None:
+    trl = pytest.importorskip("trl")
+    from trl.scripts import grpo, utils
+
+    own = (trl.GRPOConfig, grpo.GRPOScriptArguments) if trainer == "grpo" else (trl.SFTConfig, utils.ScriptArguments)
+    kinds = (*own, trl.ModelConfig, trl.DatasetMixtureConfig)
     fields = {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
-    assert set(fields) == set(TRL)
+    assert set(fields) == set(table)
     for name, field in fields.items():
-        default = field.default
+        default, ours = field.default, table[name].default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory() or None
-        assert TRL[name].default in (default, [], None) if default in (None, []) else TRL[name].default == default, name
+        assert ours in (default, [], None) if default in (None, []) else ours == default, name
 
 
 def is_parameter(field: str) -> bool:
@@ -93,24 +96,6 @@ def test_losses_keep_their_bounds() -> None:
     assert convert(multi_objective_aggregation="normalize_then_sum")["model"]["advantages"] == {"estimator": "gdpo"}
 
 
-REFUSED = {
-    "unknown": ({"num_generation": 4}, "TRL 1.16 has no field 'num_generation'"),
-    "truncation": ({"top_p": 0.9}, "top_p is 0.9, which cannot be had: log-probs of truncated sampling"),
-    "epochs": (
-        {"max_steps": -1},
-        "num_train_epochs is 3.0, but a run ends after a number of optimizer steps",
-    ),
-    "divisibility": ({"num_generations": 3}, "8 completions, which make no whole number of prompts"),
-    "half a prompt": ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, "a step is made of whole prompts"),
-    "a weight below one": ({"loss_type": "cispo"}, "largest weight is epsilon_high; give it"),
-    "turns of tools": ({"max_tool_calling_iterations": 3}, "set max_turns of the plug-in environments"),
-    "a model of rewards": ({"reward_model_name_or_path": "a/b"}, "add the reward reward_model with its argument model"),
-    "a reward by no name": ({"reward_funcs": ["mine"]}, "reward_funcs has 'mine'"),
-    "an optimizer": ({"optim": "lomo"}, "optim is 'lomo'"),
-    "variables": ({"env": {"A": "1"}}, "set them in the shell"),
-}
-
-
 def test_what_is_a_method_here_becomes_a_plug_in_with_its_fields() -> None:
     assert "rollout" not in convert(entropy_coef=0.01)
     config = convert(sync_ref_model=True, beta=0.1, ref_model_sync_steps=8, use_adaptive_entropy=True)
@@ -148,12 +133,38 @@ def test_every_field_of_a_group_that_is_named_is_one_of_ours() -> None:
                 assert field in inspect.signature(GROUPS[group]).parameters, (name, group, field)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_had_is_refused_in_one_sentence(case: str) -> None:
-    fields, sentence = REFUSED[case]
-    with pytest.raises(ValueError) as caught:
-        convert(**fields)
-    assert sentence in str(caught.value)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_generation": 4}, "TRL 1.16 has no field 'num_generation'"),
+    ({"top_p": 0.9}, "top_p is 0.9, which cannot be had: log-probs of truncated sampling"),
+    ({"num_generations": 3}, "8 completions, which make no whole number of prompts"),
+    ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, "a step is made of whole prompts"),
+    ({"loss_type": "cispo"}, "largest weight is epsilon_high; give it"),
+    ({"max_tool_calling_iterations": 3}, "set max_turns of the plug-in environments"),
+    ({"reward_model_name_or_path": "a/b"}, "add the reward reward_model with its argument model"),
+    ({"reward_funcs": ["mine"]}, "reward_funcs has 'mine'"),
+    ({"optim": "lomo"}, "optim is 'lomo'"),
+    ({"env": {"A": "1"}}, "set them in the shell"),
+    ({"max_steps": -1}, "num_train_epochs is 3.0, but a run ends after a number of optimizer steps"),
+]
+REFUSED_SFT: list[tuple[dict[str, Any], str]] = [
+    ({"completion_only_loss": False}, "prompts are always masked"),
+    ({"packing": True}, "packing is True, which cannot be had: rows are packed anyway"),
+    ({"loss_type": "dft"}, "loss_type is 'dft', which cannot be had; take nll"),
+    ({"chat_template_path": "a"}, "put the template into the policy's folder"),
+    ({"num_generations": 4}, "no field 'num_generations' for SFT"),
+    ({"max_seq_length": 4}, "TRL 1.16 has no such field: give max_length"),
+]
+
+
+@pytest.mark.parametrize(
+    ("made", "fields", "sentence"),
+    [*((convert, *row) for row in REFUSED), *((convert_sft, *row) for row in REFUSED_SFT)],
+)
+def test_what_cannot_be_had_is_refused_in_one_sentence(
+    made: Callable[..., Any], fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        made(**fields)
 
 
 WSD: dict[str, dict[str, Any]] = {
@@ -213,29 +224,11 @@ def test_schedules_that_cannot_be_had_are_refused(shape: str, further: Any, mess
         convert(lr_scheduler_type=shape, lr_scheduler_kwargs=further)
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_a_rate_that_stays_before_it_falls_is_transformers_warmup_stable_decay(shape: Any) -> None:
-    from transformers.optimization import get_wsd_schedule
-
-    rates = []
-    for ours in (False, True):
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-        if ours:
-            schedule: Any = WarmupDecayLR(optimizer, 12, 3, shape, decay_steps=4)
-        else:
-            schedule = get_wsd_schedule(optimizer, 3, 4, num_training_steps=12, decay_type=shape)
-        rates.append([])
-        for _ in range(12):
-            rates[-1].append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-    assert rates[1] == pytest.approx(rates[0], abs=1e-12) and rates[1][3:9] == [2.0] * 6
-    refused: list[tuple[int, Any]] = [(10, shape), (4, "constant")]
-    for steps, kind in refused:
-        with pytest.raises(
-            ValueError, match=rf"decay_steps is {steps}, with 9 steps after the warm-up and shape {kind}"
-        ):
-            WarmupDecayLR(optimizer, 12, 3, kind, decay_steps=steps)
+@pytest.mark.parametrize(("steps", "shape"), [(10, "linear"), (10, "cosine"), (4, "constant")])
+def test_a_rate_that_stays_before_it_falls_has_time_and_a_shape_to_fall(steps: int, shape: Any) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    with pytest.raises(ValueError, match=f"decay_steps is {steps}, with 9 steps after the warm-up and shape {shape}"):
+        WarmupDecayLR(optimizer, 12, 3, shape, decay_steps=steps)
 
 
 def test_what_has_no_counterpart_is_left_out_where_that_is_asked_for_and_each_field_is_named() -> None:
@@ -264,28 +257,6 @@ def test_adapters_are_on_the_layers_that_trl_trains(given: Any, taken: Any) -> N
 
 
 # ---- SFT ------------------------------------------------------------------------------------------------
-
-LEAST_SFT = {"model_name_or_path": "tiny", "dataset_name": "some/data", "max_steps": 10}
-
-
-def convert_sft(**fields: Any) -> dict[str, Any]:
-    return convert_trl_sft(LEAST_SFT | fields).config
-
-
-def test_every_field_of_trl_s_sft_is_in_the_table_with_its_default() -> None:
-    pytest.importorskip("trl")
-    from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments
-    from trl.trainer.model_config import ModelConfig
-    from trl.trainer.sft_config import SFTConfig
-
-    kinds = (SFTConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
-    fields = {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
-    assert set(fields) == set(SFT)
-    for name, field in fields.items():
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory() or None
-        assert SFT[name].default in (default, [], None) if default in (None, []) else SFT[name].default == default, name
 
 
 def test_a_config_of_sft_becomes_a_run_on_examples_alone() -> None:
@@ -317,20 +288,3 @@ def test_messages_are_conversations_that_end_with_the_answer() -> None:
     config = convert_sft(assistant_only_loss=True)
     assert config["rollout"]["plugins"] == [{"sft": {"warm_up": "all"}}]
     assert (config["data"]["prompt_column"], config["data"]["cut_answers"]) == ("messages", True)
-
-
-REFUSED_SFT: dict[str, tuple[dict[str, Any], str]] = {
-    "whole sequences": ({"completion_only_loss": False}, "prompts are always masked"),
-    "packing": ({"packing": True}, "packing is True, which cannot be had: rows are packed anyway"),
-    "another loss": ({"loss_type": "dft"}, "loss_type is 'dft', which cannot be had; take nll"),
-    "a template": ({"chat_template_path": "a"}, "put the template into the policy's folder"),
-    "a field of GRPO": ({"num_generations": 4}, "no field 'num_generations' for SFT"),
-    "an old field": ({"max_seq_length": 4}, "TRL 1.16 has no such field: give max_length"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_SFT)
-def test_what_sft_cannot_have_here_is_refused_in_one_sentence(name: str) -> None:
-    fields, sentence = REFUSED_SFT[name]
-    with pytest.raises(ValueError, match=sentence):
-        convert_sft(**fields)

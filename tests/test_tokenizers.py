@@ -269,11 +269,11 @@ def test_a_tokenizer_that_was_changed_or_whose_files_are_gone_is_written(tmp_pat
 @pytest.mark.parametrize("kind", ["bytes", "bytes by digits", "bytes as qwen2"])
 def test_a_gguf_file_of_qwen2_names_the_split_of_the_file(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed (the extra smollm2)")
-    from lit_grpo.tools.finishing.comparison import Reference
+    from lit_grpo.tools.finishing.comparison import PolicyLogprobs
     from lit_grpo.tools.finishing.gguf_writer import write_gguf
 
     own = with_weights(kind, "qwen2", tmp_path / "policy")
     write_gguf(tmp_path / "policy", tmp_path / "model.gguf", "f32", "a model")
     text = TEXT[:-5]  # llama.cpp composes no characters
     assert ids(load_tokenizer(str(tmp_path / "model.gguf")), text) == own(text)["input_ids"]
-    assert Reference(tmp_path / "policy", [text]).cost(tmp_path / "model.gguf", "f32").num_apart == 0
+    assert PolicyLogprobs(tmp_path / "policy", [text]).cost(tmp_path / "model.gguf", "f32").num_apart == 0

@@ -211,69 +211,63 @@ def test_the_arguments_of_a_script_with_a_parser_stand_after_two_dashes(tmp_path
 
 
 ROWS = 'load_dataset("d", split="train")'
-CALL = f'trainer = GRPOTrainer(model="m", reward_funcs={{rewards}}, args={{args}}, train_dataset={ROWS})'
+
+
+def called(fields: str, rewards: str = "reward_len", more: str = "", before: str = "") -> str:
+    """A script's call of GRPOTrainer with these fields of GRPOConfig."""
+    config = f"GRPOConfig({fields})"
+    return (
+        f'{before}trainer = GRPOTrainer(model="m", reward_funcs={rewards}, args={config}{more}, train_dataset={ROWS})'
+    )
+
+
 REFUSED: dict[str, tuple[str, str]] = {
     "no trainer": ("trainer = print", "calls neither GRPOTrainer nor GRPOConfig by name; give the script that does"),
     "no Python": ("trainer = (", "is no Python that can be parsed"),
     "two trainers": ("trainer = GRPOTrainer()\nother = GRPOTrainer()", r"makes 2 trainers of TRL \(lines"),
     "a config from elsewhere": (
-        CALL.format(rewards="reward_len", args="make_config()"),
+        called("").replace("GRPOConfig()", "make_config()"),
         r"takes the config of its trainer from make_config\(\), which is known only when it runs; write GRPOConfig",
     ),
     "a value from elsewhere": (
-        CALL.format(rewards="reward_len", args="GRPOConfig(max_steps=int(x), learning_rate=rate)"),
+        called("max_steps=int(x), learning_rate=rate"),
         r"max_steps is int\(x\) in script.py, line \d+, which is known only when the script runs: write its value",
     ),
     "mappings from elsewhere": (
-        CALL.format(rewards="reward_len", args="GRPOConfig(max_steps=1, **settings)"),
+        called("max_steps=1, **settings"),
         r"\*\*settings is settings in script.py, line \d+, which is known only when",
     ),
-    "a name with two values": (
-        "n = 1\nn = 2\n" + CALL.format(rewards="reward_len", args="GRPOConfig(max_steps=n)"),
-        "max_steps is n in script.py",
-    ),
+    "a name with two values": (called("max_steps=n", before="n = 1\nn = 2\n"), "max_steps is n in script.py"),
     "a lambda": (
-        CALL.format(rewards="[lambda completions: 1]", args="GRPOConfig(max_steps=1)"),
+        called("max_steps=1", "[lambda completions: 1]"),
         "name a function or class that the script defines or imports",
     ),
     "a reward model": (
-        CALL.format(rewards='"org/judge"', args="GRPOConfig(max_steps=1)"),
+        called("max_steps=1", '"org/judge"'),
         "reward_funcs has the reward model 'org/judge': leave it out here, and add the reward reward_model",
     ),
     "a rollout function": (
-        CALL.format(rewards="reward_len", args="GRPOConfig(max_steps=1), rollout_func=play"),
+        called("max_steps=1", more=", rollout_func=play"),
         "rollout_func of the trainer is play, which is not converted: user-defined rollouts are not supported",
     ),
-    "no field": (
-        CALL.format(rewards="accuracy_reward", args="GRPOConfig(max_step=1)"),
-        "TRL 1.16 has no field 'max_step' for GRPO",
-    ),
+    "no field": (called("max_step=1", "accuracy_reward"), "TRL 1.16 has no field 'max_step' for GRPO"),
     "peft's others": (
-        CALL.format(rewards="accuracy_reward", args="GRPOConfig(max_steps=1), peft_config=LoraConfig(lora_bias=True)"),
+        called("max_steps=1", "accuracy_reward", more=", peft_config=LoraConfig(lora_bias=True)"),
         "lora_bias of LoraConfig is True, which has no counterpart",
     ),
     "flags without a parser": (
-        CALL.format(rewards="accuracy_reward", args="GRPOConfig(max_steps=1)"),
+        called("max_steps=1", "accuracy_reward"),
         "parses no arguments by TrlParser; leave out those after --",
     ),
-    "a name that is changed": (
-        "n = 1\nn += 1\n" + CALL.format(rewards="reward_len", args="GRPOConfig(max_steps=n)"),
-        "max_steps is n in script.py",
-    ),
-    "a name of a loop": (
-        "for n in (1, 2): n\n" + CALL.format(rewards="reward_len", args="GRPOConfig(max_steps=n)"),
-        "max_steps is n in script.py",
-    ),
+    "a name that is changed": (called("max_steps=n", before="n = 1\nn += 1\n"), "max_steps is n in script.py"),
+    "a name of a loop": (called("max_steps=n", before="for n in (1, 2): n\n"), "max_steps is n in script.py"),
     "an argument of a function": (
-        "n = 1\ndef other(n): ...\n" + CALL.format(rewards="reward_len", args="GRPOConfig(max_steps=n)"),
+        called("max_steps=n", before="n = 1\ndef other(n): ...\n"),
         "max_steps is n in script.py",
     ),
-    "a division by zero": (
-        CALL.format(rewards="accuracy_reward", args="GRPOConfig(max_steps=1 // 0)"),
-        "max_steps is 1 // 0 in script.py",
-    ),
+    "a division by zero": (called("max_steps=1 // 0", "accuracy_reward"), "max_steps is 1 // 0 in script.py"),
     "a name that is itself": (
-        "a = b\nb = a\n" + CALL.format(rewards="accuracy_reward", args="GRPOConfig(max_steps=a)"),
+        called("max_steps=a", "accuracy_reward", before="a = b\nb = a\n"),
         "max_steps is a in script.py",
     ),
 }
@@ -297,7 +291,7 @@ def test_a_reward_in_a_script_that_trains_when_imported_is_refused_and_the_rest_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
-    call = CALL.format(rewards="[accuracy_reward, reward_len]", args="GRPOConfig(max_steps=1)")
+    call = called("max_steps=1", "[accuracy_reward, reward_len]")
     script.write_text(f"{HEAD}\n{call}\ntrainer.train()\nopen('ran', 'w')\n")
     with pytest.raises(SystemExit):
         from_trl([str(script)])

@@ -53,7 +53,7 @@ TRAINING = Place(num_first=8, rows="updates", where="", label="")
 HELD_OUT = Place(num_first=3, rows="validations", where=" on held-out prompts", label=", held out")
 
 
-class Change(NamedTuple):
+class CurveChange(NamedTuple):
     """Difference of a curve's mean between the first rows and the last."""
 
     first: float
@@ -62,7 +62,6 @@ class Change(NamedTuple):
 
     @property
     def size(self) -> float:
-        """The difference."""
         return self.last - self.first
 
     def is_certain(self, sign: float) -> bool:
@@ -109,7 +108,6 @@ class RewardCurves:
         self.num_rows = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
         rows = {"first": self._first, "blocks": self._blocks, "open": self._open}
         counts = {"width": self._width, "next_look": self._next_look, "told": self._told}
         return {"weights": self.weights, "latest": self.latest, **rows, **counts}
@@ -162,7 +160,7 @@ class RewardCurves:
         reward, functions = changes[0], dict(zip(self.weights, changes[1:], strict=True))
         return [*self._hacked(reward, functions), *self._fallen(functions)]
 
-    def _hacked(self, reward: Change, functions: Mapping[str, Change]) -> Iterator[Finding]:
+    def _hacked(self, reward: CurveChange, functions: Mapping[str, CurveChange]) -> Iterator[Finding]:
         """Find that the reward has risen, and the function that decides who passes has no part in it."""
         parts = {name: self.weights[name] * change.size for name, change in functions.items()}
         others = {name: part for name, part in parts.items() if name != self.passes.reward and part > 0}
@@ -179,7 +177,7 @@ class RewardCurves:
             f"{_listed([f'`{name}`' for name in named])} less, or let it pay only where `{self.passes.reward}` does.",
         )
 
-    def _has_no_part(self, decides: Change, reward: Change) -> bool:
+    def _has_no_part(self, decides: CurveChange, reward: CurveChange) -> bool:
         """Return whether the function that decides who passes could have risen and, beyond noise, has not.
 
         One with weight 0 is taken as if it weighed as much as the heaviest.
@@ -189,11 +187,11 @@ class RewardCurves:
         may_have_risen = decides.size > DOUBTFUL * decides.error or weight * most >= LEAST_SHARE * reward.size
         return not (may_have_risen or self._is_at_ceiling(decides) or math.isnan(most))
 
-    def _is_at_ceiling(self, decides: Change) -> bool:
+    def _is_at_ceiling(self, decides: CurveChange) -> bool:
         threshold = self.passes.threshold
         return decides.last >= threshold - (1 - CEILING) * abs(threshold)
 
-    def _fallen(self, functions: Mapping[str, Change]) -> Iterator[Finding]:
+    def _fallen(self, functions: Mapping[str, CurveChange]) -> Iterator[Finding]:
         """Find that one function has fallen while another rose."""
         signs = {name: math.copysign(1.0, self.weights[name]) for name in functions}
         counts = [name for name, weight in self.weights.items() if weight or name == self.passes.reward]
@@ -208,13 +206,13 @@ class RewardCurves:
                 f"{_listed([f'`{name}`' for name in fell])} matters, weigh it more.",
             )
 
-    def _moved(self, name: str, change: Change) -> str:
+    def _moved(self, name: str, change: CurveChange) -> str:
         weight = self.weights[name]
         weighed = "" if weight >= 0 else f", whose weight is {weight:g},"
         return f"`{name}`{weighed} {'rose' if change.size > 0 else 'fell'} {change}"
 
 
-def _change(first: np.ndarray, last: np.ndarray) -> Change:
+def _change(first: np.ndarray, last: np.ndarray) -> CurveChange:
     """Compare the means of two stretches of a curve; NaN where either has fewer than half of its values."""
     means, variances = [], []
     for values in (first, last):
@@ -222,7 +220,7 @@ def _change(first: np.ndarray, last: np.ndarray) -> Change:
         enough = len(there) >= max(len(values) / 2, 2)
         means.append(float(there.mean()) if enough else math.nan)
         variances.append(float(there.var(ddof=1)) / len(there) if enough else math.nan)
-    return Change(means[0], means[1], math.sqrt(sum(variances)))
+    return CurveChange(means[0], means[1], math.sqrt(sum(variances)))
 
 
 def _means(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -231,7 +229,7 @@ def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) / len(column) if column else math.nan for column in columns]
 
 
-def _course(change: Change) -> str:
+def _course(change: CurveChange) -> str:
     """Say how a function went that has not risen."""
     if change.is_certain(-1):
         return f"fell {change}"
@@ -314,22 +312,15 @@ class BatchWatch:
         self._told_of_tokens = self._saw_first = False  # special tokens that rewards do not see; the first batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name not in ("_functions", "_on_error")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint."""
         vars(self).update(state)
 
     def collapse(self, logs: Mapping[str, float], version: int) -> str | None:
         """Return a warning about the third batch in a row whose completions of a prompt are equal and go unrewarded.
 
-        From there nothing is learned: equal completions have equal rewards.
-
-        Args:
-            logs: The metrics of the batch over all ranks: ``reward``, ``completions/mean_logprob`` and
-                ``frac_reward_zero_std``.
-            version: Version of the policy.
+        ``logs`` has means over all ranks: ``reward``, ``completions/mean_logprob`` and ``frac_reward_zero_std``.
         """
         reward, certain = logs["reward"], logs["completions/mean_logprob"] > -1e-3
         collapsed = certain and logs["frac_reward_zero_std"] == 1 and (reward <= 0 or reward < self._best)

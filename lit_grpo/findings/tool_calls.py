@@ -52,7 +52,6 @@ class ToolCalls:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self._num_calls, self._num_failed = Counter(state["calls"]), Counter(state["failed"])
         self._errors = defaultdict(Counter, {name: Counter(those) for name, those in state["errors"].items()})
         self._told = {*state["told"]}

@@ -105,13 +105,7 @@ def _token_metrics(completions: Sequence[Completion], version: int, ranks: Ranks
 
 
 def dataset_metrics(groups: Sequence[RolloutGroup], rewards: GroupRewards, ranks: Ranks) -> dict[str, float]:
-    """Return what is logged of each data set of a batch, on all ranks, by name.
-
-    Args:
-        groups: Of this rank.
-        rewards: Theirs.
-        ranks: Of the run; all of them call this.
-    """
+    """Return what is logged of each data set of a batch, on all ranks, by name."""
     uniform = uniform_groups(rewards.rewards_R, rewards.groups_R, len(groups)).tolist()
     own: list[tuple[str, float, list[tuple[float, int]]]] = []
     values_R = iter(rewards.rewards_R.tolist())

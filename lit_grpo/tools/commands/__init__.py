@@ -19,7 +19,6 @@ class Tool(NamedTuple):
 
     @property
     def has_settings_of_a_run(self) -> bool:
-        """True if the command takes the arguments of ``fit``."""
         return bool(self.help)
 
 

@@ -18,7 +18,7 @@ from lit_grpo.cli.parsing.mistakes import parse_or_exit
 from lit_grpo.cli.parsing.places import with_place
 from lit_grpo.cli.parsing.refusals import SETTINGS, check_values, find_checkpoint
 from lit_grpo.cli.parsing.sentences import exit_with
-from lit_grpo.tools.doctor import CheckUp, Examined, Finding, Report
+from lit_grpo.tools.doctor import CheckResult, CheckUp, Examined, Report
 from lit_grpo.training.run_folder import RunConfig, RunFolder
 
 ONE_UPDATE = {
@@ -97,7 +97,7 @@ class DoctorCLI(LikeFitCLI):
             self._end()
 
     def _fail(self, error: Exception, name: str = "settings") -> None:
-        finding = Finding("fail", name, one_sentence(str(error)) + own_frames(error))
+        finding = CheckResult("fail", name, one_sentence(str(error)) + own_frames(error))
         if finding not in self._report.findings:  # data and policy both read the policy's folder
             self._report.add(finding)
 
@@ -123,7 +123,7 @@ class DoctorCLI(LikeFitCLI):
         if broken:
             self._end()
         name = type(cast(Any, self.model).generator).__name__
-        self._report.add(Finding("pass", "settings", f"data, rewards, policy, optimizer and {name} can be set up"))
+        self._report.add(CheckResult("pass", "settings", f"data, rewards, policy, optimizer and {name} can be set up"))
         folder = None if self._disk is None else self._disk / self._settings["checkpoint"]["folder"]
         scheduler, sync = (self._get(self.config_init, name) for name in ("rollout", "weight_sync"))
         checkup = CheckUp(self._report, scheduler, sync, folder, self._disk_error)

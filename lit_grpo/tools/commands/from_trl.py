@@ -68,11 +68,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _count(text: str) -> int:
-    """Read a number of things.
-
-    Raises:
-        ValueError: It is none, or there is nothing to count.
-    """
+    """Read a number of things."""
     if not text.isdecimal() or not 1 <= int(text[:20]) <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:60]!r} is no number of these; give a whole number of 1 or more.")
     return int(text)
@@ -159,7 +155,6 @@ def train_arguments(config: Any, *, rows: int | None = None, devices: int = 1, *
 
 
 def _object(field: str, given: Mapping[str, Any]) -> functools.partial[Any]:
-    """Return what makes an object of a class with its arguments."""
     path = FIELDS[field].get(given["class_path"], given["class_path"])
     module, _, name = path.rpartition(".")
     return functools.partial(getattr(importlib.import_module(module), name), **given["init_args"])

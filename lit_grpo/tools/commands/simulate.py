@@ -31,7 +31,6 @@ class PlanResult:
 
     @property
     def steps(self) -> int:
-        """Decode steps in all."""
         return sum(schedule.steps for schedule in self.schedules)
 
     @property
@@ -46,14 +45,7 @@ class PlanResult:
 
 
 def print_table(source: str, engine: Engine, outcomes: list[PlanResult], cost: StepCost | None) -> None:
-    """Print a row for each plan.
-
-    Args:
-        source: The trace, as it was asked for.
-        engine: The engine that decoded.
-        outcomes: Result of each scheduling policy.
-        cost: Cost of a decode step; None to print no times.
-    """
+    """Print a row for each plan; without a cost of a decode step, it has no times."""
     from rich.console import Console
     from rich.table import Table
 

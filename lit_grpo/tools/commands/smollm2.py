@@ -118,7 +118,6 @@ def _license(package: Path) -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write the policy of a GGUF file as ``save_pretrained`` does, and compare what was written."""
     from lit_grpo.policy.loading import load_policy, load_tokenizer
     from lit_grpo.policy.saving import export
 

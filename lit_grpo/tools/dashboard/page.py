@@ -28,7 +28,6 @@ the names of their metrics begin with `datasets/` and the names of their data se
 
 
 def metrics_page() -> str:
-    """Return the page, in Markdown."""
     return "\n".join([HEAD, *(line for section in sections() for line in _section(section))])
 
 

@@ -77,7 +77,6 @@ def filter_names(names: Iterable[str], pattern: str) -> list[str]:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Return all sections in their order."""
     text = resources.files("lit_grpo.tools.dashboard").joinpath("metrics.yaml").read_text(encoding="utf-8")
     return tuple(map(_section, yaml.safe_load(text)))
 

@@ -28,7 +28,6 @@ def _group(title: str) -> str:
 
 
 def scalars(values: Mapping[str, float]) -> Any:
-    """Make one summary of many values, by tag."""
     from tensorboard.compat.proto import summary_pb2
 
     summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it at import

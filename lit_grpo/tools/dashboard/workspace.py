@@ -18,11 +18,6 @@ STEP = "trainer/global_step"
 def make_workspace(entity: str, project: str, name: str = "lit_grpo") -> Workspace:
     """Make a workspace with our sections; its ``save`` sends it to W&B.
 
-    Args:
-        entity: A user or team.
-        project: One of their projects.
-        name: The name of the view.
-
     Raises:
         ModuleNotFoundError: wandb-workspaces is not installed.
     """

@@ -11,18 +11,18 @@ import torch
 
 from lit_grpo.policy.weights import digest
 from lit_grpo.tools.doctor.patient import Patient
-from lit_grpo.tools.doctor.report import Finding
+from lit_grpo.tools.doctor.report import CheckResult
 from lit_grpo.tools.doctor.trial import disturb, undone
 
 NUM_CHECKPOINTS = 3
 """``last.ckpt``, ``best.ckpt``, and one that is being written."""
 
 
-def check_checkpoint(patient: Patient) -> Iterator[Finding]:
+def check_checkpoint(patient: Patient) -> Iterator[CheckResult]:
     """Write a checkpoint to the run's disk, read it again, and compare every bit."""
     trainer, module = patient.trainer, patient.module
     if patient.folder is None:
-        yield Finding("fail", "checkpoint", patient.folder_error, "choose another folder with run.dir")
+        yield CheckResult("fail", "checkpoint", patient.folder_error, "choose another folder with run.dir")
         return
     path = patient.folder / "last.ckpt"
     trainer.save_checkpoint(path, weights_only=False)
@@ -35,24 +35,24 @@ def check_checkpoint(patient: Patient) -> Iterator[Finding]:
     wrong = [name for name in {**tensors, **there} if not _equal(there.get(name), tensors.get(name))]
     if wrong:
         figure = f"{wrong[0]} differs from what was written"
-        yield Finding("fail", "checkpoint", figure, "see to the disk, or choose another run.dir")
+        yield CheckResult("fail", "checkpoint", figure, "see to the disk, or choose another run.dir")
         return
-    yield Finding("pass", "checkpoint", f"{_mib(num_bytes)} written, and read again bit for bit")
+    yield CheckResult("pass", "checkpoint", f"{_mib(num_bytes)} written, and read again bit for bit")
     free, needed = shutil.disk_usage(patient.folder).free, NUM_CHECKPOINTS * _whole(module, num_bytes)
     figure = f"{_mib(free)} free, checkpoints take up to {_mib(needed)}"
     remedy = "make room, or choose another disk with run.dir"
     verdict = "fail" if needed > free else "warn" if needed > free / 2 else "pass"
-    yield Finding(verdict, "disk", figure, "" if verdict == "pass" else remedy)
+    yield CheckResult(verdict, "disk", figure, "" if verdict == "pass" else remedy)
 
 
-def check_export(patient: Patient) -> Iterator[Finding]:
+def check_export(patient: Patient) -> Iterator[CheckResult]:
     """Change every trained weight, export the policy to the run's disk, open it again, and compare.
 
     Raises:
         ExportError: The export does not hold the policy.
     """
     if patient.folder is None:
-        yield Finding("skip", "export", patient.folder_error)
+        yield CheckResult("skip", "export", patient.folder_error)
         return
     folder, start = patient.folder.with_name("export"), time.perf_counter()
     try:
@@ -62,7 +62,9 @@ def check_export(patient: Patient) -> Iterator[Finding]:
             compared = patient.module.export(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    yield Finding("pass", "export", f"{compared}, every trained weight changed, in {time.perf_counter() - start:.1f} s")
+    yield CheckResult(
+        "pass", "export", f"{compared}, every trained weight changed, in {time.perf_counter() - start:.1f} s"
+    )
 
 
 def _whole(module: Any, num_bytes: int) -> int:

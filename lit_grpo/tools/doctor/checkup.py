@@ -18,7 +18,7 @@ from lit_grpo.tools.doctor.largest_step import check_memory
 from lit_grpo.tools.doctor.logprobs import check_dropout, check_gap
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.prompts import check_prompts, check_tokenizer
-from lit_grpo.tools.doctor.report import Finding, Report
+from lit_grpo.tools.doctor.report import CheckResult, Report
 from lit_grpo.tools.doctor.rewards import check_rewards
 from lit_grpo.tools.doctor.samples import check_ends, check_generator, check_samples, check_states, check_sync
 from lit_grpo.tools.doctor.step import check_rate, check_step
@@ -31,7 +31,7 @@ class Check(NamedTuple):
     """A check: the name of its finding if it fails as a whole, its function, and the check that must pass before."""
 
     name: str
-    run: Callable[[Patient], Iterator[Finding]]
+    run: Callable[[Patient], Iterator[CheckResult]]
     needs: str = ""
 
 
@@ -128,11 +128,11 @@ def examine(patient: Patient) -> None:
     for check in CHECKS:
         if check.needs in broken:
             broken.add(check.name)
-            patient.report.add(Finding("skip", check.name, f"not examined, because {check.needs} failed"))
+            patient.report.add(CheckResult("skip", check.name, f"not examined, because {check.needs} failed"))
             continue
         try:
             for finding in check.run(patient):
                 patient.report.add(finding)
         except FAULTS as error:
             broken.add(check.name)
-            patient.report.add(Finding("fail", check.name, " ".join(str(error).split()) or type(error).__name__))
+            patient.report.add(CheckResult("fail", check.name, " ".join(str(error).split()) or type(error).__name__))

@@ -11,7 +11,7 @@ import torch
 from lit_grpo.memory import PeakMemory, free_bytes, is_out_of_memory
 from lit_grpo.policy.architecture.decoder import context_length
 from lit_grpo.tools.doctor.patient import Patient
-from lit_grpo.tools.doctor.report import Finding
+from lit_grpo.tools.doctor.report import CheckResult
 from lit_grpo.tools.doctor.trial import learn, rewarded, undone
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
 from lit_grpo.update.batches.microbatch import least_tokens
@@ -24,7 +24,7 @@ _REMEDY = (
 )
 
 
-def check_memory(patient: Patient) -> Iterator[Finding]:
+def check_memory(patient: Patient) -> Iterator[CheckResult]:
     """Take a step with learning rate 0 on the longest micro-batch that the run can have.
 
     The micro-batch has the longest prompt, and as many completions of ``max_tokens`` as the token budget allows. If it
@@ -38,7 +38,7 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     patient.report.table(*_what_fits(patient, activations, free))
     if needed > free:
         figure = f"{least} tokens take about {needed / _GIB:.2g} GiB, and {free / _GIB:.2g} GiB are free"
-        yield Finding("fail", "memory", figure, _REMEDY)
+        yield CheckResult("fail", "memory", figure, _REMEDY)
         return
     peak = PeakMemory(patient.device)
     peak.reset()
@@ -50,20 +50,20 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        yield Finding("fail", "memory", f"ran out on a micro-batch of {num_tokens} tokens", _REMEDY)
+        yield CheckResult("fail", "memory", f"ran out on a micro-batch of {num_tokens} tokens", _REMEDY)
         return
     share = peak.peak_gib() * _GIB / (peak.peak_gib() * _GIB + free)
     figure = f"{peak.peak_gib():.2g} GiB at the peak, on a longest micro-batch of {num_tokens} tokens"
-    yield Finding("warn" if share > 0.95 else "pass", "memory", figure, _REMEDY if share > 0.95 else "")
+    yield CheckResult("warn" if share > 0.95 else "pass", "memory", figure, _REMEDY if share > 0.95 else "")
     if moved:
-        yield Finding(
+        yield CheckResult(
             "fail",
             "rate 0",
             f"a step with learning rate 0 changes {moved[0]}",
             "some code besides the optimizer writes to the weights",
         )
     else:
-        yield Finding("pass", "rate 0", "a step with learning rate 0 changes no bit of any weight")
+        yield CheckResult("pass", "rate 0", "a step with learning rate 0 changes no bit of any weight")
 
 
 def _longest(patient: Patient) -> tuple[list[RolloutGroup], int]:

@@ -47,17 +47,14 @@ class Patient:
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """The training prompts."""
         return self.data.prompts["train"]
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """The sampled completions."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
     @property
     def device(self) -> torch.device:
-        """The policy's device."""
         return self.module.policy.device
 
     def computing(self) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from lit_grpo.policy.named import is_packaged
 from lit_grpo.policy.spec import eos_token_ids
 from lit_grpo.process.terminal import on_one_line
 from lit_grpo.tools.doctor.patient import Patient
-from lit_grpo.tools.doctor.report import WIDTH, Finding
+from lit_grpo.tools.doctor.report import WIDTH, CheckResult
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -30,26 +30,26 @@ _NUM_SHUFFLES = 4
 _LIKELIER = 0.9  # the surprise of a prompt must be below this share of that of its tokens in another order
 
 
-def check_prompts(patient: Patient) -> Iterator[Finding]:
+def check_prompts(patient: Patient) -> Iterator[CheckResult]:
     """Show a few prompts, and check how they begin and end."""
     prompts, tokenizer = patient.prompts, patient.module.tokenizer
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    yield Finding("pass", "prompts", f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens")
+    yield CheckResult("pass", "prompts", f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens")
     shown = [str(tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)) for prompt in prompts[:NUM_SHOWN]]
     for text in differing_parts([on_one_line(text) for text in shown]):
         patient.report.quote(text)
     if shared := shared_validation(patient.data.prompts):
-        yield Finding("warn", "validation", shared, f"pass@1 tells nothing of new prompts; {REMEDY}")
+        yield CheckResult("warn", "validation", shared, f"pass@1 tells nothing of new prompts; {REMEDY}")
     elif patient.data.prompts.get("validation"):
-        yield Finding("pass", "validation", "prompts that are not trained on")
+        yield CheckResult("pass", "validation", "prompts that are not trained on")
     yield from _chat(patient, prompts)
     bos, ends = tokenizer.bos_token_id, eos_token_ids(patient.module.policy, tokenizer)
     if bos is not None and any(prompt.token_ids[:2] == (bos, bos) for prompt in prompts):
-        yield Finding(
+        yield CheckResult(
             "fail", "prompt begins", f"twice with {tokenizer.bos_token}", "take it out of the data or the template"
         )
     if any(prompt.token_ids[-1] in ends for prompt in prompts):
-        yield Finding(
+        yield CheckResult(
             "fail", "prompt ends", "in a token that ends completions", "correct the chat template, or the data"
         )
 
@@ -79,46 +79,48 @@ def _common(texts: Sequence[str]) -> int:
     return next((place for place, (one, other) in pairs if one != other), len(least))
 
 
-def _chat(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _chat(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[CheckResult]:
     tokenizer, renderer = patient.module.tokenizer, patient.data.renderer
     is_chat = renderer.chat_template or (
         renderer.chat_template is None
         and (renderer.system_prompt is not None or any(prompt.messages is not None for prompt in prompts))
     )
     if not is_chat and tokenizer.chat_template is not None:
-        yield Finding(
+        yield CheckResult(
             "warn",
             "chat template",
             "the tokenizer has one, and prompts do not use it",
             "set data.chat_template to true, unless the policy is to continue plain text",
         )
     elif not is_chat:
-        yield Finding("pass", "chat template", "none, and none is asked for: plain text")
+        yield CheckResult("pass", "chat template", "none, and none is asked for: plain text")
     else:
         yield _template(patient, prompts[0])
 
 
-def _template(patient: Patient, prompt: Prompt) -> Finding:
+def _template(patient: Patient, prompt: Prompt) -> CheckResult:
     """Check how the template renders a message with known text."""
     tokenizer, said = patient.module.tokenizer, "lorem 42"
     options = patient.data.renderer.chat_template_kwargs or {}
     with_end, without = (_render(tokenizer, said, end, options) for end in (True, False))
     name, remedy = "chat template", "give the policy's own tokenizer, with its template"
     if said not in with_end:
-        return Finding("fail", name, "leaves out what the user says", remedy)
+        return CheckResult("fail", name, "leaves out what the user says", remedy)
     markers = dict.fromkeys(_MARKER.findall(with_end))
     split = {marker: _num_tokens(tokenizer, marker) for marker in markers}
     if wrong := next((marker for marker in split if split[marker] != 1), None):
-        return Finding("fail", name, f"{wrong} becomes {split[wrong]} tokens, because it is another model's", remedy)
+        return CheckResult(
+            "fail", name, f"{wrong} becomes {split[wrong]} tokens, because it is another model's", remedy
+        )
     if not with_end.startswith(without) or with_end == without:
-        return Finding("fail", name, "adds nothing to ask for an answer (add_generation_prompt)", remedy)
+        return CheckResult("fail", name, "adds nothing to ask for an answer (add_generation_prompt)", remedy)
     ending = with_end[len(without) :]
     text = str(tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False))
     renderer = patient.data.renderer
     goes_on = renderer.continue_final_message or renderer.adds(prompt.columns)  # to be gone on with
     if not text.rstrip().endswith(ending.rstrip()) and not goes_on:
-        return Finding("fail", name, "prompts do not end in the generation prompt", remedy)
-    return Finding("pass", name, f'ends in "{on_one_line(ending)}"')
+        return CheckResult("fail", name, "prompts do not end in the generation prompt", remedy)
+    return CheckResult("pass", name, f'ends in "{on_one_line(ending)}"')
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, said: str, ends: bool, options: dict[str, Any]) -> str:
@@ -130,7 +132,7 @@ def _num_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def check_tokenizer(patient: Patient) -> Iterator[Finding]:
+def check_tokenizer(patient: Patient) -> Iterator[CheckResult]:
     """Check that the tokenizer is the policy's, by its size, special tokens, a round trip and a likelihood."""
     module, tokenizer = patient.module, patient.module.tokenizer
     num_rows = min(len(weight) for weight in embeddings(module.policy))
@@ -141,38 +143,38 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
     configured = [configured] if isinstance(configured, int) else configured or []
     unknown = [end for end in configured if end not in tokenizer.all_special_ids]
     if max(largest, *ends) >= num_rows:
-        yield Finding("fail", "tokenizer", figure, remedy)
+        yield CheckResult("fail", "tokenizer", figure, remedy)
     elif len(tokenizer) < 0.9 * num_rows:
-        yield Finding("warn", "tokenizer", figure, remedy)
+        yield CheckResult("warn", "tokenizer", figure, remedy)
     elif unknown:
-        yield Finding("warn", "tokenizer", f"the policy ends with {unknown}, which is no special token", remedy)
+        yield CheckResult("warn", "tokenizer", f"the policy ends with {unknown}, which is no special token", remedy)
     else:
-        yield Finding("pass", "tokenizer", figure)
+        yield CheckResult("pass", "tokenizer", figure)
     yield _there_and_back(patient)
     yield _likelihood(patient)
 
 
-def _there_and_back(patient: Patient) -> Finding:
+def _there_and_back(patient: Patient) -> CheckResult:
     tokenizer = patient.module.tokenizer
     for prompt in patient.prompts[:100]:
         text = tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
         if tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) != prompt.token_ids:
-            return Finding(
+            return CheckResult(
                 "warn",
                 "round trip",
                 f"{prompt.prompt_id} as text and back gives other tokens",
                 "no harm to training, which never turns text back into tokens; check that the prompt above reads well",
             )
-    return Finding("pass", "round trip", "prompts as text and back are the same tokens")
+    return CheckResult("pass", "round trip", "prompts as text and back are the same tokens")
 
 
-def _likelihood(patient: Patient) -> Finding:
+def _likelihood(patient: Patient) -> CheckResult:
     """Compare how much prompts surprise the policy with how much their tokens in another order do.
 
     A policy of the package has never been trained to predict prompts, and always has its own tokenizer.
     """
     if is_packaged(patient.module.policy_name):
-        return Finding("pass", "likelihood", "not needed: the policy and its tokenizer come with the package")
+        return CheckResult("pass", "likelihood", "not needed: the policy and its tokenizer come with the package")
     rng = random.Random(0)
     rows = [prompt.token_ids[-_NUM_TOKENS:] for prompt in patient.prompts[:16] if len(prompt.token_ids) > 2]
     own = _surprise(patient, rows)
@@ -180,13 +182,13 @@ def _likelihood(patient: Patient) -> Finding:
     shuffled = sum(others) / _NUM_SHUFFLES
     figure = f"{own:.1f} nats a token of the prompts, {shuffled:.1f} of the same in another order"
     if rows and not own < _LIKELIER * shuffled:
-        return Finding(
+        return CheckResult(
             "warn",
             "likelihood",
             figure,
             "the tokenizer is another model's, unless the policy has never learned to predict prompts",
         )
-    return Finding("pass", "likelihood", figure)
+    return CheckResult("pass", "likelihood", figure)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from lit_grpo.process.terminal import visible
 Verdict = Literal["pass", "warn", "fail", "skip"]
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One line of the report.
 
     Args:
@@ -40,10 +40,10 @@ class Report:
     """Prints findings at once, 80 columns wide, and keeps them."""
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[CheckResult] = []
         self._console = Console(width=WIDTH, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: CheckResult) -> None:
         """Print a finding."""
         self.findings.append(finding)
         text = f"{finding.figure}: {finding.remedy}" if finding.remedy else finding.figure
@@ -70,15 +70,12 @@ class Report:
         self._console.print(Padding(table, (0, 0, 0, 5)))
 
     def names(self, verdict: str) -> list[str]:
-        """Return the names of findings with a verdict."""
         return [finding.name for finding in self.findings if finding.verdict == verdict]
 
     @property
     def exit_code(self) -> int:
-        """1 if a check failed, else 0."""
         return int(bool(self.names("fail")))
 
     def close(self) -> None:
-        """Print the number of findings of each verdict."""
         counts = [f"{len(self.names(verdict))} {verdict}" for verdict in _COLORS if self.names(verdict)]
         self._console.print(Text(", ".join(counts)))

@@ -12,11 +12,11 @@ from lit_grpo.rewards import RewardError, RewardRunner
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rewards.inputs import begun
 from lit_grpo.tools.doctor.patient import Patient
-from lit_grpo.tools.doctor.report import Finding
+from lit_grpo.tools.doctor.report import CheckResult
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
 
 
-def check_rewards(patient: Patient) -> Iterator[Finding]:
+def check_rewards(patient: Patient) -> Iterator[CheckResult]:
     """Score the samples, and the columns of the data as if they were completions, with each function."""
     module = patient.module
     answers = [_answers(patient, group.prompt) for group in patient.groups]
@@ -31,16 +31,16 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
             reached = {*_score(runner, function, answers)[1]} if any(group.rollouts for group in answers) else set()
         except RewardError as error:
             verdict = "fail" if module.on_reward_error == "raise" else "warn"
-            yield Finding(verdict, name, str(error).rstrip("."), "mend the function, or its data")
+            yield CheckResult(verdict, name, str(error).rstrip("."), "mend the function, or its data")
             continue
         finally:
             runner.close()
         if _decides(patient, function):
             passed = sum(module.pass_rule.passes({function.name: value}) for value in values)
-            yield Finding("pass", "pass@1", f"counts {module.pass_rule}: {passed} of {len(values)} samples pass")
+            yield CheckResult("pass", "pass@1", f"counts {module.pass_rule}: {passed} of {len(values)} samples pass")
         given = [value for value in values if value is not None]
         if not given:
-            yield Finding("warn", name, "None for all samples", "let it apply to some of them")
+            yield CheckResult("warn", name, "None for all samples", "let it apply to some of them")
             continue
         figure = f"{min(given):.3g} to {max(given):.3g}, {1000 * seconds:.1f} ms a call"
         varies = len(set(given)) > 1
@@ -54,7 +54,7 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
     _show_one(patient)
     yield from _what_is_learned(module.pass_rule.reward, differing)
     if totals and not can_vary:
-        yield Finding(
+        yield CheckResult(
             "fail",
             "rewards",
             "no sample, and no column of the data as a completion, earns more than another",
@@ -62,10 +62,10 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def _of_begun_answers(patient: Patient, function: RewardFunction) -> Iterator[Finding]:
+def _of_begun_answers(patient: Patient, function: RewardFunction) -> Iterator[CheckResult]:
     """Warn if a function gives 0 to all samples whose prompts begin the answer with a tag that it does not see."""
     if tag := begun(patient.prompts[0].text).strip():
-        yield Finding(
+        yield CheckResult(
             "warn",
             f"{tag} in prompts",
             f"prompts end in {tag}, so the text of completions lacks it, and {function.name} gives 0 to all",
@@ -92,10 +92,10 @@ def _decides(patient: Patient, function: RewardFunction) -> bool:
     return function.name == patient.module.pass_rule.reward
 
 
-def _what_is_learned(decides: str, differing: list[str]) -> Iterator[Finding]:
+def _what_is_learned(decides: str, differing: list[str]) -> Iterator[CheckResult]:
     """Warn if other functions tell samples apart, and the one that decides who passes does not."""
     if differing and decides not in differing:
-        yield Finding(
+        yield CheckResult(
             "warn",
             "what is learned",
             f"only {', '.join(differing)} of these samples, for {decides}, which decides pass@1, gives all of them the "
@@ -104,18 +104,18 @@ def _what_is_learned(decides: str, differing: list[str]) -> Iterator[Finding]:
         )
 
 
-def _judged(name: str, figure: str, varies: bool, value: float, count: int, reachable: bool) -> Finding:
+def _judged(name: str, figure: str, varies: bool, value: float, count: int, reachable: bool) -> CheckResult:
     if varies:
-        return Finding("pass", name, figure)
+        return CheckResult("pass", name, figure)
     figure = f"{value:.3g} for all {count} samples, {figure.rpartition(', ')[2]}"
     if reachable:
-        return Finding(
+        return CheckResult(
             "warn",
             name,
             f"{figure}, and another for the data's answers",
             "perhaps out of the policy's reach; raise num_generations, or begin with easier prompts",
         )
-    return Finding("warn", name, figure, "constant; check that it can be earned at all")
+    return CheckResult("warn", name, figure, "constant; check that it can be earned at all")
 
 
 def _score(

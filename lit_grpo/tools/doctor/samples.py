@@ -13,7 +13,7 @@ from lit_grpo.policy.spec import eos_token_ids
 from lit_grpo.process.terminal import on_one_line
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.tools.doctor.patient import Patient
-from lit_grpo.tools.doctor.report import Finding
+from lit_grpo.tools.doctor.report import CheckResult
 from lit_grpo.tools.doctor.trial import disturb, undone
 from lit_grpo.types import Prompt
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
@@ -22,16 +22,16 @@ NUM_PROMPTS = 4
 NUM_GENERATIONS = 4
 
 
-def check_generator(patient: Patient) -> Iterator[Finding]:
+def check_generator(patient: Patient) -> Iterator[CheckResult]:
     """Start the generator."""
     module = patient.module
     patient.scheduler.on_train_start(patient.trainer, module)
     capacity = module.generator.capacity()
     room = "" if capacity.kv_tokens is None else f", room for {capacity.kv_tokens:,} tokens in the KV cache"
-    yield Finding("pass", "generator", f"{type(module.generator).__name__}, {capacity.slots} slots{room}")
+    yield CheckResult("pass", "generator", f"{type(module.generator).__name__}, {capacity.slots} slots{room}")
 
 
-def check_sync(patient: Patient) -> Iterator[Finding]:
+def check_sync(patient: Patient) -> Iterator[CheckResult]:
     """Change every trained weight, sync, prove that the weights arrived, and undo the change.
 
     With unchanged weights, a tensor that is not sent would look right, and after one small update nearly right.
@@ -50,7 +50,7 @@ def check_sync(patient: Patient) -> Iterator[Finding]:
     patient.sync.on_train_start(trainer, module)
     scores = "scores" in module.generator.abilities
     how = f"sent and proved in {seconds:.1f} s" if scores else "the policy's own tensors"
-    yield Finding("pass", "weight sync", f"{how}, every weight changed")
+    yield CheckResult("pass", "weight sync", f"{how}, every weight changed")
 
 
 def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -62,7 +62,7 @@ def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompts[row] for row in sorted(range(len(prompts)), key=places.__getitem__)]
 
 
-def check_samples(patient: Patient) -> Iterator[Finding]:
+def check_samples(patient: Patient) -> Iterator[CheckResult]:
     """Sample a few completions as the run will, and check how they end."""
     module = patient.module
     num_generations = min(NUM_GENERATIONS, module.num_generations)
@@ -81,25 +81,25 @@ def check_samples(patient: Patient) -> Iterator[Finding]:
         "end token"
     )
     if share < 0.5:
-        yield Finding("warn" if num_ended else "fail", "samples", figure, remedy)
+        yield CheckResult("warn" if num_ended else "fail", "samples", figure, remedy)
     elif len({tuple(completion.token_ids_T.tolist()) for completion in completions}) == 1:
-        yield Finding("warn", "samples", f"{figure}; all are the same", "raise sampling.temperature")
+        yield CheckResult("warn", "samples", f"{figure}; all are the same", "raise sampling.temperature")
     else:
-        yield Finding("pass", "samples", figure)
+        yield CheckResult("pass", "samples", figure)
     if unseen := module.spec.unseen_tokens(completions):
-        yield Finding(
+        yield CheckResult(
             "warn",
             "special tokens",
             f"samples hold {', '.join(unseen)}, which the text for reward functions leaves out",
             "set model.keep_special_tokens to true if a reward is to see them",
         )
     for found in patient.scheduler.session.findings():
-        yield Finding("warn", found.name, *found.sentence.split(". ", 1))
+        yield CheckResult("warn", found.name, *found.sentence.split(". ", 1))
     for group in patient.groups[:3]:
         patient.report.quote(f'{group.prompt.prompt_id}: "{on_one_line(group.rollouts[0].completion.text)}"')
 
 
-def check_states(patient: Patient) -> Iterator[Finding]:
+def check_states(patient: Patient) -> Iterator[CheckResult]:
     """Ask the environments of the samples for their states, and let fresh ones restore them.
 
     Raises:
@@ -107,10 +107,12 @@ def check_states(patient: Patient) -> Iterator[Finding]:
     """
     for plugin in patient.scheduler.session.evaluating:
         if isinstance(plugin, Trajectories) and (num_states := plugin.try_states()):
-            yield Finding("pass", "states", f"{num_states} environments said their state, and fresh ones restored it")
+            yield CheckResult(
+                "pass", "states", f"{num_states} environments said their state, and fresh ones restored it"
+            )
 
 
-def check_ends(patient: Patient) -> Iterator[Finding]:
+def check_ends(patient: Patient) -> Iterator[CheckResult]:
     """Check that the update's micro-batches hold every sampled token, the end token too."""
     module, rollouts = patient.module, patient.rollouts
     tokenizer, shares = module.tokenizer, module.settings.shares_prefix
@@ -125,11 +127,11 @@ def check_ends(patient: Patient) -> Iterator[Finding]:
     whole = [trained[row].tolist() == one.completion.sampled_ids for row, one in enumerate(rollouts)]
     pad = "; padding has the same id, and masks come from lengths" if tokenizer.pad_token_id in ends else ""
     if not all(whole):
-        yield Finding(
+        yield CheckResult(
             "fail",
             "end tokens",
             f"{named}; tokens of {len(whole) - sum(whole)} of {len(whole)} samples are not trained on",
             "a mask leaves them out; a mask must come from lengths and never from a token's id",
         )
     else:
-        yield Finding("pass", "end tokens", f"{named}, trained on{pad}")
+        yield CheckResult("pass", "end tokens", f"{named}, trained on{pad}")

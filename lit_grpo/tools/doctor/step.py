@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from lit_grpo.tools.doctor.patient import Patient
-from lit_grpo.tools.doctor.report import Finding
+from lit_grpo.tools.doctor.report import CheckResult
 from lit_grpo.tools.doctor.trial import learn, rewarded, undone
 
 MOST_LOST = 0.5
@@ -23,13 +23,13 @@ MOST_CHANGE = 0.1
 """The share of the weights' norm that one step may change; with more, little of what the policy had learned is left."""
 
 
-def check_rate(patient: Patient) -> Iterator[Finding]:
+def check_rate(patient: Patient) -> Iterator[CheckResult]:
     """Compare the learning rate with those that are usual for adapters or for all weights."""
     if (unusual := patient.module.unusual_rate) is not None:
-        yield Finding("warn", "learning rate", *unusual)
+        yield CheckResult("warn", "learning rate", *unusual)
 
 
-def check_step(patient: Patient) -> Iterator[Finding]:
+def check_step(patient: Patient) -> Iterator[CheckResult]:
     """Take one step with the highest learning rate of the schedule, on the samples with rewards 0 and 1 in turn."""
     before, groups = patient.logprobs(), rewarded(patient, patient.groups)
     policy = patient.module.policy
@@ -46,28 +46,28 @@ def check_step(patient: Patient) -> Iterator[Finding]:
     figure = f"changes the weights by {change:.2g} of their norm, and what it rewards by {gained:+.2g} nats a token"
     remedy = f"lower model.optimizer.lr, which reaches {logs['lr']:.3g}, for example to a tenth"
     if not (gained >= -MOST_LOST and change <= MOST_CHANGE):
-        yield Finding("fail", "step", figure, remedy)
+        yield CheckResult("fail", "step", figure, remedy)
     elif not change:
-        yield Finding(
+        yield CheckResult(
             "fail",
             "step",
             "changes no weight",
             f"raise model.optimizer.lr, which reaches {logs['lr']:.3g}, or keep the weights in float32 (model.dtype)",
         )
     else:
-        yield Finding("pass" if gained >= 0 else "warn", "step", figure, "" if gained >= 0 else remedy)
+        yield CheckResult("pass" if gained >= 0 else "warn", "step", figure, "" if gained >= 0 else remedy)
 
 
-def _gradient(norm: float, changed: Mapping[str, tuple[float, float]]) -> Finding:
+def _gradient(norm: float, changed: Mapping[str, tuple[float, float]]) -> CheckResult:
     still = [name for name, (difference, _) in changed.items() if not difference]
     figure = f"norm {norm:.2g}, {len(changed) - len(still)} of {len(changed)} tensors change"
     if not math.isfinite(norm):
-        return Finding("fail", "gradient", figure, "the policy's forward pass is not finite; look at its weights")
+        return CheckResult("fail", "gradient", figure, "the policy's forward pass is not finite; look at its weights")
     if not norm:
-        return Finding("fail", "gradient", figure, "the policy is frozen: nothing that it computes can be trained")
+        return CheckResult("fail", "gradient", figure, "the policy is frozen: nothing that it computes can be trained")
     if still:
-        return Finding("warn", "gradient", figure, f"{still[0]} is trained, and has no part in the forward pass")
-    return Finding("pass", "gradient", figure)
+        return CheckResult("warn", "gradient", figure, f"{still[0]} is trained, and has no part in the forward pass")
+    return CheckResult("pass", "gradient", figure)
 
 
 @torch.no_grad()

@@ -34,11 +34,9 @@ class TrialOptimization:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The module's."""
         return self._module.optimizer
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
-        """Add a gradient, as the module does."""
         self._module.add_gradient(compute_loss, exchange)
 
     def take_step(self, scale: float = 1.0) -> float:

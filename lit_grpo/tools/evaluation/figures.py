@@ -114,7 +114,7 @@ def _ratio(sums_SC: np.ndarray, place: int) -> np.ndarray:
         return sums_SC[:, 2 * place] / sums_SC[:, 2 * place + 1]
 
 
-class Comparison(NamedTuple):
+class PairedComparison(NamedTuple):
     """Share of correct answers of a policy, compared with the first policy on the same rows.
 
     Args:
@@ -134,12 +134,12 @@ class Comparison(NamedTuple):
     worse: int
 
 
-def compare(first: Pass, other: Pass) -> Comparison:
+def compare(first: Pass, other: Pass) -> PairedComparison:
     """Compare correct completions of two policies to the same rows, in the same way of decoding."""
     differences_R = other.num_correct_R - first.num_correct_R
     means_S = resampled(differences_R[:, None] / first.num_samples)[:, 0] / len(differences_R)
     difference = float(differences_R.mean()) / first.num_samples
-    return Comparison(
+    return PairedComparison(
         *Figure.within(difference, *percentile_interval(means_S)),
         p=paired_p(differences_R.tolist()),
         better=int((differences_R > 0).sum()),

@@ -92,7 +92,6 @@ class RepeatedLoader:
         return len(self._loader) * self._num_passes
 
     def __iter__(self) -> Iterator[PromptBatch]:
-        """Yield new batches."""
         for _ in range(self._num_passes):
             yield from self._loader
 
@@ -107,11 +106,9 @@ class HeldOutRows(PromptDataModule):
     num_passes = 1
 
     def val_dataloader(self) -> Any:
-        """Return the validation prompts, several times."""
         return RepeatedLoader(cast(EvalLoader, super().val_dataloader()), self.num_passes)
 
     def test_dataloader(self) -> Any:
-        """Return the test prompts, several times."""
         return RepeatedLoader(super().test_dataloader(), self.num_passes)
 
 

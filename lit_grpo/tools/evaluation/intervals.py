@@ -14,14 +14,7 @@ _AT_A_TIME = 500  # resamples
 
 
 def wilson(num_correct: float, num_rows: int) -> tuple[float, float]:
-    """Return the 95% score interval of a proportion (Wilson, 1927), without continuity correction.
-
-    The proportion is never outside of its interval, by rounding either.
-
-    Args:
-        num_correct: Number of rows that count.
-        num_rows: Number of all rows, at least 1.
-    """
+    """Return the 95% score interval of a proportion of at least 1 row (Wilson, 1927), without continuity correction."""
     share, z2 = num_correct / num_rows, Z_95**2
     center = share + z2 / (2 * num_rows)
     half = Z_95 * math.sqrt(share * (1 - share) / num_rows + z2 / (4 * num_rows**2))

@@ -16,11 +16,7 @@ CORRECT = ("accuracy", "pass@", "majority@")
 
 
 def draw(figures: Mapping[str, Mapping[str, Mapping[str, Figure]]]) -> str:
-    """Return a picture as SVG: a row of points for each fraction, a point with its interval for each policy.
-
-    Args:
-        figures: Figures by policy, by way of decoding and by name.
-    """
+    """Return a picture as SVG: a row of points for each fraction, a point with its interval for each policy."""
     import matplotlib
     from matplotlib.figure import Figure as Drawing
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from lit_grpo.faults import json_line
 from lit_grpo.process.files import replace_file
 from lit_grpo.process.terminal import counted, may_fail, one_line
-from lit_grpo.tools.evaluation.figures import FRACTIONS, Comparison, Figure, Pass, compare
+from lit_grpo.tools.evaluation.figures import FRACTIONS, Figure, PairedComparison, Pass, compare
 from lit_grpo.tools.evaluation.held_out import SamplingPass, Scored
 from lit_grpo.tools.evaluation.picture import draw
 from lit_grpo.tools.evaluation.side_by_side import side_by_side
@@ -119,7 +119,7 @@ class Result:
         return {name: {how: one.figures() for how, one in passes.items()} for name, passes in self._passes.items()}
 
     @cached_property
-    def comparisons(self) -> dict[str, dict[str, Comparison]]:
+    def comparisons(self) -> dict[str, dict[str, PairedComparison]]:
         """Every policy except the first, compared with the first, by way of decoding."""
         (_, first), *others = self._passes.items()
         return {name: {how: compare(first[how], one) for how, one in passes.items()} for name, passes in others}
@@ -214,12 +214,7 @@ class Result:
 
 
 def write_completions(folder: Path, completions: Mapping[str, Sequence[Sequence[Scored]]]) -> None:
-    """Write the completions of the policies that have been evaluated so far.
-
-    Args:
-        folder: The folder of the files.
-        completions: For each policy by name, the completions of each pass.
-    """
+    """Write the completions of the policies that have been evaluated so far."""
     lines = [json_line(one.line()) for by_pass in completions.values() for rows in by_pass for one in rows]
     replace_file(folder / "completions.jsonl", "".join(lines).encode("utf-8", "backslashreplace"))
 

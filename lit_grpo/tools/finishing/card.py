@@ -52,13 +52,7 @@ class Contents:
 
 
 def write_card(run: RunRecords, origin: Origin, contents: Contents) -> str:
-    """Return the card: metadata as the hub reads them, and a text.
-
-    Args:
-        run: The records of the run.
-        origin: The model that the run began with.
-        contents: What the folder holds.
-    """
+    """Return the card: metadata as the hub reads them, and a text."""
     data = run.config.get("data") or {}
     told = data.get("train")
     told = (told.get("init_args") or {}).get("path") if isinstance(told, dict) else told
@@ -92,7 +86,6 @@ def write_card(run: RunRecords, origin: Origin, contents: Contents) -> str:
 
 
 def _method(run: RunRecords) -> str:
-    """Return ``sft`` for a run without rollouts, and else ``grpo``."""
     return "grpo" if "reward" in run.columns or "ce/loss" not in run.columns else "sft"
 
 
@@ -187,12 +180,7 @@ def cost_sentence(cost: Cost) -> str:
 
 
 def carried_sentence(num_carried: int, has_gguf: bool) -> str:
-    """Say what becomes of tensors of multi-token prediction.
-
-    Args:
-        num_carried: How many there are.
-        has_gguf: Whether there are GGUF files, which leave them out.
-    """
+    """Say what becomes of tensors of multi-token prediction."""
     without = "; the GGUF files are without them" if has_gguf else ""
     return (
         f"{num_carried} tensors of multi-token prediction are the base's: they were not trained, so speculative "
@@ -231,17 +219,11 @@ def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
 
 
 def _as_text(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return rows of others' texts as rows of Markdown."""
     return [(markdown(name), markdown(value)) for name, value in rows]
 
 
 def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
-    """Return a table of two columns; empty without rows.
-
-    Args:
-        head: The heads of the columns.
-        rows: Name and value of each row, in Markdown.
-    """
+    """Return a table of two columns; empty without rows."""
     lines = [f"| {name} | {value} |" for name, value in rows]
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines]) if lines else ""
 

@@ -134,12 +134,12 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
     from lit_grpo.process.terminal import may_fail
     from lit_grpo.tools.finishing import record
     from lit_grpo.tools.finishing.card import Contents, carried_sentence, cost_sentence, write_card
-    from lit_grpo.tools.finishing.comparison import Cost, Reference
+    from lit_grpo.tools.finishing.comparison import Cost, PolicyLogprobs
     from lit_grpo.tools.finishing.picture import draw_curves
-    from lit_grpo.tools.finishing.source import Source
+    from lit_grpo.tools.finishing.source import RunPolicy
 
     name = options.name
-    source = Source.find(options.run, options.checkpoint, int(run.steps[-1]))
+    source = RunPolicy.find(options.run, options.checkpoint, int(run.steps[-1]))
     sizes = {kind: source.gguf_bytes(kind) for kind in kinds}
     _check_room(output, source.num_bytes + sum(sizes.values()) + _ROOM)
     version, num_weights = source.version, source.num_weights
@@ -156,7 +156,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             for _, rows in record.sampled(run, version)
             for row in rows
         ]
-        reference = Reference(folder, texts) if kinds else None
+        reference = PolicyLogprobs(folder, texts) if kinds else None
         files: dict[str, tuple[str, int, Cost]] = {}
         written: Vocabulary | None = None
         for kind in kinds:

@@ -43,7 +43,7 @@ class Cost:
     num_apart: int
 
 
-class Reference:
+class PolicyLogprobs:
     """A policy's log-probs and tokens of some texts, which those of GGUF files are compared with.
 
     Args:
@@ -64,15 +64,7 @@ class Reference:
         self.logprobs_N = _logprobs(policy, rows)
 
     def cost(self, path: Path, kind: str) -> Cost:
-        """Open a GGUF file and compare it.
-
-        Args:
-            path: Path of the GGUF file to compare.
-            kind: The kind of file.
-
-        Raises:
-            ExportError: The file does not hold the policy.
-        """
+        """Open a GGUF file and compare it."""
         tokenizer = load_tokenizer(str(path))
         if conversations_of(tokenizer) != self.conversations:
             raise ExportError(

@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GGUFTensor:
     """A tensor of the file.
 
     Args:
@@ -65,19 +65,12 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        """The size of that array."""
         dtype, shape = self.stored
         return math.prod(shape) * dtype.itemsize
 
 
 def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTrainedTokenizerBase, kind: str) -> int:
-    """Return about how large a GGUF file will be.
-
-    Args:
-        config: Configuration of the policy, which names its family.
-        shapes: The shapes of its weights.
-        tokenizer: Tokenizer of the policy, whose vocabulary the file holds.
-        kind: Number format of the weights, a name of :data:`KINDS`.
+    """Return about how large a GGUF file of a kind of :data:`KINDS` will be.
 
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
@@ -91,13 +84,6 @@ def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTraine
 
 def write_gguf(folder: Path, path: Path, kind: str, name: str, license: str | None = None) -> Vocabulary:
     """Write a policy's folder as a GGUF file, and return the tokenizer in it; one tensor at a time is in memory.
-
-    Args:
-        folder: Folder of the policy, with its tokenizer.
-        path: Path of the GGUF file to write.
-        kind: Number format of the weights, a name of :data:`KINDS`.
-        name: Name of the model in the file.
-        license: License of the model, where it is known.
 
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
@@ -160,7 +146,7 @@ def _end_ids(folder: Path) -> list[int]:
     return [told] if isinstance(told, int) else told or []
 
 
-def _tensors(config: PreTrainedConfig, shapes: Shapes, matrices: GGMLQuantizationType) -> list[Tensor]:
+def _tensors(config: PreTrainedConfig, shapes: Shapes, matrices: GGMLQuantizationType) -> list[GGUFTensor]:
     """Return the tensors of a file.
 
     Raises:
@@ -182,7 +168,7 @@ def _tensors(config: PreTrainedConfig, shapes: Shapes, matrices: GGMLQuantizatio
         kind = GGMLQuantizationType.F32
         if len(shape) > 1:  # a row that no number of blocks fills keeps more of its bits
             kind = matrices if shape[-1] % block == 0 else GGMLQuantizationType.F16
-        found.append(Tensor(name, source, shape, heads.get(source.split(".")[-2], 0), kind))
+        found.append(GGUFTensor(name, source, shape, heads.get(source.split(".")[-2], 0), kind))
     return found
 
 

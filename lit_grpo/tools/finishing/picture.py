@@ -20,12 +20,7 @@ PANELS = (
 
 
 def draw_curves(run: RunRecords, path: Path, version: int) -> bool:
-    """Draw the curves of a run, those panels of which it has metrics.
-
-    Args:
-        run: The records of the run.
-        path: The picture to write, a .png.
-        version: The update of the finished policy, which a line marks.
+    """Draw the curves of a run, those panels of which it has metrics, with a line at the update ``version``.
 
     Returns:
         Whether it was drawn: not without matplotlib, and not if the run has none of the metrics.

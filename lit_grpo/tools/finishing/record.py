@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.findings.rewards import DOUBTFUL, TRAINING, Change
+from lit_grpo.findings.rewards import DOUBTFUL, TRAINING, CurveChange
 from lit_grpo.process.inputs import read_lines
 from lit_grpo.process.terminal import counted, visible
 from lit_grpo.tools.dashboard.report.content import report_content
 from lit_grpo.tools.dashboard.report.folder import RunRecords
-from lit_grpo.tools.dashboard.report.rows import Sample
+from lit_grpo.tools.dashboard.report.rows import SampleRow
 from lit_grpo.tools.evaluation.intervals import wilson
 
 MAX_CHARACTERS = 300
@@ -103,10 +103,6 @@ def progress(run: RunRecords, version: int) -> Progress | None:
     The held-out metric counts if there is one, else the loss of examples, else the reward of training batches. A
     difference of held-out metrics is certain from twice its standard error on (of two proportions, if the number of
     held-out rows is known), or if the reward of training batches has risen by as much.
-
-    Args:
-        run: The records of the run.
-        version: The update of the policy.
     """
     reward = _training(run, version)
     for name, told in {**HELD_OUT, **LOSSES}.items():
@@ -152,7 +148,7 @@ def _training(run: RunRecords, version: int) -> Progress | None:
     num_first = min(TRAINING.num_first, len(rewards) // 2)
     first, last = rewards[:num_first], rewards[-max(num_first, len(rewards) // 4) :]
     error = math.sqrt(sum(float(part.var(ddof=1)) / len(part) for part in (first, last)))
-    change = Change(float(first.mean()), float(last.mean()), error)
+    change = CurveChange(float(first.mean()), float(last.mean()), error)
     certain = change.size > DOUBTFUL * change.error
     name = "mean reward of training batches"
     return Progress(name, change.first, change.last, int(steps[0]), int(steps[-1]), certain)
@@ -179,13 +175,11 @@ def facts(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def settings(run: RunRecords) -> list[tuple[str, str]]:
-    """Return the settings that the card shows, those that the run's config has."""
     found = [(name, _shown(_at(run.config, place))) for name, place in SETTINGS.items()]
     return [(name, value) for name, value in found if value]
 
 
 def data(run: RunRecords) -> list[tuple[str, str]]:
-    """Return the data that was trained and validated on."""
     told = run.config.get("data") or {}
     names = {"train": "Training prompts", "validation": "Held-out prompts"}
     return [(name, _shown(told[place])) for place, name in names.items() if told.get(place)]
@@ -224,18 +218,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
 
 
-def validated(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
+def validated(run: RunRecords, version: int) -> list[tuple[int, list[SampleRow]]]:
     """Return some completions of the first validation and of the last one up to the finished policy.
-
-    Args:
-        run: The records of the run.
-        version: The update of the finished policy.
 
     Returns:
         The update with its rows, the best and the worst of the last validation, and of the first those to the same
         prompts; of a single validation its own alone, and nothing without one.
     """
-    by_step: dict[int, list[Sample]] = {}
+    by_step: dict[int, list[SampleRow]] = {}
     for row in run.validated:
         if row["step"] <= version:
             by_step.setdefault(row["step"], []).append(row)
@@ -250,12 +240,8 @@ def validated(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
     return [(first, [before[name] for name in asked if name in before]), (last, shown)]
 
 
-def sampled(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
+def sampled(run: RunRecords, version: int) -> list[tuple[int, list[SampleRow]]]:
     """Return some completions of the first update that was sampled from in training, and of the last.
-
-    Args:
-        run: The records of the run.
-        version: The update of the finished policy.
 
     Returns:
         The update with its rows, best reward first; of prompts that both updates have, if there are any.
@@ -272,13 +258,13 @@ def sampled(run: RunRecords, version: int) -> list[tuple[int, list[Sample]]]:
     return [(part[0]["step"], _best(part)) for part in groups]
 
 
-def _best(rows: Sequence[Sample]) -> list[Sample]:
+def _best(rows: Sequence[SampleRow]) -> list[SampleRow]:
     """Return the rows with the highest and the lowest reward."""
     ordered = sorted(rows, key=lambda row: -_reward(row))
     return ordered if len(ordered) < 3 else [ordered[0], ordered[-1]]
 
 
-def _reward(row: Sample) -> float:
+def _reward(row: SampleRow) -> float:
     """Return the reward of a row; that of a row without one is the lowest."""
     reward = row.get("reward")
     return -math.inf if reward is None else reward

@@ -31,7 +31,7 @@ class _Config(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Source:
+class RunPolicy:
     """A run's policy in memory.
 
     Args:
@@ -47,13 +47,8 @@ class Source:
     adapter: Path | None = None
 
     @classmethod
-    def find(cls, run: Path, checkpoint: str, last_update: int) -> Source:
-        """Load the policy of a checkpoint; the policy that the run exported, if it has kept no last checkpoint.
-
-        Args:
-            run: Folder of the run, which holds ``checkpoints`` and perhaps ``policy``.
-            checkpoint: Checkpoint to load: ``last`` or ``best``.
-            last_update: The last update of the run.
+    def find(cls, run: Path, checkpoint: str, last_update: int) -> RunPolicy:
+        """Load the policy of the checkpoint ``last`` or ``best``, or else the policy that the run exported.
 
         Raises:
             ValueError: There is neither, or it cannot be read.
@@ -75,7 +70,7 @@ class Source:
         return cls(module.policy, module.tokenizer, module.policy_version)
 
     @classmethod
-    def of_folder(cls, folder: Path, version: int) -> Source:
+    def of_folder(cls, folder: Path, version: int) -> RunPolicy:
         """Load the policy that a run has exported."""
         path, remedy = folder / "config.json", "copy the policy again"
         try:
@@ -99,7 +94,6 @@ class Source:
 
     @property
     def num_weights(self) -> int:
-        """The number of the weights."""
         return sum(tensor.numel() for tensor in self.outline.values())
 
     def gguf_bytes(self, kind: str) -> int:

@@ -200,12 +200,8 @@ def texts_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def comparable(policy: Tokenizer, texts: Sequence[str]) -> list[tuple[str, list[int]]]:
     """Return texts with their tokens, without the few things that a GGUF file is known not to hold.
 
-    Texts are in the form that the tokenizer's normalizer makes, and those with characters that it does not know are
-    left out.
-
-    Args:
-        policy: The policy's tokenizer (:func:`plain`).
-        texts: Texts to normalize and split into tokens.
+    Texts are in the form that the normalizer of the policy's tokenizer (:func:`plain`) makes, and those with characters
+    that it does not know are left out.
     """
     normalizer, model = policy.normalizer, cast(Any, policy.model)
     formed = [text if normalizer is None else str(normalizer.normalize_str(text)) for text in texts]
@@ -255,10 +251,7 @@ def _rows(
 ) -> tuple[list[str], list[int]]:
     """Return the token and the type of each row of the embedding.
 
-    Args:
-        tokenizer: Tokenizer of the policy, which gives ids to tokens.
-        num_rows: Number of rows of the policy's embedding.
-        words: How tokens that GGUF spells in another way are written, with their types.
+    ``words`` says how tokens that GGUF spells in another way are written, with their types.
 
     Raises:
         ValueError: A token has no row, or two rows have one token.

@@ -21,10 +21,6 @@ FREE = ("save_steps", "scale_rewards", "lr_scheduler_type", "eval_strategy", "sa
 def typed_fields(given: Mapping[str, Any], table: Mapping[str, Counterpart]) -> dict[str, Any]:
     """Return fields of TRL in the types that it gives them; a number may be written as text, as in ``1e-5`` of YAML.
 
-    Args:
-        given: Fields that ``table`` has.
-        table: Our counterpart of each field, with its default.
-
     Raises:
         ValueError: A value has another type, is not finite, or is out of bounds.
     """

@@ -109,7 +109,6 @@ TITLES = {
 
 
 def migration_page() -> str:
-    """Return the page."""
     return "\n".join([HEAD, *_sections(), ""])
 
 

@@ -50,12 +50,7 @@ def as_argument(field: str) -> str:
 
 
 def about_argument(name: str, known: Collection[str]) -> str:
-    """Return what to write in place of an argument that does not exist: the end of a sentence.
-
-    Args:
-        name: Name of the argument that the user gave.
-        known: The arguments that there are.
-    """
+    """Return what to write in place of an argument that does not exist: the end of a sentence."""
     if name == "reward_weights":
         return f"each reward has its weight: {REWARD}."
     if name in TRAINER:
@@ -72,16 +67,7 @@ def about_argument(name: str, known: Collection[str]) -> str:
 
 
 def check_arguments(what: str, given: Collection[str], known: Collection[str]) -> None:
-    """Check the names of arguments.
-
-    Args:
-        what: Begin of the message: what has no such argument.
-        given: The names that are given.
-        known: The names that it has.
-
-    Raises:
-        ValueError: One of them does not exist; the message has our name of it, where it is one of TRL.
-    """
+    """Check the names of arguments."""
     for name in given:
         if name not in known:
             raise ValueError(f"{what} {name!r}; {about_argument(str(name), known)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ MOST_PROBLEMS = 20
 """The most problems that are told; a file of another program may have thousands of fields."""
 ROWS = (".jsonl", ".json", ".csv", ".parquet")
 """Suffixes of files with rows."""
-Part = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
-"""Returns fields of ours, by their dotted names, of all fields with their values, and of those that are given."""
+Part = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Returns fields of ours, by their dotted names, of all fields of TRL with their values."""
 OLD = {
     "max_seq_length": "give max_length",
     "warmup_ratio": "give warmup_steps, a fraction of the run if it is below 1, such as warmup_steps: 0.1",
@@ -89,18 +90,10 @@ def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int 
     Raises:
         ValueError: TRL has no such field, or its value is not supported.
     """
-    parts: tuple[Part, ...] = (
-        run_of,
-        lambda taken, given: _batches(taken, rows, devices),
-        model_of,
-        lambda taken, given: _generator(taken),
-        lambda taken, given: _objective(taken),
-        lambda taken, given: {"rollout.plugins": _plugins(taken)},
-        data_of,
-        lambda taken, given: {"model.rewards": _rewards(taken)},
-    )
+    parts = (run_of, partial(_batches, rows, devices), model_of, _generator, _objective, _plugins, data_of, _rewards)
     made = converted(given, TRL, "GRPO", parts, drop)
-    _add(made.config, {"model.generator.init_args.num_slots": _num_slots(given, made.config)})
+    sampled = made.config["data"]["batch_size"] * made.config["model"]["num_generations"]
+    _add(made.config, {"model.generator.init_args.num_slots": min(256 if given.get("use_vllm") else 64, sampled)})
     return made
 
 
@@ -108,13 +101,6 @@ def converted(
     given: Mapping[str, Any], table: Mapping[str, Counterpart], trainer: str, parts: Sequence[Part], drop: bool
 ) -> Converted:
     """Convert the fields of one of TRL's trainers.
-
-    Args:
-        given: The fields of the file.
-        table: Our counterpart of each field of the trainer.
-        trainer: Name of the trainer, for messages.
-        parts: Functions that return our fields, by their dotted names.
-        drop: Leave out the fields that have no counterpart.
 
     Raises:
         ValueError: The trainer has no such field, or its value is not supported.
@@ -131,7 +117,7 @@ def converted(
     config: dict[str, Any] = {"seed_everything": taken["seed"]}
     for part in parts:
         try:
-            _add(config, part(taken, given))
+            _add(config, part(taken))
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -139,6 +125,7 @@ def converted(
         raise ValueError(
             "\n".join(first_of(problems)) + (f" With --drop the rest is converted without {names}." if names else "")
         )
+    _add(config, {"run.wandb_project": given.get("project")})
     own = {name: table[name] for name, value in given.items() if value != table[name].default}
     notes = [f"{name}: {row.note}" for name, row in own.items() if row.kind in ("changed", "none")]
     return Converted(config, [*(f"Left out: {sentence}" for sentence in without.values()), *_merged(notes)])
@@ -197,7 +184,7 @@ def _add(config: dict[str, Any], fields: Mapping[str, Any]) -> None:
             place[last] = value
 
 
-def run_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def run_of(taken: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the run's folder, logs and precision."""
     folder = Path(taken["output_dir"] or "runs/grpo")
     reports = taken["report_to"] if isinstance(taken["report_to"], list) else [taken["report_to"]]
@@ -208,7 +195,6 @@ def run_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
         "run.name": folder.name,
         "run.dir": str(folder.parent),
         "run.wandb": "online" if {"wandb", "all"} & set(reports) else None,
-        "run.wandb_project": given.get("project"),
         "checkpoint.every_n_updates": 0 if taken["save_strategy"] == "no" else saves,
         "sample_logger.num_samples": taken["num_completions_to_print"],
         "trainer.precision": "32-true" if taken["bf16"] is False else "bf16-mixed",
@@ -216,7 +202,7 @@ def run_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _batches(taken: Mapping[str, Any], rows: int | None, devices: int) -> dict[str, Any]:
+def _batches(rows: int | None, devices: int, taken: Mapping[str, Any]) -> dict[str, Any]:
     each, accumulated = taken["per_device_train_batch_size"], taken["gradient_accumulation_steps"]
     group, per_generation = taken["num_generations"], taken["steps_per_generation"]
     completions = taken["generation_batch_size"] or each * devices * (per_generation or accumulated)
@@ -235,14 +221,11 @@ def _batches(taken: Mapping[str, Any], rows: int | None, devices: int) -> dict[s
             "optimizer steps in TRL, but here a step is made of whole prompts; make per_device_train_batch_size x "
             "gradient_accumulation_steps a multiple of num_generations that divides the generation batch."
         )
-    steps, iterations = taken["max_steps"], taken["num_iterations"]
+    iterations = taken["num_iterations"]
+    steps = taken["max_steps"]
     if steps <= 0:
-        if rows is None:
-            raise ValueError(
-                f"num_train_epochs is {taken['num_train_epochs']}, but a run ends after a number of optimizer steps; "
-                "give --rows N, the number of training prompts, or max_steps."
-            )
-        steps = math.ceil(taken["num_train_epochs"] * (rows // (prompts * devices)) * minibatches * iterations)
+        batches = rows_of(taken, rows, "prompts") // (prompts * devices)
+        steps = math.ceil(taken["num_train_epochs"] * batches * minibatches * iterations)
     interval = None
     if taken["eval_strategy"] != "no":
         interval = max(1, round((taken["eval_steps"] or 500) / (minibatches * iterations)))
@@ -254,6 +237,27 @@ def _batches(taken: Mapping[str, Any], rows: int | None, devices: int) -> dict[s
         "model.num_minibatches": minibatches,
         "model.num_iterations": iterations,
         "model.max_tokens_per_micro_batch": max(8192, each * taken["max_completion_length"]),
+        **length_of(taken, steps, interval, devices),
+    }
+
+
+def rows_of(taken: Mapping[str, Any], rows: int | None, kind: str) -> int:
+    """Return the number of training rows, which epochs are counted in.
+
+    Raises:
+        ValueError: It is not given.
+    """
+    if rows is None:
+        raise ValueError(
+            f"num_train_epochs is {taken['num_train_epochs']}, but a run ends after a number of optimizer steps; "
+            f"give --rows N, the number of training {kind}, or max_steps."
+        )
+    return rows
+
+
+def length_of(taken: Mapping[str, Any], steps: int, interval: int | None, devices: int) -> dict[str, Any]:
+    """Return the fields of a run of so many steps, validated every ``interval`` batches."""
+    return {
         "trainer.max_steps": steps,
         "trainer.val_check_interval": interval,
         "trainer.devices": devices if devices > 1 else None,
@@ -308,7 +312,7 @@ def _stable_decay(further: Mapping[str, Any], settings: Mapping[str, int]) -> di
     return {"total_steps": total, "shape": further.get("decay_type", "cosine"), "decay_steps": decay}
 
 
-def model_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def model_of(taken: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the policy and its optimizer."""
     if taken["model_name_or_path"] is None:
         raise ValueError("model_name_or_path is not given; TRL needs it too.")
@@ -350,22 +354,16 @@ def _stop(settings: Mapping[str, Any]) -> list[str] | None:
     return [stop] if isinstance(stop, str) else stop
 
 
-def _num_slots(given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    return min(256 if given.get("use_vllm") else 64, config["data"]["batch_size"] * config["model"]["num_generations"])
-
-
 def _generator(taken: Mapping[str, Any]) -> dict[str, Any]:
     if not taken["use_vllm"]:
         return {"model.generator": {"class_path": "slots", "init_args": {}}}
-    arguments: dict[str, Any] = {}
-    length = taken["vllm_max_model_length"]
+    length = {"max_model_len": taken["vllm_max_model_length"]} if taken["vllm_max_model_length"] else None
     if taken["vllm_mode"] == "server":
-        arguments |= {"start_timeout_s": float(taken["vllm_server_timeout"])}
-        arguments |= {"server_args": {"max_model_len": length}} if length else {}
-        return {"model.generator": {"class_path": "vllm_server", "init_args": arguments}}
-    arguments |= {"sleep_level": int(taken["vllm_enable_sleep_mode"])}
-    arguments |= {"engine_args": {"max_model_len": length}} if length else {}
-    return {"model.generator": {"class_path": "vllm", "init_args": arguments}}
+        name, arguments = "vllm_server", {"start_timeout_s": float(taken["vllm_server_timeout"]), "server_args": length}
+    else:
+        name, arguments = "vllm", {"sleep_level": int(taken["vllm_enable_sleep_mode"]), "engine_args": length}
+    given = {field: value for field, value in arguments.items() if value is not None}
+    return {"model.generator": {"class_path": name, "init_args": given}}
 
 
 def _objective(taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -403,8 +401,8 @@ def _objective(taken: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model.objective.{name}": value for name, value in fields.items()} | {"model.advantages": advantages}
 
 
-def _plugins(taken: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the plug-ins of what is a method here, with their fields; None if there are none."""
+def _plugins(taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plug-ins of what is a method here, with their fields."""
     plugins: list[dict[str, Any]] = []
     if taken["sync_ref_model"]:
         mixup = {"mixup_alpha": taken["ref_model_mixup_alpha"], "sync_steps": taken["ref_model_sync_steps"]}
@@ -418,10 +416,10 @@ def _plugins(taken: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             "max_coefficient": "entropy_coef_max",
         }
         plugins.append({"entropy_target": {field: float(taken[name]) for field, name in names.items()}})
-    return plugins or None
+    return {"rollout.plugins": plugins or None}
 
 
-def data_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def data_of(taken: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the data."""
     path = taken["dataset_name"]
     if path is None:
@@ -450,7 +448,7 @@ def data_of(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _rewards(taken: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _rewards(taken: Mapping[str, Any]) -> dict[str, Any]:
     names = taken["reward_funcs"] or []
     names = [names] if isinstance(names, str) else names
     if not names:
@@ -462,4 +460,5 @@ def _rewards(taken: Mapping[str, Any]) -> list[dict[str, Any]]:
     if len(weights) != len(names):
         raise ValueError(f"reward_weights has {len(weights)} weights for {len(names)} reward_funcs; give one each.")
     specs = [dict(REWARDS.get(name, {"function": name})) if isinstance(name, str) else name for name in names]
-    return [spec | {"weight": float(weight)} for spec, weight in zip(specs, weights, strict=True)]
+    weighed = [spec | {"weight": float(weight)} for spec, weight in zip(specs, weights, strict=True)]
+    return {"model.rewards": weighed}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,62 +19,44 @@ ENOUGH = 16
 """Values from which it can be seen that a metric does not move."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The values of a metric, shape (rows,), all finite; its quarters are compared."""
+class Curve(NamedTuple):
+    """Figures of a metric's values, by quarters of its rows.
 
-    values: np.ndarray
+    Args:
+        number: Number of values.
+        mean: Mean of all values.
+        first: Mean of the first quarter.
+        last: Mean of the last quarter.
+        best: Mean of the best quarter.
+        fall: From the best quarter down to the last.
+        growth: The last quarter divided by the second; an even rise from 0 gives 2.3.
+        shrinkage: The last quarter divided by the first.
+        rise: From the first quarter to the last, in standard errors of that difference.
+    """
 
-    def _quarter(self, number: int) -> np.ndarray:
-        begin, end = number * self.number // 4, (number + 1) * self.number // 4
-        return self.values[begin : max(end, begin + 1)]
+    number: int
+    mean: float
+    first: float
+    last: float
+    best: float
+    fall: float
+    growth: float
+    shrinkage: float
+    rise: float
 
-    @property
-    def number(self) -> int:
-        """The number of values."""
-        return len(self.values)
-
-    @property
-    def mean(self) -> float:
-        """The mean of all values."""
-        return float(self.values.mean())
-
-    @property
-    def best(self) -> float:
-        """The mean of the best quarter."""
-        return max(float(self._quarter(number).mean()) for number in range(4))
-
-    @property
-    def first(self) -> float:
-        """The mean of the first quarter."""
-        return float(self._quarter(0).mean())
-
-    @property
-    def last(self) -> float:
-        """The mean of the last quarter."""
-        return float(self._quarter(3).mean())
-
-    @property
-    def fall(self) -> float:
-        """From the best quarter down to the last."""
-        return self.best - self.last
-
-    @property
-    def growth(self) -> float:
-        """The last quarter divided by the second; an even rise from 0 gives 2.3."""
-        return self.last / max(float(self._quarter(1).mean()), 1e-12)
-
-    @property
-    def shrinkage(self) -> float:
-        """The last quarter divided by the first."""
-        return self.last / max(self.first, 1e-12)
-
-    @property
-    def rise(self) -> float:
-        """From the first quarter to the last, in standard errors of that difference."""
-        quarters = self._quarter(0), self._quarter(3)
-        error = float(np.sqrt(sum(part.var(ddof=1) / len(part) if len(part) > 1 else 0.0 for part in quarters)))
-        return (self.last - self.first) / max(error, 1e-12)
+    @classmethod
+    def of(cls, values: np.ndarray) -> Curve:
+        """Compare the quarters of at least one value, shape (rows,), all finite."""
+        number = len(values)
+        bounds = [(quarter * number // 4, (quarter + 1) * number // 4) for quarter in range(4)]
+        quarters = [values[begin : max(end, begin + 1)] for begin, end in bounds]
+        first, second, _, last = means = [float(part.mean()) for part in quarters]
+        ends = quarters[0], quarters[3]
+        error = float(np.sqrt(sum(part.var(ddof=1) / len(part) if len(part) > 1 else 0.0 for part in ends)))
+        growth, shrinkage = last / max(second, 1e-12), last / max(first, 1e-12)
+        rise = (last - first) / max(error, 1e-12)
+        best = max(means)
+        return cls(number, float(values.mean()), first, last, best, best - last, growth, shrinkage, rise)
 
 
 @dataclass(frozen=True)
@@ -83,7 +65,7 @@ class Condition:
 
     Args:
         metric: Name of the metric.
-        figure: The property of :class:`Curve` that is compared.
+        figure: The field of :class:`Curve` that is compared.
         above: The figure must be larger.
         below: The figure must be smaller.
         per: The figure is that of the metric divided by the mean of this one.
@@ -106,10 +88,11 @@ class Condition:
             if not len(whole) or whole.mean() <= 0:
                 return None
             values = values / whole.mean()
-        curve = Curve(values[np.isfinite(values)])
-        if curve.number < self.least or not self.above < getattr(curve, self.figure) < self.below:
+        values = values[np.isfinite(values)]
+        if len(values) < self.least:
             return None
-        return curve
+        curve = Curve.of(values)
+        return curve if self.above < getattr(curve, self.figure) < self.below else None
 
 
 @dataclass(frozen=True)

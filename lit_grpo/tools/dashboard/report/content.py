@@ -33,13 +33,7 @@ MAX_CONFIG = 200_000  # characters
 
 
 def report_content(run: RunRecords, label: str = "", num_runs: int = 1) -> dict[str, Any]:
-    """Return everything that the page shows of a run.
-
-    Args:
-        run: The records of the run.
-        label: Name of the run on the page; by default the name of its folder.
-        num_runs: Number of runs that share the page, and so its size.
-    """
+    """Return everything that the page shows of a run, in its share of the size of a page of ``num_runs``."""
     most = max(MAX_POINTS // num_runs, 100)
     return {
         "name": label or visible(run.folder.resolve().name),

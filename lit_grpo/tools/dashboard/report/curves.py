@@ -12,13 +12,7 @@ AXES = {"num_tokens": "tokens of prompts and completions", "time/total_s": "time
 
 
 def axis(steps: np.ndarray, columns: dict[str, np.ndarray], most: int = MAX_POINTS) -> dict[str, Any]:
-    """Return the axis: the updates of each point, and the values of other axes there.
-
-    Args:
-        steps: Number of the update of each row, shape (rows,).
-        columns: Metrics, shape (rows,) each.
-        most: Max number of points.
-    """
+    """Return the axis: the updates of at most ``most`` points, and the values there of other axes, (rows,) each."""
     first, last = _bounds(len(steps), most)
     others = {name: _filled(columns[name]) for name in AXES if name in columns}
     return {
@@ -30,12 +24,7 @@ def axis(steps: np.ndarray, columns: dict[str, np.ndarray], most: int = MAX_POIN
 
 
 def points(values: np.ndarray, most: int = MAX_POINTS) -> dict[str, Any]:
-    """Return the mean of each point's rows, and if a point has several, the smallest and largest; null without values.
-
-    Args:
-        values: A metric, shape (rows,).
-        most: Max number of points.
-    """
+    """Return the mean of each point's rows, and if it has several, the smallest and largest; null without values."""
     first, last = _bounds(len(values), most)
     if (first == last).all():
         return {"mean": _rounded(values)}

@@ -23,9 +23,9 @@ from lit_grpo.tools.dashboard.report.rows import (
     Evaluated,
     Length,
     Memory,
-    Sample,
+    SampleRow,
     Short,
-    Timeline,
+    TimelineRow,
     WholeTimeline,
 )
 
@@ -75,12 +75,12 @@ class RunRecords:
     config: Config
     config_text: str
     versions: str
-    samples: list[Sample]
-    first_samples: list[Sample]
-    validated: list[Sample]
+    samples: list[SampleRow]
+    first_samples: list[SampleRow]
+    validated: list[SampleRow]
     evaluated: list[Evaluated]
     lengths: list[Length]
-    timelines: list[Timeline]
+    timelines: list[TimelineRow]
     num_timelines: int
     memory: Memory
     problems: dict[str, str]
@@ -117,9 +117,9 @@ def read_folder(folder: Path, may_be_new: bool = False) -> RunRecords:
         config=config,
         config_text=reader.text("config.yaml"),
         versions="\n".join(f"{name} {value}" for name, value in versions.items()),
-        samples=list(reader.rows("samples.jsonl", Sample, "end")),
+        samples=list(reader.rows("samples.jsonl", SampleRow, "end")),
         first_samples=reader.first_samples(),
-        validated=list(reader.rows("val_samples.jsonl", Sample, "end")),
+        validated=list(reader.rows("val_samples.jsonl", SampleRow, "end")),
         evaluated=reader.evaluated(),
         lengths=(lengths or _lengths_of(timelines))[-MAX_LENGTHS:],
         timelines=timelines,
@@ -136,11 +136,7 @@ class _Wrong:
         self._path, self._number, self._first = path, 0, ""
 
     def add(self, line: int, why: str) -> None:
-        """Count a line.
-
-        Raises:
-            ValueError: There are too many for a file of a run.
-        """
+        """Count a line."""
         self._number += 1
         self._first = self._first or f"Line {line} of {self._path} is not read as a whole: {why}."
         if self._number > MAX_WRONG:
@@ -197,13 +193,7 @@ class _Reader:
             return ""
 
     def rows(self, name: str, form: Any, part: Literal["all", "begin", "end"] = "all") -> Iterator[Any]:
-        """Yield the rows of a file in order, those that have the form.
-
-        Args:
-            name: Path of the file in the folder.
-            form: The form of a row.
-            part: The part of the file that is read; the beginning and the end have MAX_PART_BYTES.
-        """
+        """Yield the rows of a file that have the form; of its beginning or its end MAX_PART_BYTES are read."""
         path, read = self.folder / name, row_reader(form)
         wrong, begin, left = _Wrong(path), 0, math.inf if part == "all" else MAX_PART_BYTES
         number = 0
@@ -232,10 +222,10 @@ class _Reader:
         finally:  # the reader may have enough
             self._tell(name, str(wrong))
 
-    def first_samples(self) -> list[Sample]:
+    def first_samples(self) -> list[SampleRow]:
         """Return the samples of the first update."""
-        found: list[Sample] = []
-        for row in self.rows("samples.jsonl", Sample, "begin"):
+        found: list[SampleRow] = []
+        for row in self.rows("samples.jsonl", SampleRow, "begin"):
             if len(found) == MAX_FIRST or (found and row["step"] != found[0]["step"]):
                 break
             found.append(row)
@@ -250,11 +240,11 @@ class _Reader:
                 kept[place] = row
         return list(kept.values())
 
-    def timelines(self) -> tuple[list[Timeline], int]:
+    def timelines(self) -> tuple[list[TimelineRow], int]:
         """Return the first, the last and some rows between, as many as can be drawn quickly, and their number."""
         name = "timeline.jsonl"
         path, read = self.folder / name, row_reader(WholeTimeline)
-        wrong, rows = _Wrong(path), list[Timeline]()
+        wrong, rows = _Wrong(path), list[TimelineRow]()
         places = array("q")  # where lines begin; the lines themselves may take too much memory
         try:
             begin = 0
@@ -266,7 +256,7 @@ class _Reader:
                     raise ValueError(f"{path} has more than {MAX_LINES:,} lines; {MEND}.")
             with open_input(path) as file:
 
-                def row(number: int) -> Timeline | None:
+                def row(number: int) -> TimelineRow | None:
                     file.seek(places[number])
                     try:
                         return read(file.readline())
@@ -295,7 +285,6 @@ class _Reader:
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    """Say why a file could not be read."""
     if isinstance(error, OSError):
         return f"{path} cannot be read ({error.strerror}); make it readable, or copy it again."
     return str(error)
@@ -371,7 +360,7 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def _lengths_of(timelines: list[Timeline]) -> list[Length]:
+def _lengths_of(timelines: list[TimelineRow]) -> list[Length]:
     return [
         {"step": row["step"], "tokens": tokens, "predicted": predicted}
         for row in timelines

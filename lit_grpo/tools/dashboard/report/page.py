@@ -61,7 +61,6 @@ def read_folders(folders: Sequence[Path]) -> list[RunRecords]:
 
 
 def default_path(folders: Sequence[Path]) -> Path:
-    """Return where the report of these runs is written by default."""
     return (folders[0].resolve().parent if len(folders) > 1 else folders[0]) / "report.html"
 
 

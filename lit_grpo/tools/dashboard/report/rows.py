@@ -16,7 +16,7 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _fits(row: Timeline) -> Timeline:
+def _fits(row: TimelineRow) -> TimelineRow:
     """Check that a timeline names only prompts, completions and slots that it has."""
     prompts, completions, slots = len(row["prompts"]), len(row["completions"]), row["slots_kept"]
     if any(not 0 <= completion[0] < prompts for completion in row["completions"]):
@@ -40,7 +40,7 @@ Short = Annotated[str, Field(max_length=MAX_NAME)]
 Slots = Annotated[int, Field(ge=0, le=2**16)]
 
 
-class Sample(TypedDict, total=False):
+class SampleRow(TypedDict, total=False):
     """A row of samples.jsonl; the values of reward functions and of the data's columns are further keys."""
 
     __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
@@ -87,7 +87,7 @@ class Seconds(TypedDict, total=False):
     weight_sync: Amount
 
 
-class Timeline(TypedDict):
+class TimelineRow(TypedDict):
     """A row of timeline.jsonl; see :func:`lit_grpo.scheduling.recording.timeline_row`."""
 
     step: Count
@@ -102,7 +102,7 @@ class Timeline(TypedDict):
     prefills: Annotated[list[tuple[Amount, Amount, Amount]], _DRAWN]
 
 
-WholeTimeline = Annotated[Timeline, AfterValidator(_fits)]
+WholeTimeline = Annotated[TimelineRow, AfterValidator(_fits)]
 
 
 class Estimate(TypedDict, total=False):
@@ -158,7 +158,7 @@ class Trainer(TypedDict, total=False):
     max_steps: int | None
 
 
-class Source(TypedDict, total=False):
+class RowSourceFields(TypedDict, total=False):
     """A source of rows in a config, or several by name."""
 
     __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
@@ -170,8 +170,8 @@ class Data(TypedDict, total=False):
     """Fields of ``data`` in a config."""
 
     __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
-    train: str | Source | list[Any] | None
-    validation: str | Source | list[Any] | None
+    train: str | RowSourceFields | list[Any] | None
+    validation: str | RowSourceFields | list[Any] | None
 
 
 class Config(TypedDict, total=False):

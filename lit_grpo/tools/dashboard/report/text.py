@@ -41,12 +41,9 @@ MOST_SETTINGS = 40
 
 
 def report_text(runs: Sequence[RunRecords], width: int, ascii_only: bool = False) -> str:
-    """Return the report of one run or of several as text.
+    """Return the report of one run or of several as text, in lines of at most ``width`` columns, but 60 at least.
 
-    Args:
-        runs: The records of the runs.
-        width: Max number of columns of a line; 60 at least.
-        ascii_only: Whether the text has no characters but ASCII, those of the runs' own texts aside.
+    With ``ascii_only`` it has no characters but ASCII, those of the runs' own texts aside.
     """
     width = max(width, LEAST_WIDTH)
     file = io.StringIO()
@@ -173,13 +170,7 @@ class _Writer:
 
 
 def sparkline(values: np.ndarray, most: int, levels: str = BLOCKS) -> str:
-    """Return a curve as characters of ascending height, each the mean of some updates; a blank where it has no value.
-
-    Args:
-        values: A metric, shape (rows,).
-        most: Max number of characters.
-        levels: The characters, from the least value to the greatest.
-    """
+    """Return a curve, (rows,), as characters of ascending height, each the mean of some rows; blank without a value."""
     if np.isfinite(values).sum() * 2 < len(values):  # logged now and then, as by validations
         values = values[np.isfinite(values)]
     means = points(values, most)["mean"]
@@ -195,7 +186,6 @@ def sparkline(values: np.ndarray, most: int, levels: str = BLOCKS) -> str:
 
 
 def _shown(columns: Mapping[str, np.ndarray]) -> list[str]:
-    """Return the metrics of a run that are shown."""
     return list(dict.fromkeys(name for pattern in CURVES for name in sorted(filter_names(columns, pattern))))
 
 
