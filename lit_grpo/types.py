@@ -390,8 +390,8 @@ class Rollout:
 
     ``rewards`` holds each reward function's value by name, ``None`` where it does not apply; ``reward``
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
-    counts in the statistics of its group, and is not trained on; ``learnt`` it has been in an earlier batch, with
-    another part of its group. One that is ``replayed`` was sampled, rewarded and trained on at an earlier visit of the
+    counts in the statistics of its group, and is not trained on; ``trained_before``: it has left in an earlier
+    batch, with another part of its group. One that is ``replayed`` was sampled, rewarded and trained on at an earlier visit of the
     prompt, and takes part in the group's advantages and in the update alone; with ``recompute`` its tokens get the
     log-probs of the policy before the update, as if that policy had sampled them. ``extra`` is what reward functions
     and plug-ins logged of it, and ``advantage`` what it was trained on with, NaN before that.
@@ -410,7 +410,7 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float = math.nan
     kept: bool = True
-    learnt: bool = False
+    trained_before: bool = False
     replayed: bool = False
     recompute: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
@@ -543,7 +543,7 @@ class RolloutGroup:
     @property
     def fresh(self) -> list[Rollout]:
         """Its rollouts that no batch has had before."""
-        return [rollout for rollout in self.rollouts if not (rollout.learnt or rollout.replayed)]
+        return [rollout for rollout in self.rollouts if not (rollout.trained_before or rollout.replayed)]
 
 
 class PromptBatch:

@@ -33,7 +33,7 @@ class _Open:
     completions: dict[SamplePath, Completion] = field(default_factory=dict)
     due: RolloutGroup | None = None  # whole, or the part of it that has ended, and waiting for its release
     is_out: bool = False  # what was due has been given out, and not been trained on yet
-    learnt: list[Rollout] = field(default_factory=list)  # in parts that have left before
+    trained_before: list[Rollout] = field(default_factory=list)  # in parts that have left before
     num_restarts: int = 0
     oldest: int | None = None  # version of what it had when the policy that samples now began to
 
@@ -289,7 +289,7 @@ class RolloutBuffer:
 
         Those that would be too old at the next release, and may not lose tokens, come first.
 
-        What has left in earlier parts of a group is among its members, ``learnt`` and not ``kept``.
+        What has left in earlier parts of a group is among its members, ``trained_before`` and not ``kept``.
         """
         due = [(key, group) for key, group in self._groups.items() if group.due is not None]
         waits = self.rule.num_steps is None and self.rule.max_staleness > 0  # what is over may be trained on later
@@ -300,7 +300,7 @@ class RolloutBuffer:
         for key, group in chosen:
             assert group.due is not None
             group.is_out = True
-            released.append(RolloutGroup(group.prompt, [*group.learnt, *group.due.rollouts]))
+            released.append(RolloutGroup(group.prompt, [*group.trained_before, *group.due.rollouts]))
             if self.rule.leftovers == "finish":
                 del self._groups[key]
         return released
@@ -310,7 +310,9 @@ class RolloutBuffer:
         self._before = None
         for key, group in list(self._groups.items()):
             if group.is_out and group.due is not None:
-                group.learnt += [replace(rollout, kept=False, learnt=True) for rollout in group.due.rollouts]
+                group.trained_before += [
+                    replace(rollout, kept=False, trained_before=True) for rollout in group.due.rollouts
+                ]
                 group.due, group.is_out = None, False
                 if key not in self.ledger.groups and not group.completions:
                     del self._groups[key]
@@ -400,7 +402,7 @@ def _group_state(group: _Open, unfinished: Collection[Entry]) -> dict[str, Any]:
         "away": sorted(list(entry.request.path) for entry in unfinished if entry.state == "awaiting_env"),
         "completions": [_completion_state(completion) for completion in group.completions.values()],
         "due": None if group.due is None else [_rollout_state(rollout) for rollout in group.due.rollouts],
-        "learnt": [_rollout_state(rollout) for rollout in group.learnt],
+        "learnt": [_rollout_state(rollout) for rollout in group.trained_before],
         "num_restarts": group.num_restarts,
     }
 
@@ -413,21 +415,21 @@ def _group(state: dict[str, Any]) -> _Open:
         prompt,
         {completion.request.path: completion for completion in completions},
         due,
-        learnt=[_rollout(prompt, each) for each in state["learnt"]],
+        trained_before=[_rollout(prompt, each) for each in state["learnt"]],
         num_restarts=state["num_restarts"],
     )
 
 
 def _rollout_state(rollout: Rollout) -> dict[str, Any]:
-    own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept", "learnt")}
+    own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept")} | {"learnt": rollout.trained_before}
     own["turn_rewards"] = list(rollout.turn_rewards)
     own["extra"] = {name: value for name, value in rollout.extra.items() if find_foreign({name: value}) is None}
     return {"completion": _completion_state(rollout.completion), **own}
 
 
 def _rollout(prompt: Prompt, state: dict[str, Any]) -> Rollout:
-    own = {name: value for name, value in state.items() if name != "completion"}
-    own["turn_rewards"] = tuple(own["turn_rewards"])
+    own = {name: value for name, value in state.items() if name not in ("completion", "learnt")}
+    own |= {"turn_rewards": tuple(own["turn_rewards"]), "trained_before": state["learnt"]}
     return Rollout(prompt, _completion(prompt, state["completion"]), **own)
 
 

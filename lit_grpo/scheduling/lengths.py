@@ -422,7 +422,7 @@ class Ridge:
     """Predicts a number from columns by ridge regression that forgets, trained on batches of rows in groups.
 
     What differs within groups counts in full, and what differs between groups as ``between`` rows a group at most:
-    generalised least squares with a random effect of groups (Fuller and Battese 1973). A prediction is the mean plus
+    generalized least squares with a random effect of groups (Fuller and Battese 1973). A prediction is the mean plus
     the slopes' part times ``worth``: the factor, at most 1, that would have been best on batches before they were
     learned (without it, the rank correlation after 8 tokens is 0.02 less).
 
@@ -537,6 +537,6 @@ def within_correlation(predicted: np.ndarray, actual: np.ndarray, groups: np.nda
     not count, groups whose lengths differ much count for more, and no outlier counts for much.
     """
     _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    centred = [logs - (np.bincount(groups, logs) / sizes)[groups] for logs in (np.log(predicted), np.log(actual))]
-    a, b = (np.round(each[sizes[groups] > 1], 9) for each in centred)  # so that what is equal ties
+    centered = [logs - (np.bincount(groups, logs) / sizes)[groups] for logs in (np.log(predicted), np.log(actual))]
+    a, b = (np.round(each[sizes[groups] > 1], 9) for each in centered)  # so that what is equal ties
     return spearman(a, b)
