@@ -81,7 +81,6 @@ class RolloutBuffer:
         self._version = 0  # of the policy that samples
 
     def __len__(self) -> int:
-        """Return the number of groups that are open."""
         return len(self._groups)
 
     def __contains__(self, key: GroupKey) -> bool:
@@ -142,12 +141,10 @@ class RolloutBuffer:
 
     @property
     def asks(self) -> bool:
-        """True if anything is unfinished, to be decoded or away."""
         return bool(self.ledger.groups)
 
     @property
     def prompts(self) -> dict[GroupKey, Prompt]:
-        """The prompts of groups that are not whole."""
         items = self._groups.items()
         unfinished = self.ledger.groups
         return {key: each.prompt for key, each in items if each.due is None or each.completions or key in unfinished}
@@ -330,13 +327,11 @@ class RolloutBuffer:
             self._before = groups, self.ledger.copy()
 
     def undo(self) -> None:
-        """Be as before the rollout."""
         (self._groups, self.ledger), self._before = self._before or ({}, RequestLedger()), None
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All open groups, as plain values and tensors."""
         groups, ledger = self._before or (self._groups, self.ledger)
         return {"groups": [_group_state(group, ledger.groups.get(key, {}).values()) for key, group in groups.items()]}
 

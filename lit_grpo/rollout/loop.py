@@ -69,7 +69,6 @@ class RolloutLoop:
     def collect(
         self, prompts: Sequence[Prompt], num_generations: int | Sequence[int], sampling: SamplingParams, seed: int
     ) -> tuple[list[RolloutGroup], RolloutStats]:
-        """Open a group of each prompt, all of one size or each of its own, run, and take what is released."""
         self.buffer.open(group_requests(prompts, num_generations, sampling, seed))
         stats = self.run(self.buffer.ready)
         return self.buffer.take(), stats

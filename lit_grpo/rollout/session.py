@@ -177,7 +177,6 @@ class RolloutSession:
         self._told_of_flat_groups = False
 
     def plugin(self, kind: type[Kind]) -> Kind | None:
-        """Return the plug-in of a class, where there is one."""
         return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
 
     def deciding(self, *hooks: str) -> Plugin | None:
@@ -594,7 +593,6 @@ class RolloutSession:
 
     @property
     def _mode_name(self) -> str:
-        """The mode as the user has set it, for messages."""
         found = [name for name, plugin in self.plugins.items() if plugin is self.mode]
         return f"rollout.plugins {found[0]}" if found else "no plug-in that keeps prompts open"
 

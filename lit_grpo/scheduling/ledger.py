@@ -145,7 +145,6 @@ class RequestLedger:
     # ---- what is unfinished -------------------------------------------------------------------------
 
     def num_of(self, group: GroupKey) -> int:
-        """Return how many requests of a group are unfinished."""
         return len(self.groups.get(group, ()))
 
     def request(self, key: Key) -> Request:
@@ -500,7 +499,6 @@ class SpanLog(Sequence[tuple[Key, Span]]):
         return self._groups.setdefault(group, len(self._groups))
 
     def add(self, key: Key, slot: int, start: int, end: int) -> None:
-        """Note that a slot decoded a completion from step ``start`` to step ``end``."""
         group = self._groups.setdefault(key[:2], len(self._groups))
         self._rows.extend((slot, start, end, group, self._paths.setdefault(key[2], len(self._paths))))
 

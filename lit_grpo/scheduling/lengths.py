@@ -457,11 +457,9 @@ class Ridge:
         self._fit()
 
     def state_dict(self) -> dict[str, list]:
-        """Return the state as lists of floats."""
         return {"moments": self.moments.tolist(), "sums": self.sums.tolist()}
 
     def load_state_dict(self, state: dict[str, list]) -> None:
-        """Take over what ``state_dict`` returned."""
         self.moments = np.array(state["moments"]).reshape((len(state["moments"]),) * 2)
         self.sums = np.array(state["sums"])
         if len(self.moments):

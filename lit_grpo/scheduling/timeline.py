@@ -58,7 +58,6 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """End of the last span."""
         return max([span.end for span in self.spans] + [phase.end for phase in self.phases], default=1) or 1
 
 

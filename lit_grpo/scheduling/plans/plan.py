@@ -53,11 +53,9 @@ class Queue:
         self._num_active = 0
 
     def __len__(self) -> int:
-        """Return the number of jobs that wait."""
         return len(self._waiting) + len(self._first)
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Take jobs that wait to be decoded."""
         for job in jobs:
             self._waiting[job.key] = job
         self._arranged_for, self._width = None, self._num_slots
@@ -96,7 +94,6 @@ class Queue:
         self._first.append(job)
 
     def drop(self, job: Job) -> None:
-        """Forget a job that waits, since it is wanted no more."""
         if self._waiting.pop(job.key, None) is not None:
             self._arranged_for = None
         else:
@@ -117,15 +114,12 @@ class Queue:
         self._queue = jobs[::-1]
 
     def _peek(self) -> Job:
-        """Return the next job; there is one."""
         return self._queue[-1]
 
     def _take(self) -> None:
-        """Remove the job that ``_peek`` returned."""
         self._queue.pop()
 
     def _started(self, job: Job) -> None:
-        """Note that a job is being handed out."""
         self._num_active += 1
 
 
