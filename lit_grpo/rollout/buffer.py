@@ -122,22 +122,14 @@ class RolloutBuffer:
     @property
     def unfinished(self) -> list[Request]:
         """Requests to decode, in the order of arrival, without those that wait for their environments."""
-        requests: list[Request] = []
-        for group in self._groups:
-            for entry in self.ledger.groups.get(group, {}).values():
-                if entry.state != "awaiting_env":
-                    requests.append(entry.request)
-        return requests
+        entries = (entry for group in self._groups for entry in self.ledger.groups.get(group, {}).values())
+        return [entry.request for entry in entries if entry.state != "awaiting_env"]
 
     @property
     def away(self) -> list[Request]:
         """Requests that wait for their environments, in the order of arrival."""
-        requests: list[Request] = []
-        for group in self._groups:
-            for entry in self.ledger.groups.get(group, {}).values():
-                if entry.state == "awaiting_env":
-                    requests.append(entry.request)
-        return requests
+        entries = (entry for group in self._groups for entry in self.ledger.groups.get(group, {}).values())
+        return [entry.request for entry in entries if entry.state == "awaiting_env"]
 
     @property
     def asks(self) -> bool:
@@ -241,7 +233,8 @@ class RolloutBuffer:
         if not self.ledger.groups:
             return True
         if rule.num_steps is not None:
-            return num_steps >= rule.num_steps and any(self._gives(group) for group in groups)
+            gives = (each.due is not None or (rule.releases_parts and each.completions) for each in groups)
+            return num_steps >= rule.num_steps and any(gives)
         if rule.num_completions is not None:
             enough = sum(group.num_ended for group in groups) >= rule.num_completions
         elif rule.num_groups is not None:
@@ -250,9 +243,6 @@ class RolloutBuffer:
             return False  # it waits for all
         unfinished = self.ledger.groups
         return enough and not any(self._is_due_now(group) for key, group in self._groups.items() if key in unfinished)
-
-    def _gives(self, group: _Open) -> bool:
-        return group.due is not None or (self.rule.releases_parts and bool(group.completions))
 
     def _is_due_now(self, group: _Open) -> bool:
         """Return whether it would lose tokens after this release, and may not."""
@@ -363,11 +353,8 @@ def group_requests(
     sizes = [num_samples] * len(prompts) if isinstance(num_samples, int) else num_samples
     if sizes and min(sizes) < 1:
         raise ValueError(f"A group of {min(sizes)} samples has no member; give num_generations of 1 or more.")
-    requests: list[Request] = []
-    for prompt, size in zip(prompts, sizes, strict=True):
-        for sample in range(size):
-            requests.append(Request(prompt, (sample,), sampling, seed))
-    return requests
+    samples = ((prompt, sample) for prompt, size in zip(prompts, sizes, strict=True) for sample in range(size))
+    return [Request(prompt, (sample,), sampling, seed) for prompt, sample in samples]
 
 
 def _close(group: _Open) -> RolloutGroup:

@@ -409,11 +409,6 @@ class RolloutStats:
         return 1.0 - self.active_slot_steps / self.slot_steps if self.slot_steps else 0.0
 
     @property
-    def timed_bubble_ratio(self) -> float:
-        """1 - sum(active slots x step time) / (slots x rollout time)."""
-        return 1.0 - self.active_slot_s / self.slot_s if self.slot_s else 0.0
-
-    @property
     def decoded_s(self) -> float:
         """Seconds in the generator's steps."""
         return float(np.array(self.clock.ended).sum() - np.array(self.clock.began).sum())

@@ -175,11 +175,8 @@ class RequestLedger:
 
     def may_admit(self, group: GroupKey) -> bool:
         """Return whether a request of a group waits to be admitted, now or later at a probe or for its turn."""
-        last = len(self.points)
-        for entry in self.groups.get(group, {}).values():
-            if entry.state != "decoding" or (entry.stage or 0) < last:
-                return True
-        return False
+        entries, last = self.groups.get(group, {}).values(), len(self.points)
+        return any(entry.state != "decoding" or (entry.stage or 0) < last for entry in entries)
 
     def stops_at(self, num_tokens: int) -> bool:
         """Return whether requests with so many tokens wait at a probe now, which others have yet to reach."""

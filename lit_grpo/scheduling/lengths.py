@@ -72,7 +72,14 @@ class LengthPredictor:
         min_correlation: float = 0.2,
         max_tokens: int | None = None,
     ) -> None:
-        _check(points, max_tokens, num_scalars, min_correlation)
+        if not points or min(points) < 0 or list(points) != sorted(set(points)):
+            raise ValueError(f"points must be ascending numbers of tokens from 0 on, each once, not {tuple(points)}.")
+        if max_tokens is not None and points[-1] >= max_tokens:
+            raise ValueError(
+                f"points names {points[-1]} tokens, but a completion has at most {max_tokens}; leave it out."
+            )
+        check_value("num_scalars", num_scalars, Annotated[int, Limit(ge=0, le=MOST_SCALARS)])
+        check_value("min_correlation", min_correlation, Annotated[float, Limit(ge=-1, le=1)])
         self.points, self.min_correlation = tuple(points), min_correlation
         self.revision = 0
         self._settings = {"points": list(points), "num_scalars": num_scalars}
@@ -378,15 +385,6 @@ def _moments(powers: np.ndarray) -> np.ndarray:
     number = np.maximum(powers[:, 0], 1)
     mean = powers[:, 1] / number
     return np.column_stack([powers[:, 0], mean, np.maximum(powers[:, 2] / number - mean**2, 0.0)])
-
-
-def _check(points: Sequence[int], limit: int | None, num_scalars: int, min_correlation: float) -> None:
-    if not points or min(points) < 0 or list(points) != sorted(set(points)):
-        raise ValueError(f"points must be ascending numbers of tokens from 0 on, each once, not {tuple(points)}.")
-    if limit is not None and points[-1] >= limit:
-        raise ValueError(f"points names {points[-1]} tokens, but a completion has at most {limit}; leave it out.")
-    check_value("num_scalars", num_scalars, Annotated[int, Limit(ge=0, le=MOST_SCALARS)])
-    check_value("min_correlation", min_correlation, Annotated[float, Limit(ge=-1, le=1)])
 
 
 def make_predictor(
