@@ -23,7 +23,7 @@ from lit_grpo.types import PromptBatch
 class RolloutTimeline(Observer):
     """Draw some rollouts as ``timelines/update-N.png`` and in the loggers.
 
-    In a picture a row is a slot and a bar a completion, coloured by group; a white part is an idle slot. The same data
+    In a picture a row is a slot and a bar a completion, colored by group; a white part is an idle slot. The same data
     is a line of ``timeline.jsonl``, from which ``python -m lit_grpo report`` draws a timeline that zooms.
 
     Args:

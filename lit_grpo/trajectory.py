@@ -331,26 +331,26 @@ def prefix_tree(sequences: Sequence[np.ndarray], least: int = 1) -> list[Branch]
     if len({sequence[:least].tobytes() for sequence in sequences}) == len(sequences):  # so that none shares so many
         return [Branch(None, 0, len(own), (number,)) for number, own in enumerate(sequences) if len(own)]
     contents = [np.ascontiguousarray(sequence).tobytes() for sequence in sequences]
-    order = sorted(range(len(sequences)), key=contents.__getitem__)  # those with a common prefix are neighbours
+    order = sorted(range(len(sequences)), key=contents.__getitem__)  # those with a common prefix are neighbors
     common = [0, *(num_common(sequences[a], sequences[b]) for a, b in itertools.pairwise(order))]
     branches: list[Branch] = []
     todo: list[tuple[slice, int, int | None]]
     todo = [(part, 0, None) for part in _parts(common, order, slice(0, len(order)), least)]
     while todo:
-        neighbours, depth, parent = todo.pop()
-        members = order[neighbours]
-        end = len(sequences[members[0]]) if len(members) == 1 else min(common[neighbours.start + 1 : neighbours.stop])
+        neighbors, depth, parent = todo.pop()
+        members = order[neighbors]
+        end = len(sequences[members[0]]) if len(members) == 1 else min(common[neighbors.start + 1 : neighbors.stop])
         if end > depth:
             branches.append(Branch(parent, depth, end, tuple(sorted(members))))
         if len(members) > 1:
-            todo += [(part, end, len(branches) - 1) for part in _parts(common, order, neighbours, end + least)]
+            todo += [(part, end, len(branches) - 1) for part in _parts(common, order, neighbors, end + least)]
     return branches
 
 
-def _parts(common: Sequence[int], order: Sequence[int], neighbours: slice, least: int) -> list[slice]:
-    """Part neighbours in ``order`` where fewer than ``least`` tokens are common; that of the first member is last."""
-    cuts = [place for place in range(neighbours.start + 1, neighbours.stop) if common[place] < least]
-    bounds = [neighbours.start, *cuts, neighbours.stop]
+def _parts(common: Sequence[int], order: Sequence[int], neighbors: slice, least: int) -> list[slice]:
+    """Part neighbors in ``order`` where fewer than ``least`` tokens are common; that of the first member is last."""
+    cuts = [place for place in range(neighbors.start + 1, neighbors.stop) if common[place] < least]
+    bounds = [neighbors.start, *cuts, neighbors.stop]
     parts = [slice(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
     return sorted(parts, key=lambda part: -min(order[part]))
 

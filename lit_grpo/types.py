@@ -241,7 +241,6 @@ class Request:
         return (self.prompt.prompt_id, self.prompt.visit)
 
     def after(self, prefix: Trajectory) -> Request:
-        """Return the request that goes on after ``prefix``."""
         return self if prefix is self.prefix else replace(self, prefix=prefix)
 
     def check_prefix(self) -> None:
@@ -390,11 +389,12 @@ class Rollout:
 
     ``rewards`` holds each reward function's value by name, ``None`` where it does not apply; ``reward``
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
-    counts in the statistics of its group, and is not trained on; ``learnt`` it has been in an earlier batch, with
-    another part of its group. One that is ``replayed`` was sampled, rewarded and trained on at an earlier visit of the
-    prompt, and takes part in the group's advantages and in the update alone; with ``recompute`` its tokens get the
-    log-probs of the policy before the update, as if that policy had sampled them. ``extra`` is what reward functions
-    and plug-ins logged of it, and ``advantage`` what it was trained on with, NaN before that.
+    counts in the statistics of its group, and is not trained on; ``trained_before``: it has left in an earlier
+    batch, with another part of its group. One that is ``replayed`` was sampled, rewarded and trained on at an
+    earlier visit of the prompt, and takes part in the group's advantages and in the update alone; with
+    ``recompute`` its tokens get the log-probs of the policy before the update, as if that policy had sampled them.
+    ``extra`` is what reward functions and plug-ins logged of it, and ``advantage`` what it was trained on with, NaN
+    before that.
 
     ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so.
 
@@ -410,7 +410,7 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float = math.nan
     kept: bool = True
-    learnt: bool = False
+    trained_before: bool = False
     replayed: bool = False
     recompute: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
@@ -543,7 +543,7 @@ class RolloutGroup:
     @property
     def fresh(self) -> list[Rollout]:
         """Its rollouts that no batch has had before."""
-        return [rollout for rollout in self.rollouts if not (rollout.learnt or rollout.replayed)]
+        return [rollout for rollout in self.rollouts if not (rollout.trained_before or rollout.replayed)]
 
 
 class PromptBatch:
@@ -626,7 +626,6 @@ def over_ranks(parts: Mapping[str, Part], all_gather: AllGather) -> dict[str, fl
 
 
 def alone(value: Any) -> list[Any]:
-    """Gather a value of one rank, where there are no others or they do not count."""
     return [value]
 
 
@@ -652,5 +651,4 @@ class GroupBatch:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All rollouts of the batch on this rank, group by group."""
         return [rollout for group in self.groups for rollout in group.rollouts]

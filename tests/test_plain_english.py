@@ -44,15 +44,6 @@ BRITISH = {
     r"(?<!\")licen(?:ces?|ced|cing)": "license",  # not the name of a file
 }
 """British spellings, and what to write in their place."""
-NOT_YET_AMERICAN = {
-    "callbacks/rollout_timeline.py",
-    "lit_grpo/rollout/sampling.py",
-    "lit_grpo/rollout/slots/kv/shelves.py",
-    "lit_grpo/scheduling/lengths.py",
-    "lit_grpo/scheduling/timeline.py",
-    "lit_grpo/trajectory.py",
-}
-"""Files whose British spellings are still to be replaced."""
 READ = {
     "lit_grpo": "*.py",
     "callbacks": "*.py",
@@ -62,10 +53,7 @@ READ = {
     "docs": "*.md",
     "configs": "*.yaml",
 }
-_PLAIN, _ALL = (
-    re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in words) + r")\b", re.IGNORECASE)
-    for words in (BANNED, BANNED | BRITISH)
-)
+_BANNED = re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in BANNED | BRITISH) + r")\b", re.IGNORECASE)
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -83,10 +71,9 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 def offenses(path: Path) -> list[str]:
     """Each banned word of a file with its place, ``path:line: word``."""
     found: list[str] = []
-    banned = _PLAIN if str(path.relative_to(ROOT)) in NOT_YET_AMERICAN else _ALL
     for first_line, text in prose(path):
         text = REAL_PLACES.sub(lambda place: re.sub(r"\S", "-", place[0]), text)
-        for word in banned.finditer(text):
+        for word in _BANNED.finditer(text):
             line = first_line + text.count("\n", 0, word.start())
             found.append(f"{path.relative_to(ROOT)}:{line}: {' '.join(word[0].split())}")
     return found

@@ -75,7 +75,7 @@ def test_a_recorded_timeline_is_in_seconds_with_what_came_after_the_rollout() ->
     legend = figure.axes[0].get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == [
-        "a completion; colour: prompt",
+        "a completion; color: prompt",
         "prompts prefilled",
         "reward wait, 0.5 s",
         "update, 1 s",

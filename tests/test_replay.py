@@ -165,7 +165,7 @@ def test_successes_alone_are_remembered_and_each_once() -> None:
     memory = fresh(plugin("rlep:members=9,share=0.9,choice=recent"))
     batch = group(FIRST, [1, 0.9, math.nan, 1, 1, 2, 1])
     batch.rollouts[3].completion.finish_reason = "abort"
-    batch.rollouts[4].learnt = True  # in an earlier part
+    batch.rollouts[4].trained_before = True  # in an earlier part
     batch.rollouts[5].kept = False  # by a selection: it has passed all the same
     batch.rollouts[6] = member(FIRST, 6, [OBSERVED] * 3, [True] * 3, 1.0)  # nothing to learn from
     memory.on_update_end(GroupBatch([batch], 1, EXACT, alone))

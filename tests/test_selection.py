@@ -270,7 +270,7 @@ def test_where_all_tokens_are_kept_those_of_the_highest_entropy_are_trained_on_a
 def test_members_that_have_left_with_another_part_of_their_group_take_no_place(rule: str) -> None:
     (group,) = groups_of([1.0, 0.0, 0.9, 0.1, 0.5, 0.4])
     for rollout in group.rollouts[:2]:
-        rollout.kept, rollout.learnt = False, True
+        rollout.kept, rollout.trained_before = False, True
     with_entropies([group], [9.0, 9.0, 0.1, 0.2, 0.3, 0.4])
     (found,) = advantages(RULES[rule], [group])
     assert len(known(found).keys() - {0, 1}) == 2

@@ -123,7 +123,7 @@ def test_measuring_leaves_the_weights_and_takes_a_pass_for_each_old_version() ->
 
     learner.passes.measure = counted
     groups = batch([0, 3])
-    groups[0].rollouts[0].learnt = True  # it has left in an earlier part of its group
+    groups[0].rollouts[0].trained_before = True  # it has left in an earlier part of its group
     first, *others = learner._prepare(groups, None, TokenMetrics(), is_whole=True).rollouts
     assert passes == [(6, 0)] and first.columns["old_logprob"].isnan().all()
     for rollout in others:

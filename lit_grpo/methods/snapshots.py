@@ -138,7 +138,7 @@ class Snapshots(Plugin):
         Raises:
             ValueError: A version is not kept.
         """
-        fresh = [rollout for rollout in batch.rollouts if not rollout.learnt and rollout.completion.num_trained]
+        fresh = [rollout for rollout in batch.rollouts if not rollout.trained_before and rollout.completion.num_trained]
         sampled: dict[Key, torch.Tensor] = {}
         for completion in (rollout.completion for rollout in fresh):
             versions_T = completion.versions_T[completion.trained_T]

@@ -40,7 +40,7 @@ def rollout_metrics(
         is_empty.append(not group.rollouts)
         for rollout in group.rollouts:
             is_sampled.append(not rollout.replayed)
-            is_fresh.append(not (rollout.learnt or rollout.replayed))
+            is_fresh.append(not (rollout.trained_before or rollout.replayed))
             if is_fresh[-1]:
                 completions.append(rollout.completion)
                 lengths.append(rollout.completion.num_sampled)
@@ -111,7 +111,9 @@ def dataset_metrics(groups: Sequence[RolloutGroup], rewards: GroupRewards, ranks
     values_R = iter(rewards.rewards_R.tolist())
     for group, is_uniform in zip(groups, uniform, strict=True):
         members = [(next(values_R), rollout) for rollout in group.rollouts]
-        fresh = [(value, its.completion.num_sampled) for value, its in members if not (its.learnt or its.replayed)]
+        fresh = [
+            (value, its.completion.num_sampled) for value, its in members if not (its.trained_before or its.replayed)
+        ]
         own.append((group.prompt.dataset, float(is_uniform), fresh))
     by_dataset: dict[str, list[tuple[float, list[tuple[float, int]]]]] = defaultdict(list)
     for dataset, is_uniform, fresh in sorted(itertools.chain(*ranks.gather(own)), key=lambda each: each[0]):

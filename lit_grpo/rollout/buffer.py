@@ -33,7 +33,7 @@ class _Open:
     completions: dict[SamplePath, Completion] = field(default_factory=dict)
     due: RolloutGroup | None = None  # whole, or the part of it that has ended, and waiting for its release
     is_out: bool = False  # what was due has been given out, and not been trained on yet
-    learnt: list[Rollout] = field(default_factory=list)  # in parts that have left before
+    trained_before: list[Rollout] = field(default_factory=list)  # in parts that have left before
     num_restarts: int = 0
     oldest: int | None = None  # version of what it had when the policy that samples now began to
 
@@ -81,7 +81,6 @@ class RolloutBuffer:
         self._version = 0  # of the policy that samples
 
     def __len__(self) -> int:
-        """Return the number of groups that are open."""
         return len(self._groups)
 
     def __contains__(self, key: GroupKey) -> bool:
@@ -123,31 +122,21 @@ class RolloutBuffer:
     @property
     def unfinished(self) -> list[Request]:
         """Requests to decode, in the order of arrival, without those that wait for their environments."""
-        requests: list[Request] = []
-        for group in self._groups:
-            for entry in self.ledger.groups.get(group, {}).values():
-                if entry.state != "awaiting_env":
-                    requests.append(entry.request)
-        return requests
+        entries = (entry for group in self._groups for entry in self.ledger.groups.get(group, {}).values())
+        return [entry.request for entry in entries if entry.state != "awaiting_env"]
 
     @property
     def away(self) -> list[Request]:
         """Requests that wait for their environments, in the order of arrival."""
-        requests: list[Request] = []
-        for group in self._groups:
-            for entry in self.ledger.groups.get(group, {}).values():
-                if entry.state == "awaiting_env":
-                    requests.append(entry.request)
-        return requests
+        entries = (entry for group in self._groups for entry in self.ledger.groups.get(group, {}).values())
+        return [entry.request for entry in entries if entry.state == "awaiting_env"]
 
     @property
     def asks(self) -> bool:
-        """True if anything is unfinished, to be decoded or away."""
         return bool(self.ledger.groups)
 
     @property
     def prompts(self) -> dict[GroupKey, Prompt]:
-        """The prompts of groups that are not whole."""
         items = self._groups.items()
         unfinished = self.ledger.groups
         return {key: each.prompt for key, each in items if each.due is None or each.completions or key in unfinished}
@@ -244,7 +233,8 @@ class RolloutBuffer:
         if not self.ledger.groups:
             return True
         if rule.num_steps is not None:
-            return num_steps >= rule.num_steps and any(self._gives(group) for group in groups)
+            gives = (each.due is not None or (rule.releases_parts and each.completions) for each in groups)
+            return num_steps >= rule.num_steps and any(gives)
         if rule.num_completions is not None:
             enough = sum(group.num_ended for group in groups) >= rule.num_completions
         elif rule.num_groups is not None:
@@ -253,9 +243,6 @@ class RolloutBuffer:
             return False  # it waits for all
         unfinished = self.ledger.groups
         return enough and not any(self._is_due_now(group) for key, group in self._groups.items() if key in unfinished)
-
-    def _gives(self, group: _Open) -> bool:
-        return group.due is not None or (self.rule.releases_parts and bool(group.completions))
 
     def _is_due_now(self, group: _Open) -> bool:
         """Return whether it would lose tokens after this release, and may not."""
@@ -289,7 +276,7 @@ class RolloutBuffer:
 
         Those that would be too old at the next release, and may not lose tokens, come first.
 
-        What has left in earlier parts of a group is among its members, ``learnt`` and not ``kept``.
+        What has left in earlier parts of a group is among its members, ``trained_before`` and not ``kept``.
         """
         due = [(key, group) for key, group in self._groups.items() if group.due is not None]
         waits = self.rule.num_steps is None and self.rule.max_staleness > 0  # what is over may be trained on later
@@ -300,7 +287,7 @@ class RolloutBuffer:
         for key, group in chosen:
             assert group.due is not None
             group.is_out = True
-            released.append(RolloutGroup(group.prompt, [*group.learnt, *group.due.rollouts]))
+            released.append(RolloutGroup(group.prompt, [*group.trained_before, *group.due.rollouts]))
             if self.rule.leftovers == "finish":
                 del self._groups[key]
         return released
@@ -310,7 +297,9 @@ class RolloutBuffer:
         self._before = None
         for key, group in list(self._groups.items()):
             if group.is_out and group.due is not None:
-                group.learnt += [replace(rollout, kept=False, learnt=True) for rollout in group.due.rollouts]
+                group.trained_before += [
+                    replace(rollout, kept=False, trained_before=True) for rollout in group.due.rollouts
+                ]
                 group.due, group.is_out = None, False
                 if key not in self.ledger.groups and not group.completions:
                     del self._groups[key]
@@ -328,13 +317,11 @@ class RolloutBuffer:
             self._before = groups, self.ledger.copy()
 
     def undo(self) -> None:
-        """Be as before the rollout."""
         (self._groups, self.ledger), self._before = self._before or ({}, RequestLedger()), None
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All open groups, as plain values and tensors."""
         groups, ledger = self._before or (self._groups, self.ledger)
         return {"groups": [_group_state(group, ledger.groups.get(key, {}).values()) for key, group in groups.items()]}
 
@@ -366,11 +353,8 @@ def group_requests(
     sizes = [num_samples] * len(prompts) if isinstance(num_samples, int) else num_samples
     if sizes and min(sizes) < 1:
         raise ValueError(f"A group of {min(sizes)} samples has no member; give num_generations of 1 or more.")
-    requests: list[Request] = []
-    for prompt, size in zip(prompts, sizes, strict=True):
-        for sample in range(size):
-            requests.append(Request(prompt, (sample,), sampling, seed))
-    return requests
+    samples = ((prompt, sample) for prompt, size in zip(prompts, sizes, strict=True) for sample in range(size))
+    return [Request(prompt, (sample,), sampling, seed) for prompt, sample in samples]
 
 
 def _close(group: _Open) -> RolloutGroup:
@@ -400,7 +384,7 @@ def _group_state(group: _Open, unfinished: Collection[Entry]) -> dict[str, Any]:
         "away": sorted(list(entry.request.path) for entry in unfinished if entry.state == "awaiting_env"),
         "completions": [_completion_state(completion) for completion in group.completions.values()],
         "due": None if group.due is None else [_rollout_state(rollout) for rollout in group.due.rollouts],
-        "learnt": [_rollout_state(rollout) for rollout in group.learnt],
+        "learnt": [_rollout_state(rollout) for rollout in group.trained_before],
         "num_restarts": group.num_restarts,
     }
 
@@ -413,21 +397,21 @@ def _group(state: dict[str, Any]) -> _Open:
         prompt,
         {completion.request.path: completion for completion in completions},
         due,
-        learnt=[_rollout(prompt, each) for each in state["learnt"]],
+        trained_before=[_rollout(prompt, each) for each in state["learnt"]],
         num_restarts=state["num_restarts"],
     )
 
 
 def _rollout_state(rollout: Rollout) -> dict[str, Any]:
-    own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept", "learnt")}
+    own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept")} | {"learnt": rollout.trained_before}
     own["turn_rewards"] = list(rollout.turn_rewards)
     own["extra"] = {name: value for name, value in rollout.extra.items() if find_foreign({name: value}) is None}
     return {"completion": _completion_state(rollout.completion), **own}
 
 
 def _rollout(prompt: Prompt, state: dict[str, Any]) -> Rollout:
-    own = {name: value for name, value in state.items() if name != "completion"}
-    own["turn_rewards"] = tuple(own["turn_rewards"])
+    own = {name: value for name, value in state.items() if name not in ("completion", "learnt")}
+    own |= {"turn_rewards": tuple(own["turn_rewards"]), "trained_before": state["learnt"]}
     return Rollout(prompt, _completion(prompt, state["completion"]), **own)
 
 

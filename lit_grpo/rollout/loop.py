@@ -69,7 +69,6 @@ class RolloutLoop:
     def collect(
         self, prompts: Sequence[Prompt], num_generations: int | Sequence[int], sampling: SamplingParams, seed: int
     ) -> tuple[list[RolloutGroup], RolloutStats]:
-        """Open a group of each prompt, all of one size or each of its own, run, and take what is released."""
         self.buffer.open(group_requests(prompts, num_generations, sampling, seed))
         stats = self.run(self.buffer.ready)
         return self.buffer.take(), stats
@@ -408,11 +407,6 @@ class RolloutStats:
     def bubble_ratio(self) -> float:
         """1 - sum(active slots) / (slots x steps); the same in every run with the same seed."""
         return 1.0 - self.active_slot_steps / self.slot_steps if self.slot_steps else 0.0
-
-    @property
-    def timed_bubble_ratio(self) -> float:
-        """1 - sum(active slots x step time) / (slots x rollout time)."""
-        return 1.0 - self.active_slot_s / self.slot_s if self.slot_s else 0.0
 
     @property
     def decoded_s(self) -> float:

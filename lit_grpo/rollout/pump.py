@@ -53,7 +53,6 @@ class RolloutPump(CoreListener):
 
     @property
     def runs(self) -> bool:
-        """True if it has been started, and not been stopped."""
         return self._thread is not None
 
     def start(self, loop: RolloutLoop) -> None:

@@ -130,7 +130,6 @@ class RoundScheduler(CoreListener):
 
     @property
     def flat(self) -> set[GroupKey]:
-        """The groups that are to be replaced, once they have had all their rounds."""
         tallies = self._tallies.items()
         return {key for key, each in tallies if self._replacement.is_flat(each.ended.values(), self._pass_rule)}
 

@@ -39,7 +39,6 @@ class ReleaseRule:
 
     @cached_property
     def releases_parts(self) -> bool:
-        """True if a group may leave in parts."""
         return self.num_completions is not None
 
 
@@ -191,7 +190,6 @@ class RolloutMode(Plugin):
 
     @cached_property
     def carries(self) -> bool:
-        """True if prompts stay open from one update to the next."""
         return self.leftovers != "finish"
 
     def rule(self, num_prompts: int, num_generations: int, num_updates: int = 1) -> ReleaseRule:

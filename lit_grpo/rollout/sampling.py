@@ -103,10 +103,10 @@ def _invert(cumulative_BN: torch.Tensor, uniform_B: torch.Tensor) -> tuple[torch
 
 
 def truncate(logprobs_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Apply top-k, then top-p, then min-p, and renormalise; dropped tokens get minus infinity.
+    """Apply top-k, then top-p, then min-p, and renormalize; dropped tokens get minus infinity.
 
     The order is that of Hugging Face ``generate``: each rule sees the distribution that the rules before
-    it left, renormalised.
+    it left, renormalized.
     """
     dropped = -torch.inf
     if 0 < sampling.top_k < logprobs_BV.shape[-1]:

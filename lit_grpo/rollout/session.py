@@ -177,7 +177,6 @@ class RolloutSession:
         self._told_of_flat_groups = False
 
     def plugin(self, kind: type[Kind]) -> Kind | None:
-        """Return the plug-in of a class, where there is one."""
         return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
 
     def deciding(self, *hooks: str) -> Plugin | None:
@@ -275,7 +274,9 @@ class RolloutSession:
         capacity = run.generator.capacity()
         self._num_slots, self._kept_share = capacity.slots, capacity.kept_share
         if self.mode.carries:
-            batch.prompts = self._open_prompts(run)
+            assert self._stream is not None
+            wanted = self.mode.num_wanted(len(self.buffer), self._stream.batch_size)
+            batch.prompts = self._stream.draw(int(run.ranks.max(wanted)))  # on all ranks equally many
         sizes = self._group_sizes(batch.prompts, run.num_generations)
         requests = group_requests(batch.prompts, sizes, run.sampling, run.sampling_seed)
         if self.mode.overlap != "none":
@@ -387,12 +388,6 @@ class RolloutSession:
                 return
         correlations = {point: self.lengths.within_correlation(point) for point in self.lengths.points if point}
         self._points = self._choice.points(correlations)
-
-    def _open_prompts(self, run: Run) -> list[Prompt]:
-        """Take the prompts that the mode wants beside those that are open; on all ranks equally many."""
-        assert self._stream is not None
-        wanted = self.mode.num_wanted(len(self.buffer), self._stream.batch_size)
-        return self._stream.draw(int(run.ranks.max(wanted)))
 
     def _group_sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
         """Return how many completions each prompt of a batch gets to begin with."""
@@ -594,7 +589,6 @@ class RolloutSession:
 
     @property
     def _mode_name(self) -> str:
-        """The mode as the user has set it, for messages."""
         found = [name for name, plugin in self.plugins.items() if plugin is self.mode]
         return f"rollout.plugins {found[0]}" if found else "no plug-in that keeps prompts open"
 

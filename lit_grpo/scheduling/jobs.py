@@ -113,11 +113,9 @@ class Followed:
 
     @property
     def revision(self) -> int:
-        """That of the lengths."""
         return self._lengths.revision
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
-        """Return the lengths' estimates."""
         return self._lengths.estimate(jobs)
 
 

@@ -145,7 +145,6 @@ class RequestLedger:
     # ---- what is unfinished -------------------------------------------------------------------------
 
     def num_of(self, group: GroupKey) -> int:
-        """Return how many requests of a group are unfinished."""
         return len(self.groups.get(group, ()))
 
     def request(self, key: Key) -> Request:
@@ -176,11 +175,8 @@ class RequestLedger:
 
     def may_admit(self, group: GroupKey) -> bool:
         """Return whether a request of a group waits to be admitted, now or later at a probe or for its turn."""
-        last = len(self.points)
-        for entry in self.groups.get(group, {}).values():
-            if entry.state != "decoding" or (entry.stage or 0) < last:
-                return True
-        return False
+        entries, last = self.groups.get(group, {}).values(), len(self.points)
+        return any(entry.state != "decoding" or (entry.stage or 0) < last for entry in entries)
 
     def stops_at(self, num_tokens: int) -> bool:
         """Return whether requests with so many tokens wait at a probe now, which others have yet to reach."""
@@ -500,7 +496,6 @@ class SpanLog(Sequence[tuple[Key, Span]]):
         return self._groups.setdefault(group, len(self._groups))
 
     def add(self, key: Key, slot: int, start: int, end: int) -> None:
-        """Note that a slot decoded a completion from step ``start`` to step ``end``."""
         group = self._groups.setdefault(key[:2], len(self._groups))
         self._rows.extend((slot, start, end, group, self._paths.setdefault(key[2], len(self._paths))))
 

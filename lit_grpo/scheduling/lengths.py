@@ -72,7 +72,14 @@ class LengthPredictor:
         min_correlation: float = 0.2,
         max_tokens: int | None = None,
     ) -> None:
-        _check(points, max_tokens, num_scalars, min_correlation)
+        if not points or min(points) < 0 or list(points) != sorted(set(points)):
+            raise ValueError(f"points must be ascending numbers of tokens from 0 on, each once, not {tuple(points)}.")
+        if max_tokens is not None and points[-1] >= max_tokens:
+            raise ValueError(
+                f"points names {points[-1]} tokens, but a completion has at most {max_tokens}; leave it out."
+            )
+        check_value("num_scalars", num_scalars, Annotated[int, Limit(ge=0, le=MOST_SCALARS)])
+        check_value("min_correlation", min_correlation, Annotated[float, Limit(ge=-1, le=1)])
         self.points, self.min_correlation = tuple(points), min_correlation
         self.revision = 0
         self._settings = {"points": list(points), "num_scalars": num_scalars}
@@ -380,15 +387,6 @@ def _moments(powers: np.ndarray) -> np.ndarray:
     return np.column_stack([powers[:, 0], mean, np.maximum(powers[:, 2] / number - mean**2, 0.0)])
 
 
-def _check(points: Sequence[int], limit: int | None, num_scalars: int, min_correlation: float) -> None:
-    if not points or min(points) < 0 or list(points) != sorted(set(points)):
-        raise ValueError(f"points must be ascending numbers of tokens from 0 on, each once, not {tuple(points)}.")
-    if limit is not None and points[-1] >= limit:
-        raise ValueError(f"points names {points[-1]} tokens, but a completion has at most {limit}; leave it out.")
-    check_value("num_scalars", num_scalars, Annotated[int, Limit(ge=0, le=MOST_SCALARS)])
-    check_value("min_correlation", min_correlation, Annotated[float, Limit(ge=-1, le=1)])
-
-
 def make_predictor(
     prediction_points: Sequence[int] | None,
     probe: Sequence[int],
@@ -422,7 +420,7 @@ class Ridge:
     """Predicts a number from columns by ridge regression that forgets, trained on batches of rows in groups.
 
     What differs within groups counts in full, and what differs between groups as ``between`` rows a group at most:
-    generalised least squares with a random effect of groups (Fuller and Battese 1973). A prediction is the mean plus
+    generalized least squares with a random effect of groups (Fuller and Battese 1973). A prediction is the mean plus
     the slopes' part times ``worth``: the factor, at most 1, that would have been best on batches before they were
     learned (without it, the rank correlation after 8 tokens is 0.02 less).
 
@@ -457,11 +455,9 @@ class Ridge:
         self._fit()
 
     def state_dict(self) -> dict[str, list]:
-        """Return the state as lists of floats."""
         return {"moments": self.moments.tolist(), "sums": self.sums.tolist()}
 
     def load_state_dict(self, state: dict[str, list]) -> None:
-        """Take over what ``state_dict`` returned."""
         self.moments = np.array(state["moments"]).reshape((len(state["moments"]),) * 2)
         self.sums = np.array(state["sums"])
         if len(self.moments):
@@ -537,6 +533,6 @@ def within_correlation(predicted: np.ndarray, actual: np.ndarray, groups: np.nda
     not count, groups whose lengths differ much count for more, and no outlier counts for much.
     """
     _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    centred = [logs - (np.bincount(groups, logs) / sizes)[groups] for logs in (np.log(predicted), np.log(actual))]
-    a, b = (np.round(each[sizes[groups] > 1], 9) for each in centred)  # so that what is equal ties
+    centered = [logs - (np.bincount(groups, logs) / sizes)[groups] for logs in (np.log(predicted), np.log(actual))]
+    a, b = (np.round(each[sizes[groups] > 1], 9) for each in centered)  # so that what is equal ties
     return spearman(a, b)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 GROUP_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A6FAC", "#8C8C3F")
-"""Okabe and Ito's colours for all eyes, without black and the yellow that white swallows; two more between them."""
-SHADES = (1.0, 0.86, 1.12)  # of neighbours in a row, so that completions of one group are told apart
+"""Okabe and Ito's colors for all eyes, without black and the yellow that white swallows; two more between them."""
+SHADES = (1.0, 0.86, 1.12)  # of neighbors in a row, so that completions of one group are told apart
 PHASE_COLORS = {"reward wait": "#e4e0d4", "update": "#c9ced6", "weight sync": "#9aa3b0"}
 CURVE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.2, 1.5, 1.2)))
-"""With 7 colours, 28 curves that differ, neighbours in grey too: the two lengths have no common divisor."""
+"""With 7 colors, 28 curves that differ, neighbors in gray too: the two lengths have no common divisor."""
 
 
 class Phase(NamedTuple):
@@ -58,7 +58,6 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """End of the last span."""
         return max([span.end for span in self.spans] + [phase.end for phase in self.phases], default=1) or 1
 
 
@@ -84,7 +83,7 @@ def recorded_timeline(title: str, row: dict[str, Any]) -> Timeline:
 def draw_timeline(timelines: Sequence[Timeline], unit: str = "decode steps", slot_limit: int | None = None) -> Figure:
     """Return a figure with a panel for each plan, and under them the active slots and the KV tokens of all over time.
 
-    In a panel a row is a slot, a bar is a completion, its colour the group that it belongs to; white is a slot that
+    In a panel a row is a slot, a bar is a completion, its color the group that it belongs to; white is a slot that
     idles. All panels have the same time axis.
 
     Args:
@@ -166,7 +165,7 @@ def _draw_slots(axis: Axes, timeline: Timeline, num_slots: int) -> None:
         label = f"{phase.name}, {phase.end - phase.start:.3g} s"
         handles.append(Patch(color=PHASE_COLORS[phase.name], linewidth=0, label=label))
     if handles:
-        bar = Patch(color=GROUP_COLORS[0], linewidth=0, label="a completion; colour: prompt")
+        bar = Patch(color=GROUP_COLORS[0], linewidth=0, label="a completion; color: prompt")
         axis.legend(handles=[bar, *handles], fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 

@@ -112,7 +112,7 @@ def _check_old_logprobs(batch: Batch) -> None:
         unknown_N = rollout.columns.setdefault("old_logprob", unknown_N).isnan()
         is_past_N = completion.versions_T[completion.trained_T] != batch.version
         unknown_N = unknown_N & (is_past_N | batch.several_steps)
-        if rollout.kept and not rollout.learnt and unknown_N.any():
+        if rollout.kept and not rollout.trained_before and unknown_N.any():
             why = f"the policy is version {batch.version}"
             why = "there are several steps on the batch" if batch.several_steps else why
             raise ValueError(

@@ -79,13 +79,12 @@ class Lanes(Queue):
         self._next_lane = own if self._idle and self._lanes[own] else int(self._left.argmax())
         return self._jobs[self._lanes[self._next_lane][-1]]
 
-    def _take(self) -> None:
-        lane = self._next_lane
-        length = self._expected[self._lanes[lane].pop()]
-        self._left[lane] = self._left[lane] - length if self._lanes[lane] else 0.0
-
-    def _started(self, job: Job) -> None:
-        super()._started(job)
+    def _hand_out(self, job: Job) -> None:
+        if not self._first:
+            lane = self._next_lane
+            length = self._expected[self._lanes[lane].pop()]
+            self._left[lane] = self._left[lane] - length if self._lanes[lane] else 0.0
+        super()._hand_out(job)
         if self._idle:  # else there are more slots than lanes
             self._lane_of[job.key] = self._idle.pop()
 

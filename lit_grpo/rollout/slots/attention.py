@@ -60,7 +60,6 @@ class KVShape:
 
     @cached_property
     def head_counts(self) -> list[int]:
-        """The numbers of KV heads that there are, ascending."""
         return sorted({layer.num_heads for layer in self.layers})
 
     @cached_property

@@ -37,7 +37,6 @@ class WeightCopies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the weights as they are now."""
         self._copies = [self._copy(layer) for layer in self.layers]
 
     @contextmanager
@@ -139,7 +138,6 @@ def _is_worth_packing(weight: torch.Tensor) -> bool:
 
 
 def _linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    """The layers that compute nothing but a product with a float32 weight."""
     linear_ones = (module for module in model.modules() if type(module) is torch.nn.Linear)  # others may be anything
     return [layer for layer in linear_ones if layer.weight.dtype == torch.float32]
 

@@ -113,7 +113,6 @@ class SlotGenerator(Versioned):
         self.budget = KVBudget(granted, self._shape.bytes_per_token, self.prefill_tokens)
 
     def weights(self) -> PolicyWeights:
-        """Every parameter as it is."""
         return PolicyWeights(self.policy, merged=False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
@@ -140,7 +139,6 @@ class SlotGenerator(Versioned):
 
     @property
     def policy(self) -> PreTrainedModel:
-        """The policy that ``start`` was given."""
         if self._policy is None:
             raise RuntimeError("SlotGenerator has not been started; call start(policy) first.")
         return self._policy
@@ -158,7 +156,6 @@ class SlotGenerator(Versioned):
             self._mode.end()
 
     def _clear(self) -> None:
-        """Hold no requests, tokens, keys or values."""
         self._incoming: list[Request] = []
         self._rows, self._cache = TokenRows(self.num_slots, 0), SlotCache(self._shape, 0, self.num_slots)
         self._kept = KeptCompletions()

@@ -132,7 +132,6 @@ class KeptCompletions:
             self.num_tokens -= self._kept.pop(key).num_tokens
 
     def drop(self, groups: set[GroupKey]) -> None:
-        """Keep no more of these groups."""
         for key in list(self._kept):
             if key[:2] in groups:
                 self._forget(key)

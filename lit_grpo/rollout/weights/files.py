@@ -35,12 +35,10 @@ def weights_folder(parent: str | None = None) -> Iterator[Path]:
 
 
 def write(tensors: Iterable[Named], path: Path) -> None:
-    """Write tensors to a safetensors file."""
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, path)
 
 
 def read(path: str | Path) -> Iterator[Named]:
-    """Yield the tensors of a safetensors file."""
     with safe_open(path, framework="pt") as file:
         for name in list(file.keys()):
             yield name, file.get_tensor(name)

@@ -72,13 +72,11 @@ def joined(digests: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def check_nothing_in_flight(num_requests: int) -> None:
-    """Raise a WeightSyncError if a request would be sampled by two versions without a break between them."""
     if num_requests:
         raise WeightSyncError(f"{num_requests} requests are in flight; abort them before the weights change.")
 
 
 def check_complete(sent: Collection[str], received: Collection[str]) -> None:
-    """Raise a WeightSyncError if tensors are missing."""
     if missing := set(sent) - set(received):
         raise WeightSyncError(f"{len(missing)} of {len(sent)} weights did not arrive, {min(missing)!r} among them.")
 

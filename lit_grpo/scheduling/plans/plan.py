@@ -53,11 +53,9 @@ class Queue:
         self._num_active = 0
 
     def __len__(self) -> int:
-        """Return the number of jobs that wait."""
         return len(self._waiting) + len(self._first)
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Take jobs that wait to be decoded."""
         for job in jobs:
             self._waiting[job.key] = job
         self._arranged_for, self._width = None, self._num_slots
@@ -80,14 +78,10 @@ class Queue:
         while len(admitted) < free_slots and len(self):
             job = self._first[-1] if self._first else self._peek()
             if not fits(job):
-                self._narrow()
+                if self._num_active <= NARROW * self._width:
+                    self._width, self._arranged_for = max(self._num_active, 1), None
                 break
-            if self._first:
-                self._first.pop()
-            else:
-                self._take()
-                del self._waiting[job.key]
-            self._started(job)
+            self._hand_out(job)
             admitted.append(job)
         return admitted
 
@@ -96,7 +90,6 @@ class Queue:
         self._first.append(job)
 
     def drop(self, job: Job) -> None:
-        """Forget a job that waits, since it is wanted no more."""
         if self._waiting.pop(job.key, None) is not None:
             self._arranged_for = None
         else:
@@ -106,10 +99,6 @@ class Queue:
         """A job that was handed out has given up its slot, for whatever reason."""
         self._num_active -= 1
 
-    def _narrow(self) -> None:
-        if self._num_active <= NARROW * self._width:
-            self._width, self._arranged_for = max(self._num_active, 1), None
-
     def _arrange(self, jobs: list[Job], estimates: np.ndarray | None) -> None:
         """Put all waiting jobs in order; without ``estimates``, shape (jobs,), as they have arrived."""
         if estimates is not None and self._order is not None:
@@ -117,16 +106,15 @@ class Queue:
         self._queue = jobs[::-1]
 
     def _peek(self) -> Job:
-        """Return the next job; there is one."""
         return self._queue[-1]
 
-    def _take(self) -> None:
-        """Remove the job that ``_peek`` returned."""
-        self._queue.pop()
-
-    def _started(self, job: Job) -> None:
-        """Note that a job is being handed out."""
+    def _hand_out(self, job: Job) -> None:
+        """Remove the job that was put first last, or where there is none the one that ``_peek`` returned."""
         self._num_active += 1
+        if self._first:
+            self._first.pop()
+        else:
+            del self._waiting[job.key], self._queue[-1:]  # a plan with lists of its own leaves the queue empty
 
 
 HELD_BACK = 0.75

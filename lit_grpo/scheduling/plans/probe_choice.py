@@ -103,11 +103,9 @@ class ProbeChoice:
         return over_ranks(figures, all_gather)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learned, as lists."""
         return {"savings": [[list(points), saving] for points, saving in self.savings.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
         self.savings = {tuple(points): saving for points, saving in state["savings"]}
 
 

@@ -186,7 +186,7 @@ class Shelf:
 
 
 class ShelfStretch(NamedTuple):
-    """The first ``num_tokens`` tokens of neighbouring entries of a shelf, an entry a row."""
+    """The first ``num_tokens`` tokens of neighboring entries of a shelf, an entry a row."""
 
     shelf: Shelf
     entries: slice
