@@ -262,7 +262,7 @@ def test_a_process_of_ours_that_ends_is_started_again_without_a_sync_until_the_f
             time.sleep(0.01)
     again = ended.process
     assert again is not process and again.runs and not ended.up and fleet.restarts == 0
-    assert ended.log == ""  # which is not that of the one that ended
+    assert ended.kept_log() == ""  # which is not that of the one that ended
     fleet.restarts = 1
     fleet._stop()
     fleet._start_again(ended)  # as a look does that was under way
@@ -332,3 +332,24 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
         "http://two broke off. Its 2 completions will go on from there on a server that was started again.",
     ]
     assert len(asked) == asked_before + 1 + 2  # the first on the second, and both once one was started again
+
+
+def test_a_log_that_an_error_has_named_stays_although_the_server_still_ran_when_the_run_ended(
+    policy_folder: Path, process: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front end goes on for 1.5 s after its engine, in which the run may already have failed by a broken stream."""
+    generator = VLLMServerGenerator(2)
+    policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
+    server = server_of(process.url, well=False)
+    server.process = process
+    generator._policy, generator._streams, generator.version = policy, EngineRequests(policy), 0
+    generator._fleet = fleet_of(server)
+    monkeypatch.setattr(Fleet, "load_weights", lambda fleet, weights, version: fleet._ask_all(Server.is_well))
+    monkeypatch.setattr("lit_grpo.rollout.vllm.server.HttpReceiver.begin", lambda *args: None)
+    generator._send(generator._streams.open(Request(Prompt("a", (2, 3), ""), (0,), SamplingParams()), 1.0, ""))
+    (stream,) = generator._streams
+    with pytest.raises(GenerationError, match="broke off") as failure:
+        generator._fail(stream, ServerError("http://one broke off."))
+    assert process.runs
+    generator._fleet._stop()
+    assert not process.runs and f"What it said is in {process.log}." in str(failure.value) and process.log.exists()

@@ -72,6 +72,10 @@ class Host:
         if self._was_well:
             os._exit(1)
 
+    def keep_log(self) -> None:
+        """Leave the server's log where it is."""
+        self._server.keep_log()
+
     def failure(self) -> str:
         """The reason of the server's failure."""
         return self._server.failure()
@@ -146,6 +150,11 @@ class ActorServer:
             return False
         except RayError:
             return True
+
+    def keep_log(self) -> None:
+        """Leave the log on its machine, without waiting for the actor."""
+        with suppress(RayError):
+            self._actor.keep_log.remote()
 
     def failure(self) -> str:
         """The reason of the failure, in one sentence."""

@@ -127,10 +127,12 @@ class Server:
     block: int = 1
     keyed: bool = False
 
-    @property
-    def log(self) -> str:
-        """A sentence about where the output of a process of ours is, unless another one was started in its place."""
-        return "" if self.process is None or self.starting else f" What it said is in {self.process.log}."
+    def kept_log(self) -> str:
+        """Say where the output of a process of ours is and keep it, unless another one was started in its place."""
+        if self.process is None or self.starting:
+            return ""
+        self.process.keep_log()  # the process may still run, and would remove it when this run ends it
+        return f" What it said is in {self.process.log}."
 
     def is_well(self) -> bool:
         """Return whether it answers, and is as this run left it."""
@@ -171,7 +173,9 @@ class Server:
             text_ids = client.post("/tokenize", text, lambda answer: list(answer["tokens"]))
             client.ask_workers("check_model", fields=introduction.fields)
         except ServerError as error:
-            said = error.with_remedy() if self.process is None else f"{error}{self.log}"  # nobody else starts ours
+            said = (
+                error.with_remedy() if self.process is None else f"{error}{self.kept_log()}"
+            )  # nobody else starts ours
             raise ValueError(said) from error
         if text_ids != introduction.text_ids:
             raise ValueError(
@@ -331,7 +335,7 @@ class Fleet:
             if server in were_up and (server.process is None or server.process.runs):
                 warn(
                     f"The vLLM server at {server.client.url} is left out: it, or its engine, has not answered for "
-                    f"{server.client.watch.lost_s:.0f} s.{server.log}",
+                    f"{server.client.watch.lost_s:.0f} s.{server.kept_log()}",
                     stacklevel=2,
                 )
                 if self.alive:
@@ -382,7 +386,7 @@ class Fleet:
                 return
             self.restarts -= 1
             server.lose()
-            said = f"The vLLM server at {server.client.url} has ended or hung.{server.log}"
+            said = f"The vLLM server at {server.client.url} has ended or hung.{server.kept_log()}"
             try:
                 server.process, server.starting = server.process.again(), True
             except ValueError as error:
@@ -584,13 +588,13 @@ class Fleet:
                 answers[server] = answer.result()
             except ServerError as error:
                 server.lose()
-                failures.append(f"{error}{server.log}")
+                failures.append(f"{error}{server.kept_log()}")
         if failures and not answers:
             raise WeightSyncError(f"The policy's weights could not be loaded: {failures[0]}")
         for failure in failures:
             warn(f"A server is left out until a sync finds it well: {failure}", stacklevel=2)
         if not answers:
-            logs = "".join(server.log for server in self._servers)
+            logs = "".join(server.kept_log() for server in self._servers)
             raise WeightSyncError(f"No vLLM server took the policy's weights: none is up with what they need.{logs}")
         return answers
 

@@ -105,7 +105,7 @@ class ServerPlan:
 class ServerProcess:
     """Starts a guarded server, which is killed with all its workers when this process ends, however that goes.
 
-    Its output goes to the file ``log``, which is kept if the server fails.
+    Its output goes to the file ``log``, which is kept if the server fails, or the user has been told of it.
 
     Args:
         model: The folder with configuration and tokenizer.
@@ -134,7 +134,7 @@ class ServerProcess:
         self._start = partial(ServerProcess, model, arguments, environment, token, host, flags=flags)
         self._port = port
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._token, self._failed = token, False
+        self._token, self._keeps_log = token, False
         command = [sys.executable, "-m", "lit_grpo.process.bound", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--tokenizer", str(model / TOKENIZER), "--host", host, "--port", str(port)]
         command += [*_flags(arguments), *flags]
@@ -168,6 +168,10 @@ class ServerProcess:
         """Return whether it has ended before it answered."""
         return not self.runs
 
+    def keep_log(self) -> None:
+        """Leave the log where it is after the end, since the user has been told of it."""
+        self._keeps_log = True
+
     def again(self) -> ServerProcess:
         """Start it again after its end, without waiting; at another port if its own is taken."""
         self.kill()  # workers that it has left running
@@ -178,12 +182,12 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End it and its workers at once; its log is kept."""
-        self._failed = True
+        self.keep_log()
         self._end(signal.SIGKILL)
 
     def failure(self) -> str:
         """The reason of the failure, in one sentence; the log will be kept."""
-        self._failed = True
+        self.keep_log()
         how = "did not answer in time" if self.runs else f"ended with code {self.process.returncode}"
         cause = root_cause(self.log.read_text(errors="replace"))
         return f"The vLLM server at {self.url} {how}. It said: {cause} All of that is in {self.log}."
@@ -201,11 +205,11 @@ class ServerProcess:
             return False
 
     def stop(self) -> None:
-        """End the server and its workers; its log is removed too, unless the server has failed."""
+        """End the server and its workers; its log is removed too, unless it is to be kept."""
         if not self.runs:
             return
         self._end(signal.SIGTERM, signal.SIGKILL)
-        if not self._failed:
+        if not self._keeps_log:
             self.log.unlink(missing_ok=True)
 
     def _end(self, *numbers: signal.Signals) -> None:

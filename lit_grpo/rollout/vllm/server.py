@@ -274,9 +274,10 @@ class VLLMServerGenerator(EngineGenerator):
                 for each in lost:
                     each.drop_new()  # of all of them, since nobody knows from which token on
             alive = len(self._fleet.alive)
-            said = f"{error}{server.log} Its {counted(len(lost), 'completion')} will go on from there"
+            why = f"{error}{server.kept_log()}"
+            said = f"{why} Its {counted(len(lost), 'completion')} will go on from there"
             if not alive:
-                self._resume_lost(lost, f"{error}{server.log}")
+                self._resume_lost(lost, why)
                 warn(f"{said} on a server that was started again.", stacklevel=2)
                 return
             left = "server that is" if alive == 1 else f"{alive} servers that are"
