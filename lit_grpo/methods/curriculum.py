@@ -52,11 +52,9 @@ class Curriculum(Plugin):
         return {name: float(value) for name, value in state.items()}
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return 1 at the level of the prompt's task, and else 0."""
         return float(prompt.columns["level"] == state[f"level/{_task(prompt)}"])
 
     def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Count the batch for each task that it holds, and move the levels that have been judged."""
         rates: dict[str, list[float]] = defaultdict(list)
         for prompt, record in zip(prompts, records, strict=True):
             if record.num_visits and self.prompt_chance(prompt, record, state):
@@ -84,7 +82,6 @@ def _task(prompt: Prompt) -> str:
 
 
 def _levels(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """The levels of each task, from the lowest on."""
     levels: dict[str, set[int]] = defaultdict(set)
     for prompt in prompts:
         level = prompt.columns.get("level")

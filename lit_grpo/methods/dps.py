@@ -62,7 +62,6 @@ class DynamicsPredictive(Plugin):
 
     @property
     def prompt_candidates(self) -> int:
-        """Return ``candidates``."""
         return self.candidates
 
     @property
@@ -79,7 +78,6 @@ class DynamicsPredictive(Plugin):
         return 1.0 if self.candidates == 1 else self._partly(record.recent, state)
 
     def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Note what was expected of the batch, and what it showed."""
         seen = [record.recent for record in records if record.recent]
         if not seen:
             return state
@@ -95,7 +93,6 @@ class DynamicsPredictive(Plugin):
 
 
 def state_of(outcome: Outcome) -> int:
-    """Return the state that a visit shows."""
     return PART if 0 < outcome.pass_rate < 1 else int(2 * outcome.pass_rate)
 
 

@@ -43,11 +43,9 @@ class Greso(Plugin):
         check_order(self, "least", "most")
 
     def prompt_state(self, prompts: Sequence[Prompt]) -> State:
-        """Return both p."""
         return {"easy": self.begin_at, "hard": self.begin_at}
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return the chance of a prompt; 1 after a visit that was neither easy nor hard."""
         return max(state["easy"] ** record.num_easy * state["hard"] ** record.num_hard, SMALLEST_CHANCE)
 
     def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:

@@ -38,7 +38,6 @@ class Buckets(Plugin):
         check_order(self, "least", "most")
 
     def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
-        """Return the number of completions of each prompt in the first round."""
         return [self._of(record.pass_rate) if record.num_visits else num_generations for record in records]
 
     def _of(self, rate: float) -> int:
@@ -75,7 +74,6 @@ class PhasedPrompts(Plugin):
         return {"phase": float(BUCKETS[0]), "phase_batches": 0.0}
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return the chance that a due prompt is asked."""
         if not record.num_visits:
             return 1.0
         if record.pass_rate == 0:
@@ -83,7 +81,6 @@ class PhasedPrompts(Plugin):
         return 1.0 if self._bucket(record) == state["phase"] else SMALLEST_CHANCE
 
     def next_prompt_state(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Count the batch, or go on to the next phase."""
         if 2 * sum(record.num_visits <= 1 for record in records) >= len(records):
             return state
         phase, count = state["phase"], state["phase_batches"] + 1
