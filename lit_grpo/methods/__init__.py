@@ -22,7 +22,6 @@ SETTING = "rollout.plugins"
 
 @cache
 def shipped() -> dict[str, Plugin]:
-    """Return all plug-ins that ship, by name."""
     names = [f"{__name__}.{module.name}" for module in iter_modules(__path__)]
     names += ["lit_grpo.environments.plugin", "lit_grpo.environments.agent.plugin"]
     modules = [import_module(name) for name in names]

@@ -29,11 +29,9 @@ class InterpolatedPolicy(Plugin):
     _corrected = True  # until a run says otherwise
 
     def check(self, run: RunFacts) -> None:
-        """Note whether the run corrects the gap to the behavior policy."""
         self._corrected = run.corrected
 
     def requirement(self, name: str) -> Requirement:
-        """Without a correction the ratios are to another policy than the one that sampled."""
         said = "takes probability ratios to another policy, which model.objective.correction.mode none does not correct"
         return Requirement(name, changes={} if self._corrected else {"ratios_to_sampler": said})
 

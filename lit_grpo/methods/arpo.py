@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lit_grpo.limits import Count, NotNegative, Share
-from lit_grpo.methods.shared.branches import Branching, check_width
-from lit_grpo.plugins import Answer, RunFacts
+from lit_grpo.methods.shared.branches import Widening
+from lit_grpo.plugins import Answer
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.trajectory import OBSERVED
@@ -40,7 +40,7 @@ from lit_grpo.types import Completion, GroupKey, Key, Request
 
 
 @dataclass
-class ARPO(Branching):
+class ARPO(Widening):
     """Branch after answers of tools that surprise the policy.
 
     ``model.num_generations`` is how many paths begin at the prompt. For example, 8 of them become 16 members::
@@ -52,24 +52,14 @@ class ARPO(Branching):
     The environment has to have ``state`` and ``restore``; tools without an environment need nothing.
     """
 
-    needs: ClassVar[frozenset[str]] = Branching.needs | {"turns"}  # else it would only sample larger groups
+    needs: ClassVar[frozenset[str]] = Widening.needs | {"turns"}  # else it would only sample larger groups
 
-    width: Count = 16
-    """Number of completions of a group."""
     tokens: Count = 20
     """Number of tokens at the beginning of a turn whose mean -log p is its entropy."""
     alpha: NotNegative = 0.2
     """Weight of a rise of the entropy, per nat."""
     threshold: Share = 0.5
     """Bound of the random number plus the weighted rise of the entropy, from which a turn branches."""
-
-    def check(self, run: RunFacts) -> None:
-        """Check that there is room for branches, or none by intention.
-
-        Raises:
-            ValueError: Groups begin with more members than they may have.
-        """
-        check_width(self.width, run)
 
     def branches(self, draw: float, rise: float, num_before: int) -> bool:
         """Return whether a turn branches.
@@ -82,7 +72,6 @@ class ARPO(Branching):
         return _clipped(draw - self.alpha * rise) <= self.threshold
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Begin with no group."""
         super().on_rollout_start(ledger)
         self._members: dict[GroupKey, set[Key]] = {}
         self._begun_with: dict[Key, int] = {}
@@ -90,7 +79,6 @@ class ARPO(Branching):
         self._pending: list[Request] = []
 
     def on_requests(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Count the members of groups; none is away first."""
         for request in requests:
             self._members.setdefault(request.group, set()).add(request.key)
         return ()
@@ -138,7 +126,6 @@ class ARPO(Branching):
         return self._answer()
 
     def on_idle(self) -> Answer | None:
-        """Ask for branches."""
         return self._answer()
 
     def _answer(self) -> Answer | None:
@@ -151,7 +138,6 @@ class AEPO(ARPO):
     """Branch after answers of tools that surprise the policy, the less often the more has branched right before."""
 
     def branches(self, draw: float, rise: float, num_before: int) -> bool:
-        """Return whether a turn branches; see :meth:`ARPO.branches`."""
         return _clipped((draw + self.alpha * rise) * max(0.0, 1 - 0.05 * num_before)) >= self.threshold
 
 

@@ -53,7 +53,6 @@ class Arrol(Plugin):
     """Target fraction of successes in a group after completions were dropped."""
 
     def check(self, run: RunFacts) -> None:
-        """Check that something can be saved, and that groups stay large enough."""
         if self.at > run.max_tokens - 2:
             raise ValueError(
                 f"at is {self.at}, and sampling.max_tokens is {run.max_tokens}: {max(run.max_tokens - 2, 0)} is the "
@@ -66,13 +65,11 @@ class Arrol(Plugin):
             )
 
     def setup(self) -> None:
-        """Begin with a head that has learned nothing."""
         self.head = QualityHead()
         self._shifts: list[list[float]] = []  # of groups left whole: mean reward, and of those that would have stayed
         self._clear()
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Forget the last rollout."""
         self._clear()
         self._ledger = ledger
 
@@ -180,11 +177,9 @@ class Arrol(Plugin):
         return [float(np.mean(rewards)), float(np.mean(others))] if is_known else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learned as plain values; a rollout under way is no part of it."""
         return {"head": self.head.state_dict(), "shifts": self._shifts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
         self.head.load_state_dict(state["head"])
         self._shifts = state["shifts"]
 
@@ -226,7 +221,6 @@ class QualityHead:
 
     @property
     def has_learned(self) -> bool:
-        """True if there has been anything to learn from."""
         return len(self._model.moments) > 0
 
     @property

@@ -75,13 +75,10 @@ class Capo(Plugin):
     """Number of tokens of the vocabulary that a distribution is cut to: the likeliest, including the sampled one."""
 
     def check(self, run: RunFacts) -> None:
-        """Check the head, and that the optimizer is Adam or SGD, once they are there."""
         if run.policy is not None and run.optimizer is not None:
             HeadStep.of(run.optimizer, _head_weight(run.policy))
 
     def on_minibatch(self, step: Step) -> None:
-        """Train on the tokens that are within both bounds."""
-
         def of_hidden(
             model: PreTrainedModel, hidden_nD: torch.Tensor, target_ids_n: torch.Tensor, advantages_n: torch.Tensor
         ) -> torch.Tensor:

@@ -80,7 +80,6 @@ class Blended(Plugin):
             )
 
     def setup(self) -> None:
-        """Begin with no batch."""
         self._weights: list[float] = []
 
     def add_members(self, batch: GroupBatch) -> None:
@@ -93,7 +92,6 @@ class Blended(Plugin):
         return {"copo/local": fmean(weights) if weights else math.nan}
 
     def on_batch(self, batch: Batch) -> None:
-        """Blend."""
         means = [mean_reward(group) for group in batch.groups]
         known = [mean for part in batch.all_gather(means) for mean in part if not math.isnan(mean)]
         middle = fmean(known) if known else 0.0

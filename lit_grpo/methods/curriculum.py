@@ -59,7 +59,6 @@ class Curriculum(Plugin):
         return {name: float(value) for name, value in state.items()}
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return 1 at the level of the prompt's task, and else 0."""
         return float(prompt.columns["level"] == state[f"level/{_task(prompt)}"])
 
     def _moved(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
@@ -90,7 +89,6 @@ def _task(prompt: Prompt) -> str:
 
 
 def _levels(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """The levels of each task, from the lowest on."""
     levels: dict[str, set[int]] = defaultdict(set)
     for prompt in prompts:
         level = prompt.columns.get("level")

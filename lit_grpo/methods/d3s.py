@@ -48,19 +48,16 @@ class TokenShare(Plugin):
         return min(self.tokens, self.first_tokens or 1.0) < 1
 
     def requirement(self, name: str) -> Requirement:
-        """It chooses among the tokens of all ranks, where it chooses any."""
         if not self._takes_tokens:
             return super().requirement(name)
         said = f"chooses a share of them, tokens {self.tokens} and first_tokens {self.first_tokens}"
         return Requirement(name, self.needs | {"all_ranks"}, {"all_tokens": said})
 
     def check(self, run: RunFacts) -> None:
-        """Refuse a schedule of a run without end."""
         super().check(run)
         check_end(self, run)
 
     def token_share(self, progress: float) -> float:
-        """Return the share once a share ``progress`` of the updates has been made."""
         return between(self.first_tokens, self.tokens, progress)
 
     def on_minibatch(self, step: Step) -> None:

@@ -34,7 +34,6 @@ class HardMore(Plugin):
     """
 
     def check(self, run: RunFacts) -> None:
-        """Refuse a first round that leaves none for a second, and take the schedule of the run's advantages."""
         if self.most <= run.num_generations:
             raise ValueError(
                 f"most is {self.most}, and the first round has num_generations, {run.num_generations}, so there would "
@@ -44,7 +43,6 @@ class HardMore(Plugin):
             self.divided = run.divided_advantages
 
     def next_round(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
-        """Return the size of the second round; 0 after it."""
         rate = num_passed / num_rewarded
         if num_rounds > 1 or rate >= 0.5:
             return 0

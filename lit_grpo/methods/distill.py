@@ -78,12 +78,10 @@ class Distill(TeacherPlugin):
                 )
 
     def check(self, run: RunFacts) -> None:
-        """Check that the policy knows as many tokens as are to be compared."""
         if run.policy is not None and self.top_k > (known := run.policy.config.get_text_config().vocab_size):
             raise ValueError(f"top_k is {self.top_k}, and the policy knows {known} tokens; lower it.")
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """Take the run's teacher, which has to know as many tokens as are to be compared."""
         super().on_train_start(run)
         if self.teacher is not None and self.top_k > self.teacher.num_tokens:
             raise ValueError(
@@ -105,7 +103,6 @@ class Distill(TeacherPlugin):
                 batch.set("token_advantage", rollout, rollout.advantage + self.weight * gain_T)
 
     def loss(self, tokens: Tokens) -> None:
-        """Add the divergence of each token's distribution from the teacher's, times the weight."""
         columns = tokens.columns
         if "candidate_values" not in columns:
             return

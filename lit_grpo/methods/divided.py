@@ -24,18 +24,15 @@ class Uniform(Divided):
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, run: RunFacts) -> None:
-        """Refuse a budget that does not suffice."""
         if self.budget or self.tokens:
             super().check(run)
 
     def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
-        """Return the number of completions of each prompt in the first round."""
         if self.budget or self.tokens:
             return super().first_round(records, num_generations, num_prompts)
         return [num_generations] * len(records)
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
-        """Return the number of completions of each prompt within the budget."""
         return proportional(np.ones(len(rates)), costs, budget, self.least, most)
 
 
@@ -44,7 +41,6 @@ class Proportional(Divided):
     """In proportion to the variance of a prompt's rewards, ``p (1 - p)``, within ``least`` and ``most``."""
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
-        """Return the number of completions of each prompt within the budget."""
         return proportional(rates * (1 - rates), costs, budget, self.least, most)
 
 

@@ -91,7 +91,6 @@ class DynamicsPredictive(Plugin):
 
 
 def state_of(outcome: Outcome) -> int:
-    """Return the state that a visit shows."""
     return PART if 0 < outcome.pass_rate < 1 else int(2 * outcome.pass_rate)
 
 

@@ -62,7 +62,6 @@ class DecoupledLength(Plugin):
     """
 
     def on_batch(self, batch: Batch) -> None:
-        """Give each rollout what it is trained on with."""
         for group in batch.groups:
             values = [rollout.advantage for rollout in group.rollouts]
             for rollout, value in zip(

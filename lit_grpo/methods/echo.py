@@ -42,7 +42,6 @@ class Echo(Plugin):
     """Weight of the negative log-likelihood per observed token in the loss."""
 
     def on_batch(self, batch: Batch) -> None:
-        """Give observed tokens the weight, of rollouts that are kept."""
         for rollout in batch.rollouts:
             completion = rollout.completion
             if rollout.kept and completion.num_observed and not completion.contexts:

@@ -48,7 +48,6 @@ class EntropyTarget(Plugin):
         check_order(self, "coefficient", "max_coefficient")
 
     def check(self, run: RunFacts) -> None:
-        """Note how the run weighs tokens."""
         self._by_token = run.normalization == "token"
 
     def requirement(self, name: str) -> Requirement:
@@ -56,7 +55,6 @@ class EntropyTarget(Plugin):
         return Requirement(name, frozenset() if self._by_token else frozenset({"all_ranks"}))
 
     def setup(self) -> None:
-        """Begin with the coefficient that is set."""
         self._now, self.last_entropy = self.coefficient, math.inf
 
     def on_minibatch(self, step: Step) -> None:
@@ -74,15 +72,12 @@ class EntropyTarget(Plugin):
         self.last_entropy = step.entropy
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
-        """Log the coefficient."""
         return {"entropy_coefficient": self._now}
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient and the last entropy."""
         return {"coefficient": self._now, "entropy": self.last_entropy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self._now, self.last_entropy = state["coefficient"], state["entropy"]
 
 

@@ -66,7 +66,6 @@ class EPTree(Branching):
                 batch.set("token_advantage", rollout, torch.from_numpy(signal)[rollout.completion.trained_T])
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Begin with no tree."""
         super().on_rollout_start(ledger)
         self._trees: dict[Key, _Tree] = {}
         self._begun_with: dict[Key, int] = {}
@@ -105,7 +104,6 @@ class EPTree(Branching):
         return [(number, place) for _, number, place in sorted(found)[: self.tokens]]
 
     def on_group(self, group: RolloutGroup) -> None:
-        """Forget its trees."""
         super().on_group(group)
         for key in [key for key in self._trees if key[:2] == group.key]:
             del self._trees[key]

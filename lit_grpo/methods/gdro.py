@@ -63,7 +63,6 @@ class PromptGDRO(Plugin):
     """Fraction of the chances that all groups share evenly; 1 asks all prompts."""
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return the chance that a due prompt is asked."""
         if not record.recent:
             return 1.0
         shares = self.shares(state)
@@ -131,7 +130,6 @@ class RolloutGDRO(Divided):
     """Number of groups of difficulty."""
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
-        """Return the number of completions of each prompt within the budget."""
         groups = np.minimum((rates * self.bins).astype(int), self.bins - 1)
         means = np.array([rates[groups == group].mean() for group in groups])
         return greedy(

@@ -16,16 +16,14 @@ catch_credit``). It has not been shown to help.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit, NotNegative
-from lit_grpo.methods.shared.turns import compared, discounted_returns, rewards_of_turns
+from lit_grpo.methods.shared.turns import Turn, compare_turns, discounted_returns, rewards_of_turns
 from lit_grpo.plugins import Plugin
-from lit_grpo.types import Completion
+from lit_grpo.types import Completion, Rollout
 from lit_grpo.update.plugin import Batch
 
 
@@ -44,24 +42,11 @@ class GiGPO(Plugin):
     """Divide by the standard deviation of the turns that are compared (the paper's F_norm = std)."""
 
     def on_batch(self, batch: Batch) -> None:
-        """Give each turn an advantage.
+        compare_turns(batch, self._returns, self.scale, self.weight)
 
-        Raises:
-            ValueError: An environment has given another number of rewards than there are turns.
-        """
-        for group in batch.groups:
-            turns = [
-                list(zip(states(each.completion), discounted_returns(rewards_of_turns(each), self.gamma), strict=True))
-                for each in group.rollouts
-            ]
-            by_state: dict[Hashable, list[float]] = defaultdict(list)
-            for rollout, its_turns in zip(group.rollouts, turns, strict=True):
-                for state, value in its_turns:
-                    if not math.isnan(rollout.reward):
-                        by_state[state].append(value)
-            for rollout, its_turns in zip(group.rollouts, turns, strict=True):
-                own = [self.weight * compared(value, by_state[state], self.scale) for state, value in its_turns]
-                batch.set("turn_advantage", rollout, [rollout.advantage + each for each in own])
+    def _returns(self, rollout: Rollout) -> Iterable[Turn]:
+        returns = discounted_returns(rewards_of_turns(rollout), self.gamma)
+        return zip(states(rollout.completion), returns, strict=True)
 
 
 def states(completion: Completion) -> list[tuple[int, ...]]:

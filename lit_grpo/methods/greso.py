@@ -43,7 +43,6 @@ class Greso(Plugin):
         check_order(self, "least", "most")
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return the chance of a prompt; 1 after a visit that was neither easy nor hard."""
         return max(state["easy"] ** record.num_easy * state["hard"] ** record.num_hard, SMALLEST_CHANCE)
 
     def prompt_state(

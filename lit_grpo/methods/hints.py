@@ -39,7 +39,7 @@ class HintRecord:
     pass_rate: float = 0.0
 
     def after(self, visit: HintVisit) -> HintRecord:
-        """Return it with a visit more."""
+        """Return the record with one visit more."""
         if not visit.rewards:
             return self
         if visit.share:
@@ -88,7 +88,6 @@ class Hint(Plugin):
         check_order(self, "begin", "most")
 
     def setup(self) -> None:
-        """Begin with no visit."""
         self.known: dict[str, HintRecord] = {}  # by the ids of prompts; the same on every rank
 
     def share(self, record: HintRecord) -> float:
@@ -116,7 +115,6 @@ class Hint(Plugin):
         return self.with_share(prompt, share, writer) if share else prompt
 
     def with_share(self, prompt: Prompt, share: float, writer: TextWriter) -> Prompt:
-        """Return a prompt with such a share of its hint."""
         put = partial(writer.put_after, share=share) if self.goes_on else writer.put_before
         hinted = put(prompt, self.text(prompt, share))
         return prompt if hinted is prompt else replace(hinted, extra={"hint": share})
@@ -149,11 +147,9 @@ class Hint(Plugin):
         }
 
     def record_of(self, prompt_id: str) -> HintRecord:
-        """Return what is known of a prompt."""
         return self.known.get(prompt_id, HintRecord())
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
-        """Remember the visits of a batch, of all ranks."""
         own = [self.visit_of(group, batch.pass_rule) for group in batch.groups]
         visits = [visit for part in batch.all_gather(own) for visit in part]
         for visit in visits:
@@ -161,11 +157,9 @@ class Hint(Plugin):
         return self.metrics_of(visits)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: a list of plain values for each prompt."""
         return {"known": {prompt_id: list(astuple(record)) for prompt_id, record in self.known.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.known = {prompt_id: HintRecord(*values) for prompt_id, values in state["known"].items()}
 
 
@@ -182,7 +176,6 @@ class Reference(Hint):
     """Column of the data that holds the solution."""
 
     def text(self, prompt: Prompt, share: float) -> str:
-        """The whole solution."""
         return text_of(prompt, self.column)
 
 
@@ -198,7 +191,6 @@ class Strategy(Hint):
     """Text between the strategy and the question."""
 
     def text(self, prompt: Prompt, share: float) -> str:
-        """The strategy, and what follows it."""
         text = self.say or text_of(prompt, self.column)
         return text and text + self.between
 

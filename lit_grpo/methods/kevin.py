@@ -15,13 +15,13 @@ catch_credit``). It has not been shown to help.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lit_grpo.limits import Limit
-from lit_grpo.methods.shared.turns import compared, discounted_returns, rewards_of_turns
+from lit_grpo.methods.shared.turns import Turn, compare_turns, discounted_returns, rewards_of_turns
 from lit_grpo.plugins import Plugin
+from lit_grpo.types import Rollout
 from lit_grpo.update.plugin import Batch
 
 
@@ -38,17 +38,10 @@ class ReturnToGo(Plugin):
     """Divide by the standard deviation of the returns."""
 
     def on_batch(self, batch: Batch) -> None:
-        """Give each turn an advantage.
+        compare_turns(batch, self._returns, self.scale, weight=None)
 
-        Raises:
-            ValueError: An environment has given another number of rewards than there are turns.
-        """
-        for group in batch.groups:
-            returns = [discounted_returns(rewards_of_turns(rollout), self.gamma) for rollout in group.rollouts]
-            counted = zip(group.rollouts, returns, strict=True)
-            values = [value for rollout, its in counted if not math.isnan(rollout.reward) for value in its]
-            for rollout, its in zip(group.rollouts, returns, strict=True):
-                batch.set("turn_advantage", rollout, [compared(value, values, self.scale) for value in its])
+    def _returns(self, rollout: Rollout) -> list[Turn]:
+        return [("all", value) for value in discounted_returns(rewards_of_turns(rollout), self.gamma)]
 
 
 PLUGINS = {"return_to_go": ReturnToGo()}

@@ -35,7 +35,6 @@ class Knapsack(Divided):
     """Chance, between 0 and 1, that the completions which a mixed prompt is taken to need differ in outcome."""
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
-        """Return the number of completions of each prompt within the budget."""
         counts = np.full(len(rates), self.least)
         mixed, unsolved = (rates > 0) & (rates < 1), rates == 0
         if unsolved.any():

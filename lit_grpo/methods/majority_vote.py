@@ -59,12 +59,10 @@ class MajorityVote(Plugin):
             compile_pattern("pattern", self.pattern, needs_group=True)
 
     def setup(self) -> None:
-        """Make the reward function."""
         self._rewards = [RewardFunction.of(Majority(self), "majority_vote", self.weight)]
 
     @property
     def rewards(self) -> Sequence[RewardFunction]:
-        """The vote."""
         return self._rewards
 
 
@@ -86,7 +84,6 @@ class Majority:
         log_extra: Callable[[str, Sequence[Any]], None],
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """Score one group."""
         answers = [self.answer_of(_text(completion)) for completion in completions]
         label, share = majority(answers)
         label = label if share >= self.rule.least_share else None
@@ -103,7 +100,6 @@ class Majority:
         return list(values)
 
     def answer_of(self, completion: str) -> str | None:
-        """Return the answer of a completion; None without one."""
         return last_answer(self._pattern, completion) or None
 
 

@@ -29,7 +29,6 @@ class MaxEntropy(CompletionSelection):
     """
 
     def check(self, run: RunFacts) -> None:
-        """Warn where entropies cost a forward pass."""
         super().check(run)
         if run.abilities is not None and "entropies" not in run.abilities:
             Ranks(torch.device("cpu")).warn(

@@ -17,14 +17,12 @@ Evidence: worked examples and numbers of that code, in ``tests/test_turn_credit.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lit_grpo.limits import NotNegative
-from lit_grpo.methods.shared.turns import compared, rewards_of_turns
+from lit_grpo.methods.shared.turns import Turn, compare_turns, rewards_of_turns
 from lit_grpo.plugins import Plugin
 from lit_grpo.types import Rollout
 from lit_grpo.update.plugin import Batch
@@ -43,27 +41,13 @@ class MTGRPO(Plugin):
     """Divide by the standard deviation of the turns that are compared."""
 
     def on_batch(self, batch: Batch) -> None:
-        """Give each turn an advantage.
+        compare_turns(batch, self._turns, self.scale, self.weight)
 
-        Raises:
-            ValueError: An environment has given another number of rewards than there are turns.
-        """
-        for group in batch.groups:
-            by_number: dict[int, list[float]] = defaultdict(list)
-            for rollout in group.rollouts:
-                if rollout.turn_rewards and not math.isnan(rollout.reward):
-                    for number, reward in enumerate(rewards_of_turns(rollout)):
-                        by_number[number].append(reward)
-            for rollout in group.rollouts:
-                own = [rollout.advantage + self.weight * each for each in self._own(rollout, by_number)]
-                batch.set("turn_advantage", rollout, own)
-
-    def _own(self, rollout: Rollout, by_number: Mapping[int, Sequence[float]]) -> list[float]:
-        """Return each turn's own advantage; 0 where the environment has said nothing of the completion."""
-        if not rollout.turn_rewards:
-            return [0.0] * len(rollout.completion.turns)
-        rewards = rewards_of_turns(rollout)
-        return [compared(reward, by_number.get(number, ()), self.scale) for number, reward in enumerate(rewards)]
+    def _turns(self, rollout: Rollout) -> Iterable[Turn]:
+        if rollout.turn_rewards:
+            return enumerate(rewards_of_turns(rollout))
+        alone = rollout.completion.request.key  # the environment has said nothing: compared with none
+        return [((alone, number), 0.0) for number in range(len(rollout.completion.turns))]
 
 
 PLUGINS = {"mt_grpo": MTGRPO()}

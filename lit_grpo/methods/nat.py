@@ -50,7 +50,6 @@ class RandomTokens(Plugin):
     """Seed of the draws."""
 
     def requirement(self, name: str) -> Requirement:
-        """It leaves tokens of completions out, unless it keeps all."""
         said = f"learns from a random share of each completion's tokens, {self.share}"
         changes = {"whole_completions": said, "all_tokens": said} if self.share < 1 else {}
         return Requirement(name, self.needs, changes)
@@ -79,11 +78,9 @@ class Uniform(RandomTokens):
     """Each token by itself, with chance ``share``."""
 
     def chances(self, num_tokens: int) -> torch.Tensor:
-        """Return ``share`` for each."""
         return torch.full((num_tokens,), self.share, dtype=torch.float64)
 
     def draw(self, chances_T: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return independent draws."""
         return torch.rand(len(chances_T), generator=generator, dtype=torch.float64) < chances_T
 
 
@@ -99,7 +96,6 @@ class Prefix(RandomTokens):
     """
 
     def chances(self, num_tokens: int) -> torch.Tensor:
-        """Return ``p_t``."""
         whole, before_T = self.share / 2, torch.arange(num_tokens, dtype=torch.float64) / max(num_tokens, 1)
         exponent = (1 - whole) / (self.share - whole) - 1
         return whole + (1 - whole) * (1 - before_T ** (1 / exponent))

@@ -30,7 +30,6 @@ class NearHalf(Plugin):
     """The tau of DOTS; by default the chance is ``4 p (1 - p)``, which is much flatter."""
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return the chance of a prompt; 1 on its first visit."""
         if not record.num_visits:
             return 1.0
         rate = record.pass_rate

@@ -48,11 +48,9 @@ class NoiseScale(Plugin):
     """Weight of a step in the means of ``|G|^2`` and ``tr S``."""
 
     def check(self, run: RunFacts) -> None:
-        """Check that each batch has one step, whose gradient is measured."""
         run.check_one_step()
 
     def setup(self) -> None:
-        """Begin with nothing measured."""
         self.num_prompts = 0
         self._means_2, self._weight = np.zeros(2), 0.0  # of |G|^2 and tr S, not yet divided by their weight
         self._num_measured = self._began = 0
@@ -68,7 +66,6 @@ class NoiseScale(Plugin):
         return self.num_prompts
 
     def on_gradient(self, step: Step) -> None:
-        """Scale the learning rate by the square root of this batch's size over the first one's."""
         step["scale"] = self._size_scale
 
     @property
@@ -85,7 +82,6 @@ class NoiseScale(Plugin):
             self._num_measured += 1
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
-        """Say how large the next batch is, and log what is known."""
         num_ranks = len(batch.all_gather(None))
         signal, noise = (self._means_2 / self._weight).tolist() if self._weight else (math.nan, math.nan)
         known = signal > 0 and noise > 0
@@ -97,12 +93,10 @@ class NoiseScale(Plugin):
         return logs
 
     def state_dict(self) -> dict[str, Any]:
-        """The means, and the sizes of this and the first batch."""
         means = {"means": self._means_2.tolist(), "weight": self._weight, "measured": self._num_measured}
         return means | {"prompts": self.num_prompts, "began": self._began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self._means_2, self._weight = np.array(state["means"]), state["weight"]
         self._num_measured, self.num_prompts, self._began = state["measured"], state["prompts"], state["began"]
 
@@ -134,7 +128,6 @@ class Ruled(NoiseScale):
 
     @property
     def first_change(self) -> float:
-        """``warm_up``."""
         return self.warm_up
 
 
@@ -155,7 +148,6 @@ class NormTest(Ruled):
     """Largest noise of a gradient, as a fraction of its norm; the smaller, the larger are the batches."""
 
     def size(self, signal: float, noise: float, now: int, began: int) -> float:
-        """Return the number of prompts of the next batch, over all ranks."""
         wanted = math.ceil(noise / (self.eta**2 * (signal + noise / now)))
         return max(now, min(wanted, self.most))
 
@@ -188,7 +180,6 @@ class Goodput(Ruled):
         check_order(self, "least", "most")
 
     def size(self, signal: float, noise: float, now: int, began: int) -> float:
-        """Return the number of prompts of the next batch, over all ranks."""
         scale = self.calibration * noise / signal
         sizes = [began * 2.0**power for power in range(-20, 21)]
         sizes = [size for size in sizes if self.least <= size <= self.most] or [now]
@@ -196,7 +187,6 @@ class Goodput(Ruled):
         return best if self.goodput(best, scale) >= (1 + self.gain) * self.goodput(now, scale) else now
 
     def goodput(self, size: float, scale: float) -> float:
-        """Return the goodput of a batch of so many prompts."""
         return size / (size + self.overhead) * scale / (scale + size) * math.sqrt(size)
 
 

@@ -30,11 +30,9 @@ class MaxVariance(CompletionSelection):
     statistics: Literal["group", "kept"] = "kept"
 
     def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
-        """Return the rewards."""
         return rewards_N.double()
 
     def of_group(self, values_N: torch.Tensor, size: int) -> torch.Tensor:
-        """Return those of the largest variance."""
         return max_variance_subset(values_N, size)
 
 

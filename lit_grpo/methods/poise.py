@@ -69,7 +69,6 @@ class CrossRolloutBaseline(Plugin):
     """Number of tokens after which a completion's features are taken; about half of the usual length."""
 
     def check(self, run: RunFacts) -> None:
-        """Check that there is another rollout, and that completions can come to be looked at."""
         if run.num_generations < 2:
             raise ValueError(
                 f"it needs another rollout of each prompt, and num_generations is {run.num_generations}; set 2 or more."
@@ -81,22 +80,18 @@ class CrossRolloutBaseline(Plugin):
             )
 
     def setup(self) -> None:
-        """Begin with nothing learned."""
         self._projection, self._ridge = Projection(NUM_COLUMNS, NUM_SCALARS), Ridge(BETWEEN)
         self._early = [0.0, 0.0]  # rollouts that were not looked at, and what others earned beside them; forgetting
         self._features: dict[Key, np.ndarray] = {}
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Forget the last rollout."""
         self._features = {}
 
     @property
     def observes(self) -> ObservationPoint:
-        """``at``."""
         return ObservationPoint(self.at)
 
     def on_step(self, events: StepEvents) -> None:
-        """Note what the policy shows of completions that have come to the point."""
         for each in events.observations:
             if each.num_tokens == self.at:
                 rows = zip(cast("Sequence[Key]", each.keys), each.features, strict=True)
@@ -140,11 +135,9 @@ class CrossRolloutBaseline(Plugin):
         return Row(features, earned, rollout.reward, baseline=baseline(group, rollout), group=group.key)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learned as plain values."""
         return {"scale": self._projection.scale.tolist(), "ridge": self._ridge.state_dict(), "early": self._early}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
         self._projection.scale = np.array(state["scale"], dtype=np.float64)
         self._ridge.load_state_dict(state["ridge"])
         self._early = state["early"]

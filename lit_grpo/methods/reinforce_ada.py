@@ -32,7 +32,6 @@ class Balanced(Plugin):
             )
 
     def next_round(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
-        """Return the number of further completions; 0 ends the rounds of the prompt."""
         decided = num_passed >= self.passed and num_rewarded - num_passed >= self.failed
         return 0 if decided or num_rounds >= self.rounds else num_first
 

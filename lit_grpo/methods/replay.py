@@ -63,7 +63,6 @@ class Replay(Plugin):
         return Requirement(name, needs, self.changes, remedy="set logprobs of it to recomputed")
 
     def setup(self) -> None:
-        """Begin with nothing remembered."""
         self._memory = CompletionMemory(self.kept, self.max_age)
         self._clear()
 
@@ -107,14 +106,12 @@ class Replay(Plugin):
             group.rollouts += [each.as_member(group, place, recompute) for place, each in enumerate(chosen)]
 
     def _chosen(self, group: RolloutGroup, num_fresh: int, version: int) -> Sequence[Remembered]:
-        """Those that may join a group."""
         request = group.rollouts[0].completion.request
         known = self._memory.fitting(group.prompt, request, version)
         number = min(self.most(num_fresh), len(known))
         return self.choose(known, number, request)[:number] if number else []
 
     def metrics(self, all_gather: AllGather) -> dict[str, float]:
-        """Return what to log of a batch, of all ranks."""
         own = len(self._ages), sum(self._ages), self._num_fresh, self._num_revived, self._num_groups
         num_replayed, ages, num_fresh, num_revived, num_groups = map(sum, zip(*all_gather(own), strict=True))
         return {
@@ -139,7 +136,6 @@ class Replay(Plugin):
         self._num_fresh = self._num_groups = self._num_revived = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint needs: the memory."""
         return self._memory.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -49,12 +49,10 @@ class RouterLoss(Plugin):
     """Weight of the term in the loss; 0 only logs it. Qwen3-MoE's pre-training has 0.001."""
 
     def check(self, run: RunFacts) -> None:
-        """Check that the policy returns the logits of its routers, once it is loaded."""
         if run.policy is not None:
             Routers(run.policy)
 
     def on_minibatch(self, step: Step) -> None:
-        """Count, and add the term."""
         routers = Routers(step.policy)
         sums_3E = torch.zeros((3, 1), dtype=torch.float64)
 
@@ -90,11 +88,9 @@ class RouterTerm(Term):
         self._routers, self._slopes_E = routers, slopes_E
 
     def watching(self) -> Any:
-        """Keep what routers compute."""
         return self._routers.watching()
 
     def added_to(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """Add what the probabilities of the micro-batch's tokens cost."""
         for probs_TE in self._routers.probabilities():
             slopes_E = self._slopes_E.to(device=probs_TE.device, dtype=probs_TE.dtype)
             loss = loss + weight * (probs_TE.sum(0) * slopes_E).sum()

@@ -53,7 +53,6 @@ class SDFT(SelfTeacher):
         check_template(self.template, "template", ("prompt", "demonstration"))
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Check that each row has what the teacher is to see, and that the first can be shown."""
         for prompt in prompts:
             try:
                 text = self._text(prompt)
@@ -67,7 +66,6 @@ class SDFT(SelfTeacher):
                 ) from None
 
     def hints(self, group: RolloutGroup, batch: GroupBatch) -> Sequence[Sequence[Hint]]:
-        """Return the text of the column for each rollout of a group."""
         text = self._text(group.prompt)
         return [[{"demonstration": text}] if text else [] for _ in group.rollouts]
 

@@ -73,7 +73,6 @@ class SDPO(SelfTeacher):
         check_template(self.feedback_template, "feedback_template", ("feedback",))
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Check that the tokenizer and the chat template take the templates."""
         try:
             solution, feedback = self.solution_template.format(solution=""), self.feedback_template.format(feedback="")
             self.write(prompts[0], {"solution": solution, "feedback": feedback})
@@ -114,7 +113,6 @@ class SDPO(SelfTeacher):
         return text if self.keep_thinking else _THINKING.sub("", text).strip()
 
     def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:
-        """Return what the teacher said of the batch, and what it could be shown, over all ranks."""
         groups, rollouts = batch.groups, batch.rollouts
         solved = sum(any(batch.pass_rule.passes(each.rewards) for each in group.rollouts) for group in groups)
         told = sum(bool(rollout.feedback) for rollout in rollouts)

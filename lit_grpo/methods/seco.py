@@ -46,7 +46,6 @@ class SeCO(Plugin):
     """Max tokens per chunk; at most ``model.max_tokens_per_micro_batch``."""
 
     def requirement(self, name: str) -> Requirement:
-        """The loss sees a chunk at a time."""
         said = f"sends those of more than {self.chunk} tokens through in chunks"
         return Requirement(name, self.needs, {"whole_completions": said})
 

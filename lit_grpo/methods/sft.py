@@ -87,7 +87,6 @@ class SFT(Plugin):
                 raise ValueError(f"{name} is set, but data is not; set data, or leave {name} out.")
 
     def setup(self) -> None:
-        """Begin without examples."""
         self._examples: Sequence[Example] = ()
         self._held_out: Sequence[Example] = ()
         self._seed, self._number = 0, self.per_update or 1
@@ -123,7 +122,6 @@ class SFT(Plugin):
             self._held_out = run.data.answered("validation", self.column, self.turns, self.datasets)
 
     def _check_lengths(self, most: int, shares_prefix: bool, largest_chunk: int | None) -> None:
-        """Check that every example fits into micro-batches."""
         for example in (*self._examples, *self._held_out):
             prompt, answer = len(example.prompt_ids), len(example.answer_ids_T)
             answer = min(answer, largest_chunk or answer)

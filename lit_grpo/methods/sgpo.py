@@ -38,7 +38,6 @@ class Buckets(Plugin):
         check_order(self, "least", "most")
 
     def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
-        """Return the number of completions of each prompt in the first round."""
         return [self._of(record.pass_rate) if record.num_visits else num_generations for record in records]
 
     def _of(self, rate: float) -> int:
@@ -71,7 +70,6 @@ class PhasedPrompts(Plugin):
     """Chance of a prompt without a correct completion."""
 
     def prompt_chance(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return the chance that a due prompt is asked."""
         if not record.num_visits:
             return 1.0
         if record.pass_rate == 0:

@@ -63,7 +63,6 @@ class Snapshots(Plugin):
     """
 
     def setup(self) -> None:
-        """Begin without a snapshot."""
         self._weights: dict[int, list[torch.Tensor]] = {}
         self._version = 0
 
@@ -83,7 +82,6 @@ class Snapshots(Plugin):
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are kept."""
         return sorted(self._weights)
 
     def on_batch_start(self) -> None:
@@ -110,7 +108,6 @@ class Snapshots(Plugin):
                 weight.data = data
 
     def on_update_end(self, batch: GroupBatch) -> dict[str, float]:
-        """Say how many versions are kept, and let go of those that nothing needs."""
         self._version = batch.version
         if self._run.open_versions is None:
             return {}
@@ -119,7 +116,6 @@ class Snapshots(Plugin):
         return {"snapshots/versions": float(held), "snapshots/gib": held * self.one_gib}
 
     def let_go(self, needed: Iterable[int], all_gather: AllGather) -> None:
-        """Let go of all versions but those that a rank needs; all ranks call it."""
         everywhere = set[int]().union(*all_gather({*needed}))
         self._weights = {version: weights for version, weights in self._weights.items() if version in everywhere}
 
@@ -168,7 +164,6 @@ class Snapshots(Plugin):
 
     @property
     def one_gib(self) -> float:
-        """Host memory of one snapshot, in GiB."""
         return sum(weight.numel() * weight.element_size() for weight in self._trained()) / _GIB
 
     def check_memory(self, max_staleness: int) -> None:
@@ -206,11 +201,9 @@ class Snapshots(Plugin):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights of each version."""
         return {"weights": dict(self._weights)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         kept = state["weights"].items()
         self._weights = {version: [weight.clone() for weight in weights] for version, weights in kept}
 

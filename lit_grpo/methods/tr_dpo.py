@@ -34,7 +34,6 @@ class MovingReference(Plugin):
     """Optimizer steps between two updates of the reference."""
 
     def check(self, run: RunFacts) -> None:
-        """Check that the KL term has a reference with weights of its own."""
         needs = "it needs a reference policy with weights of its own"
         no_term = f"model.objective.kl.beta {run.kl_beta} leaves the KL term out"
         bare = f"{run.adapters} takes the policy without its adapters, which needs no memory and cannot move"
@@ -42,7 +41,6 @@ class MovingReference(Plugin):
         check_clashes([Clash(needs, no_term, run.kl_beta == 0, remedy), Clash(needs, bare, bool(run.adapters))])
 
     def setup(self) -> None:
-        """Begin with a reference that has not moved."""
         self._run: TrainingRun | None = None
         self._moved: dict[str, torch.Tensor] = {}
 
@@ -69,11 +67,9 @@ class MovingReference(Plugin):
         self._moved = dict(reference.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """The reference's weights once they have moved, and nothing before."""
         return self._moved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the weights until training starts."""
         self._moved = state
 
 

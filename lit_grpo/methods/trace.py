@@ -29,8 +29,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from lit_grpo.limits import Count
-from lit_grpo.methods.shared.branches import Branching, check_width
-from lit_grpo.plugins import Answer, GroupBatch, RunFacts
+from lit_grpo.methods.shared.branches import Widening
+from lit_grpo.plugins import Answer, GroupBatch
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.scheduling.lengths import Ridge
 from lit_grpo.types import EMPTY, Completion, GroupKey, Key, PassRule, Rollout, RolloutGroup, Trajectory
@@ -41,7 +41,7 @@ SURE = 0.02  # no chance is predicted to be nearer to 0 or 1
 
 
 @dataclass
-class ContrastiveTree(Branching):
+class ContrastiveTree(Widening):
     """Go on from turns whose continuations may end either way.
 
     ``model.num_generations`` is how many paths begin at the prompt. For example, 8 of them become 16 members::
@@ -57,22 +57,14 @@ class ContrastiveTree(Branching):
     needs: ClassVar[frozenset[str]] = Branching.needs | {"turns"}  # else it would only sample larger groups
     traits: ClassVar[frozenset[str]] = Branching.traits | {"common"}
 
-    width: Count = 16
-    """Number of completions of a group."""
     window: Count = 32
     """Number of last tokens of an anchor that are features together with their neighbors."""
 
-    def check(self, run: RunFacts) -> None:
-        """Check that there is room for continuations."""
-        check_width(self.width, run)
-
     def setup(self) -> None:
-        """Begin with nothing learned."""
         super().setup()
         self._ridge = Ridge(BETWEEN)
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Begin with no group."""
         super().on_rollout_start(ledger)
         self._first: dict[GroupKey, list[Completion]] = {}
         self._expanded: set[GroupKey] = set()
@@ -134,11 +126,9 @@ class ContrastiveTree(Branching):
         return [passed[key] != passed[parent] for key, parent in parents.items() if parent in passed]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learned as plain values."""
         return {"ridge": self._ridge.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
         self._ridge.load_state_dict(state["ridge"])
 
 

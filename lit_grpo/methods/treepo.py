@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from lit_grpo.limits import Count
-from lit_grpo.methods.shared.branches import Branching, check_width
+from lit_grpo.methods.shared.branches import Widening
 from lit_grpo.plugins import Answer, RunFacts
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.scheduling.ledger import RequestLedger
@@ -39,7 +39,7 @@ from lit_grpo.update.plugin import Batch
 
 
 @dataclass
-class TreePO(Branching):
+class TreePO(Widening):
     """Divide paths after every segment, and compare each leaf with those that share its beginning.
 
     ``model.num_generations`` is how many paths begin at the prompt. For example, 4 of them become 16 members::
@@ -52,20 +52,13 @@ class TreePO(Branching):
     """
 
     writes: ClassVar[frozenset[str]] = frozenset({"token_advantage"})
-    needs: ClassVar[frozenset[str]] = Branching.needs | {"all_ranks"}
+    needs: ClassVar[frozenset[str]] = Widening.needs | {"all_ranks"}
 
-    width: Count = 16
-    """Number of completions of a group."""
     segment: Count = 512
     """Number of sampled tokens after which a path divides."""
 
     def check(self, run: RunFacts) -> None:
-        """Check that paths can divide.
-
-        Raises:
-            ValueError: They cannot.
-        """
-        check_width(self.width, run)
+        super().check(run)
         if self.segment >= run.max_tokens:
             raise ValueError(
                 f"segment is {self.segment}, and sampling.max_tokens is {run.max_tokens}, so that no path would "
@@ -85,7 +78,6 @@ class TreePO(Branching):
                 batch.set("token_advantage", rollout, advantages_N)
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Begin with no path."""
         super().on_rollout_start(ledger)
         self._shares: dict[Key, int] = {}  # of the width, its own place among it
         self._depths: dict[Key, int] = {}  # segments after which a path has had its chance to divide

@@ -35,7 +35,6 @@ class EffectiveSamples(Plugin):
     """Effective-sample-size fraction from which the full learning rate is used; 1 in VCPO."""
 
     def on_gradient(self, step: Step) -> None:
-        """Scale the learning rate."""
         log_weights_C = torch.cat(step.ranks.gather(step.log_weights_C))
         step["scale"] = math.sqrt(min(1.0, effective_share(log_weights_C) / self.full_ess))
 

@@ -53,7 +53,6 @@ class UncertainMore(Plugin):
     """Weight of the second term."""
 
     def first_round(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
-        """Return the number of completions of each prompt in the first round."""
         return [self._base(num_generations)] * len(records)
 
     def shared_round(self, tallies: Sequence[Tally], num_rounds: int, num_generations: int) -> list[int]:
@@ -148,7 +147,6 @@ class Novelty(Plugin):
     """Max increase of an advantage, relative to it."""
 
     def on_batch(self, batch: Batch) -> None:
-        """Raise advantages."""
         for group in batch.groups:
             completions = [rollout.completion for rollout in group.rollouts]
             trained = [completion.logprobs_T[completion.trained_T].double() for completion in completions]

@@ -102,7 +102,6 @@ class Balanced(Plan):
         check_fields(self)
 
     def queue(self, lengths: Lengths, num_slots: int) -> Queue:
-        """Return the lists."""
         return Lanes(lengths, num_slots, self.longest_first, self.epsilon)
 
 
@@ -273,7 +272,6 @@ def balanced_lanes(lengths: np.ndarray, num_lanes: int, epsilon: float) -> np.nd
 
 
 def makespan(lengths: np.ndarray, lanes: np.ndarray, num_lanes: int) -> float:
-    """Return the largest total length of a lane."""
     return float(np.bincount(lanes, weights=lengths, minlength=num_lanes).max())
 
 

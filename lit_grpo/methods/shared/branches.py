@@ -1,28 +1,16 @@
-"""Base class of plug-ins whose completions branch from others."""
+"""Base classes of plug-ins whose completions branch from others."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from lit_grpo.limits import Count
 from lit_grpo.plugins import AllGather, Plugin, RunFacts
 from lit_grpo.scheduling.ledger import RequestLedger
 from lit_grpo.types import EMPTY, Key, Request, RolloutGroup, SamplePath, Trajectory
-
-
-def check_width(width: int, run: RunFacts) -> None:
-    """Check that groups have room for branches, or none by intention.
-
-    Raises:
-        ValueError: They begin with more members than they may have.
-    """
-    if width < run.num_generations:
-        raise ValueError(
-            f"width is {width}, and model.num_generations is {run.num_generations}, which is how many paths begin; "
-            "give a width of as many or more, such as 16 for 8 paths."
-        )
 
 
 class Branching(Plugin):
@@ -39,11 +27,9 @@ class Branching(Plugin):
     traits: ClassVar[frozenset[str]] = frozenset({"forks"})
 
     def setup(self) -> None:
-        """Begin with no group."""
         self._count_from_zero()
 
     def on_rollout_start(self, ledger: RequestLedger) -> None:
-        """Begin with no group."""
         self._count_from_zero()
         self._ledger = ledger
 
@@ -64,14 +50,28 @@ class Branching(Plugin):
         return replace(request, path=self.next_path(request.key, prefix.num_sampled), prefix=prefix)
 
     def on_group(self, group: RolloutGroup) -> None:
-        """Count its members."""
         self._num_members += len(group.rollouts)
 
     def metrics(self, all_gather: AllGather) -> dict[str, float]:
-        """Return the share of members that began within others, and the tokens that were not sampled for them again."""
         own = self._num_branches, self._num_members, self._num_saved
         num_branches, num_members, num_saved = map(sum, zip(*all_gather(own), strict=True))
         return {
             "rollout/branched_share": num_branches / max(num_members, 1),
             "rollout/branched_tokens_saved": float(num_saved),
         }
+
+
+@dataclass
+class Widening(Branching):
+    """A group begins with ``model.num_generations`` members, and branches make ``width`` of them."""
+
+    width: Count = 16
+    """Number of completions of a group."""
+
+    def check(self, run: RunFacts) -> None:
+        """Check that groups have room for branches, or none by intention: a width of as many as begin."""
+        if self.width < run.num_generations:
+            raise ValueError(
+                f"width is {self.width}, and model.num_generations is {run.num_generations}, which is how many paths "
+                "begin; give a width of as many or more, such as 16 for 8 paths."
+            )

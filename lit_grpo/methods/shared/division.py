@@ -42,7 +42,6 @@ class Divided(Plugin):
         check_order(self, "least", "most")
 
     def check(self, run: RunFacts) -> None:
-        """Refuse a budget that does not suffice."""
         num_prompts = run.num_prompts
         if num_prompts is None:
             return

@@ -32,7 +32,6 @@ class Subset(Plugin):
         return {name: size for name, size in sizes.items() if size is not None}
 
     def check(self, run: RunFacts) -> None:
-        """Refuse a subset of no size, or one that is larger than its group, and a schedule of a run without end."""
         super().check(run)
         check_end(self, run)
         self.keep_at(0.0)
@@ -72,7 +71,6 @@ class CompletionSelection(Subset):
     """Completions for the mean and deviation of an advantage: all of the ``group``, or those ``kept``."""
 
     def on_batch(self, batch: Batch) -> None:
-        """Choose the members of each group that :meth:`of_group` says."""
         rewards, rollouts, may_be_R = batch.rewards, batch.rollouts, candidates(batch)
         places = may_be_R.nonzero().flatten()
         values_R = torch.full(may_be_R.shape, math.nan, dtype=torch.float64)

@@ -51,7 +51,6 @@ class SelfTeacher(TeacherPlugin):
     """Question that the teacher gets."""
 
     def setup(self) -> None:
-        """Begin without prompts."""
         super().setup()
         self._writer: TextWriter | None = None
         self._context, self._limit, self._shares_prefix = 0, math.inf, True
@@ -78,7 +77,6 @@ class SelfTeacher(TeacherPlugin):
         """
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """Take the run's teacher, and how long its rows may be."""
         super().on_train_start(run)
         self._context = context_length(run.policy)
 
@@ -136,7 +134,6 @@ class SelfTeacher(TeacherPlugin):
         return None, has_misfit
 
     def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:
-        """Return what the teacher said of the batch, and how many rollouts of all ranks it taught."""
         num_rollouts, taught, misfits = map(sum, zip(*batch.all_gather(self._counts), strict=True))
         shares = {"teacher/taught_share": taught, "teacher/misfit_share": misfits}
         own = {name: number / num_rollouts if num_rollouts else math.nan for name, number in shares.items()}

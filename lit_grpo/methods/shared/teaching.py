@@ -23,13 +23,11 @@ class TeacherPlugin(Plugin):
     traits: ClassVar[frozenset[str]] = frozenset({"common", "asks_teacher", "learns_unrewarded"})
 
     def setup(self) -> None:
-        """Begin without a teacher."""
         self.teacher: Teacher | None = None
         self._averaged: dict[str, torch.Tensor] = {}
         self._sums = (0.0, 0.0, 0)  # of log-ratios and of the teacher's entropies; tokens
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """Take the run's teacher; a moving average goes on from a checkpoint."""
         self.teacher = run.teacher
         if self.teacher is not None and self._averaged:
             for name, weight in self.teacher.weights().items():
@@ -59,16 +57,13 @@ class TeacherPlugin(Plugin):
         }
 
     def on_optimizer_step(self, step: Step) -> None:
-        """Let a moving average follow the policy."""
         if self.teacher is not None:
             self.teacher.follow(self._policy)
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights of a moving average, and nothing for other teachers."""
         return {} if self.teacher is None else dict(self.teacher.weights())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the weights until training starts."""
         self._averaged = state
 
 
