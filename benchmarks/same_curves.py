@@ -19,9 +19,10 @@ from pathlib import Path
 from benchmarks.earlier_commit import earlier_commit
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
-BEFORE = dict.fromkeys(("arithmetic", "knights", "calculator", "catch"), "5c28c954")
+BEFORE: dict[str, str] = dict.fromkeys(("arithmetic", "knights", "calculator", "catch"), "5c28c954")
 SEEDS, UPDATES = 3, 6
-MEASURED = ("time/", "perf/", "memory/", "lengths/", "environments/waiting_share", "epoch", "step")
+MEASURED = ("time/", "perf/", "memory/", "lengths/", "environments/waiting_share", "epoch", "step", "num_tokens")
+"""What may differ; ``num_tokens`` counts prompts too since e5a52035."""
 ORDER = ("rollout/",)
 """Figures of the order in which completions were decoded, which a length predictor decides."""
 

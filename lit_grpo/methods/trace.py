@@ -54,8 +54,8 @@ class ContrastiveTree(Widening):
     that is left of the width begins at the prompt. What passes is said by ``model.pass_reward``.
     """
 
-    needs: ClassVar[frozenset[str]] = Branching.needs | {"turns"}  # else it would only sample larger groups
-    traits: ClassVar[frozenset[str]] = Branching.traits | {"common"}
+    needs: ClassVar[frozenset[str]] = Widening.needs | {"turns"}  # else it would only sample larger groups
+    traits: ClassVar[frozenset[str]] = Widening.traits | {"common"}
 
     window: Count = 32
     """Number of last tokens of an anchor that are features together with their neighbors."""

@@ -321,7 +321,8 @@ class RewardFunction:
             )
         required = tuple(one.name for one in free if one.default is one.empty)
         declared = _declared(call, path)
-        state = call if isinstance(call, StatefulReward) else None
+        given: object = call
+        state = given if isinstance(given, StatefulReward) else None
         if args:
             _check_bound(call, path, args, [one.name for one in parameters], takes_columns)
             call = functools.partial(call, **args)
