@@ -496,3 +496,8 @@ class Environment(Listener):
     def _answer(self) -> Answer:
         due = [key for key, (step, _) in self.waiting.items() if step <= self._step]
         return Answer(resume=[Resume(self.waiting.pop(key)[1]) for key in due])
+
+
+def alone(own: Any) -> list[Any]:
+    """Bring together what one rank has."""
+    return [own]

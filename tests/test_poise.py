@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_made import Unshaped, learning_batch
+from hand_made import Unshaped, alone, learning_batch
 from test_learner import make_learner, ragged_groups
 
 from lit_grpo.methods import make_plugins
@@ -23,10 +23,6 @@ RULE = PassRule()
 LOGITS = np.array([[1.0, 0.5, 0.0, -1.0], [-1.0, 0.0, 0.5, 1.0]])  # of four answers to two prompts
 REWARDS = np.array([0.0, 0.0, 1.0, 1.0])  # of the answers
 CHANCES = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
-
-
-def alone(value: Any) -> list[Any]:
-    return [value]
 
 
 def group(name: str, rewards: Sequence[float]) -> RolloutGroup:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hand_made import plugin
+from hand_made import alone, plugin
 from test_loop import SAMPLING, FakeGenerator, prompts
 
 from lit_grpo.budgets.subsets import nearest_subset
@@ -240,8 +240,3 @@ def test_the_plug_in_says_when_completions_are_dropped() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             arrol.check(RunFacts(2, num_generations, max_tokens, 1))
-
-
-def alone(own: Any) -> list[Any]:
-    """Bring together what one rank has."""
-    return [own]

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import make_rollout, plugin
+from hand_made import alone, make_rollout, plugin
 from test_learner import make_learner, member
 
 from lit_grpo.methods import make_plugins
@@ -54,11 +54,6 @@ def remembering(spec: str, *groups: RolloutGroup, version: int = 1) -> Replay:
     for each in groups:
         memory.on_update_end(GroupBatch([each], version, EXACT, alone))
     return memory
-
-
-def alone(own: Any) -> list[Any]:
-    """Bring together what one rank has."""
-    return [own]
 
 
 def joined(memory: Replay, group: RolloutGroup, version: int) -> list[Rollout]:

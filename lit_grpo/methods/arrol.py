@@ -336,10 +336,7 @@ def within_auc(chances: np.ndarray, successes: np.ndarray, groups: np.ndarray) -
 
 
 def calibration_error(chances: np.ndarray, successes: np.ndarray) -> float:
-    """Return how far chances are off the share of successes, in the mean over chances, by bins of them.
-
-    Both have the shape (n,). It is the expected calibration error (Naeini et al. 2015).
-    """
+    """Return the expected calibration error (Naeini et al. 2015) of chances, by bins; both have the shape (n,)."""
     bins = np.clip((chances * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
     return float(np.abs(np.bincount(bins, chances - successes)).sum() / len(chances))
 

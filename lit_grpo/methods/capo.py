@@ -95,11 +95,7 @@ class Capo(Plugin):
 
 
 def _head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """Return the weight of the head.
-
-    Raises:
-        ValueError: The head is not a plain linear layer that is trained.
-    """
+    """Return the weight of the head, which has to be a plain linear layer that is trained."""
     head: Any = model.get_output_embeddings()
     scaled = [name for name in SCALES if getattr(model.config.get_text_config(), name, None) not in (None, 1)]
     if type(head) is not torch.nn.Linear or head.bias is not None or not head.weight.requires_grad or scaled:
@@ -127,11 +123,7 @@ class HeadStep:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> HeadStep | None:
-        """Return the next step of an optimizer; None before the first one of Adam.
-
-        Raises:
-            ValueError: It is neither Adam nor SGD.
-        """
+        """Return the next step of an optimizer, which has to be Adam or SGD; None before the first one of Adam."""
         group = next(each for each in optimizer.param_groups if any(one is weight for one in each["params"]))
         lr = float(group["lr"])
         if isinstance(optimizer, torch.optim.SGD):
@@ -148,12 +140,7 @@ class HeadStep:
         return cls(lr, moments, (float(beta1), float(beta2)), group["eps"], int(state["step"]))
 
     def moved(self, gradients_nkD: torch.Tensor, ids_nk: torch.Tensor) -> torch.Tensor:
-        """Return by how much rows of the weight move up a gradient, shape (n, k, D).
-
-        Args:
-            gradients_nkD: Gradient of each row, of what is to grow, shape (n, k, D).
-            ids_nk: Rows of the head's weight that move: k token ids for each of n tokens, shape (n, k).
-        """
+        """Return by how much rows ``ids_nk`` of the weight move up a gradient of what is to grow, shape (n, k, D)."""
         if self.moments is None:
             return self.lr * gradients_nkD
         (first, second), (beta1, beta2), number = self.moments, self.betas, self.number + 1

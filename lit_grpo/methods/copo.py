@@ -66,11 +66,7 @@ class Blended(Plugin):
             compile_pattern("pattern", self.pattern, needs_group=True)
 
     def check(self, run: RunFacts) -> None:
-        """Check that groups are large enough to learn by themselves, or none by intention.
-
-        Raises:
-            ValueError: No group can reach the middle.
-        """
+        """Check that groups are large enough to learn by themselves, or none by intention."""
         largest = math.log2(run.num_generations)
         if largest < self.rho < math.inf:
             raise ValueError(

@@ -40,9 +40,6 @@ class Curriculum(Plugin):
         """Return each task's level, what it has been judged by so far, and between which levels it may move.
 
         After a batch each task that it holds counts it, and moves once it has been judged.
-
-        Raises:
-            ValueError: A prompt has no level that is a whole number, or a task leaves a level out.
         """
         return self._begun(prompts) if state is None else self._moved(state, prompts, records)
 

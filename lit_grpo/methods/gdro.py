@@ -94,13 +94,7 @@ class PromptGDRO(Plugin):
 
 
 def bin_of(record: Record, bins: int, num_latest: int = 0) -> int:
-    """Return the group of a prompt, from 0, which is the hardest, to ``bins - 1``.
-
-    Args:
-        record: With outcomes of visits.
-        bins: How many groups there are.
-        num_latest: Visits at the end that do not count.
-    """
+    """Return the group of a prompt, from 0, the hardest, to ``bins - 1``, without its ``num_latest`` last visits."""
     counted = record.recent[: len(record.recent) - num_latest]
     share = fmean(outcome.pass_rate > 0 for outcome in counted)
     return min(int(share * bins), bins - 1)

@@ -67,11 +67,7 @@ class MajorityVote(Plugin):
 
 
 class Majority:
-    """Scores a group by its majority.
-
-    Args:
-        rule: Settings that define an answer and a majority.
-    """
+    """Scores a group by its majority."""
 
     def __init__(self, rule: MajorityVote) -> None:
         self.rule = rule

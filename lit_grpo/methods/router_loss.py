@@ -99,14 +99,7 @@ class RouterTerm(Term):
 
 
 class Routers:
-    """The routers of a policy, and the logits that each gave last while they were watched.
-
-    Args:
-        policy: Tells as transformers does where its router logits are.
-
-    Raises:
-        ValueError: It has none, or does not tell.
-    """
+    """The routers of a policy, which tells as transformers does where they are, and the logits that each gave last."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         recorded = [getattr(module, "_can_record_outputs", None) or {} for module in policy.modules()]

@@ -70,11 +70,7 @@ class SDFT(SelfTeacher):
         return [[{"demonstration": text}] if text else [] for _ in group.rollouts]
 
     def _text(self, prompt: Prompt) -> str:
-        """Return the text of the column, empty for null.
-
-        Raises:
-            ValueError: There is no such column, or it holds something else.
-        """
+        """Return the text of the column, empty for null; a ``ValueError`` says how the row's sentence goes on."""
         columns = prompt.columns
         if self.column not in columns:
             raise ValueError(f"has no column {self.column!r} (it has {', '.join(map(repr, columns)) or 'none'})")

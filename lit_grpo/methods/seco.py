@@ -80,11 +80,7 @@ class SpaCO(SeCO):
     """Seed of the draws, which depend on it, on the policy's version and on the completion's name alone."""
 
     def check(self, run: RunFacts) -> None:
-        """Check that a completion can have several chunks: of a single one nothing is left out.
-
-        Raises:
-            ValueError: None can.
-        """
+        """Check that a completion can have several chunks: of a single one nothing is left out."""
         longest = run.max_tokens + run.max_observed
         if self.chunk >= longest:
             raise ValueError(

@@ -67,11 +67,7 @@ class Snapshots(Plugin):
         self._version = 0
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """Check that there is room for the weights that old tokens need, and on resuming that they are there.
-
-        Raises:
-            ValueError: They may not fit, or are not there.
-        """
+        """Check that there is room for the weights that old tokens need, and on resuming that they are there."""
         self._run, self._version = run, run.version
         if run.max_staleness is not None and run.open_versions is not None:
             self.check_memory(run.max_staleness)
@@ -130,9 +126,6 @@ class Snapshots(Plugin):
         A completion goes through the policy once for each version that it has tokens of; rollouts of earlier
         batches are left out. With one step on the batch, tokens of the policy now are NaN, for the pass that learns
         from them computes them, and nothing is given if there are no others.
-
-        Raises:
-            ValueError: A version is not kept.
         """
         fresh = [rollout for rollout in batch.rollouts if not rollout.trained_before and rollout.completion.num_trained]
         sampled: dict[Key, torch.Tensor] = {}
@@ -167,11 +160,7 @@ class Snapshots(Plugin):
         return sum(weight.numel() * weight.element_size() for weight in self._trained()) / _GIB
 
     def check_memory(self, max_staleness: int) -> None:
-        """Check that the host has room for as many snapshots as a run may need; all ranks call it.
-
-        Raises:
-            ValueError: They may not fit.
-        """
+        """Check that the host has room for as many snapshots as a run may need; all ranks call it."""
         ranks, updates_per_batch = self._run.ranks, self._run.updates_per_batch
         most = max_staleness // updates_per_batch + 1
         hosts = ranks.gather(socket.gethostname())
@@ -188,11 +177,7 @@ class Snapshots(Plugin):
             )
 
     def check_kept(self, versions: Iterable[int]) -> None:
-        """Check that versions are kept.
-
-        Raises:
-            ValueError: One is not.
-        """
+        """Raise a ``ValueError`` where one of these versions is not kept."""
         if missing := sorted({*versions} - self._weights.keys()):
             raise ValueError(
                 f"Tokens of policy version {missing[0]} wait to be trained on, and rollout.plugins has snapshots, "

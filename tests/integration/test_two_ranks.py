@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,12 +106,7 @@ class LongTaught(SelfTeacher):
 
 ADAPTIVE_KL = Objective(kl=KLTerm(0.1, "k1", place="reward", target=0.001, horizon=50))
 ADAPTIVE_ENTROPY = EntropyTarget(3.0, 0.05, 0.01)
-VCPO = Objective(
-    "grpo",
-    epsilon=1.0,
-    epsilon_high=1e9,
-    correction=Correction("sequence_truncate", high=8.0),
-)
+VCPO = Objective("grpo", epsilon=1.0, epsilon_high=1e9, correction=Correction("sequence_truncate", high=8.0))
 SIZED: dict[str, Any] = {"objective": VCPO, "plugins": [EffectiveSamples()]}
 FILTERED = Objective(correction=Correction("geometric_mask"), off_policy_kl=0.3)
 INTERPOLATED = {"objective": Objective(correction=Correction("token_truncate")), "plugins": [InterpolatedPolicy()]}
@@ -171,12 +166,7 @@ for name, correction in COMPOSED.items():
         off_policy_threshold=0.1,
     )
     CASES[f"loss_{name}_composed"] = Case([MIXED, RANK_1_UNIFORM], {"objective": composed, "num_minibatches": 2})
-for estimator in (
-    "gdpo",
-    "dcpo",
-    "least_variance",
-    "reinforce_plus_plus_baseline",
-):  # by the batch, or by earlier visits
+for estimator in ("gdpo", "dcpo", "least_variance", "reinforce_plus_plus_baseline"):  # by the batch, or by visits
     options = {"advantages": Advantages(estimator, max_reward=3.0)}
     CASES[f"advantages_{estimator}"] = Case([MIXED, RANK_0_MISSING, MIXED[::-1]], options)
 
@@ -336,11 +326,15 @@ def even_length(completion: str, num_tokens: int) -> float:
     return float(num_tokens % 2 == 0)
 
 
+def write_prompts(folder: Path, prompts: Sequence[str], split: str = "train") -> None:
+    (folder / f"{split}.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+
+
 def run_pipeline(policy: str, output: Path, **trainer_options: Any) -> dict[str, Any]:
     """Two batches of four prompts in all, sampled on the spot; then three validation prompts."""
     rank_batch = 4 // trainer_options.get("devices", 1)
     for split, prompts in (("train", ["1+1=", "2*3=", "a", "9-4=", "7", "12+30="]), ("validation", ["3+", "b=", "8"])):
-        (output / f"{split}.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+        write_prompts(output, prompts, split)
     data = PromptDataModule(
         policy,
         train=str(output / "train.jsonl"),
@@ -390,8 +384,7 @@ def run_on(
     """Six batches at a stretch, and the last three again from the checkpoint after the third."""
     output = output / f"{(mode or 'synchronous').partition(':')[0]}-{replay}"
     output.mkdir(exist_ok=True)
-    rows = "\n".join(json.dumps({"prompt": prompt}) for prompt in ["1+1=", "2*3=", "a", "9-4=", "7", "12+30="])
-    (output / "train.jsonl").write_text(rows)
+    write_prompts(output, ["1+1=", "2*3=", "a", "9-4=", "7", "12+30="])
 
     def train(scheduling: Scheduling, ckpt_path: Path | None = None) -> list[tuple[Any, ...]]:
         rewards = [RewardSpec(f"{__file__}:even_length")]
@@ -414,7 +407,7 @@ class SlotsBeside(StaleSlots):
 def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> dict[str, Any]:
     """Four batches of four prompts in all, decoded while the policy is updated."""
     prompts = [f"{a}+{b}=" for a in range(4) for b in range(6)]
-    (output / "train.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    write_prompts(output, prompts)
     batch_size = 4 // trainer_options.get("devices", 1)
     data = PromptDataModule(policy, train=str(output / "train.jsonl"), batch_size=batch_size)
     module = make_module(
@@ -440,7 +433,7 @@ def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_
     """Eight batches of four prompts in all, of six that there are, and the last five again from a checkpoint."""
     output = output / f"budget-{replace_flat}"
     output.mkdir(exist_ok=True)
-    (output / "train.jsonl").write_text("\n".join(json.dumps({"prompt": f"{n}+{n}="}) for n in range(6)))
+    write_prompts(output, [f"{n}+{n}=" for n in range(6)])
 
     def train(scheduling: Scheduling, ckpt_path: Path | None = None) -> dict[str, Any]:
         batch_size = 4 // trainer_options.get("devices", 1)
@@ -456,12 +449,7 @@ def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         trained = [sorted(key for key, _ in batch) for *_, batch in scheduling.seen]
         records = module.learner.history.state_dict()
-        return {
-            "trained": trained,
-            "records": records,
-            "weights": weights_of(module),
-            "stream": data.state_dict(),
-        }
+        return {"trained": trained, "records": records, "weights": weights_of(module), "stream": data.state_dict()}
 
     return {"whole": train(Scheduling(output)), "resumed": train(Scheduling(), output / "after-3.ckpt")}
 

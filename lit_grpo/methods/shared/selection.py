@@ -43,11 +43,7 @@ class Subset(Plugin):
                 )
 
     def keep_at(self, progress: float) -> float:
-        """Return how many members of a group are kept once a share ``progress`` of the updates has been made.
-
-        Raises:
-            ValueError: ``keep`` is not set.
-        """
+        """Return how many members of a group are kept once a share ``progress`` of the updates has been made."""
         if self.keep is None:
             raise ValueError("keep is not set; give the number of completions of each group to learn from, 2 or more.")
         return between(self.first_keep, self.keep, progress)
@@ -98,10 +94,7 @@ class CompletionSelection(Subset):
 
 
 def candidates(batch: Batch) -> torch.Tensor:
-    """Return which rollouts may be chosen: booleans, shape R.
-
-    A rollout without a reward may not, nor one that an earlier batch has been trained on.
-    """
+    """Return which rollouts may be chosen, bool, shape R: those with a reward, which were not trained on before."""
     kept_R = torch.tensor([rollout.kept for rollout in batch.rollouts], dtype=torch.bool)
     return ~batch.rewards.rewards_R.isnan() & kept_R
 
