@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 Copied = TypeVar("Copied", bound=Plugin)
 _NUMBERS = get_type_hints(RunNumbers, include_extras=True)
+_MOVED = {
+    **{trait: f"put {trait!r} into traits" for trait in TRAITS},
+    **{number: f"give RunNumbers({number}=...) in numbers" for number in _NUMBERS},
+    "longest_rewrite": "return that prompt from rewrite if it is called with longest=True",
+    "next_prompt_state": "return that state from prompt_state, which is called after each batch with records and state",
+}
 
 
 class Call(NamedTuple):
@@ -172,7 +178,7 @@ def restricted(name: str, plugin: Copied, datasets: Iterable[str]) -> Copied:
     concerns += [COLUMNS[column].whole_run for column in COLUMNS if column in plugin.writes]
     if "added_loss" in plugin.writes and "candidates" not in plugin.writes:  # which say whose tokens have one
         concerns.append("adds a loss to the tokens of all data sets")
-    if plugin.numbers.num_parts > 1:
+    if ask(plugin, "numbers").num_parts > 1:
         concerns.append("measures the gradient of all prompts")
     why = next(filter(None, concerns), None)
     if why is None and not (overriding([plugin], *LIMITS, "rewards") or plugin.writes):
@@ -213,11 +219,8 @@ def check_overrides(name: str, plugin: Plugin) -> None:
         for own in vars(owner):
             if own[0] == "_" or own in known or own in settings:
                 continue
-            if own in TRAITS or own in _NUMBERS:
-                raise ValueError(
-                    f"{name} has {own}, which nothing reads there; "
-                    + (f"put {own!r} into traits." if own in TRAITS else f"give RunNumbers({own}=...) in numbers.")
-                )
+            if own in _MOVED:
+                raise ValueError(f"{name} has {own}, which nothing reads there; {_MOVED[own]}.")
             may_be = HOOKS if callable(vars(owner)[own]) else known  # a method is no misspelled attribute
             open_to = [each for each in plain if plain[each] in may_be and plain[each] not in overridden]
             near = difflib.get_close_matches(_plain(own), open_to, 1, NEAR)

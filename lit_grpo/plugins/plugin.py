@@ -584,10 +584,12 @@ UPDATE_HOOKS = ("on_batch", "on_minibatch", "loss", "on_gradient", "on_optimizer
 
 def decided_by(plugin: Plugin) -> list[Decision]:
     """Return what a plug-in decides by the hooks that it overrides and the columns that it writes."""
+    from lit_grpo.plugins.hooks import ask  # which imports this file
+
     columns = [COLUMNS[name] for name in COLUMNS if name in plugin.writes and COLUMNS[name].decides]
     return [
         *(decision for decision in DECISIONS if overriding([plugin], *decision.hooks)),
-        *([Decision("in how many parts a gradient is measured")] if plugin.numbers.num_parts > 1 else []),
+        *([Decision("in how many parts a gradient is measured")] if ask(plugin, "numbers").num_parts > 1 else []),
         *(Decision(its.decides, (), its.needs, its.by_rows, its.replaces) for its in columns),
     ]
 
