@@ -69,7 +69,6 @@ class Sizes:
         """Measure small models, one with a layer of each kind and others with one more, with random weights.
 
         Args:
-            config: Configuration of the policy, with the sizes of its layers.
             mixed: Whether the policy computes in bfloat16 with weights in float32.
             weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
         """
@@ -102,7 +101,6 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """The parameters of the whole policy."""
         return round(self.num_layers * self.layer_parameters) + self.other_parameters
 
 

@@ -26,7 +26,6 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
     """Return the loggers of a run: CSV, TensorBoard if it is installed, and W&B if ``run.wandb`` asks for it.
 
     Args:
-        config: Name and place of the run.
         settings: All settings of the run, nested; the boards show them.
         resumes: Whether the run continues in its folder, and so in its W&B run. Otherwise the folder may hold another
             run, which will be moved.
@@ -56,7 +55,6 @@ def with_table(config: RunConfig, given: Any) -> Any:
     """Return a user's loggers followed by that of the run's ``metrics.csv``, which other commands read.
 
     Args:
-        config: Name and place of the run.
         given: One logger or several; False, or an empty list, is for a run that logs nothing.
 
     Raises:
@@ -140,7 +138,6 @@ class WandB(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics of an update."""
         super().log_metrics(metrics, step)
         if self.experiment.step + RESERVED // 2 > self._free_step:
             self._write_step(self.experiment.step + RESERVED)
@@ -243,7 +240,6 @@ class MetricsCSV(Logger):
 
     @property
     def name(self) -> str:
-        """The name of the run."""
         return self._name
 
     @property
@@ -253,12 +249,10 @@ class MetricsCSV(Logger):
 
     @property
     def save_dir(self) -> str:
-        """Folder of the file."""
         return str(self.path.parent)
 
     @property
     def log_dir(self) -> str:
-        """Folder of the file."""
         return self.save_dir
 
     @rank_zero_only

@@ -302,7 +302,6 @@ class Learner:
         return StepTotals(num_tokens, num_sequences, own.max_tokens, num_kept, tuple(num_ce), bool(num_masked))
 
     def _call(self, step: Step, hook: str, are: Callable[[Plugin], bool] = lambda _: True) -> None:
-        """Let plug-ins write the columns of a step in a hook, those that are asked for."""
         settings = self.settings
         for plugin in settings.hooked[hook]:
             if are(plugin):

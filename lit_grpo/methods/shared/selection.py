@@ -43,11 +43,7 @@ class Subset(Plugin):
                 )
 
     def keep_at(self, progress: float) -> float:
-        """Return how many members of a group are kept once a share ``progress`` of the updates has been made.
-
-        Raises:
-            ValueError: ``keep`` is not set.
-        """
+        """Return how many members of a group are kept once a share ``progress`` of the updates has been made."""
         if self.keep is None:
             raise ValueError("keep is not set; give the number of completions of each group to learn from, 2 or more.")
         return between(self.first_keep, self.keep, progress)
