@@ -69,6 +69,7 @@ class Sizes:
         """Measure small models, one with a layer of each kind and others with one more, with random weights.
 
         Args:
+            config: Configuration of the policy, with the sizes of its layers.
             mixed: Whether the policy computes in bfloat16 with weights in float32.
             weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
         """

@@ -26,6 +26,7 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
     """Return the loggers of a run: CSV, TensorBoard if it is installed, and W&B if ``run.wandb`` asks for it.
 
     Args:
+        config: Name and place of the run.
         settings: All settings of the run, nested; the boards show them.
         resumes: Whether the run continues in its folder, and so in its W&B run. Otherwise the folder may hold another
             run, which will be moved.
@@ -55,6 +56,7 @@ def with_table(config: RunConfig, given: Any) -> Any:
     """Return a user's loggers followed by that of the run's ``metrics.csv``, which other commands read.
 
     Args:
+        config: Name and place of the run.
         given: One logger or several; False, or an empty list, is for a run that logs nothing.
 
     Raises:

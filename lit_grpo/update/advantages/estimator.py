@@ -133,10 +133,6 @@ class GroupRewards:
             )
         return visits
 
-    def less(self, penalties: Sequence[float]) -> GroupRewards:
-        """Return them with a penalty taken from each rollout's reward, and the functions' values as they are."""
-        return replace(self, rewards_R=self.rewards_R - torch.tensor(penalties, dtype=torch.float32))
-
 
 class EstimatorInputs(NamedTuple):
     """Inputs of an estimator beside the rewards of groups.
