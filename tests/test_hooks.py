@@ -151,6 +151,14 @@ OVERRIDES: dict[str, tuple[Any, str]] = {
         lambda: overriding(num_parts=property(lambda self: 2), metrics=lambda self, gather: {}),
         r"has num_parts, which nothing reads there; give RunNumbers\(num_parts=...\) in numbers",
     ),
+    "the longest prompt by itself": (
+        lambda: overriding(longest_rewrite=lambda self, prompt, writer: prompt, metrics=lambda self, gather: {}),
+        "has longest_rewrite, which nothing reads there; return that prompt from rewrite if .* longest=True",
+    ),
+    "the next state by itself": (
+        lambda: overriding(next_prompt_state=lambda self, prompts, records, state: state),
+        "has next_prompt_state, which nothing reads there; return that state from prompt_state, .* records and state",
+    ),
     "a number out of its limits": (
         lambda: overriding(numbers=property(lambda self: RunNumbers(num_parts=0))),
         "numbers: num_parts must be at least 1, not 0",

@@ -75,5 +75,4 @@ def judge(rate: float, trained: int, alpha: float | None) -> UnusualRate | None:
 
 
 def highest_rate(group: Mapping[str, Any]) -> float:
-    """Return the highest learning rate that a schedule gives a parameter group."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))

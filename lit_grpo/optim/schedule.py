@@ -58,7 +58,6 @@ class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The learning rates of this step."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def factor(self, step: int) -> float:

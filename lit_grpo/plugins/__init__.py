@@ -1,6 +1,6 @@
 """The seam for methods: what a plug-in may decide in a run, where it is asked, and what its hooks may return."""
 
-from lit_grpo.plugins.hooks import ask, check_overrides, fresh, read, requirement_of, restricted
+from lit_grpo.plugins.hooks import ask, check_decisions, check_overrides, fresh, read, requirement_of, restricted
 from lit_grpo.plugins.plugin import (
     ROLLOUT_HOOKS,
     ROUNDS,
@@ -15,7 +15,6 @@ from lit_grpo.plugins.plugin import (
     Resume,
     RunFacts,
     RunNumbers,
-    check_decisions,
     overriding,
     writing,
 )

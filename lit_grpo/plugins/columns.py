@@ -293,7 +293,6 @@ class Writer:
 
 
 def row_name(rollout: Rollout) -> str:
-    """Return the name of a rollout in messages."""
     return f"sample {rollout.completion.request.path} of prompt {rollout.prompt.prompt_id!r}"
 
 

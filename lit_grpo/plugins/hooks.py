@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -25,7 +26,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar,
 from lit_grpo.foreign import OURS, Guard
 from lit_grpo.limits import Count, Limit, Number, check_value
 from lit_grpo.plugins.columns import COLUMNS, LATE, is_list, shown
-from lit_grpo.plugins.plugin import TRAITS, Answer, Listener, Plugin, Resume, RunNumbers, decided_by, overriding
+from lit_grpo.plugins.plugin import (
+    DECISIONS,
+    TRAITS,
+    Answer,
+    Decision,
+    Listener,
+    Plugin,
+    Resume,
+    RunNumbers,
+    overriding,
+)
 from lit_grpo.types import Completion, Prompt, Request
 
 if TYPE_CHECKING:
@@ -33,6 +44,12 @@ if TYPE_CHECKING:
 
 Copied = TypeVar("Copied", bound=Plugin)
 _NUMBERS = get_type_hints(RunNumbers, include_extras=True)
+_MOVED = {
+    **{trait: f"put {trait!r} into traits" for trait in TRAITS},
+    **{number: f"give RunNumbers({number}=...) in numbers" for number in _NUMBERS},
+    "longest_rewrite": "return that prompt from rewrite if it is called with longest=True",
+    "next_prompt_state": "return that state from prompt_state, which is called after each batch with records and state",
+}
 
 
 class Call(NamedTuple):
@@ -92,6 +109,42 @@ def fresh(plugin: Copied) -> Copied:
     begun = copy.copy(plugin)
     ask(begun, "setup")
     return begun
+
+
+def decided_by(plugin: Plugin) -> list[Decision]:
+    """Return what a plug-in decides by the hooks that it overrides and the columns that it writes."""
+    columns = [COLUMNS[name] for name in COLUMNS if name in plugin.writes and COLUMNS[name].decides]
+    return [
+        *(decision for decision in DECISIONS if overriding([plugin], *decision.hooks)),
+        *([Decision("in how many parts a gradient is measured")] if ask(plugin, "numbers").num_parts > 1 else []),
+        *(Decision(its.decides, (), its.needs, its.by_rows, its.replaces) for its in columns),
+    ]
+
+
+def check_decisions(plugins: Sequence[tuple[str, Plugin]]) -> None:
+    """Refuse plug-ins of which two decide the same, by their roles, their columns, or hooks of :data:`DECISIONS`.
+
+    Two may decide the same for different data sets, where it is decided row by row.
+
+    Args:
+        plugins: Each with its name.
+
+    Raises:
+        ValueError: Two decide the same.
+    """
+    decided = [decided_by(plugin) for _, plugin in plugins]
+    by_rows = {decision.what for its in decided for decision in its if decision.by_rows}
+    roles = [
+        (name, plugin, [plugin.role, *(each.what for each in its)])
+        for (name, plugin), its in zip(plugins, decided, strict=True)
+    ]
+    for (name, plugin, of_plugin), (other, another, of_other) in itertools.combinations(roles, 2):
+        apart = plugin.datasets and another.datasets and not plugin.datasets & another.datasets
+        for role in filter(None, of_plugin):
+            if role in of_other and not (apart and role in by_rows):
+                limits = ", or limit each to other data sets" if role in by_rows and not apart else ""
+                both = f"{name} and {other}"
+                raise ValueError(f"rollout.plugins has {both}, which both decide {role}; take one of them{limits}.")
 
 
 def requirement_of(plugin: Plugin, name: str) -> Requirement:
@@ -172,7 +225,7 @@ def restricted(name: str, plugin: Copied, datasets: Iterable[str]) -> Copied:
     concerns += [COLUMNS[column].whole_run for column in COLUMNS if column in plugin.writes]
     if "added_loss" in plugin.writes and "candidates" not in plugin.writes:  # which say whose tokens have one
         concerns.append("adds a loss to the tokens of all data sets")
-    if plugin.numbers.num_parts > 1:
+    if ask(plugin, "numbers").num_parts > 1:
         concerns.append("measures the gradient of all prompts")
     why = next(filter(None, concerns), None)
     if why is None and not (overriding([plugin], *LIMITS, "rewards") or plugin.writes):
@@ -213,11 +266,8 @@ def check_overrides(name: str, plugin: Plugin) -> None:
         for own in vars(owner):
             if own[0] == "_" or own in known or own in settings:
                 continue
-            if own in TRAITS or own in _NUMBERS:
-                raise ValueError(
-                    f"{name} has {own}, which nothing reads there; "
-                    + (f"put {own!r} into traits." if own in TRAITS else f"give RunNumbers({own}=...) in numbers.")
-                )
+            if own in _MOVED:
+                raise ValueError(f"{name} has {own}, which nothing reads there; {_MOVED[own]}.")
             may_be = HOOKS if callable(vars(owner)[own]) else known  # a method is no misspelled attribute
             open_to = [each for each in plain if plain[each] in may_be and plain[each] not in overridden]
             near = difflib.get_close_matches(_plain(own), open_to, 1, NEAR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 from lit_grpo.budgets.history import NUM_RECENT
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Count, NotNegative, Number, check_fields
-from lit_grpo.plugins.columns import COLUMNS
 from lit_grpo.types import AllGather, GroupBatch
 
 if TYPE_CHECKING:
@@ -245,9 +243,10 @@ class Plugin(Listener):
     plug-in, hook or column, and row. A plug-in that overrides no hook is refused too, and one with a public method
     whose name is nearly that of a hook.
 
-    Some hooks and columns decide something that only one plug-in of a run may decide (:func:`decided_by`). A batch
-    passes the hooks of the update in this order: :meth:`on_batch`; for each optimizer step
-    :meth:`on_minibatch`, :meth:`loss` for each micro-batch, :meth:`on_gradient`, and :meth:`on_optimizer_step`.
+    Some hooks and columns decide something that only one plug-in of a run may decide
+    (:func:`lit_grpo.plugins.hooks.decided_by`). A batch passes the hooks of the update in this order: :meth:`on_batch`;
+    for each optimizer step :meth:`on_minibatch`, :meth:`loss` for each micro-batch, :meth:`on_gradient`, and
+    :meth:`on_optimizer_step`.
 
     Attributes:
         writes: Columns of :data:`lit_grpo.plugins.columns.COLUMNS` that it may write in the update; those of all its
@@ -580,42 +579,6 @@ DECISIONS = (
 )
 UPDATE_HOOKS = ("on_batch", "on_minibatch", "loss", "on_gradient", "on_optimizer_step", "on_train_start")
 """Hooks that a learner calls."""
-
-
-def decided_by(plugin: Plugin) -> list[Decision]:
-    """Return what a plug-in decides by the hooks that it overrides and the columns that it writes."""
-    columns = [COLUMNS[name] for name in COLUMNS if name in plugin.writes and COLUMNS[name].decides]
-    return [
-        *(decision for decision in DECISIONS if overriding([plugin], *decision.hooks)),
-        *([Decision("in how many parts a gradient is measured")] if plugin.numbers.num_parts > 1 else []),
-        *(Decision(its.decides, (), its.needs, its.by_rows, its.replaces) for its in columns),
-    ]
-
-
-def check_decisions(plugins: Sequence[tuple[str, Plugin]]) -> None:
-    """Refuse plug-ins of which two decide the same, by their roles, their columns, or hooks of :data:`DECISIONS`.
-
-    Two may decide the same for different data sets, where it is decided row by row.
-
-    Args:
-        plugins: Each with its name.
-
-    Raises:
-        ValueError: Two decide the same.
-    """
-    decided = [decided_by(plugin) for _, plugin in plugins]
-    by_rows = {decision.what for its in decided for decision in its if decision.by_rows}
-    roles = [
-        (name, plugin, [plugin.role, *(each.what for each in its)])
-        for (name, plugin), its in zip(plugins, decided, strict=True)
-    ]
-    for (name, plugin, of_plugin), (other, another, of_other) in itertools.combinations(roles, 2):
-        apart = plugin.datasets and another.datasets and not plugin.datasets & another.datasets
-        for role in filter(None, of_plugin):
-            if role in of_other and not (apart and role in by_rows):
-                limits = ", or limit each to other data sets" if role in by_rows and not apart else ""
-                both = f"{name} and {other}"
-                raise ValueError(f"rollout.plugins has {both}, which both decide {role}; take one of them{limits}.")
 
 
 @dataclass(frozen=True)

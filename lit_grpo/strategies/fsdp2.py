@@ -137,7 +137,6 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def register() -> None:
-    """Make ``fsdp2`` a name of ``trainer.strategy``."""
     if NAME not in StrategyRegistry:
         StrategyRegistry.register(NAME, FSDP2Strategy, "a shard of the policy on every rank")
 

@@ -31,14 +31,12 @@ class RayFSDP2Strategy(FSDP2Strategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device that Ray has given to this worker."""
         from ray.train.torch import get_device
 
         return get_device()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The number of ranks and this rank, as in Ray's own strategies."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
 
@@ -115,7 +113,6 @@ def _environment(name: str) -> ClusterEnvironment:
 
 
 def register() -> None:
-    """Make ``ray_ddp`` and ``ray_fsdp2`` names of ``trainer.strategy``."""
     for name, make in (("ray_ddp", ray_ddp), ("ray_fsdp2", RayFSDP2Strategy)):
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, make, "in the workers of Ray Train")

@@ -102,7 +102,6 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """The parameters of the whole policy."""
         return round(self.num_layers * self.layer_parameters) + self.other_parameters
 
 

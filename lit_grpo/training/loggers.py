@@ -140,7 +140,6 @@ class WandB(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics of an update."""
         super().log_metrics(metrics, step)
         if self.experiment.step + RESERVED // 2 > self._free_step:
             self._write_step(self.experiment.step + RESERVED)
@@ -243,7 +242,6 @@ class MetricsCSV(Logger):
 
     @property
     def name(self) -> str:
-        """The name of the run."""
         return self._name
 
     @property
@@ -253,12 +251,10 @@ class MetricsCSV(Logger):
 
     @property
     def save_dir(self) -> str:
-        """Folder of the file."""
         return str(self.path.parent)
 
     @property
     def log_dir(self) -> str:
-        """Folder of the file."""
         return self.save_dir
 
     @rank_zero_only

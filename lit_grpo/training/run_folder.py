@@ -50,11 +50,9 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """``DIR/NAME``."""
         return Path(self.dir) / self.name
 
     def name_of(self, folder: Path) -> str:
-        """Return the name of the run in a folder below ``dir``."""
         return folder.relative_to(self.dir).as_posix()
 
 

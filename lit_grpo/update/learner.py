@@ -199,7 +199,8 @@ class Learner:
                 for each in rollouts
             ]
             metrics.add_kl(torch.cat([none, *kl]))
-            rewards = rewards.less([float(kl_T.sum()) * self.beta for kl_T in kl])
+            penalties_R = torch.tensor([float(kl_T.sum()) * self.beta for kl_T in kl], dtype=torch.float32)
+            rewards = replace(rewards, rewards_R=rewards.rewards_R - penalties_R)
         if objective.proximal_policy == "recomputed" and several_updates and settings.written.isdisjoint(DENOMINATORS):
             for rollout, its in zip(rollouts, passes.measure(rollouts, "logprobs"), strict=True):
                 rollout.columns["old_logprob"] = its
@@ -302,7 +303,6 @@ class Learner:
         return StepTotals(num_tokens, num_sequences, own.max_tokens, num_kept, tuple(num_ce), bool(num_masked))
 
     def _call(self, step: Step, hook: str, are: Callable[[Plugin], bool] = lambda _: True) -> None:
-        """Let plug-ins write the columns of a step in a hook, those that are asked for."""
         settings = self.settings
         for plugin in settings.hooked[hook]:
             if are(plugin):

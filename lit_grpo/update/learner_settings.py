@@ -105,13 +105,11 @@ class LearnerSettings:
         return max((size for size in sizes if size is not None), default=None)
 
     def learns_without_reward(self, prompt: Prompt) -> bool:
-        """Return whether completions of a prompt are trained on if they have no reward."""
         unrewarded = (plugin for plugin in self.plugins if "learns_unrewarded" in plugin.traits)
         return not self.has_rollouts or any(prompt.is_of(plugin.datasets) for plugin in unrewarded)
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer steps on one batch."""
         return self.num_iterations * self.num_minibatches
 
     def parts(self) -> list[Requirement]:
@@ -167,9 +165,7 @@ class Optimization(Protocol):
     policy_version: int
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that takes the steps."""
-        ...
+    def optimizer(self) -> torch.optim.Optimizer: ...
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""

@@ -134,13 +134,7 @@ class TokenMetrics:
 
     @torch.no_grad()
     def add(self, tokens: Tokens, outputs: LossOutputs, version: int) -> None:
-        """Add a micro-batch of a step; nothing here waits for the device.
-
-        Args:
-            tokens: The tokens of the micro-batch.
-            outputs: Their loss and metrics.
-            version: Version of the policy that takes the step.
-        """
+        """Add a micro-batch of a step; nothing here waits for the device."""
         lengths_C, gap_N = tokens.lengths_C, tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
         sums = {"loss": outputs.loss.detach(), "entropy": tokens.entropy_N.detach().sum()}
         for name, values_N in outputs.metrics.items():

@@ -67,7 +67,6 @@ class ActivationBytes:
     fixed: float
 
     def of(self, num_tokens: int) -> float:
-        """Bytes of a micro-batch of so many tokens."""
         return self.fixed + self.of_token * num_tokens
 
     @classmethod

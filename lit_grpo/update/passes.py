@@ -60,7 +60,6 @@ class PolicyPasses:
 
     @property
     def ranks(self) -> Ranks:
-        """Reductions over the ranks of the run."""
         return Ranks(self.policy.device)
 
     def measure(
@@ -152,10 +151,6 @@ class PolicyPasses:
         """Let ranks exchange what parts of a step have added up to, in the backward pass of an empty micro-batch.
 
         None of the ranks knew which part was its last. Where none has a gradient there is nothing to exchange.
-
-        Args:
-            part: Any part of the step.
-            metrics: Metrics of the batch on this rank.
         """
         has_gradient = any(parameter.grad is not None for parameter in self.policy.parameters())
         if self.ranks.size > 1 and self.ranks.max(float(has_gradient)):
@@ -267,7 +262,6 @@ class PolicyPasses:
         return [*norms, SquaredNorm(self._squared_norm(), 1.0, 1 / max(num_prompts, 1))]
 
     def _squared_norm(self) -> float:
-        """The squared gradient norm on this rank."""
         gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
 
@@ -317,7 +311,6 @@ class PolicyPasses:
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 
     def forget_rows(self) -> None:
-        """Forget what has been laid out of a batch, which has been trained on."""
         self._laid_out.clear()
 
     def halve_budget(self, rollouts: Sequence[Rollout]) -> None:

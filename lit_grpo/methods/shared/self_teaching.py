@@ -70,11 +70,7 @@ class SelfTeacher(TeacherPlugin):
             self.check_prompts([prompt for prompt in run.data.prompts["train"] if prompt.is_of(self.datasets)])
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Check that the teacher's prompt can be made of training prompts.
-
-        Raises:
-            ValueError: It cannot.
-        """
+        """Check that the teacher's prompt can be made of training prompts."""
 
     def on_train_start(self, run: TrainingRun) -> None:
         super().on_train_start(run)

@@ -133,10 +133,6 @@ class GroupRewards:
             )
         return visits
 
-    def less(self, penalties: Sequence[float]) -> GroupRewards:
-        """Return them with a penalty taken from each rollout's reward, and the functions' values as they are."""
-        return replace(self, rewards_R=self.rewards_R - torch.tensor(penalties, dtype=torch.float32))
-
 
 class EstimatorInputs(NamedTuple):
     """Inputs of an estimator beside the rewards of groups.
@@ -252,7 +248,6 @@ class Advantages:
 
     @cached_property
     def scaled_by(self) -> ScaleBy:
-        """Divisor of advantages."""
         return self.scale or self._row.scales[0]
 
     @property
@@ -263,18 +258,15 @@ class Advantages:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """Needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
         of_scale = frozenset({"all_ranks"}) if self.scaled_by in ("batch", "tokens") else frozenset[str]()
         return self._row.needs | of_scale
 
     @cached_property
     def by_scores(self) -> bool:
-        """True if it goes by the squared norm of the gradient of each token's log-prob."""
         return self._row.by_scores
 
     @property
     def parts(self) -> list[Requirement]:
-        """Needs of the estimator, with its scale where that is set."""
         scale = f" with scale {self.scale}" if self.scale else ""
         return [Requirement(f"model.advantages.estimator {self.estimator}{scale}", needs=self.needs)]
 
@@ -291,11 +283,5 @@ class Advantages:
             )
 
     def compute(self, rewards: GroupRewards, weights_K: torch.Tensor, history: PromptHistory) -> torch.Tensor:
-        """Return advantages_R; NaN for a rollout that takes no part.
-
-        Args:
-            rewards: Of this rank's groups, or of those of all ranks where it ``needs`` them.
-            weights_K: Weight of each reward function, shape K.
-            history: Earlier visits, for ``dcpo``.
-        """
+        """Return advantages_R, NaN for a rollout that takes no part; all ranks' ``rewards`` if it ``needs`` them."""
         return self._row.compute(rewards, EstimatorInputs(self.scaled_by, self.max_reward, weights_K, history))

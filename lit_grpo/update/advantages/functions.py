@@ -28,9 +28,6 @@ def group_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, scale: Sca
         groups_R: The number of the group that each belongs to.
         scale: ``group`` divides by the group's deviation, ``batch`` by that of all rewards given,
             ``none`` by nothing (Dr. GRPO, arXiv 2503.20783).
-
-    Returns:
-        Advantages of the same shape.
     """
     exact_R = rewards_R.double()
     return _scaled(less_group_mean(exact_R, groups_R), exact_R, groups_R, scale).to(rewards_R.dtype)

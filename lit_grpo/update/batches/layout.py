@@ -104,7 +104,6 @@ class PackedRow(Tokens):
 
     @property
     def source_U(self) -> torch.Tensor:
-        """Places of the predecessors of the unique tokens."""
         return self._unique(self._with_ce("source"))
 
     @property
@@ -124,7 +123,6 @@ class PackedRow(Tokens):
         return torch.cat([columns[name], columns[of_ce]]) if of_ce in columns else columns[name]
 
     def _unique(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of the unique tokens."""
         return values.index_select(0, self.columns["unique"]) if "unique" in self.columns else values
 
     def find_unique(self) -> None:

@@ -15,7 +15,6 @@ from lit_grpo.update.prefix.carried import CarriedSpan
 
 
 def num_row_tokens(rollout: Rollout) -> int:
-    """Tokens of a rollout by itself: the prompt and the completion."""
     return len(rollout.prompt.token_ids) + rollout.completion.num_tokens
 
 

@@ -73,13 +73,7 @@ class HostWeights:
 
 
 class Reference:
-    """Holds a copy of the first policy, outside the module's parameters.
-
-    Args:
-        model: The copy; it is switched to evaluation and needs no gradient.
-        device: Device on which the reference computes log-probs.
-        settings: Whether the weights are kept in host memory (``offload``).
-    """
+    """Holds a copy of the first policy, outside the module's parameters, in evaluation and without gradients."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, settings: ReferenceSettings) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -101,11 +95,7 @@ class Reference:
 
 
 class AdapterFreeReference:
-    """The policy itself, with its adapters switched off: no second model, and it does not move.
-
-    Args:
-        policy: A model that has adapters.
-    """
+    """The policy itself, with its adapters switched off: no second model, and it does not move."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         self.policy = policy
@@ -141,7 +131,6 @@ class InitialAdapterReference:
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the adapter's parameters by name; they may be changed in place."""
         return self._first
 
     @contextmanager

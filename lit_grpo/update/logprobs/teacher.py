@@ -104,7 +104,6 @@ class ModelTeacher:
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel) -> None:
-        """Move a moving average towards the policy, after an optimizer step; other teachers stay as they are."""
         if mine := self.weights():
             rate, its = self.settings.average_rate, dict(policy.named_parameters())
             for name, weight in mine.items():
@@ -144,14 +143,7 @@ class ModelTeacher:
         return scores
 
     def check_context(self, longest_row: int) -> None:
-        """Check that a prompt and its completion fit into the teacher's context.
-
-        Args:
-            longest_row: The most tokens of both together.
-
-        Raises:
-            ValueError: They do not.
-        """
+        """Check that a prompt and its completion, of so many tokens together, fit into the teacher's context."""
         most = self._context
         if longest_row > most:
             raise ValueError(
@@ -206,18 +198,13 @@ class ServerTeacher:
         self._patience_s = settings.timeout_s
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return nothing: a server's weights do not move."""
         return {}
 
     def follow(self, policy: PreTrainedModel) -> None:
         """Leave the server as it is."""
 
     def check_context(self, longest_row: int) -> None:
-        """Check that a prompt and its completion fit, with the token that the server samples.
-
-        Raises:
-            ValueError: They do not.
-        """
+        """Check that a prompt and its completion fit, with the token that the server samples."""
         if longest_row >= self.context:
             raise ValueError(
                 f"{self._name} has a context of {self.context} tokens, and a prompt with its completion and one more "

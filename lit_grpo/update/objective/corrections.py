@@ -43,7 +43,6 @@ class Correction:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
         return frozenset({"one_row", "whole_completions"} if self.of_sequence else ())
 
     @property

@@ -130,17 +130,14 @@ class Objective:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The named recipe."""
         return RECIPES.get(self.loss) or find_row("objective.loss", self.loss, RECIPES, Recipe)
 
     @cached_property
     def ratio_level(self) -> RatioLevel:
-        """The unit over which the probability ratio is computed."""
         return self.ratio or self.recipe.ratio
 
     @cached_property
     def normalized_by(self) -> Normalization:
-        """The weight of each token in the loss."""
         return self.normalization or self.recipe.normalization
 
     @cached_property
@@ -151,7 +148,6 @@ class Objective:
 
     @cached_property
     def surrogate_parameters(self) -> dict[str, float | None]:
-        """The surrogate's parameters: the recipe's, and those set here."""
         given, taken = dict(self.given), self.recipe.parameters
         if "epsilon" in given and "epsilon_high" in taken and "epsilon_high" not in given:
             given["epsilon_high"] = given["epsilon"]
@@ -159,12 +155,10 @@ class Objective:
 
     @cached_property
     def proximal_policy(self) -> Proximal:
-        """The log-probs in the denominator of the probability ratio."""
         return self.proximal or ("recomputed" if self.correction.mode != "none" else "sampled")
 
     @cached_property
     def kl_in_loss(self) -> bool:
-        """True if every token's loss has a KL term."""
         return self.kl.beta > 0 and self.kl.place == "loss"
 
     @property

@@ -65,7 +65,6 @@ class Tokens:
 
     @property
     def reference_logprobs_N(self) -> torch.Tensor | None:
-        """Log-probs under the reference, if a KL term needs them."""
         return self.columns.get("reference_logprob")
 
     @property

@@ -42,7 +42,6 @@ class CarriedSpan:
         return [*([] if self.before is None else self.before.chain), self]
 
     def keep(self, name: Hashable, tensor: torch.Tensor) -> None:
-        """Note what is to be lent under a name."""
         self._carried[name] = tensor.detach()
 
     def lend(self, name: Hashable) -> torch.Tensor:

@@ -35,7 +35,6 @@ class Stretch(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Its place in the row."""
         return slice(self.start, self.start + self.length)
 
 

@@ -132,12 +132,7 @@ class SharedRow(Protocol):
 
 
 class RecurrentLayer:
-    """Takes the place of the forward of a layer with states: a packed row goes through it as batches.
-
-    Args:
-        layer: Layer whose forward is replaced.
-        shape: What its model's states are.
-    """
+    """Takes the place of the forward of a layer with states: a packed row goes through it as batches."""
 
     def __init__(self, layer: StateLayer, shape: StateShape) -> None:
         self.layer, self.shape = layer, shape

@@ -124,7 +124,6 @@ def _tokens_to_heads(group: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _heads_to_tokens(group: Any, heads: torch.Tensor) -> torch.Tensor:
-    """The reverse."""
     ranks, (_, own, length, size) = distributed.get_world_size(group), heads.shape
     received = _exchanged(group, heads.reshape(own, ranks, length // ranks, size).transpose(0, 1))
     return received.view(1, ranks * own, length // ranks, size)

@@ -128,17 +128,14 @@ class SharedPrefix:
 
     @property
     def shares(self) -> bool:
-        """True if a stretch follows another, or is needed by other rows: else the row is one sequence."""
         return len(self.stretches) > 1 or bool(self._in_row)
 
     @property
     def carried_stretches(self) -> list[tuple[int, CarriedSpan]]:
-        """The numbers of the carried stretches, and the span that each ends with."""
         numbers = [number for number, own in enumerate(self.stretches) if own.carried]
         return list(zip(numbers, self._carried, strict=True))
 
     def batches(self, whole: bool, device: torch.device) -> Batches:
-        """Return how the row goes through layers with states: see :func:`lay_out_batches`."""
         if whole not in self._batches:
             needed = {place.start for place, _ in self._in_row}
             self._batches[whole] = lay_out_batches(self.stretches, needed, whole, device)

@@ -67,7 +67,6 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _said(failure: BaseException) -> str:
-    """Say what failed: torch.compile, which a GPU's attention needs, or the model."""
     what = "torch.compile fails on its attention" if _is_of_compiler(failure) else "its attention cannot be replaced"
     return f"{what} ({first_line(failure)})"
 
