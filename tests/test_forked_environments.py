@@ -63,7 +63,7 @@ def kind() -> type[Counting]:
 class Forks(Listener):
     """Forks the first path of a group as it ends, at the beginnings of its turns or in the middle of them."""
 
-    forks = True
+    traits = frozenset({"forks"})
 
     def __init__(self, inside: int = 0, path: SamplePath = (0,)) -> None:
         self.inside, self.path = inside, path

@@ -276,7 +276,7 @@ def test_a_server_of_ours_that_cannot_be_taken_is_told_with_its_log(
 ) -> None:
     """Nobody but the run starts it."""
     server.RequestHandlerClass.behave = lambda self: self.answer(b"", 500)  # pyright: ignore
-    process: Any = SimpleNamespace(runs=True, log="its.log")
+    process: Any = SimpleNamespace(runs=True, log="its.log", keep_log=lambda: None)
     with pytest.raises(ValueError, match=r"answers /version with: 500 +What it said is in its\.log\.$"):
         Server(client, process).introduce(None)  # pyright: ignore[reportArgumentType]
 
