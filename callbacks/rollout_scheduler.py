@@ -19,7 +19,7 @@ from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.plans import find_plan
 from lit_grpo.module import GRPOModule
-from lit_grpo.plugins import Listener, ask, overriding
+from lit_grpo.plugins import Listener, ask, check_traits, overriding
 from lit_grpo.process.terminal import warn
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
@@ -105,6 +105,8 @@ class RolloutScheduler(pl.Callback):
         if stage == "fit":
             has_shards = hasattr(trainer.strategy, "shard")
             callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
+            for callback in callbacks:
+                check_traits(callback)
             answering = overriding([*self.session.plugins.values(), *callbacks], "on_turn")
             others = [replace(SHARDS, chosen=has_shards), replace(ONE_TURN, chosen=not answering)]
             known = replace(facts, data=data) if isinstance(data, PromptDataModule) else facts

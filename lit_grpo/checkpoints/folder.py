@@ -134,7 +134,10 @@ def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> N
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without letting it run code; of a folder, all except the shards' content."""
+    """Read a checkpoint without letting it run code; of a folder, all except the shards' content.
+
+    The tensors of a file are read from the disk when they are used.
+    """
     return from_written(read_written(path))
 
 

@@ -1,6 +1,15 @@
 """The seam for methods: what a plug-in may decide in a run, where it is asked, and what its hooks may return."""
 
-from lit_grpo.plugins.hooks import ask, check_decisions, check_overrides, fresh, read, requirement_of, restricted
+from lit_grpo.plugins.hooks import (
+    ask,
+    check_decisions,
+    check_overrides,
+    check_traits,
+    fresh,
+    read,
+    requirement_of,
+    restricted,
+)
 from lit_grpo.plugins.plugin import (
     ROLLOUT_HOOKS,
     ROUNDS,
@@ -39,6 +48,7 @@ __all__ = [
     "ask",
     "check_decisions",
     "check_overrides",
+    "check_traits",
     "fresh",
     "overriding",
     "read",

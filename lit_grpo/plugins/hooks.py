@@ -280,7 +280,8 @@ def check_overrides(name: str, plugin: Plugin) -> None:
                 )
     for hook in overridden:
         _check_override(name, plugin, hook)
-    _check_words(name, plugin)
+    _check_words(name, plugin, "writes", COLUMNS, "column")
+    _check_words(name, plugin, "traits", TRAITS, "trait")
     _check_writes(name, plugin, overridden)
     ask(plugin, "numbers")
     if not plugin.role and not {*overridden} - INERT:
@@ -290,16 +291,28 @@ def check_overrides(name: str, plugin: Plugin) -> None:
         )
 
 
-def _check_words(name: str, plugin: Plugin) -> None:
-    """Check that the columns and traits that a plug-in declares exist."""
-    for where, known, what in (("writes", COLUMNS, "column"), ("traits", TRAITS, "trait")):
-        words = getattr(plugin, where)
-        if not isinstance(words, frozenset | set):
-            raise ValueError(f"{name} has {shown(words)} as {where}; give a frozenset of names of {what}s.")
-        for word in sorted(words - known.keys(), key=str):
-            near = difflib.get_close_matches(str(word), known, 1)
-            meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
-            raise ValueError(f"{name} has {word!r} in {where}, which is no {what}; {meant}")
+def check_traits(callback: Listener) -> None:
+    """Refuse a callback that listens to rollouts with a word that is no trait, or with a flag of its own for one.
+
+    Raises:
+        ValueError: It has one.
+    """
+    name = f"callback {type(callback).__name__}"
+    for flag in ("forks", "lock_step"):
+        if getattr(callback, flag, None) is True:
+            raise ValueError(f"{name} has {flag}, which nothing reads there; {_MOVED[flag]}.")
+    _check_words(name, callback, "traits", TRAITS, "trait")
+
+
+def _check_words(name: str, listener: Listener, where: str, known: Mapping[str, Any], what: str) -> None:
+    """Check that the words that an attribute declares exist."""
+    words = getattr(listener, where)
+    if not isinstance(words, frozenset | set):
+        raise ValueError(f"{name} has {shown(words)} as {where}; give a frozenset of names of {what}s.")
+    for word in sorted(words - known.keys(), key=str):
+        near = difflib.get_close_matches(str(word), known, 1)
+        meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
+        raise ValueError(f"{name} has {word!r} in {where}, which is no {what}; {meant}")
 
 
 def _check_writes(name: str, plugin: Plugin, overridden: Sequence[str]) -> None:

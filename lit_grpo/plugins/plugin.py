@@ -110,6 +110,12 @@ class RunNumbers(NamedTuple):
     largest_chunk: Count | None = None
 
 
+def _join(name: str, cls: type) -> None:
+    joined = frozenset[str]().union(*(getattr(base, name, ()) for base in cls.__bases__))
+    if name not in vars(cls) and getattr(cls, name) != joined:
+        setattr(cls, name, joined)
+
+
 class ObservationPoint(NamedTuple):
     """Places at which the policy's hidden states are observed.
 
@@ -130,6 +136,11 @@ class Listener:
     """
 
     traits: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        """Give a class the traits of all its bases, if it does not say its own."""
+        super().__init_subclass__()
+        _join("traits", cls)
 
     @property
     def observes(self) -> ObservationPoint | None:
@@ -269,11 +280,9 @@ class Plugin(Listener):
     datasets: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
-        """Let a class of several plug-ins write what each of them does, and have the traits of each."""
+        """Let a class of several plug-ins write what each of them does."""
         super().__init_subclass__()
-        for name in ("writes", "traits"):
-            if name not in vars(cls):
-                setattr(cls, name, frozenset[str]().union(*(getattr(base, name, ()) for base in cls.__bases__)))
+        _join("writes", cls)
 
     def __post_init__(self) -> None:
         """Check the fields against their annotations; a plug-in that checks more calls it first."""

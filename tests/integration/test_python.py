@@ -25,6 +25,7 @@ from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, WeightSync
 from lit_grpo.cli.command_line import run as command_line
 from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
+from lit_grpo.plugins import Listener
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rewards.function import listed
@@ -33,6 +34,7 @@ from lit_grpo.training import TRAINER_DEFAULTS, default_callbacks
 from lit_grpo.training.quiet import LOGGERS
 from lit_grpo.types import SamplingParams
 
+REMAINDERS = [{"prompt": f"0{n}%5="} for n in range(10, 18)]  # of the policy that comes with the package
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
 
 
@@ -77,6 +79,11 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
     assert [logger.level for logger in LOGGERS] == levels
 
 
+def listening(**attributes: Any) -> Any:
+    """A callback of a user that hears of rollouts."""
+    return type("Listening", (pl.Callback, Listener), attributes)()
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -107,6 +114,14 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
         (
             {"trainer": {"logger": "csv"}},
             "trainer.logger holds 'csv', which is no Lightning Logger; give loggers, such",
+        ),
+        (
+            {"trainer": {"callbacks": [listening(forks=True)]}, "train": REMAINDERS},
+            "callback Listening has forks, which nothing reads there; put 'forks' into traits.",
+        ),
+        (
+            {"trainer": {"callbacks": [listening(traits=frozenset({"lockstep"}))]}, "train": REMAINDERS},
+            "callback Listening has 'lockstep' in traits, which is no trait; did you mean 'lock_step'?",
         ),
         ({"tokenizer": object()}, "tokenizer belongs to a loaded model; leave it out"),
         (

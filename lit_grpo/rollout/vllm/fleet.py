@@ -173,9 +173,8 @@ class Server:
             text_ids = client.post("/tokenize", text, lambda answer: list(answer["tokens"]))
             client.ask_workers("check_model", fields=introduction.fields)
         except ServerError as error:
-            said = (
-                error.with_remedy() if self.process is None else f"{error}{self.kept_log()}"
-            )  # nobody else starts ours
+            ours = self.process is not None  # which nobody else starts
+            said = f"{error}{self.kept_log()}" if ours else error.with_remedy()
             raise ValueError(said) from error
         if text_ids != introduction.text_ids:
             raise ValueError(

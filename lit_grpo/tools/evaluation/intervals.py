@@ -14,7 +14,10 @@ _AT_A_TIME = 500  # resamples
 
 
 def wilson(num_correct: float, num_rows: int) -> tuple[float, float]:
-    """Return the 95% score interval of a proportion of at least 1 row (Wilson, 1927), without continuity correction."""
+    """Return the 95% score interval of a proportion (Wilson, 1927), without continuity correction, for 1 row or more.
+
+    The proportion is never outside of its interval, by rounding either.
+    """
     share, z2 = num_correct / num_rows, Z_95**2
     center = share + z2 / (2 * num_rows)
     half = Z_95 * math.sqrt(share * (1 - share) / num_rows + z2 / (4 * num_rows**2))

@@ -29,7 +29,8 @@ OF_ESTIMATE = {
 def memory_bars(told: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
     """Return the bars of rollout and update, each with the GiB of all parts; None if nothing was recorded.
 
-    ``told`` is the content of memory.json; columns are (rows,).
+    ``told`` is the content of memory.json; columns are (rows,). Measured activations are the largest peak of the phase
+    minus all other parts, so in a rollout they contain copies of weights too.
     """
     measured, estimate = _numbers(told.get("measured")), told.get("forecast")
     bars = []
