@@ -29,7 +29,7 @@ class WeightCopies:
 
     def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
         self.layers = layers
-        self._copies = [self._copy(layer) for layer in layers]
+        WeightCopies.refresh(self)
 
     def _copy(self, layer: torch.nn.Linear) -> dict[str, torch.Tensor]:
         """Return the copies of a layer's weights, by name."""
@@ -38,18 +38,20 @@ class WeightCopies:
     @torch.no_grad()
     def refresh(self) -> None:
         self._copies = [self._copy(layer) for layer in self.layers]
+        pairs = [(_parameters(layer), copies) for layer, copies in zip(self.layers, self._copies, strict=True)]
+        self._places = [(own, name, copy) for own, copies in pairs for name, copy in copies.items()]  # read every step
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the copies in the place of the weights for the code within."""
-        before = [_weights(layer) for layer in self.layers]
+        before = [own[name] for own, name, _ in self._places]
         try:
-            for layer, copies in zip(self.layers, self._copies, strict=True):
-                _parameters(layer).update(copies)
+            for own, name, copy in self._places:
+                own[name] = copy
             yield
         finally:
-            for layer, own in zip(self.layers, before, strict=True):
-                _parameters(layer).update(own)
+            for (own, name, _), weight in zip(self._places, before, strict=True):
+                own[name] = weight
 
 
 class LoweredWeights(WeightCopies):
