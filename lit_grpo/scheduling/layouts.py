@@ -71,11 +71,13 @@ class Pieces:
 
     def completion(self, prompt_tokens: np.ndarray, num_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
         """Return the tokens of the pieces that are begun, and the state."""
+        limit = int(max_tokens[0]) if len(max_tokens) else 0
+        if (max_tokens == limit).all():  # as a rule
+            return _piece_rooms(limit, self.growth)[num_tokens] + self.state
         rooms = np.empty_like(num_tokens)
-        for limit in np.unique(max_tokens):
-            ends = _piece_ends(int(limit), self.growth)
+        for limit in np.unique(max_tokens).tolist():
             column = max_tokens == limit
-            rooms[..., column] = ends[np.searchsorted(ends, num_tokens[..., column])]
+            rooms[..., column] = _piece_rooms(limit, self.growth)[num_tokens[..., column]]
         return rooms + self.state
 
 
@@ -108,8 +110,10 @@ def piece_sizes(max_tokens: int, growth: float = FEW) -> list[int]:
 
 
 @cache
-def _piece_ends(max_tokens: int, growth: float) -> np.ndarray:
-    return np.cumsum(piece_sizes(max_tokens, growth))
+def _piece_rooms(max_tokens: int, growth: float) -> np.ndarray:
+    """Return the tokens of the pieces that are begun, by the tokens of a completion, from 0 to the most."""
+    sizes = piece_sizes(max_tokens, growth)
+    return np.append(sizes[:1], np.repeat(np.cumsum(sizes), sizes))
 
 
 def prompt_room(num_tokens: int) -> int:

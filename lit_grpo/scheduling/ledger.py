@@ -7,7 +7,8 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast, overload
+from functools import cache
+from typing import Literal, cast, overload
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Entry:
         since: When it began to wait for its environment, in seconds of a clock.
         slot: The slot that decodes it.
         begin: The step at which it was admitted.
-        had: Tokens that it had then, of which it had observed ``observed``.
+        number: How many requests had been admitted in the rollout before it was; -1 before it is for the first time.
     """
 
     request: Request
@@ -48,20 +49,7 @@ class Entry:
     since: float = 0.0
     slot: int = 0
     begin: int = 0
-    had: int = 0
-    observed: int = 0
-
-
-class _Table(NamedTuple):
-    """Columns of the requests that decode, int64.
-
-    They are the tokens of each less the step, those of its prompt, the most that it can have, and those it observed.
-    """
-
-    offsets: np.ndarray
-    prompt_tokens: np.ndarray
-    limits: np.ndarray
-    observed: np.ndarray
+    number: int = -1
 
 
 class RequestLedger:
@@ -135,9 +123,13 @@ class RequestLedger:
                 if entry.state == "awaiting_env":
                     self.awaiting_env[entry.job.key] = entry
         self._decoding_of: Counter[GroupKey] = Counter()
-        self._table: _Table | None = None  # of those that decode; None where they have changed
+        # Of those that decode, in their order: number, tokens less the step, prompt tokens, most tokens, observed ones.
+        self._table = np.zeros((5, num_slots), dtype=np.int64)
+        self._num_admitted = 0
+        self._totals: np.ndarray | None = None  # expected of them in this step; None where that is to be asked again
         self._prompt_tokens = 0  # KV tokens of the prompts of those that decode
         self._most_tokens = 0  # that those that decode can come to hold
+        self._fits: tuple[int | None, int] = (None, 0)  # KV tokens in which those that decode fit before that step
         self._refused = False
         self._observed: dict[int, tuple[list[Key], list[np.ndarray]]] = {}  # by number of tokens, not told yet
         self._ended: list[tuple[Job, int]] = []  # likewise, with the tokens that were sampled
@@ -171,7 +163,8 @@ class RequestLedger:
 
     def progress(self) -> dict[Key, int]:
         """Return the tokens that have been sampled of each request that decodes."""
-        return {key: self.step - each.begin + each.had - each.observed for key, each in self.decoding.items()}
+        _, offsets, _, _, observed = self._rows
+        return dict(zip(self.decoding, (self.step + offsets - observed).tolist(), strict=True))
 
     def may_admit(self, group: GroupKey) -> bool:
         """Return whether a request of a group waits to be admitted, now or later at a probe or for its turn."""
@@ -222,30 +215,24 @@ class RequestLedger:
             requests: Those asked; they are queued in this order, but for those away.
             away: Those that wait for their environments first, with what they begin with.
         """
-        waiting: list[Job] = []
-        queued: list[Job] = []
-        for request in away.values():
+        jobs: list[Job] = []
+        for request in (*away.values(), *(request for request in requests if request.key not in away)):
             entry = self.groups[request.group][request.path]
-            entry.sampled_before = entry.request.prefix.num_sampled
-            self.await_env(request)
-            waiting.append(entry.job)
-            self.spans.group(request.group)
-        for request in requests:
-            if request.key in away:
-                continue
-            entry = self.groups[request.group][request.path]
-            if entry.stage is not None:
+            if entry.stage is not None and request.key not in away:
                 raise ValueError(_twice(request.key))
-            entry.sampled_before, entry.stage = entry.request.prefix.num_sampled, 0
-            queued.append(entry.job)
+            entry.sampled_before = entry.request.prefix.num_sampled
+            if request.key in away:
+                self.await_env(request)
+            else:
+                entry.stage = 0
+            jobs.append(entry.job)
             self.spans.group(request.group)
-        for jobs in (waiting, queued):
-            if jobs:
-                self._lengths.begin(jobs)
-                for job, tokens in zip(jobs, self._lengths.estimate(jobs).tolist(), strict=True):
-                    self.expected[job.key] = tokens
-        if queued:
-            self._queues[0].add(queued)
+        if jobs:
+            self._lengths.begin(jobs)
+            totals = self._lengths.estimate(jobs).tolist()
+            self.expected |= {job.key: tokens for job, tokens in zip(jobs, totals, strict=True)}
+        if len(jobs) > len(away):
+            self._queues[0].add(jobs[len(away) :])
 
     def admit(self, free_slots: int) -> list[Request]:
         """Let queued requests decode, at most so many, in the order of the plan; return them.
@@ -270,14 +257,18 @@ class RequestLedger:
         prefix = entry.request.prefix
         smallest = smallest_budget(self._layout, job.prompt_tokens, entry.request.sampling.room)
         had, observed = prefix.num_tokens, prefix.num_observed if prefix.num_tokens else 0
-        scarce = self.kv_tokens is not None and self.decoding and self._most_tokens + smallest > self.kv_tokens
-        if scarce and self._forecast(entry, had, observed) > (self.kv_tokens or 0):
-            self._refused = True
-            return False
-        entry.state, entry.slot, entry.begin = "decoding", self._free.pop(), self.step
-        entry.had, entry.observed = had, observed
+        row, totals = (had - self.step, job.prompt_tokens, entry.request.sampling.room, observed), None
+        self._table[:, len(self.decoding)] = (self._num_admitted, *row)
+        if self.kv_tokens is not None and self.decoding and self._most_tokens + smallest > self.kv_tokens:
+            held, totals = self._forecast(job)
+            if held > self.kv_tokens:
+                self._refused = True
+                return False
+        self._totals = totals if not had and entry.number < 0 else None  # what has begun expects more by what it has
+        self._fits = (None, 0)
+        entry.state, entry.slot, entry.begin, entry.number = "decoding", self._free.pop(), self.step, self._num_admitted
+        self._num_admitted += 1
         self.decoding[job.key] = entry
-        self._table = None
         self._most_tokens += smallest
         self._decoding_of[group] += 1
         if self._decoding_of[group] == 1:  # the first of its group
@@ -294,7 +285,7 @@ class RequestLedger:
             kv_tokens: The KV tokens there is memory for after it.
         """
         self.step += events.num_steps
-        self.kv_tokens = kv_tokens
+        self.kv_tokens, self._totals = kv_tokens, None
         for request in events.preempted:
             self.preempt(request)
         for each in events.observations:
@@ -308,15 +299,17 @@ class RequestLedger:
                 self._lengths.observe(each.keys, 0, each.features)
         if len(events.finished) < 2:
             return events.finished
-        finished = {completion.request.key: completion for completion in events.finished}
-        return [finished[key] for key in self.decoding if key in finished]
+        finished = [completion for completion in events.finished if completion.request.key in self.decoding]
+        return sorted(finished, key=lambda completion: self.decoding[completion.request.key].number)
 
     def _leave(self, key: Key) -> Entry:
         """Take a request out of its slot."""
+        place = int(np.searchsorted(self._rows[0], self.decoding[key].number))
         entry, group = self.decoding.pop(key), key[:2]
-        job = entry.job
+        job, num_left = entry.job, len(self.decoding)
+        self._table[:, place:num_left] = self._table[:, place + 1 : num_left + 1]
         self._free.append(entry.slot)
-        self._refused, self._table = False, None
+        self._refused, self._totals = False, None
         self._most_tokens -= smallest_budget(self._layout, job.prompt_tokens, entry.request.sampling.room)
         self._decoding_of[group] -= 1
         if not self._decoding_of[group]:  # the last of its group
@@ -423,60 +416,76 @@ class RequestLedger:
     # ---- memory -------------------------------------------------------------------------------------
 
     @property
-    def _rows(self) -> _Table:
-        if self._table is None:
-            columns = [
-                (each.had - each.begin, each.job.prompt_tokens, each.request.sampling.room, each.observed)
-                for each in self.decoding.values()
-            ]
-            self._table = _Table(*np.array(columns, dtype=np.int64).reshape(-1, 4).T)
-        return self._table
+    def _rows(self) -> np.ndarray:
+        return self._table[:, : len(self.decoding)]
 
     def kv_tokens_held(self, ahead: int = 1) -> int:
         """Return the KV tokens that the requests that decode hold in the next step, or in one ``ahead`` of the last."""
         return int(self._held(ahead).sum()) + self._prompt_tokens
 
     def overflow(self) -> list[Key]:
-        """Return those that have to leave for the next step to fit: the youngest; one is always left."""
-        if self.kv_tokens is None or self._most_tokens <= self.kv_tokens:
+        """Return those that have to leave for the next step to fit: the youngest; one is always left.
+
+        Some steps are looked at together, for in all of those that fit nothing has to be counted.
+        """
+        kv_tokens, (fitting, until) = self.kv_tokens, self._fits
+        if kv_tokens is None or self._most_tokens <= kv_tokens or (fitting == kv_tokens and self.step < until):
             return []
-        held, staying, leaving = self._held(), list(self.decoding.values()), []
+        held = self._held(np.arange(1, RETRY_STEPS + 1)[:, None])
+        num_fitting = int(np.searchsorted(held.sum(1), kv_tokens - self._prompt_tokens, "right"))
+        self._fits = (kv_tokens, self.step + num_fitting)
+        if num_fitting:
+            return []
+        staying, leaving = list(self.decoding.values()), []
         members, prompts = self._decoding_of.copy(), self._prompt_tokens
-        total = int(held.sum())
-        while total + prompts > self.kv_tokens and len(staying) > 1:
+        total = int(held[0].sum())
+        while total + prompts > kv_tokens and len(staying) > 1:
             job = staying.pop().job
             leaving.append(job.key)
-            total -= int(held[len(staying)])
+            total -= int(held[0, len(staying)])
             members[job.group] -= 1
             prompts -= 0 if members[job.group] else self._layout.prompt(job.prompt_tokens)
         return leaving
 
-    def _held(self, ahead: int = 1) -> np.ndarray:
-        """Return the KV tokens of each active completion in a step, which gives it a token more; shape (active,)."""
-        rows = self._rows
-        if not len(rows.limits):
-            return rows.limits
-        tokens = np.minimum(self.step + rows.offsets + ahead, rows.limits)
-        return self._layout.completion(rows.prompt_tokens, tokens, rows.limits)
+    def _held(self, ahead: int | np.ndarray = 1) -> np.ndarray:
+        """Return the KV tokens of each active completion in steps that give it a token more; shape (..., active)."""
+        _, offsets, prompt_tokens, limits, _ = self._rows
+        if not self.decoding:
+            return limits
+        return self._layout.completion(prompt_tokens, np.minimum(self.step + offsets + ahead, limits), limits)
 
-    def _forecast(self, entry: Entry, has: int, observed: int) -> int:
+    def _forecast(self, job: Job) -> tuple[int, np.ndarray]:
         """Return the most KV tokens that the requests that decode and one more are expected to hold at a time.
 
         What may yet be observed is not foreseen: jobs are taken out of their slots where it does not fit.
+
+        Args:
+            job: The one more, which stands after the others in the table.
+
+        Returns:
+            The KV tokens, and the sampled tokens that are expected of each.
         """
-        self._lengths.progress(self.progress())
-        job, rows = entry.job, self._rows
-        jobs = [*(each.job for each in self.decoding.values()), job]
-        had, limits = np.append(self.step + rows.offsets, has), np.append(rows.limits, entry.request.sampling.room)
-        totals = np.ceil(self._lengths.estimate(jobs)) + np.append(rows.observed, observed)
-        remaining = np.clip(totals, had + 1, limits) - had
-        moments = np.unique(np.quantile(remaining, np.linspace(0, 1, _MOMENTS), method="nearest"))
-        tokens = np.minimum(had + moments[:, None], limits).astype(np.int64)  # moments x jobs
-        prompt_tokens = np.append(rows.prompt_tokens, job.prompt_tokens)
+        if self._totals is None:
+            self._lengths.progress(self.progress())
+            totals = self._lengths.estimate([*(each.job for each in self.decoding.values()), job])
+        else:
+            totals = np.append(self._totals, self._lengths.estimate([job]))
+        _, offsets, prompt_tokens, limits, observed = self._table[:, : len(totals)]
+        had = self.step + offsets
+        whole = np.minimum(np.maximum(np.ceil(totals) + observed, had + 1), limits).astype(np.int64)
+        moments = np.sort(whole - had)[_moments(len(totals)), None]
+        tokens = np.minimum(had + moments, limits)  # moments x jobs
         rooms = self._layout.completion(prompt_tokens, np.maximum(tokens, 1), limits)
-        held = np.where(remaining >= moments[:, None], rooms, 0).sum(1).max()
+        held = np.where(whole >= had + moments, rooms, 0).sum(1).max()
         own = 0 if self._decoding_of[job.group] else self._layout.prompt(job.prompt_tokens)
-        return int(held) + self._prompt_tokens + own
+        return int(held) + self._prompt_tokens + own, totals
+
+
+@cache
+def _moments(num_jobs: int) -> np.ndarray:
+    """Return which of so many jobs, in the order of their ends, end at the moments at which memory is added up."""
+    shares = np.linspace(0, 1, _MOMENTS)
+    return np.unique(np.quantile(np.arange(num_jobs), shares, method="nearest"))
 
 
 def _twice(key: Key) -> str:
