@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import ROOT
@@ -37,16 +38,17 @@ class CaseProcess:
         module: What is run, with the case as its argument in JSON.
         case: A dataclass.
         environment: Variables of the process beside those of this one.
+        root: The checkout that is measured.
     """
 
-    def __init__(self, module: str, case: Any, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: str, case: Any, environment: Mapping[str, str] | None = None, root: Path = ROOT) -> None:
         self._case = case
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by __exit__
         command = [sys.executable, "-m", module, json.dumps(asdict(case))]
         self._process = subprocess.Popen(
             command,
-            cwd=ROOT,
-            env=os.environ | (environment or {}),
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root)} | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

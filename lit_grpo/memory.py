@@ -138,8 +138,9 @@ def in_one_copy(arrays: Mapping[str, torch.Tensor | np.ndarray], device: torch.d
         places[name] = slice(num_bytes, num_bytes + tensor.nbytes)
         num_bytes += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
     packed_U = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    host_U = packed_U.numpy()  # numpy copies a few bytes in less time
     for name, tensor in tensors.items():
-        packed_U[places[name]] = tensor.contiguous().view(-1).view(torch.uint8)
+        host_U[places[name]] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     there_U = packed_U.to(device, non_blocking=True)
     return {name: there_U[places[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
 

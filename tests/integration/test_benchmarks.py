@@ -108,8 +108,8 @@ def test_solved_word_problems_are_solved() -> None:
 
 WITHOUT_VLLM = (
     *("beside_commit", "decode_throughput"),
-    *("decode_throughput decode_efficiency", "demo", "gguf_logprobs", "group_size_memory", "infinite_sampling"),
-    *("kv_memory", "learning budgets", "learning catch_credit", "learning sorted_learning"),
+    *("decode_throughput decode_efficiency", "demo", "gguf_logprobs", "group_size_memory", "host_cost"),
+    *("infinite_sampling", "kv_memory", "learning budgets", "learning catch_credit", "learning sorted_learning"),
     *(
         "learning stability",
         "learning_per_hour",
