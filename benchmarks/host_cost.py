@@ -34,7 +34,7 @@ COLUMNS = ("all", *SCHEDULING, *(part for part in PARTS if part not in SCHEDULIN
 
 def main(options: Options) -> int:
     """Measure all cases in turn, several times."""
-    sizes, repeats, num_steps = ((8, 16), 1, 8) if options.quick else ((8, 64, 256, 1024), 3, 120)
+    sizes, repeats, num_steps = ((8, 16), 1, 8) if options.quick else ((8, 64, 256, 1024), 2, 100)
     cases = {
         (work, rows): HostCase(rows, ends, is_scarce, num_steps)
         for rows in sizes

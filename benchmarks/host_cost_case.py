@@ -58,6 +58,8 @@ SCARCE = 0.375
 """KV tokens that there is memory for where it is scarce, of what all rows take at their limit."""
 FIRST = 200
 """Steps before those that are measured: by then completions have passed the points at which lengths are predicted."""
+KNOWN = 300
+"""Steps of a rollout before it, from which lengths are known."""
 _CALIBRATED = 5000
 PARTS = {
     "ledger": [RequestLedger],
@@ -224,7 +226,7 @@ def measure(case: HostCase, policy: Any) -> dict[str, float]:
             loop.run(lambda step: until(buffer, step))
 
     if case.ends:  # so that lengths are known
-        roll_out(RolloutBuffer.ready, case.rows)
+        roll_out(lambda buffer, step: buffer.ready(step) or step == KNOWN, case.rows)
         lengths.end(commit=True)
     timer, marks, measuring = _Timer(), dict[int, float](), ExitStack()
     began = time.thread_time()
