@@ -138,6 +138,36 @@ def test_the_youngest_have_to_leave_where_the_next_step_would_not_fit_and_one_st
         assert ledger.overflow() == leaving
 
 
+def test_those_leave_that_a_count_of_each_step_finds_though_steps_are_looked_at_together() -> None:
+    """Requests end, others come, and memory grows and shrinks, in steps in which it is enough and in others."""
+    rng, num_left, num_whole = random.Random(0), 0, 0
+    for _ in range(20):
+        asked = [request(sample, rng.choice("abc"), 20) for sample in range(12)]
+        ledger = make(6, Told({each.key: 30 for each in asked}), 900, *asked)
+        while ledger.groups:
+            ledger.kv_tokens = max(rng.choice([ledger.kv_tokens or 0] * 9 + [700, 900]), 500)
+            ledger.admit(6 - len(ledger.decoding))
+            has = ledger.progress()
+            rooms = [room(min(has[key] + 1, 400), 400) for key in ledger.decoding]
+            expected: list[Key] = []
+            while True:
+                staying = [key for key in ledger.decoding if key not in expected]
+                prompts = len({key[:2] for key in staying}) * prompt_room(20)
+                if sum(rooms[: len(staying)]) + prompts <= ledger.kv_tokens or len(staying) == 1:
+                    break
+                expected.append(staying[-1])
+            leaving = ledger.overflow()
+            assert leaving == expected
+            num_left, num_whole = num_left + len(leaving), num_whole + (not leaving)
+            for key in leaving:
+                ledger.preempt(ledger.request(key).after(tokens(has[key])))
+            ledger.step += 1
+            for key, count in ledger.progress().items():
+                if rng.random() < 0.01 or count >= 400:
+                    ledger.remove(key)
+    assert num_left > 50 and num_whole > 500
+
+
 def test_a_request_is_in_work_once() -> None:
     ledger = make(2, NoLengths(), None, request(0))
     with pytest.raises(ValueError, match=r"\('a', 0, \(0,\)\) is in work already; give each sample a path of its own"):

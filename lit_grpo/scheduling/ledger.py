@@ -304,7 +304,7 @@ class RequestLedger:
 
     def _leave(self, key: Key) -> Entry:
         """Take a request out of its slot."""
-        place = int(np.searchsorted(self._rows[0], self.decoding[key].number))
+        place = int(np.searchsorted(self._table[0, : len(self.decoding)], self.decoding[key].number))
         entry, group = self.decoding.pop(key), key[:2]
         job, num_left = entry.job, len(self.decoding)
         self._table[:, place:num_left] = self._table[:, place + 1 : num_left + 1]
