@@ -252,7 +252,8 @@ def main() -> None:
     torch.set_num_threads(1)
     packed = slots.in_one_copy
     host: Any = _Beside("cpu")
-    for module in (slots, slot_rows, slot_cache):
+    modules: list[Any] = [slots, slot_rows, slot_cache]
+    for module in modules:
         module.in_one_copy = lambda arrays, device: packed(arrays, host)
     sampling._BLOCK = 4  # so that 16 tokens are drawn in blocks
     policy = random_qwen3(SIZES)

@@ -48,7 +48,7 @@ class CaseProcess:
         self._process = subprocess.Popen(
             command,
             cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root)} | (environment or {}),
+            env={**os.environ, "PYTHONPATH": str(root), **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
